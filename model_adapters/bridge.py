@@ -1,0 +1,83 @@
+"""The one module that calls torchax: a torch module becomes a pure function over JAX arrays.
+
+Words as torchax has them: a *torch view* of a JAX array is a tensor that torch code computes with and JAX executes; a
+*jax view* is the array inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from model_adapters.compat import import_torchax
+
+torchax = import_torchax()
+
+from torchax.interop import jax_view, torch_view  # noqa: E402
+
+JaxFunction = Callable[..., Any]
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All tensors a forward of `module` reads, by qualified name: parameters, buffers, and plain tensor attributes.
+
+    A tensor reached by several names (tied weights) stands under each of them.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        dot = prefix + "." if prefix else ""
+        for table in (child._parameters, child._buffers, vars(child)):
+            for name, value in table.items():
+                if isinstance(value, torch.Tensor):
+                    found[dot + name] = value
+    return found
+
+
+def to_jax_array(tensor: torch.Tensor) -> jax.Array:
+    """The JAX array of a CPU tensor; shares the memory where alignment and layout allow, else copies."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        raise ValueError(f"expected a tensor on the CPU, got one on {tensor.device}")
+    if tensor.dtype in (torch.int64, torch.float64, torch.bool) or tensor.ndim == 0 or not tensor.is_contiguous():
+        return jax.numpy.asarray(tensor.numpy())
+    return jax.dlpack.from_dlpack(tensor)
+
+
+def to_torch_tensor(array: jax.Array) -> torch.Tensor:
+    """The CPU tensor of a JAX array; shares the memory of an array that lies on the CPU."""
+    if array.dtype == jax.numpy.bfloat16:
+        return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+def pure_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:
+    """Returns ``f(weights, args, kwargs)`` that runs ``module.method(*args, **kwargs)`` with `weights` in its place.
+
+    Args and result are pytrees of JAX arrays; the function is pure, so ``jax.jit`` and ``jax.grad`` apply to it.
+    """
+    env = torchax.default_env()
+
+    def call(weights: Mapping[str, jax.Array], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs or {}))
+        with env, torch.no_grad(), torch.nn.utils.stateless._reparametrize_module(module, state):
+            return jax_view(getattr(module, method)(*args_view, **kwargs_view))
+
+    return call
+
+
+def extract_jax(module: torch.nn.Module) -> tuple[dict[str, jax.Array], JaxFunction]:
+    """Returns ``(weights, function)`` of `module`: ``function(weights, args, kwargs)`` is pure and jittable.
+
+    Tied weights appear once per name and share one array.
+    """
+    shared: dict[int, jax.Array] = {}
+    weights = {}
+    for name, tensor in tensors_of(module).items():
+        if id(tensor) not in shared:
+            shared[id(tensor)] = to_jax_array(tensor)
+        weights[name] = shared[id(tensor)]
+    return weights, pure_call(module)

@@ -1,0 +1,47 @@
+"""The error tree of the project.
+
+::
+
+    TorchaxServeError
+    ├── ModelNotFoundError      a name, folder or hub id that leads to no model
+    ├── CheckpointError         the model is there, its files are not what they should be
+    ├── UnsupportedModelError   an architecture or a task that this call cannot run
+    ├── InvalidArgumentError    an argument with a value nobody can honour (also a ValueError)
+    ├── UnsupportedArgumentError  an argument that exists in transformers and is not honoured here (also a ValueError)
+    ├── ChatTemplateError       no chat template, or one that does not render
+    └── OutOfMemoryError        weights or cache do not fit; says how much was needed
+
+A message says what was expected, what came, and what to do.
+"""
+
+
+class TorchaxServeError(Exception):
+    """Base of every error that the project raises on purpose."""
+
+
+class ModelNotFoundError(TorchaxServeError):
+    """A name, folder or hub id that leads to no model."""
+
+
+class CheckpointError(TorchaxServeError):
+    """The files of a model are missing, damaged, or do not match its architecture."""
+
+
+class UnsupportedModelError(TorchaxServeError):
+    """An architecture or a task that this call cannot run."""
+
+
+class InvalidArgumentError(TorchaxServeError, ValueError):
+    """An argument whose value nobody can honour."""
+
+
+class UnsupportedArgumentError(TorchaxServeError, ValueError):
+    """An argument that transformers knows and this project does not honour."""
+
+
+class ChatTemplateError(TorchaxServeError):
+    """A chat was asked of a model without a chat template, or the template does not render."""
+
+
+class OutOfMemoryError(TorchaxServeError, MemoryError):
+    """Weights or cache do not fit into the memory there is."""
