@@ -6,7 +6,8 @@ Words as torchax has them: a *torch view* of a JAX array is a tensor that torch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -54,16 +55,22 @@ def to_torch_tensor(array: jax.Array) -> torch.Tensor:
     return torch.from_numpy(np.array(array))
 
 
+@contextlib.contextmanager
+def torch_mode(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Torch code inside computes on JAX, and `module` has the tensors of `state` in the place of its own."""
+    with torchax.default_env(), torch.no_grad(), torch.nn.utils.stateless._reparametrize_module(module, dict(state)):
+        yield
+
+
 def pure_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:
     """Returns ``f(weights, args, kwargs)`` that runs ``module.method(*args, **kwargs)`` with `weights` in its place.
 
     Args and result are pytrees of JAX arrays; the function is pure, so ``jax.jit`` and ``jax.grad`` apply to it.
     """
-    env = torchax.default_env()
 
     def call(weights: Mapping[str, jax.Array], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs or {}))
-        with env, torch.no_grad(), torch.nn.utils.stateless._reparametrize_module(module, state):
+        with torch_mode(module, state):
             return jax_view(getattr(module, method)(*args_view, **kwargs_view))
 
     return call

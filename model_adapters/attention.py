@@ -1,0 +1,192 @@
+"""Attention interception: what unmodified model code reaches through transformers' attention and mask interfaces.
+
+While a model is traced, its configuration names ``torchax_serve`` as attention implementation. Masks are then made by
+`served_mask` and attention is computed by `served_attention`. Both leave notes on the tensors they hand to model code:
+a mask that is causal, perhaps windowed and padded on the left, says so; keys that come straight from the cache say where
+they were written. When both notes arrive, a decode step runs as one op that writes the cache and attends. A note that
+model code has dropped on the way, by computing something else from the tensor, means the dense path with the very
+tensors model code passed: slower, never different.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from model_adapters.bridge import jax_view, torch_view
+from model_adapters.caches import CacheWrite
+from model_adapters.ops import decode_attention, dense_attention
+
+IMPLEMENTATION = "torchax_serve"
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftPadding:
+    """Attached to a 2D mask that is nothing but left padding; `starts` int32[batch] is the first visible position."""
+
+    starts: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalMask:
+    """Attached to a 4D mask that is causal, restricted to the last `window` positions if given, and left-padded."""
+
+    window: int | None
+    starts: jax.Array | None  # int32[batch]; None: no padding
+
+
+def padding_mask(starts: jax.Array, length: int) -> torch.Tensor:
+    """The 2D mask [batch, length] of left padding, annotated; `starts` int32[batch]."""
+    mask = torch_view(jnp.arange(length)[None, :] >= starts[:, None])
+    mask.left_padding = LeftPadding(starts)
+    return mask
+
+
+def window_of(mask_function: Callable[..., Any], length: int) -> int | None:
+    """The window of a causal `mask_function`, `length` if it has none; None where it is anything else.
+
+    The function is asked, not recognised: on concrete indices it must give the same band below the diagonal from any
+    query position. A function that depends on more than the distance (chunks, blocks of images, packed sequences) or
+    that computes with traced tensors gives something else.
+    """
+    positions = torch.arange(length)
+    queries = sorted({0, length // 3, length // 2, length - 1})
+    window = length
+    for query in reversed(queries):
+        try:
+            row = mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), positions)
+        except Exception:  # whatever it needs, indices alone are not enough
+            return None
+        if type(row) is not torch.Tensor or row.dtype != torch.bool or row.shape != positions.shape:
+            return None
+        if query == length - 1:
+            window = int(row.sum())
+        if not torch.equal(row, (positions <= query) & (positions > query - window)):
+            return None
+    return window
+
+
+def served_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """transformers' boolean mask [batch, 1, q_length, kv_length], annotated where it is a plain causal one."""
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    mask = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **kwargs,
+    )
+    padding = getattr(attention_mask, "left_padding", None)
+    if attention_mask is None or padding is not None:
+        window = window_of(mask_function, kv_length)
+        if window is not None:
+            starts = None if padding is None else padding.starts
+            mask.causal_mask = CausalMask(None if window >= kv_length else window, starts)
+    return mask
+
+
+def served_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of `query` [batch, heads, q_len, dim] over `key`, `value` [batch, kv_heads, kv_len, dim].
+
+    Returns:
+        The output [batch, q_len, heads, v_dim], and None in the place of the weights.
+    """
+    if dropout:
+        raise ValueError(f"expected dropout 0 in a served model, got {dropout}; call model.eval() first")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = None if s_aux is None else jax_view(s_aux)
+    write: CacheWrite | None = getattr(key, "cache_write", None)
+    note: CausalMask | None = getattr(attention_mask, "causal_mask", None)
+    q = jax_view(query)
+    if q.shape[2] == 1 and write is not None and write.pool_before is not None and note and position_bias is None:
+        out = _decode(q, write, note, scale=scale, softcap=softcap, sinks=sinks)
+    else:
+        mask = None if attention_mask is None else jax_view(attention_mask)
+        if position_bias is not None:
+            bias = jax_view(position_bias)
+            mask = bias if mask is None else bias + _additive(mask, bias.dtype)
+        causal = mask is None and q.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        out = dense_attention(
+            q, jax_view(key), jax_view(value), mask, sinks, scale=scale, softcap=softcap, causal=causal
+        )
+    return torch_view(jnp.swapaxes(out, 1, 2)), None
+
+
+def _additive(mask: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return jnp.where(mask, 0, jnp.finfo(dtype).min).astype(dtype) if mask.dtype == jnp.bool else mask.astype(dtype)
+
+
+def _decode(q: jax.Array, write: CacheWrite, note: CausalMask, **features: Any) -> jax.Array:
+    """One new token per row: writes its keys and values and attends, in one op."""
+    assert write.pool_before is not None
+    layer, batch = write.layer, q.shape[0]
+    lens = jnp.broadcast_to(jax_view(layer.offset).astype(jnp.int32) + 1, (batch,))
+    starts = jnp.zeros(batch, jnp.int32) if note.starts is None else note.starts.astype(jnp.int32)
+    out, pool = decode_attention(
+        q[:, :, 0],
+        write.keys[:, :, 0],
+        write.values[:, :, 0],
+        write.pool_before,
+        jnp.arange(batch, dtype=jnp.int32)[:, None],  # the row's whole capacity is its one page
+        lens,
+        starts,
+        window=note.window,
+        **features,
+    )
+    layer.pool = torch_view(pool)
+    return out[:, :, None]
+
+
+AttentionInterface.register(IMPLEMENTATION, served_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, served_mask)
+
+_TRACE_LOCK = threading.RLock()  # a trace changes the module and its configuration for as long as it lasts
+
+
+@contextlib.contextmanager
+def attention_implementation(module: PreTrainedModel, name: str) -> Iterator[None]:
+    """Makes every configuration of `module` name attention implementation `name` for the time of a trace."""
+    configs = {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}
+    for config in list(configs.values()):
+        for part in getattr(config, "sub_configs", {}):
+            if (sub := getattr(config, part, None)) is not None:
+                configs[id(sub)] = sub
+    with _TRACE_LOCK:
+        before = {key: config._attn_implementation_internal for key, config in configs.items() if hasattr(config, "_attn_implementation_internal")}
+        try:
+            for key in before:
+                configs[key]._attn_implementation_internal = name
+            yield
+        finally:
+            for key, value in before.items():
+                configs[key]._attn_implementation_internal = value

@@ -1,0 +1,172 @@
+"""The fast road of ``generate``: prefill once, then one compiled step per token, the host one step behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+from model_adapters.bridge import to_torch_tensor
+from model_adapters.caches import DeviceCache
+from model_adapters.program import CallSpec
+from torchax_serve.buckets import bucket
+from torchax_serve.padding import Padding
+from torchax_serve.runtime import Runtime
+from torchax_serve.sampling import SamplingPlan
+from torchax_serve.steps import Carry, DecodeSpec, StepResult
+
+UNDERSTOOD_KWARGS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep"})
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopRequest:
+    """What transformers hands to a sampling loop, prepared and checked by its ``generate``."""
+
+    input_ids: torch.Tensor  # int64[batch, prompt_len], padded on the left
+    logits_processor: Any
+    stopping_criteria: StoppingCriteriaList
+    config: GenerationConfig
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+
+def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
+    """The first reason why `request` needs transformers' own loop; None if it can take the fast road."""
+    kwargs, config = request.model_kwargs, request.config
+    extra = [k for k, v in kwargs.items() if v is not None and k not in UNDERSTOOD_KWARGS | {runtime.program.cache_name}]
+    cache = kwargs.get(runtime.program.cache_name or "")
+    if not isinstance(cache, DeviceCache) or cache.length:
+        return "the cache is not a fresh one of this model"
+    if extra:
+        return f"the forward gets {', '.join(sorted(extra))}"
+    if config.output_attentions or config.output_hidden_states:
+        return "attentions or hidden states are returned"
+    if config.prefill_chunk_size is not None or config.is_assistant:
+        return "the prompt is prefilled in chunks, or this is an assistant"
+    if Padding.of(kwargs.get("attention_mask"), request.input_ids.shape[1]).mask is not None:
+        return "the attention mask is more than padding on the left"
+    return SamplingPlan.why_not(request.logits_processor)
+
+
+class DecodeLoop:
+    """Runs one request; `tokens` yields them as they come, `run` returns what ``generate`` returns."""
+
+    def __init__(self, runtime: Runtime, request: LoopRequest) -> None:
+        self.runtime, self.request, self.config = runtime, request, request.config
+        self.batch, self.prompt_len = request.input_ids.shape
+        self.cache: DeviceCache = request.model_kwargs[runtime.program.cache_name]
+        wants_dict = bool(self.config.return_dict_in_generate)
+        self.keep_scores = wants_dict and bool(self.config.output_scores)
+        self.keep_logits = wants_dict and bool(self.config.output_logits)
+        kinds = {type(criterion) for criterion in request.stopping_criteria}
+        # Rows that end for a reason only the host can see must reach the device before the next step is launched if
+        # what a finished row goes on to compute is going to be looked at.
+        self.device_stops = kinds <= {MaxLengthCriteria, EosTokenCriteria}
+        self.look_ahead = (self.device_stops or not self.keep_scores) and (self.cache.is_croppable or not wants_dict)
+        self.results: list[StepResult] = []
+        self.sequences = request.input_ids
+
+    def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Runs to the end, feeding the streamer."""
+        streamer = self.request.streamer
+        for token in self.tokens():
+            if streamer is not None:
+                streamer.put(token)
+        if streamer is not None:
+            streamer.end()
+        if not self.config.return_dict_in_generate:
+            return self.sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=self.sequences,
+            scores=self._kept("scores") if self.keep_scores else None,
+            logits=self._kept("logits") if self.keep_logits else None,
+            past_key_values=self.cache.to_dynamic(),
+        )
+
+    def _kept(self, name: str) -> tuple[torch.Tensor, ...]:
+        return tuple(to_torch_tensor(getattr(result, name)) for result in self.results)
+
+    def tokens(self) -> Iterator[torch.Tensor]:
+        """Yields int64[batch] per step, finished rows padded; leaves the sequences and the cache complete."""
+        max_new = self.request.stopping_criteria.max_length - self.prompt_len
+        unfinished = torch.ones(self.batch, dtype=torch.long)
+        pending = self._prefill()
+        for index in range(max_new):
+            following = self._decode() if self.look_ahead and index + 1 < max_new else None
+            token = torch.from_numpy(np.asarray(pending.token).astype(np.int64))
+            if self.config._pad_token_tensor is not None:
+                token = token * unfinished + self.config._pad_token_tensor * (1 - unfinished)
+            self.sequences = torch.cat([self.sequences, token[:, None]], 1)
+            if self.keep_scores or self.keep_logits:
+                self.results.append(pending)
+            scores = self._kept("scores") if self.keep_scores and not self.device_stops else None
+            unfinished = unfinished & ~self.request.stopping_criteria(self.sequences, scores)
+            self.cache.length = self.sequences.shape[1] - 1
+            yield token
+            if not unfinished.any() or index + 1 == max_new:
+                return
+            if following is None:
+                self.carry = dataclasses.replace(self.carry, finished=jnp.asarray(unfinished.numpy() == 0))
+                following = self._decode()
+            pending = following
+
+    def _prefill(self) -> StepResult:
+        runtime, request = self.runtime, self.request
+        padding = Padding.of(request.model_kwargs.get("attention_mask"), self.prompt_len)
+        padded = padding.starts is not None
+        starts = np.zeros(self.batch, np.int32) if padding.starts is None else padding.starts.numpy().astype(np.int32)
+        self.cache.reserve(bucket(request.stopping_criteria.max_length))
+        positions = request.model_kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(self.prompt_len)[None]
+        given = {"input_ids": request.input_ids, "logits_to_keep": 1}
+        takes_positions = runtime.program.accepts("position_ids")
+        if takes_positions:
+            given["position_ids"] = positions.expand(self.batch, -1)
+        if padded:
+            given["attention_mask"] = request.model_kwargs["attention_mask"]
+        fields = runtime.forward_arrays(given, CallSpec(), self.cache)
+        self.plan, self.sampling = SamplingPlan.build(
+            request.logits_processor,
+            request.input_ids,
+            capacity=self.cache.capacity,
+            do_sample=bool(self.config.do_sample),
+            eos_token_ids=_list(self.config._eos_token_tensor),
+            pad_token_id=_list(self.config._pad_token_tensor),
+        )
+        self.spec = DecodeSpec(
+            call=CallSpec(padded=padded),
+            position_ids=takes_positions,
+            keep_logits=self.keep_logits,
+            keep_scores=self.keep_scores,
+        )
+        carry = Carry(
+            token=jnp.zeros(self.batch, jnp.int32),
+            position=jnp.asarray(positions[:, -1].expand(self.batch).numpy(), jnp.int32),
+            offset=jnp.asarray(self.prompt_len - 1, jnp.int32),
+            starts=jnp.asarray(starts),
+            finished=jnp.zeros(self.batch, bool),
+        )
+        carry = dataclasses.replace(carry, position=carry.position + 1, offset=carry.offset + 1)
+        result, self.sampling, self.carry = runtime.steps.first_token(
+            self.plan, self.sampling, fields["logits"][:, -1], carry, spec=self.spec
+        )
+        return result
+
+    def _decode(self) -> StepResult:
+        result, self.cache.states, self.carry, self.sampling = self.runtime.steps.decode(
+            self.runtime.weights, self.cache.states, self.carry, self.plan, self.sampling, spec=self.spec
+        )
+        return result
+
+
+def _list(tensor: torch.Tensor | None) -> list[int]:
+    return [] if tensor is None else tensor.reshape(-1).tolist()

@@ -1,0 +1,159 @@
+"""An existing model object, its ``forward`` and ``generate`` now run by JAX.
+
+The object's class is replaced by a subclass of itself that overrides four methods. ``generate`` stays transformers' own,
+with all it prepares and checks; only the cache it asks for, the forward it calls and the sampling loop it ends in are
+replaced. So signature, defaults, errors and return types are transformers' by construction.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.utils import ModelOutput
+
+from model_adapters.bridge import extract_jax
+from model_adapters.caches import DeviceCache
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from model_adapters.program import CallSpec
+from torchax_serve.decode_loop import DecodeLoop, LoopRequest, why_not_fast
+from torchax_serve.runtime import Runtime
+
+FLAGS = ("output_hidden_states", "output_attentions")
+
+
+def to_jax(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes `model` run on JAX: the same object, its ``forward`` and ``generate`` compiled. Idempotent.
+
+    The weights are shared with the torch tensors where the device is the CPU; change them afterwards and the effect is
+    undefined.
+
+    Raises:
+        InvalidArgumentError: `model` is no `PreTrainedModel`, or lies on another device than the CPU.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidArgumentError(f"expected a transformers PreTrainedModel, got {type(model).__name__}; load one first")
+    if isinstance(model, JaxModel):
+        return model
+    if model.device.type != "cpu":
+        raise InvalidArgumentError(f'expected a model on the CPU, got one on {model.device}; call model.to("cpu") first')
+    model.eval()
+    weights, _ = extract_jax(model)
+    return attach(model, Runtime(model, weights))
+
+
+def attach(model: PreTrainedModel, runtime: Runtime) -> PreTrainedModel:
+    """Gives `model` the class whose forward and generation are run by `runtime`."""
+    model._jax_runtime = runtime
+    model.__class__ = _jax_class(type(model))
+    return model
+
+
+class JaxModel:
+    """Mixin in front of a transformers class; see `to_jax`."""
+
+    _jax_runtime: Runtime
+
+    @property
+    def device(self) -> torch.device:
+        """Where callers' tensors are expected: the CPU, wherever the weights are."""
+        device = super().device  # type: ignore[misc]
+        return torch.device("cpu") if device.type == "meta" else device
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        runtime = self._jax_runtime
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic", "static"):
+            raise UnsupportedArgumentError(
+                f"cache_implementation={implementation!r} is not supported here; leave it out, the cache lies on the device"
+            )
+        name = runtime.program.cache_name
+        if runtime.can_cache and generation_config.use_cache is not False and model_kwargs.get(name) is None:
+            model_kwargs[name] = runtime.new_cache(1)
+            return None
+        generation_config.cache_implementation = None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        runtime = self._jax_runtime
+        request = LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        if why_not_fast(runtime, request) is None:
+            return DecodeLoop(runtime, request).run()
+        output = super()._sample(  # type: ignore[misc]
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+        return as_transformers_output(output)
+
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        return as_transformers_output(super()._beam_search(*args, **kwargs))  # type: ignore[misc]
+
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        return as_transformers_output(super()._assisted_decoding(*args, **kwargs))  # type: ignore[misc]
+
+
+def as_transformers_output(output: Any) -> Any:
+    """`output` with its cache, if it has one of ours, turned into transformers' own."""
+    cache = getattr(output, "past_key_values", None)
+    if isinstance(cache, DeviceCache):
+        output.past_key_values = cache.to_dynamic()
+    return output
+
+
+@functools.cache
+def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The subclass of `cls` that runs on JAX; it carries the same name, which transformers looks things up by."""
+    signature = inspect.signature(cls.forward)
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        given: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            given.update(value if is_rest else {name: value})
+        given.pop(next(iter(signature.parameters)))
+        return _forward(self, {name: value for name, value in given.items() if value is not None})
+
+    namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (JaxModel, cls), namespace)
+
+
+def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
+    """The forward of a model on JAX: flags and cache sorted out, tensors handed to the runtime."""
+    if model.training:
+        raise InvalidArgumentError("expected a model in evaluation mode, got one in training mode; call model.eval()")
+    runtime: Runtime = model._jax_runtime
+    cache_name = runtime.program.cache_name
+    return_dict = given.pop("return_dict", model.config.return_dict)
+    use_cache = given.pop("use_cache", getattr(runtime.text_config, "use_cache", False))
+    cache = None if cache_name is None else given.pop(cache_name, None)
+    if cache is None and use_cache and runtime.can_cache and "labels" not in given:
+        cache = runtime.new_cache(1)
+    flags = {flag: bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS}
+    fields = runtime.forward(given, CallSpec(**flags), cache)
+    if cache is not None and cache_name is not None:
+        fields[cache_name] = cache
+    output = runtime.program.output_class(**fields)
+    return output if return_dict else output.to_tuple()

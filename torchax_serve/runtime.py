@@ -1,0 +1,190 @@
+"""Runs a model's forward on JAX for callers that speak torch on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
+
+from model_adapters.bridge import to_jax_array, to_torch_tensor
+from model_adapters.caches import AttentionLayer, DeviceCache
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from model_adapters.program import CallSpec, ModelProgram
+from torchax_serve.buckets import bucket
+from torchax_serve.padding import Padding
+from torchax_serve.steps import Steps
+
+# Inputs that may be padded along the sequence; with any other tensor a call runs at its exact length.
+SEQUENCE_INPUTS = frozenset({"input_ids", "inputs_embeds", "position_ids", "attention_mask"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Query:
+    """A forward's new tokens on their way to the device."""
+
+    name: str  # "input_ids" or "inputs_embeds"
+    tensor: torch.Tensor  # int64[batch, len] or float[batch, len, hidden]
+    padded_len: int
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.tensor.shape[0]
+
+    @property
+    def len(self) -> int:
+        """Tokens per row before padding."""
+        return self.tensor.shape[1]
+
+
+class Runtime:
+    """One model on JAX: its weights there, its program, its compiled steps."""
+
+    def __init__(self, module: PreTrainedModel, weights: Mapping[str, jax.Array]) -> None:
+        self.program = ModelProgram(module)
+        self.weights = dict(weights)
+        self.steps = Steps(self.program)
+        self.config = module.config
+        self.text_config = module.config.get_text_config(decoder=True)
+        self.max_positions: int | None = getattr(self.text_config, "max_position_embeddings", None)
+        self.vocab_size: int = module.get_input_embeddings().num_embeddings
+        self.can_cache, self.is_recurrent = self._cache_kinds()
+
+    def _cache_kinds(self) -> tuple[bool, bool]:
+        """Whether a device cache can be made for this model, and whether it has recurrent layers."""
+        if self.config.is_encoder_decoder or self.program.cache_name is None:
+            return False, True
+        try:
+            states = self.new_cache(16).states
+        except (UnsupportedModelError, AttributeError, KeyError, TypeError):  # no static form of this configuration
+            return False, True
+        return True, any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in states)
+
+    def new_cache(self, capacity: int) -> DeviceCache:
+        """An empty cache with room for `capacity` tokens per row."""
+        return DeviceCache(self.text_config, capacity)
+
+    def padded_len(self, length: int) -> int:
+        """Length a query of `length` tokens is padded to: a rung of the ladder, or the same where padding is seen."""
+        # A recurrent state would go on through padding on the right.
+        return length if length == 1 or self.is_recurrent else bucket(length)
+
+    def check_ids(self, ids: torch.Tensor) -> None:
+        """Raises InvalidArgumentError for token ids that the vocabulary does not have."""
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size):
+            bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            raise InvalidArgumentError(
+                f"expected token ids from 0 to {self.vocab_size - 1}, got {bad}; encode with this model's own tokenizer"
+            )
+
+    def forward(self, given: dict[str, Any], spec: CallSpec, cache: Cache | None) -> dict[str, Any]:
+        """One forward with torch tensors in and out.
+
+        Args:
+            given: tensors by the forward's argument names, on the CPU; ``logits_to_keep`` int.
+            spec: flags.
+            cache: a `DeviceCache`, updated in place; a cache of transformers, likewise; or None.
+
+        Returns:
+            Output fields by name, tensors on the CPU at their true lengths.
+        """
+        given = dict(given)
+        device_cache = None if cache is None else self._on_device(cache)
+        fields = self.forward_arrays(given, spec, device_cache)
+        if cache is not None and device_cache is not cache:
+            assert device_cache is not None
+            vars(cache).update(vars(device_cache.to_dynamic()))
+        return jax.tree.map(to_torch_tensor, fields)
+
+    def forward_arrays(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None) -> dict[str, Any]:
+        """As `forward`, with arrays out, left on the device."""
+        given = dict(given)
+        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        exact = bool(set(given) - SEQUENCE_INPUTS - {"logits_to_keep"}) or given.get(name) is None
+        if exact and cache is None:
+            return self._forward_as_is(given, spec)
+        tensor = given.pop(name)
+        if name == "input_ids":
+            self.check_ids(tensor)
+        query = Query(name, tensor, tensor.shape[1] if exact else self.padded_len(tensor.shape[1]))
+        return self._forward_padded(query, given, spec, cache)
+
+    def _on_device(self, cache: Cache) -> DeviceCache:
+        """The device's form of a cache that the caller holds."""
+        if isinstance(cache, DeviceCache):
+            return cache
+        if type(cache) is not DynamicCache:
+            raise UnsupportedArgumentError(
+                "past_key_values: expected a DynamicCache or a cache that this model returned, "
+                f"got {type(cache).__name__}"
+            )
+        return DeviceCache.from_dynamic(cache, self.text_config)
+
+    def _forward_as_is(self, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
+        arrays = {k: to_jax_array(v) for k, v in given.items() if isinstance(v, torch.Tensor)}
+        rest = tuple(sorted((k, v) for k, v in given.items() if not isinstance(v, torch.Tensor)))
+        spec = dataclasses.replace(spec, extra=spec.extra + rest)
+        fields, _ = self.steps.forward(self.weights, None, None, arrays, spec=spec)
+        return fields
+
+    def _forward_padded(
+        self, query: Query, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None
+    ) -> dict[str, Any]:
+        past = 0 if cache is None else cache.length
+        if cache is not None:
+            cache.reserve(bucket(past + query.padded_len))
+        keep = given.pop("logits_to_keep", 0)
+        inputs = {query.name: _pad_to(query.tensor, query.padded_len, 0)}
+        if (positions := given.pop("position_ids", None)) is not None:
+            inputs["position_ids"] = _pad_to(positions, query.padded_len, None)
+        elif query.padded_len != query.len and self.program.accepts("position_ids"):
+            inputs["position_ids"] = _pad_to(torch.arange(past, past + query.len)[None], query.padded_len, None)
+        mask = given.pop("attention_mask", None)
+        padding = Padding.of(mask, past + query.len)
+        length = query.padded_len if cache is None or past == 0 else cache.capacity
+        inputs |= padding.inputs(length)
+        inputs |= {k: to_jax_array(v) for k, v in given.items() if isinstance(v, torch.Tensor)}
+        rest = tuple(sorted((k, v) for k, v in given.items() if not isinstance(v, torch.Tensor)))
+        spec = dataclasses.replace(spec, padded=padding.starts is not None, extra=spec.extra + rest)
+        if keep == 1:
+            inputs["last"] = jnp.asarray(query.len - 1, jnp.int32)
+        states, offset = (None, None) if cache is None else (cache.states, jnp.asarray(past, jnp.int32))
+        fields, states = self.steps.forward(self.weights, states, offset, inputs, spec=spec)
+        if cache is not None:
+            cache.states, cache.length = states, past + query.len
+        return _cut(fields, query, past, keep, cache)
+
+
+def _pad_to(tensor: torch.Tensor, length: int, fill: int | None) -> jax.Array:
+    """Pads the second dimension on the right with `fill`, or with the last value."""
+    missing = length - tensor.shape[1]
+    if missing:
+        tail = tensor[:, -1:].expand(-1, missing, *tensor.shape[2:]) if fill is None else tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), fill)
+        tensor = torch.cat([tensor, tail], 1)
+    return to_jax_array(tensor)
+
+
+def _cut(fields: dict[str, Any], query: Query, past: int, keep: int, cache: DeviceCache | None) -> dict[str, Any]:
+    """Takes the padding off again."""
+    cut = dict(fields)
+    if "logits" in cut and keep != 1:
+        cut["logits"] = cut["logits"][:, : query.len][:, -keep:]
+    if cut.get("hidden_states") is not None:
+        cut["hidden_states"] = tuple(layer[:, : query.len] for layer in cut["hidden_states"])
+    if cut.get("attentions") is not None:
+        states = [] if cache is None else cache.states
+        kept = []
+        for index, layer in enumerate(cut["attentions"]):
+            state = states[index] if index < len(states) else None
+            first = 0
+            if isinstance(state, AttentionLayer) and state.window is not None:
+                first = max(0, past - state.window + 1)  # a sliding layer of transformers has forgotten the rest
+            kept.append(layer[:, :, : query.len, first : past + query.len])
+        cut["attentions"] = tuple(kept)
+    return cut
