@@ -1,0 +1,174 @@
+"""The pieces of the detokenizer against transformers' own ``decode`` of all tokens at once."""
+
+import functools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers_of_test import CORPUS, KINDS
+
+from torchax_serve.text import Detokenizer, StopStrings, cut_at_stop
+
+few = settings(max_examples=150, deadline=None)
+tokenizer_of = functools.cache(lambda kind: KINDS[kind]())
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def pieces_of(tokenizer, token_ids, **kwargs):
+    detokenizer = Detokenizer(tokenizer, **kwargs)
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+def check(tokenizer, token_ids, **kwargs):
+    pieces = pieces_of(tokenizer, token_ids, **kwargs)
+    assert "".join(pieces) == tokenizer.decode(token_ids, **{"skip_special_tokens": True, **kwargs})
+    return pieces
+
+
+@every_kind
+@few
+@given(data=st.data())
+def test_any_tokens(kind, data):
+    """Any ids at all, also beyond the vocabulary (models pad their embeddings) and special ones."""
+    tokenizer = tokenizer_of(kind)
+    ids = st.integers(0, len(tokenizer) + 3)
+    token_ids = data.draw(st.lists(ids, max_size=60))
+    check(tokenizer, token_ids)
+    check(tokenizer, token_ids, skip_special_tokens=False)
+
+
+@every_kind
+@few
+@given(text=st.text(max_size=60) | st.text(alphabet=" .,'?!ntmsverdo\n", max_size=60))
+def test_any_text(kind, text):
+    tokenizer = tokenizer_of(kind)
+    check(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@few
+@given(data=st.data())
+def test_runs_of_byte_tokens(data):
+    """Valid and invalid UTF-8 in byte tokens, special tokens between them."""
+    for kind in ("sentencepiece_bpe", "gemma_like"):
+        tokenizer = tokenizer_of(kind)
+        characters = st.sampled_from("é€😀\N{REPLACEMENT CHARACTER}a").map(lambda c: list(c.encode()))
+        byte_ids = st.one_of(characters, st.lists(st.integers(0, 255), max_size=3)).map(
+            lambda data: [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in data]
+        )
+        others = st.sampled_from(["▁the", "▁", "it", "</s>", "<tool>", "\N{REPLACEMENT CHARACTER}"])
+        parts = byte_ids | others.map(lambda token: [tokenizer.convert_tokens_to_ids(token)])
+        token_ids = sum(data.draw(st.lists(parts, max_size=25)), [])
+        check(tokenizer, token_ids)
+
+
+@few
+@given(st.lists(st.sampled_from(["'", ".", "n", "n't", "'s", "s", "t", "ve", "re", "m", ",", "x"]), max_size=30))
+def test_clean_up_that_forms_over_several_words(words):
+    """Replacements that become possible only by earlier ones, over words that WordPiece would set apart."""
+    tokenizer = tokenizer_of("word_piece_cleaned_up")
+    raw = " ".join(words)
+    for size in (1, 2, 3):
+        from torchax_serve.text.detokenizer import _CleanUp
+
+        clean_up = _CleanUp(tokenizer)
+        pieces = [clean_up.push(raw[i : i + size]) for i in range(0, len(raw), size)] + [clean_up.flush()]
+        assert "".join(pieces) == tokenizer.clean_up_tokenization(raw)
+
+
+@every_kind
+def test_text_comes_soon(kind):
+    """A stream that hands everything out at the end would be right and useless."""
+    tokenizer = tokenizer_of(kind)
+    token_ids = tokenizer(CORPUS[1], add_special_tokens=False)["input_ids"]
+    pieces = check(tokenizer, token_ids)
+    whole = "".join(pieces)
+    for num_tokens in range(len(token_ids)):
+        soon = tokenizer.decode(token_ids[: max(0, num_tokens - 4)], skip_special_tokens=True)
+        assert len("".join(pieces[:num_tokens])) >= len(soon) - 2
+    assert pieces[-1] == "" or len(pieces[-1]) <= 8 < len(whole)
+
+
+@every_kind
+def test_pieces_end_between_characters(kind):
+    tokenizer = tokenizer_of(kind)
+    token_ids = tokenizer(CORPUS[2], add_special_tokens=False)["input_ids"]
+    for piece in check(tokenizer, token_ids):
+        assert "\N{REPLACEMENT CHARACTER}" not in piece
+
+
+@every_kind
+def test_work_per_token_is_bounded(kind, monkeypatch):
+    """Counts the tokens given to ``decode`` for a long text, for one of endless byte tokens, and for empty tokens."""
+    tokenizer = tokenizer_of(kind)
+    text = tokenizer(" ".join(CORPUS), add_special_tokens=False)["input_ids"][:400]
+    odd = tokenizer("😀", add_special_tokens=False)["input_ids"][:1] * 400
+    nothing = [len(tokenizer) + 1] * 400
+    decode = type(tokenizer).decode
+    lengths = []
+
+    def counted(self, token_ids, **kwargs):
+        lengths.append(len(token_ids))
+        return decode(self, token_ids, **kwargs)
+
+    monkeypatch.setattr(type(tokenizer), "decode", counted)
+    for token_ids in (text, odd, nothing):
+        lengths.clear()
+        pieces_of(tokenizer, token_ids)
+        assert sum(lengths) <= 400 * 20 + 2 * len(token_ids)
+
+
+def test_byte_tokens_of_a_wrong_character_stay_exact():
+    """One invalid byte turns a whole run into replacement characters; nothing of it may have been shown before."""
+    tokenizer = tokenizer_of("gemma_like")
+    run = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in [*"é".encode(), 0xFF]]
+    end = tokenizer.convert_tokens_to_ids("it")
+    assert pieces_of(tokenizer, [end, *run, end]) == ["it", "", "", "", "���it", ""]
+
+
+class Backwards:
+    """A tokenizer whose text is rewritten from the start by every token: the worst a decoder can do."""
+
+    is_fast = False
+    clean_up_tokenization_spaces = False
+    all_special_ids = ()
+
+    def decode(self, token_ids, **kwargs):
+        return "".join(chr(97 + i % 26) for i in reversed(token_ids))
+
+
+def test_a_tokenizer_that_rewrites_its_text_never_raises():
+    pieces = pieces_of(Backwards(), [0, 0, 0, 1, 2])
+    assert pieces[:3] == ["a", "a", "a"]
+    assert json.dumps(pieces)  # all of them strings
+    assert pieces[3:] == ["", "", ""]
+
+
+@few
+@given(
+    text=st.text(alphabet="abc", max_size=30),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+)
+def test_stop_strings_do_not_depend_on_the_pieces(text, stops, cuts):
+    # The definition, one character after the other.
+    ends = [
+        (end, text.rfind(stop, 0, end)) for end in range(len(text) + 1) for stop in stops if text[:end].endswith(stop)
+    ]
+    starts = [end - len(stop) for end in range(len(text) + 1) for stop in stops if text[:end].endswith(stop)]
+    first_end = min((end for end, _ in ends), default=None)
+    expected = text
+    if first_end is not None:
+        longest = max(len(stop) for stop in stops if text[:first_end].endswith(stop))
+        assert first_end - longest in starts
+        expected = text[: first_end - longest]
+    assert cut_at_stop(text, stops)[0] == expected
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    watch = StopStrings(stops)
+    shown = ""
+    for begin, end in zip(edges, edges[1:], strict=False):
+        shown += watch.push(text[begin:end])
+        assert expected.startswith(shown)  # never a part of a stop string
+    if watch.found is None:
+        shown += watch.flush()
+    assert shown == expected

@@ -1,0 +1,230 @@
+"""Tokens become text piece by piece, and the pieces joined are what the tokenizer makes of all tokens at once.
+
+Decoding every token by itself is wrong (a character may span tokens, a leading space belongs to a token only when
+another stands before it), decoding everything at every step costs quadratic time. What is done here is the usual way
+between the two, known from text-generation-inference and vLLM: decode a short window of the latest tokens with and
+without the new one, and hand out the difference. Three things are added so that the result is exact:
+
+* the end of the window is held back while it may still be an unfinished UTF-8 character;
+* where the tokenizer falls back to byte tokens (``<0xE2>``), a run of them is decoded when it has ended, because one
+  invalid byte turns the whole run into replacement characters;
+* the text-level clean-up of ``clean_up_tokenization_spaces`` runs as a filter that knows how far a replacement reaches.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# A UTF-8 character has at most four bytes, so at most three of them can wait for the rest.
+_MAX_UNFINISHED = 3
+# The window is cut back to the smaller number of tokens when it has reached the larger one. Three bytes are enough for
+# a UTF-8 decoder to fall into step whatever stood before, and a token has at least one.
+_WINDOW_LEN, _KEPT_LEN = 16, 6
+
+
+class Detokenizer:
+    """Turns token ids into pieces of text: ``push`` for every token, ``flush`` once at the end.
+
+    The pieces joined equal ``tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)``; a piece never
+    ends inside a character. The work per token does not grow with the number of tokens.
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._has_byte_tokens = _falls_back_to_bytes(tokenizer)
+        self._clean_up = _CleanUp(tokenizer) if _cleans_up(tokenizer) else None
+        self._token_ids: list[int] = []
+        self._window: list[int] = []
+        self._byte_run: list[int] = []
+        self._window_text = ""
+        self._num_held = 0  # characters at the end of _window_text that have not been handed out
+        self._emitted: list[str] = []
+        self._lost = False  # the tokenizer rewrote text that was already handed out: wait for the end
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with `token_id`; often empty."""
+        self._token_ids.append(token_id)
+        return self._cleaned(self._raw_piece(token_id))
+
+    def flush(self) -> str:
+        """The rest of the text, after the last token."""
+        whole, emitted = self._decode(self._token_ids), "".join(self._emitted)
+        if whole.startswith(emitted):
+            rest = whole[len(emitted) :]
+        else:
+            # Text of an unusual decoder that looks further back than the window; what is out cannot be taken back.
+            rest = "" if self._lost else self._window_text[len(self._window_text) - self._num_held :]
+        self._emitted = [whole]
+        self._num_held = 0
+        piece = self._cleaned(rest)
+        return piece + self._clean_up.flush() if self._clean_up else piece
+
+    def _cleaned(self, piece: str) -> str:
+        return self._clean_up.push(piece) if self._clean_up else piece
+
+    def _raw_piece(self, token_id: int) -> str:
+        if token_id in self._skipped or self._lost:
+            return ""
+        if self._has_byte_tokens:
+            token = self._tokenizer.convert_ids_to_tokens(token_id)
+            if token is None:  # beyond the vocabulary, as models with a padded embedding may say: no text, ends no run
+                return ""
+            if _BYTE_TOKEN.fullmatch(token):
+                self._byte_run.append(token_id)
+                return ""
+        new_ids = [*self._byte_run, token_id]
+        self._byte_run = []
+        return self._advance(new_ids)
+
+    def _advance(self, new_ids: list[int]) -> str:
+        """Moves the window over `new_ids` and returns what they add to the text that is certain."""
+        window = self._window + new_ids
+        text = self._decode(window)
+        num_emitted = len(self._window_text) - self._num_held
+        if text[:num_emitted] != self._window_text[:num_emitted]:
+            self._lost = True
+            return ""
+        if text == self._window_text and not self._num_held and self._window:
+            return ""  # a token without any text leaves no trace in the window either
+        num_certain = max(num_emitted, len(text) - _num_unfinished(text))
+        piece = text[num_emitted:num_certain]
+        self._emitted.append(piece)
+        self._window, self._window_text, self._num_held = window, text, len(text) - num_certain
+        if len(window) >= _WINDOW_LEN:
+            self._cut_window()
+        return piece
+
+    def _cut_window(self) -> None:
+        """Forgets the older tokens of the window, if the rest decodes to the same end of text without them."""
+        kept = self._window[-_KEPT_LEN:]
+        text = self._decode(kept)
+        num_compared = self._num_held + 2
+        if len(text) > num_compared and text[-num_compared:] == self._window_text[-num_compared:]:
+            self._window, self._window_text = kept, text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _num_unfinished(text: str) -> int:
+    """How many characters at the end of `text` may be the start of one that is not whole yet."""
+    tail = text[-_MAX_UNFINISHED:]
+    return len(tail) - len(tail.rstrip(_REPLACEMENT))
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids that ``skip_special_tokens=True`` leaves out."""
+    if getattr(tokenizer, "is_fast", False):
+        return frozenset(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset(tokenizer.all_special_ids)
+
+
+def _falls_back_to_bytes(tokenizer: Any) -> bool:
+    """Whether the decoder of `tokenizer` joins runs of byte tokens (decoder ``ByteFallback`` of `tokenizers`)."""
+    if not getattr(tokenizer, "is_fast", False) or tokenizer.backend_tokenizer.decoder is None:
+        return False
+    decoder = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return any(part["type"] == "ByteFallback" for part in parts)
+
+
+def _cleans_up(tokenizer: Any) -> bool:
+    """Whether ``tokenizer.decode`` runs `clean_up_tokenization` on its text, by the rule of transformers 5."""
+    if not tokenizer.clean_up_tokenization_spaces:
+        return False
+    if not getattr(tokenizer, "is_fast", False):
+        return True
+    forced = tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
+    return type(tokenizer.backend_tokenizer.model).__name__ != "BPE" or bool(forced)
+
+
+class _CleanUp:
+    """``tokenizer.clean_up_tokenization`` over text that comes in pieces.
+
+    It removes spaces in a row of replacements, each of which matches a space and at most three characters after it:
+    `` .`` `` ?`` `` !`` `` ,`` `` ' `` `` n't`` `` 'm`` `` 's`` `` 've`` `` 're``. Text may be cut where no match, not
+    even one that forms after earlier replacements, can reach over the cut: behind three characters that are no spaces,
+    or behind a character that begins or continues none of them.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._clean_up = tokenizer.clean_up_tokenization
+        self._held = ""
+
+    def push(self, piece: str) -> str:
+        """The clean text that no later piece can change."""
+        first_new = len(self._held)
+        text = self._held + piece
+        for end in range(len(text), first_new, -1):
+            if self._may_cut(text[max(0, end - 3) : end]):
+                self._held = text[end:]
+                return str(self._clean_up(text[:end]))
+        self._held = text
+        return ""
+
+    def flush(self) -> str:
+        """The rest of the clean text."""
+        text, self._held = self._held, ""
+        return str(self._clean_up(text))
+
+    @staticmethod
+    def _may_cut(last: str) -> bool:
+        return last[-1] not in " 'nvr" or (len(last) == 3 and " " not in last)
+
+
+class StopStrings:
+    """Ends a text before the first of several strings, over text that comes in pieces.
+
+    Text that may be the beginning of a stop string is held back until it is certain. Of several matches the one that is
+    complete first counts, of those that end together the longest, so the result does not depend on how the text was cut
+    into pieces.
+    """
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        self._stop_strings = tuple(stop_strings)
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, piece: str) -> str:
+        """The part of the text that may be shown; nothing more once a stop string was `found`."""
+        if self.found is not None:
+            return ""
+        text = self._held + piece
+        matches = [(start + len(stop), start, stop) for stop in self._stop_strings if (start := text.find(stop)) >= 0]
+        if matches:
+            _, start, self.found = min(matches)
+            self._held = ""
+            return text[:start]
+        cut = len(text) - self._num_held(text)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """What was held back and turned out to be no stop string."""
+        text, self._held = self._held, ""
+        return text
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = max((len(stop) for stop in self._stop_strings), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop_strings):
+                return length
+        return 0
+
+
+def cut_at_stop(text: str, stop_strings: Sequence[str]) -> tuple[str, str | None]:
+    """`text` up to the first stop string, and that string (None where there is none); see `StopStrings`."""
+    stops = StopStrings(stop_strings)
+    shown = stops.push(text)
+    return (shown, stops.found) if stops.found is not None else (shown + stops.flush(), None)

@@ -1,0 +1,141 @@
+"""From what a caller gives to what a model takes: a prompt becomes checked token ids, parameters become a config."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.request import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+DEFAULT_MAX_NEW_TOKENS = 256
+"""Length of an answer where neither the request nor the model's ``generation_config`` says one.
+
+transformers' own default, 20 tokens in all, cuts nearly every answer short; its chat pipeline uses 256 as well.
+"""
+
+
+class TextModel(Protocol):
+    """What text in, text out needs of a model."""
+
+    name: str
+    config: Any
+    generation_config: GenerationConfig
+    tokenizer: Any  # a transformers tokenizer, or None
+
+    def iter_tokens(
+        self, prompt_ids: Sequence[int], generation_config: GenerationConfig, *, stop_strings: Any = None
+    ) -> Iterator[int]:
+        """Yields the new token ids, the end-of-sequence token included; closing it stops the decoding."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' ``generate``."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with everything decided.
+
+    Attributes:
+        prompt_ids: the prompt's token ids.
+        generation_config: limits and sampling, without stop strings.
+        stop_strings: texts that end the answer; the text layer looks for them.
+        seed: of this request alone, or None.
+    """
+
+    prompt_ids: tuple[int, ...]
+    generation_config: GenerationConfig
+    stop_strings: tuple[str, ...]
+    seed: int | None
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end an answer."""
+        eos = self.generation_config.eos_token_id
+        if eos is None:
+            return frozenset()
+        return frozenset([eos] if isinstance(eos, numbers.Integral) else [int(token_id) for token_id in eos])
+
+
+def make_request(model: TextModel, prompt_ids: Sequence[int], params: SamplingParams | None) -> Request:
+    """Checks `prompt_ids` against `model` and merges `params` with the model's own generation config.
+
+    Raises:
+        InvalidArgumentError: an empty or too long prompt, a token id out of range, or parameters that contradict.
+    """
+    if params is not None and not isinstance(params, SamplingParams):
+        raise InvalidArgumentError(f"params: expected SamplingParams or None, got {type(params).__name__}")
+    ids = _checked_ids(model, prompt_ids)
+    params = params or SamplingParams()
+    config = params.to_generation_config(model.generation_config)
+    stops = config.stop_strings or ()
+    config.stop_strings = None
+    if config.max_new_tokens is None and config.max_length is None:
+        limit = position_limit(model)
+        room = DEFAULT_MAX_NEW_TOKENS if limit is None else max(1, limit - len(ids))
+        config.max_new_tokens = min(DEFAULT_MAX_NEW_TOKENS, room)
+    return Request(ids, config, (stops,) if isinstance(stops, str) else tuple(stops), params.seed)
+
+
+def encode_prompt(model: TextModel, prompt: str | Sequence[int]) -> list[int]:
+    """The token ids of a plain prompt, with the special tokens that the tokenizer adds; ids pass through.
+
+    Raises:
+        InvalidArgumentError: an empty prompt, or text for a model without a tokenizer.
+    """
+    if not isinstance(prompt, str):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise InvalidArgumentError(f"prompt: expected a string or token ids, got {type(prompt).__name__}")
+        return list(prompt)
+    if not prompt:
+        raise InvalidArgumentError("prompt: expected some text, got an empty string; write at least one character")
+    return list(need_tokenizer(model)(prompt)["input_ids"])
+
+
+def need_tokenizer(model: TextModel) -> Any:
+    """The tokenizer of `model`.
+
+    Raises:
+        InvalidArgumentError: it has none.
+    """
+    if model.tokenizer is None:
+        raise InvalidArgumentError(
+            f"{model.name} has no tokenizer, and text needs one; put its tokenizer files beside the weights, "
+            "or give token ids to generate()"
+        )
+    return model.tokenizer
+
+
+def position_limit(model: TextModel) -> int | None:
+    """How many tokens, prompt and answer together, `model` can hold; None where nothing limits them."""
+    text_config = model.config.get_text_config(decoder=True)
+    limits = [getattr(model, "max_len", None)]
+    limits += [getattr(text_config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+
+
+def _checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    if len(prompt_ids) == 0:
+        raise InvalidArgumentError("prompt: expected at least one token, got none; an empty prompt has no continuation")
+    wrong = next(
+        (item for item in prompt_ids if isinstance(item, bool) or not isinstance(item, numbers.Integral)), None
+    )
+    if wrong is not None:
+        raise InvalidArgumentError(f"prompt: expected token ids (whole numbers), got {wrong!r} among them")
+    ids = tuple(int(token_id) for token_id in prompt_ids)
+    vocab_size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    beyond = next((i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size)), None)
+    if beyond is not None:
+        expected = "at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
+        raise InvalidArgumentError(f"prompt: expected token ids {expected} for {model.name}, got {beyond}")
+    limit = position_limit(model)
+    if limit is not None and len(ids) > limit:
+        raise InvalidArgumentError(
+            f"prompt: expected at most {limit} tokens, the positions of {model.name}, got {len(ids)}; shorten it"
+        )
+    return ids

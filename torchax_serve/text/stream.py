@@ -1,0 +1,178 @@
+"""An answer as it comes: `stream` and its `TextStream`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+from model_adapters.errors import UnsupportedArgumentError
+from torchax_serve.request import SamplingParams
+from torchax_serve.text.detokenizer import Detokenizer, StopStrings
+from torchax_serve.text.prompt import Request, TextModel, encode_prompt, make_request, need_tokenizer
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Counts and times of one answer.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt, the chat template's included.
+        new_tokens: tokens decoded, the end-of-sequence token included.
+        ttft_s: seconds from the request to the first token; None before there is one.
+        decode_tokens_per_s: rate of the tokens after the first; None with fewer than two.
+        total_s: seconds from the request to the last token.
+        finish_reason: "stop" (end-of-sequence token or stop string), "length", "cancelled"; None while it runs.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    ttft_s: float | None
+    decode_tokens_per_s: float | None
+    total_s: float
+    finish_reason: FinishReason | None
+
+
+class TextStream(Iterator[str]):
+    """The pieces of one answer. Also a context manager; `close` (or leaving it) stops the decoding.
+
+    Attributes:
+        token_ids: the new tokens so far, the end-of-sequence token included.
+        text: the pieces so far, joined.
+        stats: counts and times so far; ``finish_reason`` is set once the stream has ended.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        detokenizer: Detokenizer,
+        tokens: Iterator[int],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.token_ids: list[int] = []
+        self._request = request
+        self._detokenizer = detokenizer
+        self._tokens = tokens
+        self._stops = StopStrings(request.stop_strings)
+        self._pieces: list[str] = []
+        self._finish_reason: FinishReason | None = None
+        self._clock = clock
+        self._start_s = self._last_s = clock()
+        self._first_s: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The pieces so far, joined."""
+        return "".join(self._pieces)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Counts and times so far."""
+        num_later = len(self.token_ids) - 1
+        decode_s = 0.0 if self._first_s is None else self._last_s - self._first_s
+        return GenerationStats(
+            prompt_tokens=len(self._request.prompt_ids),
+            new_tokens=len(self.token_ids),
+            ttft_s=None if self._first_s is None else self._first_s - self._start_s,
+            decode_tokens_per_s=num_later / decode_s if num_later > 0 and decode_s > 0 else None,
+            total_s=self._last_s - self._start_s,
+            finish_reason=self._finish_reason,
+        )
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        while self._finish_reason is None:
+            if piece := self._advance():
+                self._pieces.append(piece)
+                return piece
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stops the decoding; a stream that has not ended counts as cancelled. The model stays usable."""
+        if self._finish_reason is None:
+            self._end("cancelled")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _advance(self) -> str:
+        """Takes one token, or the end; returns the text that became certain by it."""
+        try:
+            token_id = next(self._tokens)
+        except StopIteration:
+            # The core stops for an end-of-sequence token (seen below) or because there is no room for more.
+            return self._end("length")
+        except BaseException:
+            self.close()
+            raise
+        self._last_s = self._clock()
+        if self._first_s is None:
+            self._first_s = self._last_s
+        self.token_ids.append(int(token_id))
+        piece = self._stops.push(self._detokenizer.push(int(token_id)))
+        if self._stops.found is not None or token_id in self._request.eos_token_ids:
+            piece += self._end("stop")
+        return piece
+
+    def _end(self, reason: FinishReason) -> str:
+        """Stops the core and returns the text that was held back; nothing of a cancelled answer's."""
+        self._finish_reason = reason
+        close = getattr(self._tokens, "close", None)
+        if close is not None:
+            close()
+        if reason == "cancelled":
+            return ""
+        rest = self._stops.push(self._detokenizer.flush())
+        if self._stops.found is not None:
+            self._finish_reason = "stop"
+            return rest
+        return rest + self._stops.flush()
+
+
+def stream(model: TextModel, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:
+    """Continues `prompt` and hands out the text as it comes.
+
+    The prompt is checked at once, decoding begins with the first piece that is asked for. A piece never ends inside a
+    character and shows nothing of a stop string; the pieces joined are what the tokenizer makes of the new tokens
+    (without special tokens), up to the first stop string.
+
+    Args:
+        model: the model.
+        prompt: text, or token ids.
+        params: how to decode; what it leaves open is as in the model's ``generation_config``, and an answer whose
+            length nobody has set ends after `DEFAULT_MAX_NEW_TOKENS` tokens.
+
+    Raises:
+        InvalidArgumentError: an empty prompt, one longer than the model's positions, token ids out of range, or a
+            model without a tokenizer.
+        UnsupportedArgumentError: more than one answer (``n``).
+    """
+    need_tokenizer(model)
+    return start_stream(model, make_request(model, encode_prompt(model, prompt), params))
+
+
+def start_stream(model: TextModel, request: Request) -> TextStream:
+    """The `TextStream` of a checked request."""
+    if (request.generation_config.num_return_sequences or 1) > 1:
+        raise UnsupportedArgumentError(
+            f"n: a stream has one answer, got n={request.generation_config.num_return_sequences}; use generate_batch"
+        )
+    return TextStream(request, Detokenizer(need_tokenizer(model)), new_tokens(model, request))
+
+
+def new_tokens(model: TextModel, request: Request) -> Iterator[int]:
+    """The core's iterator over the new tokens of `request`."""
+    # Stop strings stay here: the core would also find one that begins in the prompt.
+    seed = {} if request.seed is None else {"seed": request.seed}
+    return model.iter_tokens(request.prompt_ids, request.generation_config, stop_strings=None, **seed)
