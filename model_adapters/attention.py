@@ -10,10 +10,8 @@ tensors model code passed: slower, never different.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -170,23 +168,8 @@ def _decode(q: jax.Array, write: CacheWrite, note: CausalMask, **features: Any) 
 AttentionInterface.register(IMPLEMENTATION, served_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, served_mask)
 
-_TRACE_LOCK = threading.RLock()  # a trace changes the module and its configuration for as long as it lasts
 
 
-@contextlib.contextmanager
-def attention_implementation(module: PreTrainedModel, name: str) -> Iterator[None]:
-    """Makes every configuration of `module` name attention implementation `name` for the time of a trace."""
-    configs = {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}
-    for config in list(configs.values()):
-        for part in getattr(config, "sub_configs", {}):
-            if (sub := getattr(config, part, None)) is not None:
-                configs[id(sub)] = sub
-    with _TRACE_LOCK:
-        before = {key: config._attn_implementation_internal for key, config in configs.items() if hasattr(config, "_attn_implementation_internal")}
-        try:
-            for key in before:
-                configs[key]._attn_implementation_internal = name
-            yield
-        finally:
-            for key, value in before.items():
-                configs[key]._attn_implementation_internal = value
+def goes_through_interface(module: PreTrainedModel) -> bool:
+    """Whether the model's attention is reached by `AttentionInterface`; one that is not keeps its own code and masks."""
+    return bool(module._supports_attention_backend or module._supports_sdpa)

@@ -20,6 +20,19 @@ torchax = import_torchax()
 
 from torchax.interop import jax_view, torch_view  # noqa: E402
 
+
+
+def _lower_copy() -> None:
+    """``tensor.copy_(view)``: torchax reads the view's array under a name that only tensors have."""
+    lowered = torchax.default_env()._ops[torch.ops.aten.copy_].func
+
+    def copy(x: torch.Tensor, y: torch.Tensor, memory_format: Any = None, env: Any = None) -> torch.Tensor:
+        return lowered(x, torch_view(jax_view(y)) if isinstance(y, torchax.view.View) else y, memory_format, env)
+
+    torchax.default_env()._ops[torch.ops.aten.copy_].func = copy
+
+
+_lower_copy()
 JaxFunction = Callable[..., Any]
 
 

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from model_adapters import attention
-from model_adapters.bridge import torch_mode, jax_view, torch_view
+from model_adapters.attention import IMPLEMENTATION, goes_through_interface, padding_mask
+from model_adapters.bridge import jax_view, torch_mode, torch_view
 from model_adapters.caches import LayerStates, TraceCache
+from model_adapters.trace_config import implementations
 
 Arrays = dict[str, Any]
 
@@ -52,6 +52,7 @@ class ModelProgram:
         self.parameters = frozenset(parameters)
         self.cache_name = next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
         self.output_class: type[ModelOutput] = ModelOutput  # known after the first trace
+        self.needs_mask = False  # found out at the first trace of a decode step
         self.is_float32 = module.dtype == torch.float32
 
     def accepts(self, name: str) -> bool:
@@ -81,26 +82,47 @@ class ModelProgram:
         """
         inputs = dict(inputs)
         starts, last = inputs.pop("starts", None), inputs.pop("last", None)
+        if spec.padded or self.needs_mask or starts is None:
+            return self._attempt(weights, states, offset, inputs, spec, starts, last)
+        try:
+            return self._attempt(weights, states, offset, inputs, spec, None, last)
+        except Exception as error:
+            # Some models count positions by a mask they make themselves, of a length that only the host could know.
+            try:
+                result = self._attempt(weights, states, offset, inputs, spec, starts, last)
+            except Exception:
+                raise error from None
+            self.needs_mask = True
+            return result
+
+    def _attempt(
+        self,
+        weights: Mapping[str, jax.Array],
+        states: LayerStates | None,
+        offset: jax.Array | None,
+        inputs: Arrays,
+        spec: CallSpec,
+        starts: jax.Array | None,
+        last: jax.Array | None,
+    ) -> tuple[Arrays, LayerStates | None]:
+        """One trace of the forward; `starts` is None for no attention mask."""
         kwargs = torch_view(inputs)
         query_len = next(x for name, x in inputs.items() if name in ("input_ids", "inputs_embeds")).shape[1]
         cache = None
         if states is not None:
             cache = TraceCache(torch_view(states), None if offset is None else torch_view(offset))
             kwargs[self.cache_name] = cache
-        if starts is not None and spec.padded:
+        if starts is not None and self.accepts("attention_mask"):
             length = query_len if cache is None else cache.get_mask_sizes(query_len, 0)[0]
-            kwargs["attention_mask"] = attention.padding_mask(starts, length)
+            kwargs["attention_mask"] = padding_mask(starts, length)
         if self.accepts("use_cache"):
             kwargs["use_cache"] = cache is not None
         keep_one = last is not None and self.accepts("logits_to_keep")
         if keep_one:
             kwargs["logits_to_keep"] = torch_view(last[None])
-        for flag in ("output_hidden_states", "output_attentions"):
-            if getattr(spec, flag):
-                kwargs[flag] = True
-        implementation = "eager" if spec.output_attentions else attention.IMPLEMENTATION
+        kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
         with (
-            attention.attention_implementation(self.module, implementation),
+            implementations(self.module, attention=self._attention(spec), experts="batched_mm"),
             torch_mode(self.module, torch_view(dict(weights))),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):
@@ -109,5 +131,9 @@ class ModelProgram:
         fields = {name: jax_view(value) for name, value in output.items() if value is not cache and name != self.cache_name}
         if last is not None and not keep_one:
             fields["logits"] = jax.lax.dynamic_slice_in_dim(fields["logits"], last, 1, axis=1)
-        new_states = None if cache is None else jax_view(cache.states())
-        return fields, new_states
+        return fields, None if cache is None else jax_view(cache.states())
+
+    def _attention(self, spec: CallSpec) -> str | None:
+        if spec.output_attentions:
+            return "eager"
+        return IMPLEMENTATION if goes_through_interface(self.module) else None

@@ -1,0 +1,47 @@
+"""What a model's configuration says for the time of a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedModel
+
+_TRACE_LOCK = threading.RLock()  # a trace changes the module and its configuration for as long as it lasts
+
+
+@contextlib.contextmanager
+def implementations(module: PreTrainedModel, *, attention: str | None, experts: str) -> Iterator[None]:
+    """Every configuration of `module` names these implementations inside; as it was before, afterwards.
+
+    Args:
+        module: the model about to be traced.
+        attention: name in transformers' attention interface; None leaves the models' own choice.
+        experts: name in transformers' experts interface.
+    """
+    wanted = {"_experts_implementation_internal": experts}
+    if attention is not None:
+        wanted["_attn_implementation_internal"] = attention
+    with _TRACE_LOCK:
+        before = [
+            (config, name, getattr(config, name)) for config in _configs(module) for name in wanted if hasattr(config, name)
+        ]
+        try:
+            for config, name, _ in before:
+                setattr(config, name, wanted[name])
+            yield
+        finally:
+            for config, name, value in before:
+                setattr(config, name, value)
+
+
+def _configs(module: PreTrainedModel) -> list[Any]:
+    """Each configuration that a part of `module` reads, once."""
+    found = {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}
+    for config in list(found.values()):
+        for part in getattr(config, "sub_configs", {}):
+            if (sub := getattr(config, part, None)) is not None:
+                found[id(sub)] = sub
+    return list(found.values())
