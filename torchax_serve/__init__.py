@@ -1,0 +1,66 @@
+"""Any Hugging Face PyTorch model, its code untouched, served at the speed of the hardware by JAX.
+
+>>> from torchax_serve import serve
+>>> model = serve()                                     # the small model that comes with the package
+>>> model.chat("What is 3 plus 4?")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from model_adapters.errors import (
+    ChatTemplateError,
+    CheckpointError,
+    InvalidArgumentError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    TorchaxServeError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from model_adapters.bridge import extract_jax
+    from torchax_serve.drop_in import to_jax
+    from torchax_serve.model import ServedModel, serve
+    from torchax_serve.request import SamplingParams
+    from torchax_serve.text import Completion, TextStream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ChatTemplateError",
+    "CheckpointError",
+    "Completion",
+    "InvalidArgumentError",
+    "ModelNotFoundError",
+    "OutOfMemoryError",
+    "SamplingParams",
+    "ServedModel",
+    "TextStream",
+    "TorchaxServeError",
+    "UnsupportedArgumentError",
+    "UnsupportedModelError",
+    "extract_jax",
+    "serve",
+    "to_jax",
+]
+
+_HOME = {
+    "Completion": "torchax_serve.text",
+    "SamplingParams": "torchax_serve.request",
+    "ServedModel": "torchax_serve.model",
+    "TextStream": "torchax_serve.text",
+    "extract_jax": "model_adapters.bridge",
+    "serve": "torchax_serve.model",
+    "to_jax": "torchax_serve.drop_in",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # torch, jax and transformers take seconds to import; the command line's help must not wait for them.
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

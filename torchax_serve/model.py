@@ -1,0 +1,267 @@
+"""`serve` and the model it returns."""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import jax
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from model_adapters.errors import TorchaxServeError, UnsupportedModelError
+from model_adapters.loading import LoadedModel, Progress, load_model
+from torchax_serve.compile_cache import enable_compile_cache
+from torchax_serve.decode_loop import DecodeLoop, LoopRequest, why_not_fast
+from torchax_serve.drop_in import attach, to_jax
+from torchax_serve.request import SamplingParams
+from torchax_serve.runtime import Runtime
+from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
+
+
+def serve(
+    model: str | os.PathLike[str] | PreTrainedModel | None = None,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    local_files_only: bool | None = None,
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    random_weights: bool = False,
+) -> ServedModel:
+    """Loads a model and makes it run on JAX, its code untouched.
+
+    Args:
+        model: a short name (``gemma-3-1b-it``), a hub id, a local folder, a loaded `PreTrainedModel`, or None for the
+            small model that comes with the package.
+        revision: branch, tag or commit on the hub.
+        token: access token for gated repositories.
+        local_files_only: never touch the network.
+        dtype: of the weights; "auto" follows the checkpoint.
+        trust_remote_code: run code that comes with the checkpoint.
+        allow_pickle: read pickle files where there are no safetensors.
+        cache_dir: where downloads are kept; None is the hub library's own folder.
+        progress: shows download, load and compilation.
+        random_weights: make the weights up, from the configuration alone.
+
+    Raises:
+        TorchaxServeError: one of its kinds, each saying what was expected, what came, and what to do.
+    """
+    enable_compile_cache()
+    loaded = load_model(
+        model,
+        revision=revision,
+        token=token,
+        local_files_only=local_files_only,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        cache_dir=cache_dir,
+        progress=progress,
+        random_weights=random_weights,
+    )
+    return ServedModel(loaded)
+
+
+class ServedModel:
+    """A model that runs on JAX; made by `serve`. A context manager: leaving it frees the weights.
+
+    Attributes:
+        torch_model: the transformers model object whose ``forward`` and ``generate`` run on JAX, for code that wants
+            one (``transformers.pipeline``, lm-eval).
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded: LoadedModel | None = loaded
+        self.name = loaded.source.name
+        self.config = loaded.config
+        self.dtype = loaded.dtype
+        self.load_report = loaded.report
+        self.torch_model = attach(loaded.module, Runtime(loaded.module, loaded.weights))
+
+    def __enter__(self) -> ServedModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the weights. Closing twice is fine; any other call afterwards raises."""
+        self._loaded = None
+        if hasattr(self, "torch_model"):
+            self.torch_model._jax_runtime.weights.clear()
+            del self.torch_model
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The defaults of ``generate``, from the model's ``generation_config.json``."""
+        return self._generator().generation_config
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer, or None if it came without one."""
+        if self._loaded is None:
+            raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
+        return self._loaded.tokenizer()
+
+    @property
+    def device_description(self) -> str:
+        """The device in words, such as ``cpu`` or ``TPU v6 lite x 8``."""
+        devices = jax.devices()
+        kind = devices[0].device_kind
+        return kind if len(devices) == 1 else f"{kind} x {len(devices)}"
+
+    def _generator(self) -> Any:
+        if self._loaded is None:
+            raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
+        if not self.torch_model.can_generate():
+            raise UnsupportedModelError(
+                f"{type(self.torch_model).__name__} does not generate text; call the model on its inputs instead"
+            )
+        return self.torch_model
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' ``generate``: the same arguments, defaults and return types."""
+        return self._generator().generate(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, torch tensors in and out."""
+        if self._loaded is None:
+            raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
+        return self.torch_model(*args, **kwargs)
+
+    def iter_tokens(
+        self,
+        prompt_ids: Sequence[int],
+        generation_config: GenerationConfig | None = None,
+        *,
+        stop_strings: Sequence[str] | None = None,
+    ) -> Iterator[int]:
+        """New token ids of one prompt, as they come, the one that ends it included.
+
+        Closing the iterator stops decoding; the model stays usable.
+        """
+        model = self._generator()
+        runtime: Runtime = model._jax_runtime
+        kwargs: dict[str, Any] = {"generation_config": generation_config}
+        if stop_strings:
+            kwargs |= {"stop_strings": list(stop_strings), "tokenizer": self.tokenizer}
+        input_ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
+        request = model.generate(input_ids, custom_generate=_as_request, **kwargs)
+        if isinstance(request, LoopRequest) and why_not_fast(runtime, request) is None:
+            for token in DecodeLoop(runtime, request).tokens():
+                yield int(token[0])
+        else:
+            yield from _tokens_of_plain_loop(model, input_ids, kwargs)
+
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[dict[str, Any]],
+        params: SamplingParams | None = ...,
+        *,
+        stream: Literal[False] = ...,
+        system: str | None = ...,
+    ) -> str: ...
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[dict[str, Any]],
+        params: SamplingParams | None = ...,
+        *,
+        stream: Literal[True],
+        system: str | None = ...,
+    ) -> TextStream: ...
+    def chat(
+        self,
+        messages: str | Sequence[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        system: str | None = None,
+    ) -> str | TextStream:
+        """The answer to a conversation; see `torchax_serve.text.chat`."""
+        return chat(self, messages, params, stream=stream, system=system)
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:
+        """Text that follows `prompt`, piece by piece; see `torchax_serve.text.stream`."""
+        return stream(self, prompt, params)
+
+    def generate_batch(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Completions of many prompts, in their order; see `torchax_serve.text.generate_batch`."""
+        return generate_batch(self, prompts, params)
+
+
+def _as_request(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> LoopRequest:
+    """Ends transformers' ``generate`` after its preparations, with what it prepared."""
+    for name in ("synced_gpus", "tokenizer", "assistant_model", "streamer"):
+        model_kwargs.pop(name, None)
+    return LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, None, model_kwargs)
+
+
+class _Cancelled(Exception):
+    """Raised in the plain loop's thread to end it."""
+
+
+class _QueueStreamer(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: queue.Queue[Any] = queue.Queue()
+        self.cancelled = threading.Event()
+        self.seen_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.cancelled.is_set():
+            raise _Cancelled
+        if self.seen_prompt:
+            self.tokens.put(int(value.reshape(-1)[0]))
+        self.seen_prompt = True
+
+    def end(self) -> None:
+        pass
+
+
+def _tokens_of_plain_loop(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Iterator[int]:
+    """Tokens of transformers' own loop, which runs in a thread of its own."""
+    streamer = _QueueStreamer()
+
+    def run() -> None:
+        try:
+            model.generate(input_ids, streamer=streamer, **kwargs)
+            streamer.tokens.put(None)
+        except _Cancelled:
+            pass
+        except BaseException as error:
+            streamer.tokens.put(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        while (item := streamer.tokens.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        streamer.cancelled.set()
+        thread.join()
