@@ -1,0 +1,274 @@
+"""What one request asks for: `SamplingParams`, and the range of every number in it.
+
+This module imports neither jax nor torch: front ends and the scheduler build requests without either.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from model_adapters.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+MAX_SEED = 2**64 - 1  # what torch.Generator.manual_seed takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The values that an option may take: an interval, and whether they are whole numbers."""
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+    whole: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        """Whether `value` is a number (never a bool, never nan or infinite) inside the interval."""
+        kind = numbers.Integral if self.whole else numbers.Real
+        if isinstance(value, bool) or not isinstance(value, kind):
+            return False
+        number = float(value)
+        if not math.isfinite(number):
+            return False
+        above = number > self.low if self.low_open else number >= self.low
+        below = number < self.high if self.high_open else number <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        """In words, as error messages print it."""
+        kind = "a whole number" if self.whole else "a number"
+        above = f"{'>' if self.low_open else '>='} {self.low:g}"
+        below = "" if math.isinf(self.high) else f" and {'<' if self.high_open else '<='} {self.high:g}"
+        return f"{kind} {above}{below}"
+
+
+LIMITS: Mapping[str, Limits] = {
+    "max_new_tokens": Limits(1, whole=True),
+    "min_new_tokens": Limits(0, whole=True),
+    "max_length": Limits(1, whole=True),
+    "min_length": Limits(0, whole=True),
+    "num_return_sequences": Limits(1, whole=True),
+    "temperature": Limits(0, low_open=True),
+    "top_k": Limits(0, 2**31 - 1, whole=True),
+    "top_p": Limits(0, 1, low_open=True),
+    "min_p": Limits(0, 1),
+    "top_h": Limits(0, 1, low_open=True),
+    "typical_p": Limits(0, 1, low_open=True),
+    "epsilon_cutoff": Limits(0, 1, high_open=True),
+    "eta_cutoff": Limits(0, 1, high_open=True),
+    "repetition_penalty": Limits(0, low_open=True),
+    "no_repeat_ngram_size": Limits(0, whole=True),
+    "forced_bos_token_id": Limits(0, whole=True),
+}
+"""Each option that is one number, under transformers' name. Wider than useful, never wider than defined."""
+
+SAMPLING_ONLY: Mapping[str, float | None] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+"""Options that only mean something when tokens are drawn, each with the value that switches it off."""
+
+REMEDIES: Mapping[str, str] = {
+    "temperature": "for greedy decoding set do_sample=False (in SamplingParams: temperature=0)",
+    "top_k": "0 switches it off",
+    "top_p": "1.0 switches it off",
+    "typical_p": "1.0 switches it off",
+    "epsilon_cutoff": "0 switches it off",
+    "eta_cutoff": "0 switches it off",
+    "repetition_penalty": "1.0 switches it off",
+    "no_repeat_ngram_size": "0 switches it off",
+}
+
+
+def invalid(name: str, expected: object, got: object, remedy: str | None = None) -> InvalidArgumentError:
+    """The one-line error of an argument: what was expected, what came, what to do."""
+    return InvalidArgumentError(f"{name}: expected {expected}, got {got!r}; {remedy or 'None leaves it unset'}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raises `InvalidArgumentError` when `value` lies outside ``LIMITS[name]``; None (unset) passes."""
+    if value is not None and value not in LIMITS[name]:
+        raise invalid(name, LIMITS[name], value, REMEDIES.get(name))
+
+
+def check_token_ids(name: str, value: object, *, may_be_empty: bool = False) -> None:
+    """Raises `InvalidArgumentError` unless `value` is a sequence of token ids (whole numbers >= 0)."""
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_sequence or not (may_be_empty or value) or any(item not in _TOKEN_ID for item in value):  # type: ignore[attr-defined]
+        raise invalid(name, f"a {'' if may_be_empty else 'non-empty '}list of token ids >= 0", value)
+
+
+def check_bad_words(value: object) -> None:
+    """Raises `InvalidArgumentError` unless `value` is a non-empty list of non-empty lists of token ids."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise invalid("bad_words_ids", "a non-empty list of lists of token ids", value)
+    for word in value:
+        check_token_ids("bad_words_ids", word)
+
+
+def bias_pairs(value: object) -> list[tuple[tuple[int, ...], float]]:
+    """The pairs (token ids, bias) of a `sequence_bias` in either of transformers' two forms.
+
+    Raises:
+        InvalidArgumentError: it is neither a non-empty ``{(ids): bias}`` nor a non-empty ``[[ids, bias]]``.
+    """
+    expected = "a non-empty {(token ids): bias} or [[[token ids], bias]] with finite or infinite biases"
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    elif isinstance(value, Sequence) and not isinstance(value, str) and all(_is_pair(item) for item in value):
+        pairs = [(item[0], item[1]) for item in value]
+    else:
+        raise invalid("sequence_bias", expected, value)
+    for ids, bias in pairs:
+        check_token_ids("sequence_bias", ids)
+        if isinstance(bias, bool) or not isinstance(bias, numbers.Real) or math.isnan(bias):
+            raise invalid("sequence_bias", expected, value)
+    if not pairs:
+        raise invalid("sequence_bias", expected, value)
+    return list({tuple(int(i) for i in ids): float(bias) for ids, bias in pairs}.items())
+
+
+_TOKEN_ID = Limits(0, 2**31 - 1, whole=True)
+
+
+def _is_pair(item: object) -> bool:
+    return isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What a request asks of decoding. None everywhere means: what the model's ``generation_config`` says.
+
+    A temperature above zero, or any other option that only matters when tokens are drawn, turns sampling on; a
+    temperature of zero is greedy decoding.
+
+    Raises:
+        InvalidArgumentError: a value outside its range, or an unknown name (near matches are listed).
+    """
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    top_h: float | None = None
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Sequence[Any]] | None = None
+    suppress_tokens: Sequence[int] | None = None
+    stop: str | Sequence[str] | None = None  # ends a request once its text contains one of them
+    eos_token_id: int | Sequence[int] | None = None
+    n: int | None = None  # answers to one prompt
+    seed: int | None = None  # same seed, same request, same tokens, whatever runs beside it
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
+        """Refuses names that are no field, with near matches."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                near = difflib.get_close_matches(name, names) or names
+                raise InvalidArgumentError(f"SamplingParams has no {name!r}; did you mean {' or '.join(near)}?")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in LIMITS.keys() & {field.name for field in dataclasses.fields(self)}:
+            if not (name == "temperature" and self.is_greedy):
+                check_number(name, getattr(self, name))
+        if self.do_sample not in (None, True, False):
+            raise invalid("do_sample", "True or False", self.do_sample)
+        if self.n is not None and self.n not in LIMITS["num_return_sequences"]:
+            raise invalid("n", LIMITS["num_return_sequences"], self.n)
+        if self.seed is not None and self.seed not in Limits(0, MAX_SEED, whole=True):
+            raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", self.seed, "None draws a fresh one")
+        if self.bad_words_ids is not None:
+            check_bad_words(self.bad_words_ids)
+        if self.sequence_bias is not None:
+            bias_pairs(self.sequence_bias)
+        if self.suppress_tokens is not None:
+            check_token_ids("suppress_tokens", self.suppress_tokens, may_be_empty=True)
+        if self.eos_token_id is not None and self.eos_token_id not in _TOKEN_ID:
+            check_token_ids("eos_token_id", self.eos_token_id)
+        if not all(isinstance(text, str) and text for text in self.stop_strings):
+            raise invalid("stop", "a non-empty string, or a list of them", self.stop)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if None not in (self.min_new_tokens, self.max_new_tokens) and self.min_new_tokens > self.max_new_tokens:  # type: ignore[operator]
+            raise invalid("min_new_tokens", f"at most max_new_tokens={self.max_new_tokens}", self.min_new_tokens)
+        if self.do_sample and self.is_greedy:
+            raise invalid("temperature", "> 0 with do_sample=True", self.temperature, REMEDIES["temperature"])
+        if self.do_sample is False and not self.is_greedy and self._sampling_options:
+            name, value = next(iter(self._sampling_options.items()))
+            raise invalid(name, "None with do_sample=False", value, "greedy decoding would ignore it")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether a temperature of zero asks for greedy decoding."""
+        return self.temperature is not None and not isinstance(self.temperature, bool) and self.temperature == 0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, empty when there is none."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def _sampling_options(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in SAMPLING_ONLY}
+        return {name: value for name, value in given.items() if value is not None and value != SAMPLING_ONLY[name]}
+
+    def to_generation_config(self, base: GenerationConfig) -> GenerationConfig:
+        """A copy of `base` with what is given here in its place; `seed` has no place there and stays here.
+
+        Raises:
+            InvalidArgumentError: several answers (`n`) of greedy decoding, which would all be the same.
+        """
+        config = copy.deepcopy(base)
+        renamed = {"n": "num_return_sequences", "stop": "stop_strings"}
+        for field in dataclasses.fields(self):
+            value = self.stop_strings if field.name == "stop" else getattr(self, field.name)
+            if field.name == "seed" or value is None or value == ():
+                continue
+            setattr(config, renamed.get(field.name, field.name), _as_transformers_takes_it(field.name, value))
+        if self.max_new_tokens is not None:
+            config.max_length = None
+        if self.is_greedy:
+            config.do_sample, config.temperature = False, None
+        elif self.do_sample is None and (self.temperature is not None or self._sampling_options):
+            config.do_sample = True
+        if (config.num_return_sequences or 1) > 1 and not config.do_sample:
+            remedy = "greedy answers are all the same: give a temperature, or n=1"
+            raise invalid("n", "1 with greedy decoding", config.num_return_sequences, remedy)
+        return config
+
+
+def _as_transformers_takes_it(name: str, value: Any) -> Any:
+    if name == "bad_words_ids":
+        return [list(word) for word in value]
+    if name == "sequence_bias":
+        return [[list(ids), bias] for ids, bias in bias_pairs(value)]
+    if name in LIMITS and not LIMITS[name].whole:
+        return float(value)  # transformers refuses a temperature or penalty of type int
+    return list(value) if name in ("suppress_tokens", "stop") or isinstance(value, tuple) else value

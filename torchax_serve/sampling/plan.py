@@ -1,0 +1,249 @@
+"""A generation config as device data: which steps run is structure, their numbers are arrays.
+
+A field that is None is a step that does not run; None is part of a pytree's structure, so jit recompiles when a step
+comes or goes and never when a number changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from torchax_serve.request import bias_pairs, invalid
+from torchax_serve.sampling.options import id_list, unsupported_by_fast_path, validate
+from torchax_serve.sampling.rules import TransformersRules, installed_rules
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+MIN_CANDIDATES = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SequenceBias:
+    """Biases of token sequences: those of one token as a row, longer ones grouped by the length of their prefix."""
+
+    single: jax.Array  # f32[vocab]
+    groups: tuple[tuple[jax.Array, jax.Array, jax.Array], ...]  # prefixes i32[n, m], last tokens i32[n], biases f32[n]
+
+    @classmethod
+    def build(cls, pairs: Iterable[tuple[tuple[int, ...], float]], vocab_size: int, name: str) -> SequenceBias:
+        """From (token ids, bias) pairs; a token outside the vocabulary raises `InvalidArgumentError`, naming `name`."""
+        single = np.zeros(vocab_size, np.float32)
+        by_prefix_len: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+        for ids, bias in pairs:
+            if max(ids) >= vocab_size:
+                raise invalid(name, f"token ids below the vocabulary size {vocab_size}", list(ids))
+            if len(ids) == 1:
+                single[ids[0]] = bias
+            else:
+                by_prefix_len.setdefault(len(ids) - 1, []).append((ids, bias))
+        groups = tuple(
+            (
+                jnp.asarray([ids[:-1] for ids, _ in group], jnp.int32),
+                jnp.asarray([ids[-1] for ids, _ in group], jnp.int32),
+                jnp.asarray([bias for _, bias in group], jnp.float32),
+            )
+            for group in by_prefix_len.values()
+        )
+        return cls(jnp.asarray(single), groups)
+
+
+_STATIC: Mapping[str, bool] = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingPlan:
+    """How the next token is chosen. Lengths count every token of a row, left padding included, as transformers does."""
+
+    vocab_size: int = dataclasses.field(metadata=_STATIC)  # shapes depend on it
+    do_sample: bool = dataclasses.field(metadata=_STATIC)  # greedy decoding compiles to another program
+    rules: TransformersRules = dataclasses.field(
+        metadata=_STATIC
+    )  # of the installed transformers; never changes in a process
+    max_length: jax.Array  # i32[], rows of this length are finished
+    eos_ids: jax.Array | None  # i32[num_eos]
+    pad_id: jax.Array | None  # i32[], what a finished row goes on with; None: it goes on choosing
+
+    # Processors, in the order in which transformers applies them.
+    sequence_bias: SequenceBias | None
+    repetition_penalty: jax.Array | None  # f32[]
+    no_repeat_ngram_size: int | None = dataclasses.field(metadata=_STATIC)  # a window's width
+    bad_words: SequenceBias | None
+    min_length: jax.Array | None  # i32[], shorter rows cannot end
+    eos_mask: jax.Array | None  # bool[vocab], for min_length and decay
+    forced_bos: jax.Array | None  # i32[]
+    forced_eos_mask: jax.Array | None  # bool[vocab]
+    remove_invalid_values: bool = dataclasses.field(metadata=_STATIC)
+    decay_start: jax.Array | None  # i32[]
+    decay_weights: jax.Array | None  # f32[num_steps], factor**i - 1 for i tokens behind decay_start
+    suppress_mask: jax.Array | None  # bool[vocab]
+    begin_suppress_mask: jax.Array | None  # bool[vocab]
+    begin_suppress_at: jax.Array | None  # i32[]
+
+    # Processors of sampling alone.
+    temperature: jax.Array | None  # f32[]
+    top_h: jax.Array | None  # f32[]
+    top_k: jax.Array | None  # i32[]
+    num_candidates: int = dataclasses.field(
+        metadata=_STATIC
+    )  # columns that top_k goes on with; a power of two, so that nearby k share it
+    top_p_tail: jax.Array | None  # f32[], 1 - top_p
+    min_p: jax.Array | None  # f32[]
+    typical_p: jax.Array | None  # f32[]
+    epsilon_cutoff: jax.Array | None  # f32[]
+    eta_cutoff: jax.Array | None  # f32[]
+
+    renormalize_logits: bool = dataclasses.field(metadata=_STATIC)
+
+    @classmethod
+    def build(
+        cls,
+        config: GenerationConfig,
+        *,
+        prompt_len: int,
+        vocab_size: int,
+        eos_token_ids: int | Sequence[int] | None = None,
+    ) -> SamplingPlan:
+        """The plan that does what ``GenerationMixin._get_logits_processor`` builds for the same config.
+
+        Args:
+            config: a generation config after ``generate`` has filled in the defaults. The longest length is
+                ``prompt_len + max_new_tokens`` where `max_new_tokens` is set, else `max_length`.
+            prompt_len: tokens per row of the prompt, left padding included.
+            vocab_size: columns of the logits.
+            eos_token_ids: the tokens that end a row; None takes ``config.eos_token_id``.
+
+        Raises:
+            InvalidArgumentError: an option out of its range, set but not honoured here, or at odds with another.
+        """
+        validate(config)
+        if unsupported := [name for name in unsupported_by_fast_path(config) if name not in _LOOP_OPTIONS]:
+            remedy = "run transformers' own loop for these"
+            raise invalid("generation_config", "options that sampling on the device honours", unsupported, remedy)
+        eos = id_list(config.eos_token_id if eos_token_ids is None else eos_token_ids)
+        max_length = _max_length(config, prompt_len)
+        return cls(
+            vocab_size=vocab_size,
+            do_sample=bool(config.do_sample),
+            rules=installed_rules(),
+            max_length=_int(max_length),
+            eos_ids=jnp.asarray(eos, jnp.int32) if eos else None,
+            pad_id=_int(eos[0] if config.pad_token_id is None else config.pad_token_id) if eos else None,
+            renormalize_logits=config.renormalize_logits is True,
+            **_history_fields(config, vocab_size, eos),
+            **_length_fields(config, prompt_len, vocab_size, eos, max_length),
+            **_sampling_fields(config, vocab_size),
+        )
+
+
+# Not a matter of choosing tokens: unsupported_by_fast_path reports them to the caller, who may still sample here.
+_LOOP_OPTIONS = frozenset(
+    {"use_cache", "cache_implementation", "max_time", "output_attentions", "output_hidden_states", "prefill_chunk_size"}
+)
+
+
+def _max_length(config: GenerationConfig, prompt_len: int) -> int:
+    if config.max_new_tokens is not None:
+        return prompt_len + int(config.max_new_tokens)
+    if config.max_length is None:
+        raise invalid("max_length", "max_length or max_new_tokens to be set", None, "set max_new_tokens")
+    return int(config.max_length)
+
+
+def _int(value: int) -> jax.Array:
+    return jnp.asarray(value, jnp.int32)
+
+
+def _float(value: float | None, off: float | None = None) -> jax.Array | None:
+    return None if value is None or value == off else jnp.asarray(value, jnp.float32)
+
+
+def _mask(ids: Iterable[int], vocab_size: int) -> jax.Array:
+    """bool[vocab], true at `ids`; ids outside the vocabulary have no column to mark, in transformers as here."""
+    mask = np.zeros(vocab_size, bool)
+    mask[[i for i in ids if 0 <= i < vocab_size]] = True
+    return jnp.asarray(mask)
+
+
+def _inside(name: str, ids: list[int], vocab_size: int) -> list[int]:
+    if any(not 0 <= i < vocab_size for i in ids):
+        raise invalid(name, f"token ids from 0 to {vocab_size - 1}", ids)
+    return ids
+
+
+def _history_fields(config: GenerationConfig, vocab_size: int, eos: list[int]) -> dict[str, Any]:
+    bias = bad_words = None
+    if config.sequence_bias is not None:
+        bias = SequenceBias.build(bias_pairs(config.sequence_bias), vocab_size, "sequence_bias")
+    if config.bad_words_ids is not None:
+        words = [tuple(word) for word in config.bad_words_ids if not (len(word) == 1 and word[0] in eos)]
+        if not words:
+            raise invalid("bad_words_ids", "a word besides the end-of-sequence token", config.bad_words_ids)
+        bad_words = SequenceBias.build([(word, -np.inf) for word in dict.fromkeys(words)], vocab_size, "bad_words_ids")
+    return {
+        "sequence_bias": bias,
+        "repetition_penalty": _float(config.repetition_penalty, off=1.0),
+        "no_repeat_ngram_size": int(config.no_repeat_ngram_size) if config.no_repeat_ngram_size else None,
+        "bad_words": bad_words,
+        "suppress_mask": None if config.suppress_tokens is None else _mask(config.suppress_tokens, vocab_size),
+    }
+
+
+def _length_fields(
+    config: GenerationConfig, prompt_len: int, vocab_size: int, eos: list[int], max_length: int
+) -> dict[str, Any]:
+    decay = config.exponential_decay_length_penalty
+    if decay is not None:
+        if not eos:
+            raise invalid("exponential_decay_length_penalty", "an eos_token_id beside it", decay, "set eos_token_id")
+        _inside("eos_token_id", eos, vocab_size)
+    # min_length and min_new_tokens stand side by side in transformers' order and do the same: the longer one rules.
+    min_length = max(config.min_length or 0, prompt_len + config.min_new_tokens if config.min_new_tokens else 0)
+    has_min_length = bool(eos) and min_length > 0
+    forced_bos, forced_eos, begin = config.forced_bos_token_id, config.forced_eos_token_id, config.begin_suppress_tokens
+    begin_at = prompt_len if prompt_len > 1 or forced_bos is None else prompt_len + 1
+    return {
+        "min_length": _int(min_length) if has_min_length else None,
+        "eos_mask": _mask(eos, vocab_size) if has_min_length or decay is not None else None,
+        "forced_bos": None if forced_bos is None else _int(_inside("forced_bos_token_id", [forced_bos], vocab_size)[0]),
+        "forced_eos_mask": None
+        if forced_eos is None
+        else _mask(_inside("forced_eos_token_id", id_list(forced_eos), vocab_size), vocab_size),
+        "remove_invalid_values": config.remove_invalid_values is True,
+        "decay_start": None if decay is None else _int(decay[0] + prompt_len),
+        "decay_weights": None if decay is None else _decay_weights(decay[1], max_length - prompt_len),
+        "begin_suppress_mask": None if begin is None else _mask(begin, vocab_size),
+        "begin_suppress_at": None if begin is None else _int(begin_at),
+    }
+
+
+def _decay_weights(factor: float, num_steps: int) -> jax.Array:
+    """A table, because transformers raises the factor to its power in double precision."""
+    size = 1 << max(num_steps, 1).bit_length()  # a power of two: another max_length seldom means another shape
+    with np.errstate(over="ignore"):
+        return jnp.asarray((np.float64(factor) ** np.arange(size) - 1).astype(np.float32))
+
+
+def _sampling_fields(config: GenerationConfig, vocab_size: int) -> dict[str, Any]:
+    names = ("temperature", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+    fields: dict[str, Any] = {**dict.fromkeys(names), "top_k": None, "top_p_tail": None, "num_candidates": 0}
+    if not config.do_sample:
+        return fields
+    off = {"temperature": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+    fields |= {name: _float(getattr(config, name), off.get(name)) for name in names}
+    if config.top_k:
+        top_k = min(int(config.top_k), vocab_size)
+        # Room for tokens that tie with the k-th, which transformers keeps: common in bfloat16 logits.
+        room = max(MIN_CANDIDATES, 1 << (top_k + top_k // 2).bit_length())
+        fields |= {"top_k": _int(top_k), "num_candidates": min(room, vocab_size)}
+    if config.top_p is not None and config.top_p < 1.0:
+        fields["top_p_tail"] = _float(1 - config.top_p)
+    return fields
