@@ -1,0 +1,20 @@
+"""Models by name, folder or object: empty torch modules with their weights as JAX arrays."""
+
+from model_adapters.loading.loader import LoadedModel, LoadReport, load_model, require_causal_lm
+from model_adapters.loading.names import SHORT_NAMES, ShortName
+from model_adapters.loading.progress import Progress, RichProgress, SilentProgress
+from model_adapters.loading.source import ModelSource, resolve
+
+__all__ = [
+    "SHORT_NAMES",
+    "LoadReport",
+    "LoadedModel",
+    "ModelSource",
+    "Progress",
+    "RichProgress",
+    "ShortName",
+    "SilentProgress",
+    "load_model",
+    "require_causal_lm",
+    "resolve",
+]

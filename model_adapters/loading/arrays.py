@@ -1,0 +1,58 @@
+"""Torch tensors on the host become JAX arrays, by sharing the buffer where that can be done."""
+
+from __future__ import annotations
+
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+
+XLA_CPU_ALIGNMENT = 64
+"""Bytes. XLA's CPU client takes a foreign buffer as it is only where it starts on a multiple of this."""
+
+_NARROWED = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+# dtypes that numpy learns from ml_dtypes: an integer of the same width carries the bytes
+_VIA_INTEGER: dict[torch.dtype, tuple[torch.dtype, np.dtype]] = {
+    torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
+    torch.float8_e4m3fn: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fn)),
+    torch.float8_e5m2: (torch.uint8, np.dtype(ml_dtypes.float8_e5m2)),
+}
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in C order on the host, and in a dtype that JAX without 64-bit types has."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        raise ValueError(f"expected a tensor on the CPU, got one on {tensor.device}")
+    if not jax.config.jax_enable_x64 and tensor.dtype in _NARROWED:
+        tensor = tensor.to(_NARROWED[tensor.dtype])
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def host_array(tensor: torch.Tensor) -> np.ndarray:
+    """The numpy array over the memory of a CPU tensor (bfloat16 and float8 as ml_dtypes has them)."""
+    tensor = _plain(tensor)
+    if tensor.dtype in _VIA_INTEGER:
+        integer, dtype = _VIA_INTEGER[tensor.dtype]
+        return tensor.view(integer).numpy().view(dtype)
+    return tensor.numpy()
+
+
+def share_with_jax(tensor: torch.Tensor) -> jax.Array:
+    """The JAX array on the CPU of a CPU tensor: the same memory where it is in C order and starts at 64 bytes, else a copy.
+
+    Without 64-bit types in JAX (its default) int64 becomes int32 and float64 becomes float32. Nobody may write into
+    the tensor afterwards: JAX takes its arrays for constant.
+    """
+    tensor = _plain(tensor)
+    if tensor.data_ptr() % XLA_CPU_ALIGNMENT:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch's own buffers start at 64 bytes
+    if tensor.numel() == 0:
+        return jax.device_put(host_array(tensor), jax.devices("cpu")[0])
+    return jax.dlpack.from_dlpack(tensor)
+
+
+def shares_memory(array: jax.Array, tensor: torch.Tensor) -> bool:
+    """Whether the array on the CPU is a view of the very buffer of the tensor."""
+    return array.unsafe_buffer_pointer() == tensor.data_ptr()

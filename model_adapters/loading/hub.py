@@ -1,0 +1,226 @@
+"""Downloads what a model needs from the Hugging Face Hub into its cache, and says in one line why that failed.
+
+Files come one after another in the calling thread, so that Ctrl-C leaves nothing running; a large file is fetched in
+parallel pieces by the hub's own client where the server can do that.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants, errors
+from huggingface_hub.hf_api import RepoFile
+
+from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError, TorchaxServeError
+from model_adapters.loading import checkpoint
+from model_adapters.loading.architecture import read_config_json
+from model_adapters.loading.names import near_matches
+from model_adapters.loading.progress import Progress, hub_bar_class
+
+CONFIG = "config.json"
+
+# beside the weights: configurations, vocabularies in their various formats, chat templates
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja")
+_CODE_FILES = ("*.py",)
+
+
+@dataclass(frozen=True)
+class HubRequest:
+    """What to fetch and on whose behalf."""
+
+    hub_id: str
+    revision: str | None = None
+    token: str | bool | None = None
+    local_files_only: bool | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    with_weights: bool = True
+    with_code: bool = False
+    allow_pickle: bool = False
+
+    @property
+    def offline(self) -> bool:
+        """Whether the network is out of bounds, by this request or by the environment."""
+        return constants.is_offline_mode() if self.local_files_only is None else self.local_files_only
+
+
+def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
+    """The cached folder with the files of a model, and the bytes that had to be downloaded for it.
+
+    Without a network a complete cached copy is used.
+
+    Raises:
+        ModelNotFoundError: no such repository or revision, no access, no network and no cached copy.
+        CheckpointError: no ``config.json``, pickle files only, an index without its files, a cache that cannot be
+            written.
+    """
+    with _hub_errors(request):
+        config = _file(request, CONFIG, request.revision)
+        folder = config.parent
+        if request.offline:
+            return folder, 0
+        try:
+            siblings = {
+                entry.path: entry.size
+                for entry in huggingface_hub.HfApi(token=request.token).list_repo_tree(
+                    request.hub_id, recursive=True, revision=folder.name
+                )
+                if isinstance(entry, RepoFile)
+            }
+        except Exception as error:
+            if isinstance(error, errors.HfHubHTTPError) or not _is_connection_error(error):
+                raise
+            return folder, 0  # the configuration came from the cache; what else is missing is found when it is read
+        names = [name for name in siblings if _wanted(name, request)]
+        if request.with_weights:
+            names += _weight_names(request, siblings, config)
+        missing = {name: siblings[name] for name in dict.fromkeys(names) if not (folder / name).exists()}
+        if missing:
+            total = sum(missing.values())
+            with progress.stage(f"downloading {request.hub_id}", total) as advance:
+                for name in missing:
+                    _file(request, name, folder.name, hub_bar_class(advance))
+        return folder, sum(missing.values())
+
+
+def _file(request: HubRequest, name: str, revision: str | None, bar: type | None = None) -> Path:
+    return Path(
+        huggingface_hub.hf_hub_download(
+            request.hub_id,
+            name,
+            revision=revision,
+            token=request.token,
+            cache_dir=request.cache_dir,
+            local_files_only=request.offline,
+            tqdm_class=bar or hub_bar_class(lambda amount: None),
+        )
+    )
+
+
+def _wanted(name: str, request: HubRequest) -> bool:
+    if "/" not in name and name.endswith(".index.json"):
+        return False  # an index comes with the weights it names
+    patterns = _SMALL_FILES + (_CODE_FILES if request.with_code else ())
+    return any(fnmatch.fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
+
+
+def _weight_names(request: HubRequest, siblings: dict[str, int], config: Path) -> list[str]:
+    """The weight files of one format: safetensors where there are any, pickle files only where they are allowed."""
+    explicit = read_config_json(config).get("transformers_weights")
+    candidates = [explicit] if explicit else [checkpoint.SAFE_FILE, checkpoint.SAFE_INDEX]
+    pickles = [checkpoint.PICKLE_FILE, checkpoint.PICKLE_INDEX]
+    if request.allow_pickle and not explicit:
+        candidates += pickles
+    found = next((name for name in candidates if name in siblings), None)
+    if found is None and any(name in siblings for name in pickles):
+        raise checkpoint.pickle_only(request.hub_id)
+    if found is None:
+        there = ", ".join(sorted(name for name in siblings if "/" not in name)[:12])
+        raise CheckpointError(f"{request.hub_id} holds no weights: expected {' or '.join(candidates)}, found {there}")
+    names = [found]
+    if found.endswith(".index.json"):
+        names += checkpoint.shard_names(_file(request, found, config.parent.name))
+        lost = [name for name in names if name not in siblings]
+        if lost:
+            raise CheckpointError(f"{request.hub_id} lacks {', '.join(lost[:3])}, which {found} names: ask its owner")
+    # few architectures keep a part of their weights in further files; they are small beside the rest
+    return names + [name for name in siblings if name in _extra_names(config)]
+
+
+def _extra_names(config: Path) -> tuple[str, ...]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = read_config_json(config).get("model_type")
+    return getattr(CONFIG_MAPPING[model_type], "extra_files", ()) if model_type in CONFIG_MAPPING else ()
+
+
+def _is_connection_error(error: BaseException) -> bool:
+    """Whether a request never got an answer: the classes of the HTTP client, whichever the hub's release uses."""
+    if isinstance(error, errors.OfflineModeIsEnabled | ConnectionError | TimeoutError):
+        return True
+    return isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError)
+
+
+@contextmanager
+def _hub_errors(request: HubRequest) -> Iterator[None]:
+    """Turns what the hub's client raises into one line of ours."""
+    try:
+        yield
+    except TorchaxServeError:
+        raise
+    except Exception as error:
+        found = _translated(error, request)
+        if found is None:
+            raise
+        raise found from error
+
+
+def _translated(error: Exception, request: HubRequest) -> TorchaxServeError | None:
+    name, endpoint = request.hub_id, constants.ENDPOINT
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    revision = request.revision or "main"
+    if isinstance(error, errors.HFValidationError):
+        return InvalidArgumentError(f"{name!r} is no hub id: expected organisation/name")
+    if isinstance(error, errors.GatedRepoError) or (status == 403):
+        have = "the token has no access to it" if _has_token(request) else "no token was given"
+        return ModelNotFoundError(
+            f"{name} is gated and {have}: accept its conditions at {endpoint}/{name}, then log in with "
+            "`hf auth login`, set HF_TOKEN or pass token="
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ModelNotFoundError(
+            f"{name} has no revision {revision!r}: give a branch, tag or commit listed at {endpoint}/{name}"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
+        near = near_matches(name)
+        hint = f" Names like it: {', '.join(near)}." if near else ""
+        return ModelNotFoundError(
+            f"{endpoint} has no model {name}, or it is private: check the spelling, or pass a token that may read it.{hint}"
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError) or _is_connection_error(error):
+        if request.offline:
+            return ModelNotFoundError(
+                f"no cached copy of {name} (revision {revision}), and the network is switched off "
+                "(HF_HUB_OFFLINE or local_files_only): run once with the network, or name a folder"
+            )
+        cause = error.__cause__ or error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        return ModelNotFoundError(
+            f"cannot reach {endpoint} for {name} and there is no cached copy ({reason}): check the network, "
+            "set HF_ENDPOINT to a mirror, or name a folder"
+        )
+    if isinstance(error, errors.EntryNotFoundError):
+        return CheckpointError(
+            f"{name} (revision {revision}) holds no {CONFIG}, so it is not a transformers model: "
+            "look for a repository of this model in transformers' format"
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        return ModelNotFoundError(f"{endpoint} answered {status} for {name}: try again later")
+    return _translated_os_error(error, request) if isinstance(error, OSError) else None
+
+
+def _translated_os_error(error: OSError, request: HubRequest) -> TorchaxServeError:
+    cache = request.cache_dir or constants.HF_HUB_CACHE
+    if error.errno == errno.ENOSPC:
+        return CheckpointError(f"no space left in the cache {cache} for {request.hub_id}: free some, or set HF_HOME")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EEXIST):
+        return CheckpointError(
+            f"the cache {cache} cannot be written ({error.strerror}): set HF_HOME or pass cache_dir= to a folder "
+            "where you may write"
+        )
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return CheckpointError(f"downloading {request.hub_id} failed ({reason}): try again")
+
+
+def _has_token(request: HubRequest) -> bool:
+    if request.token is False:
+        return False
+    return isinstance(request.token, str) or huggingface_hub.get_token() is not None
+
+

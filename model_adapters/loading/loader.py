@@ -1,0 +1,394 @@
+"""A model by name, folder or object becomes an empty torch module and its weights as JAX arrays."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from model_adapters.bridge import tensors_of
+from model_adapters.errors import (
+    CheckpointError,
+    InvalidArgumentError,
+    OutOfMemoryError,
+    TorchaxServeError,
+    UnsupportedModelError,
+)
+from model_adapters.loading import random_weights as random_init
+from model_adapters.loading.architecture import find_class, load_config, require_causal_module, torch_dtype_of
+from model_adapters.loading.checkpoint import Checkpoint, weight_files
+from model_adapters.loading.hub import CONFIG
+from model_adapters.loading.memory import PeakMemory, check_fits
+from model_adapters.loading.progress import Progress, SilentProgress
+from model_adapters.loading.sink import DevicePut, Placement, WeightSink, meta_like
+from model_adapters.loading.source import ModelSource, of_object, resolve
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading took."""
+
+    load_s: float  # from the files (or the random stream) to arrays, download excluded
+    download_s: float
+    download_bytes: int
+    checkpoint_bytes: int  # of all tensors in the files; of the arrays where there are no files
+    weights_bytes: int  # of the arrays, shared ones once
+    peak_host_bytes: int  # highest growth of the process's resident memory while loading
+    num_tensors: int  # names
+    num_shared: int  # names whose array another name has as well
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A torch module without weights, and the weights.
+
+    `weights` holds every parameter, buffer and plain tensor attribute by qualified name; tied names share one array.
+    JAX without 64-bit types has int64 buffers as int32 and float64 ones as float32.
+    """
+
+    module: PreTrainedModel  # eval mode; on the meta device unless the caller passed the object
+    weights: dict[str, jax.Array]
+    source: ModelSource
+    config: PreTrainedConfig
+    generation_config: GenerationConfig | None  # None for a model that does not generate
+    dtype: Any  # numpy dtype of the floating-point weights (``jnp.dtype("bfloat16")`` …)
+    report: LoadReport
+    trust_remote_code: bool = False
+    _tokenizers: list[PreTrainedTokenizerBase | None] = field(default_factory=list, repr=False, compare=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer that belongs to the model, loaded at the first call; None where its folder has none.
+
+        Raises:
+            CheckpointError: the files are there and do not make a tokenizer.
+        """
+        with self._lock:
+            if not self._tokenizers:
+                self._tokenizers.append(self._load_tokenizer())
+            return self._tokenizers[0]
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        folder = self.source.folder
+        if folder is None and self.source.kind == "object" and Path(self.config.name_or_path or "\0").is_dir():
+            folder = Path(self.config.name_or_path)
+        if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            return None
+        try:
+            return AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=self.trust_remote_code
+            )
+        except Exception as error:  # tokenizer classes and the Rust library raise whatever they like
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            raise CheckpointError(
+                f"the tokenizer files in {folder} do not make a tokenizer ({lines[0]}): get them again"
+            ) from error
+
+
+def require_causal_lm(loaded: LoadedModel) -> None:
+    """Raises `UnsupportedModelError`, saying what the model is for, unless it is a causal language model."""
+    require_causal_module(loaded.module, loaded.source.name)
+
+
+def load_model(
+    model: str | os.PathLike[str] | PreTrainedModel | None = None,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool | None = None,
+    dtype: Any = "auto",
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    allow_extra_tensors: bool = False,
+    progress: Progress | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    random_weights: bool = False,
+    seed: int = 0,
+    device_put: DevicePut | None = None,
+) -> LoadedModel:
+    """Loads a model of any architecture that transformers knows: module on the meta device, weights as JAX arrays.
+
+    Args:
+        model: what `resolve` accepts, or a `PreTrainedModel` in main memory, which is put into eval mode, keeps its
+            tensors and shares them.
+        revision, token, local_files_only, cache_dir: see `resolve`.
+        dtype: of the floating-point weights; "auto" is what the configuration says, else what the files hold. Weights
+            that the architecture keeps in float32 and buffers keep theirs.
+        trust_remote_code: run the Python code of the repository.
+        allow_pickle: load tensors (nothing else) from pickle files where there is no safetensors file.
+        allow_extra_tensors: leave out tensors that the architecture has no place for, in place of an error.
+        progress: shown for download and load.
+        random_weights: no checkpoint: the configuration (folder, hub id or JSON file) with weights drawn from the
+            architecture's own initial distributions.
+        seed: of the random weights.
+        device_put: places each array, e.g. ``lambda name, x: jax.device_put(x, sharding_of(name))``; it gets a numpy
+            array (a jax.Array for random weights). Default: the default device, on the CPU without a copy.
+
+    Raises:
+        ModelNotFoundError, CheckpointError, UnsupportedModelError, InvalidArgumentError, OutOfMemoryError: in one line.
+    """
+    shown, torch_dtype, place = progress or SilentProgress(), torch_dtype_of(dtype), Placement(device_put)
+    if isinstance(model, PreTrainedModel):
+        given = {"revision": revision, "random_weights": random_weights or None, "dtype": torch_dtype}
+        wrong = [name for name, value in given.items() if value is not None]
+        if wrong:
+            raise InvalidArgumentError(f"{wrong[0]} was given with a loaded model, which has its own: leave it out")
+        return _share(model, place)
+    source = resolve(
+        model,
+        revision=revision,
+        token=token,
+        local_files_only=local_files_only,
+        progress=shown,
+        cache_dir=cache_dir,
+        with_weights=not random_weights,
+        with_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+    )
+    if source.kind == "config" and not random_weights:
+        raise InvalidArgumentError(
+            f"{source.name} is a configuration without weights: pass its folder, or random_weights=True"
+        )
+    try:
+        builder = _Builder(source, torch_dtype, trust_remote_code, device_put is None)
+        if random_weights:
+            return builder.with_random_weights(place, seed, shown)
+        return builder.from_checkpoint(place, allow_pickle, allow_extra_tensors, shown)
+    except TorchaxServeError:
+        raise
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise OutOfMemoryError(f"memory ran out while loading {source.name}: {str(error).splitlines()[0]}") from error
+        raise
+
+
+class _Builder:
+    """One load: configuration, class, module, weights."""
+
+    def __init__(self, source: ModelSource, dtype: torch.dtype | None, trust_remote_code: bool, whole: bool):
+        assert source.path is not None
+        self._source, self._trust = source, trust_remote_code
+        self._device = jax.devices()[0] if whole else None
+        self._peak, self._start = PeakMemory(), time.perf_counter()
+        file = source.path if source.kind == "config" else source.path / CONFIG
+        config = load_config(file, trust_remote_code=trust_remote_code)
+        self._class, self._config = find_class(config, folder=source.folder, trust_remote_code=trust_remote_code)
+        self._dtype = dtype if dtype is not None else getattr(config, "dtype", None) or self._config.dtype
+
+    def from_checkpoint(
+        self, place: Placement, allow_pickle: bool, allow_extra_tensors: bool, progress: Progress
+    ) -> LoadedModel:
+        """The weights of the files."""
+        assert self._source.path is not None
+        checkpoint = Checkpoint.of(
+            weight_files(
+                self._source.path,
+                explicit=getattr(self._config, "transformers_weights", None),
+                extra=getattr(type(self._config), "extra_files", ()),
+                allow_pickle=allow_pickle,
+            )
+        )
+        dtype = self._checked(self._dtype or checkpoint.dtype or torch.float32)
+        sizes = checkpoint.sizes_in(dtype).values()
+        check_fits(sum(sizes), max(sizes), what=self._source.name, on_device=self._device)
+        sink = WeightSink(place, self._peak)
+        with (
+            progress.stage(f"loading {self._source.name}", checkpoint.num_bytes) as advance,
+            checkpoint.readers(advance) as readers,
+            sink.hooked(),
+        ):
+            module = self._from_pretrained(readers, dtype)
+        self._check(sink, type(module).__name__, allow_extra_tensors)
+        weights = _harvest(module, place, sink)
+        return self._loaded(module, weights, dtype, checkpoint.num_bytes)
+
+    def with_random_weights(self, place: Placement, seed: int, progress: Progress) -> LoadedModel:
+        """Weights drawn anew."""
+        dtype = self._checked(self._dtype or torch.float32)
+        sink, init = WeightSink(place, self._peak), random_init.RandomInit(seed)
+        with sink.hooked(), init.recording():
+            module = self._from_pretrained({}, dtype)
+        sizes = [tensor.numel() * tensor.element_size() for tensor in set(tensors_of(module).values())]
+        check_fits(sum(sizes), max(sizes), what=self._source.name, on_device=self._device)
+        planned = random_init.planned_dtypes(module, dtype)
+        std = getattr(self._config.get_text_config(), "initializer_range", None) or 0.02
+        with progress.stage(f"drawing random weights for {self._source.name}", sum(sizes)) as advance:
+
+            def fill(name: str, tensor: torch.Tensor) -> jax.Array:
+                wanted = planned.get(name, tensor.dtype)
+                values = init.draw(name, tensor, wanted, std) if tensor.is_meta else tensor.to(wanted)
+                advance(tensor.numel() * tensor.element_size())
+                self._peak.sample()
+                return place(name, values) if isinstance(values, torch.Tensor) else place.of_array(name, values)
+
+            weights = _harvest(module, place, sink, fill)
+        return self._loaded(module, weights, dtype, None)
+
+    def _checked(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype == torch.float64:
+            return torch.float32  # JAX has no 64-bit types unless told otherwise
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UnsupportedModelError(
+                f"{self._source.name} is in {dtype}, expected float32, bfloat16 or float16: pass dtype='bfloat16'"
+            )
+        return dtype
+
+    def _from_pretrained(self, readers: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+        try:
+            return self._class.from_pretrained(None, config=self._config, state_dict=readers, dtype=dtype)
+        except (TorchaxServeError, MemoryError):
+            raise
+        except Exception as error:  # code of an architecture meets a configuration it was not written for
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise CheckpointError(
+                f"{self._class.__name__} cannot be built from the configuration of {self._source.name} "
+                f"({type(error).__name__}: {lines[0]}): check config.json"
+            ) from error
+
+    def _check(self, sink: WeightSink, class_name: str, allow_extra_tensors: bool) -> None:
+        """Raises `CheckpointError` with all that is missing, left over or of another shape."""
+        info = sink.info
+        assert info is not None
+        shapes = [f"{name} {list(got)}, expected {list(want)}" for name, got, want in info.mismatched_keys]
+        found = {
+            "not convertible": list(info.conversion_errors),
+            "missing": list(info.missing_keys),
+            "of another shape": shapes,
+            "without a place": [] if allow_extra_tensors else list(info.unexpected_keys),
+        }
+        if info.conversion_errors:  # those are missing as well
+            found["missing"] = []
+        parts = [f"{len(names)} {what}: {_some(names)}" for what, names in found.items() if names]
+        if not parts:
+            return
+        extra_only = len(parts) == 1 and bool(found["without a place"])
+        remedy = (
+            "pass allow_extra_tensors=True to leave them out"
+            if extra_only
+            else "config.json and the weight files are not of one model, or files are lacking; get both again"
+        )
+        raise CheckpointError(f"the tensors of {self._source.name} do not fit {class_name}; {'; '.join(parts)}. {remedy}")
+
+    def _loaded(
+        self, module: PreTrainedModel, weights: dict[str, jax.Array], dtype: torch.dtype, checkpoint_bytes: int | None
+    ) -> LoadedModel:
+        folder = self._source.folder
+        module.config.name_or_path = module.name_or_path = str(self._source.hub_id or self._source.path)
+        if module.can_generate() and folder is not None:
+            module.generation_config = _generation_config(folder, module)
+        jax.block_until_ready(weights)
+        took = time.perf_counter() - self._start
+        report = _report(weights, self._peak, self._source, took, checkpoint_bytes)
+        generation = module.generation_config if module.can_generate() else None
+        return LoadedModel(
+            module, weights, self._source, module.config, generation, _numpy_dtype(dtype), report, self._trust
+        )
+
+
+def _some(names: list[str], limit: int = 6) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(sorted(names)[:limit]) + more
+
+
+def _harvest(module: PreTrainedModel, place: Placement, sink: WeightSink, fill: Any = None) -> dict[str, jax.Array]:
+    """The arrays of all tensors of `module`, which is left with tensors on the meta device alone.
+
+    `fill` gives the array of a tensor that did not land in the sink; without it such a tensor must have its values.
+    """
+    by_tensor: dict[int, tuple[torch.Tensor, torch.Tensor, jax.Array]] = {}  # kept alive: ids must stay unique
+    weights: dict[str, jax.Array] = {}
+    for name, tensor in tensors_of(module).items():
+        array = sink.array_of(tensor)
+        if array is None and id(tensor) in by_tensor:
+            _, empty, array = by_tensor[id(tensor)]
+            _set(module, name, empty)
+        elif array is None:
+            if fill is None and tensor.is_meta:
+                raise UnsupportedModelError(
+                    f"{type(module).__name__} has a tensor {name} that neither the files nor its initialisation fill: "
+                    "load it with transformers and pass the object"
+                )
+            array = place(name, tensor) if fill is None else fill(name, tensor)
+            empty = tensor if tensor.is_meta else meta_like(tensor)
+            by_tensor[id(tensor)] = tensor, empty, array
+            if empty is not tensor:
+                _set(module, name, empty)
+        weights[name] = array
+    return weights
+
+
+def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(path) if path else module, attribute, value)
+
+
+def _generation_config(folder: Path, module: PreTrainedModel) -> GenerationConfig:
+    """As ``from_pretrained`` finds it: its own file, else the generation settings in ``config.json``."""
+    try:
+        if (folder / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return GenerationConfig.from_pretrained(
+            folder, config_file_name=CONFIG, local_files_only=True, _from_model_config=True
+        )
+    except Exception as error:  # it checks its values with several kinds of exception
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"{folder / 'generation_config.json'} is not a generation configuration ({lines[0]}): correct or remove it"
+        ) from error
+
+
+def _numpy_dtype(dtype: torch.dtype) -> Any:
+    return jnp.dtype(str(dtype).removeprefix("torch."))
+
+
+def _report(
+    weights: dict[str, jax.Array], peak: PeakMemory, source: ModelSource, load_s: float, checkpoint_bytes: int | None
+) -> LoadReport:
+    unique = {id(array): array.nbytes for array in weights.values()}
+    weights_bytes = sum(unique.values())
+    return LoadReport(
+        load_s=load_s,
+        download_s=source.download_s,
+        download_bytes=source.download_bytes,
+        checkpoint_bytes=weights_bytes if checkpoint_bytes is None else checkpoint_bytes,
+        weights_bytes=weights_bytes,
+        peak_host_bytes=peak.growth_bytes,
+        num_tensors=len(weights),
+        num_shared=len(weights) - len(unique),
+    )
+
+
+def _share(module: PreTrainedModel, place: Placement) -> LoadedModel:
+    """The weights of a model that the caller has loaded, over its own memory where that can be."""
+    if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
+        raise UnsupportedModelError(
+            f"the {type(module).__name__} that was passed is quantized, which is not supported: load it unquantized"
+        )
+    elsewhere = {str(t.device) for t in tensors_of(module).values() if t.device.type != "cpu"}
+    if elsewhere:
+        raise InvalidArgumentError(
+            f"the {type(module).__name__} that was passed lies on {', '.join(sorted(elsewhere))}, expected the CPU: "
+            "call model.cpu() first (a model on the meta device has no weights to share)"
+        )
+    peak, start = PeakMemory(), time.perf_counter()
+    module.eval()
+    arrays: dict[int, jax.Array] = {}
+    weights = {}
+    for name, tensor in tensors_of(module).items():
+        if id(tensor) not in arrays:
+            arrays[id(tensor)] = place(name, tensor)
+        weights[name] = arrays[id(tensor)]
+    source = of_object(module.name_or_path)
+    report = _report(weights, peak, source, time.perf_counter() - start, None)
+    generation = module.generation_config if module.can_generate() else None
+    return LoadedModel(module, weights, source, module.config, generation, _numpy_dtype(module.dtype), report)

@@ -1,0 +1,110 @@
+"""How much memory there is, and how much of it loading took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import psutil
+
+from model_adapters.errors import OutOfMemoryError
+
+
+def gigabytes(num_bytes: float) -> str:
+    """``"1.23 GB"`` (10^9 bytes); small amounts in MB or kB."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes / 1e3:.1f} kB"
+
+
+def _cgroup_free_bytes(root: Path) -> int | None:
+    """What the control group of a container still allows; None without a limit."""
+    for folder, limit, used, cache in (
+        (root, "memory.max", "memory.current", "inactive_file"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            allowed, taken = (folder / limit).read_text().strip(), int((folder / used).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        # version 2 says "max" for no limit, version 1 a number near 2**63; pages of files are given back when needed
+        if allowed.isdigit() and int(allowed) < 2**60:
+            return max(0, int(allowed) - taken + int(stat.get(cache, 0)))
+    return None
+
+
+def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of main memory that can be had now, seen by this process: of the machine, or of its container if less."""
+    free = psutil.virtual_memory().available
+    allowed = _cgroup_free_bytes(cgroup_root)
+    return free if allowed is None else min(free, allowed)
+
+
+def free_device_bytes(device: jax.Device) -> int | None:
+    """Bytes free on an accelerator; None where its runtime does not tell (and on the CPU)."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def check_fits(weights_bytes: int, largest_bytes: int, *, what: str, on_device: jax.Device | None) -> None:
+    """Raises `OutOfMemoryError` before anything is read where the weights of `what` cannot fit.
+
+    Args:
+        weights_bytes: all weights, in the dtype they will have.
+        largest_bytes: the largest single tensor; where weights go to an accelerator the host holds a few of these.
+        what: the model's name, for the message.
+        on_device: the accelerator that takes them whole; None for main memory, or where a caller spreads them.
+    """
+    remedy = "free memory, choose a smaller dtype or a smaller model"
+    if on_device is not None and on_device.platform != "cpu":
+        free = free_device_bytes(on_device)
+        if free is not None and weights_bytes > free:
+            raise OutOfMemoryError(
+                f"the weights of {what} need {gigabytes(weights_bytes)}, {on_device} has {gigabytes(free)} free: {remedy}"
+            )
+        needed = 2 * largest_bytes
+    else:
+        needed = weights_bytes
+    free = free_host_bytes()
+    if needed > free:
+        raise OutOfMemoryError(
+            f"loading {what} needs {gigabytes(needed)} of main memory, {gigabytes(free)} are free: {remedy}"
+        )
+
+
+class PeakMemory:
+    """Growth of this process's resident memory since it was made; `sample()` where it is likely to be high."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._before = self._process.memory_info().rss
+        self._high_water_before = _high_water_bytes()
+        self._highest = self._before
+
+    def sample(self) -> None:
+        """Looks once."""
+        self._highest = max(self._highest, self._process.memory_info().rss)
+
+    @property
+    def growth_bytes(self) -> int:
+        """The highest growth seen; exact on Linux where the process never had more memory than now."""
+        self.sample()
+        high_water = _high_water_bytes()
+        highest = self._highest if high_water <= self._high_water_before else max(self._highest, high_water)
+        return highest - self._before
+
+
+def _high_water_bytes() -> int:
+    """The most resident memory this process ever had, as Linux counts it; 0 elsewhere."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,108 @@
+"""How long work is shown: a protocol of one method, a silent implementation and one with bars on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as RichBars
+
+Unit = Literal["bytes", "items"]
+Advance = Callable[[int], None]
+"""Called with the number of units done since the last call."""
+
+
+class Progress(Protocol):
+    """What loading tells about itself. Stages follow each other; they do not nest."""
+
+    def stage(self, name: str, total: int | None, unit: Unit = "bytes") -> AbstractContextManager[Advance]:
+        """Opens the stage `name` of `total` units (None: not known ahead); closing it ends the stage."""
+        ...
+
+
+class SilentProgress:
+    """Shows nothing."""
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int | None, unit: Unit = "bytes") -> Iterator[Advance]:
+        """A stage that nobody sees."""
+        yield lambda amount: None
+
+
+class RichProgress:
+    """Bars on stderr while it is a terminal; not one character where it is a file or a pipe."""
+
+    def __init__(self, console: Console | None = None):
+        self._console = console or Console(file=sys.stderr)
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int | None, unit: Unit = "bytes") -> Iterator[Advance]:
+        """A bar that is taken away when the stage ends, also by an exception or Ctrl-C."""
+        if not self._console.is_terminal:
+            yield lambda amount: None
+            return
+        counts: list[ProgressColumn] = (
+            [DownloadColumn(), TransferSpeedColumn()] if unit == "bytes" else [MofNCompleteColumn()]
+        )
+        bars = RichBars(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            *counts,
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )
+        with bars:
+            task = bars.add_task(name, total=total)
+            yield lambda amount: bars.advance(task, amount)
+
+
+def hub_bar_class(advance: Advance) -> type[Any]:
+    """A stand-in for ``tqdm`` that hands the counts of huggingface_hub's downloads to `advance` and draws nothing.
+
+    The hub constructs it as it would construct ``tqdm``; only what its download code calls is here.
+    """
+
+    class HubBar:
+        def __init__(self, *args: Any, total: float | None = None, initial: float = 0, **options: Any):
+            self.total = total
+            self.n = initial
+            if initial:  # the part of a file that an interrupted download left behind
+                advance(int(initial))
+
+        def update(self, amount: float = 1) -> None:
+            self.n += amount
+            advance(int(amount))
+
+        def refresh(self, *args: Any, **options: Any) -> None: ...
+
+        def reset(self, total: float | None = None) -> None:
+            advance(-int(self.n))
+            self.n, self.total = 0, total
+
+        def set_description(self, *args: Any, **options: Any) -> None: ...
+
+        def set_postfix_str(self, *args: Any, **options: Any) -> None: ...
+
+        def close(self) -> None: ...
+
+        def __enter__(self) -> HubBar:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.close()
+
+    return HubBar

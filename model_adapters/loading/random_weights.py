@@ -1,0 +1,169 @@
+"""Random weights for a configuration, tensor by tensor, from the distributions that the architecture itself prescribes.
+
+transformers initialises "missing" weights: an empty checkpoint makes all of them missing. Small tensors (norms, biases,
+state-space parameters) and buffers are then made by transformers as always. For a large parameter nothing is allocated:
+it stays on the meta device, the call of an init function on it is written down instead of run, and the values are drawn
+on the device they are for. A seed gives the same values of a parameter whatever else the model holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import transformers.utils.logging as transformers_logging
+from transformers import PreTrainedModel, core_model_loading, initialization, modeling_utils
+
+from model_adapters.loading.sink import replaced
+
+LARGE = 2**18
+"""Number of elements from which a parameter is drawn on the device."""
+_BLOCK = 2**22  # elements drawn at once: bounds the random bits that lie beside the result
+
+
+@dataclass(frozen=True)
+class InitCall:
+    """One call of an init function of torch on a whole parameter."""
+
+    name: str
+    original: Any
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InitCall:
+        """The call with its arguments by name, defaults filled in."""
+        bound = inspect.signature(original).bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        options = dict(bound.arguments)
+        options.pop("tensor", None)
+        options.pop("generator", None)
+        return cls(name, original, options)
+
+
+class RandomInit:
+    """Writes down how large parameters are to be initialised, and draws them afterwards."""
+
+    def __init__(self, seed: int):
+        self._seed = seed
+        self._calls: dict[int, InitCall] = {}  # by storage: `.data` and the parameter itself share one
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """While this is open, transformers' initialisation of large parameters is written down."""
+        load_parameter = modeling_utils._load_parameter_into_model
+
+        def load_small(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
+            owner, _, attribute = name.rpartition(".")
+            if tensor.numel() < LARGE or attribute not in model.get_submodule(owner)._parameters:
+                load_parameter(model, name, tensor)
+
+        functions = dict(initialization.TORCH_INIT_FUNCTIONS)
+        verbosity = transformers_logging.get_verbosity()
+        with (
+            torch.random.fork_rng(devices=[]),
+            replaced(modeling_utils, "_load_parameter_into_model", load_small),
+            replaced(
+                initialization, "TORCH_INIT_FUNCTIONS", {name: self._recorder(name, f) for name, f in functions.items()}
+            ),
+        ):
+            torch.manual_seed(self._seed)
+            transformers_logging.set_verbosity_error()  # it warns of the tied weights that no checkpoint gave
+            try:
+                yield
+            finally:
+                transformers_logging.set_verbosity(verbosity)
+
+    def _recorder(self, name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if not tensor.is_meta:
+                return original(tensor, *args, **kwargs)
+            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            if whole:  # a row set to zero (padding) says nothing about the rest, and is let go
+                self._calls[_storage_id(tensor)] = InitCall.of(name, original, args, kwargs)
+            return tensor
+
+        return record
+
+    def draw(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, default_std: float) -> jax.Array | torch.Tensor:
+        """Values for the parameter `name` that `tensor`, on the meta device, stands for.
+
+        A parameter that no init function of torch has touched gets a normal distribution of `default_std`.
+
+        Returns:
+            An array on the default device; a torch tensor for the rarer init functions, which torch itself runs.
+        """
+        call = self._calls.get(_storage_id(tensor))
+        kind, options = (call.name, call.options) if call else ("normal_", {"mean": 0.0, "std": default_std})
+        target = jnp.dtype(str(dtype).removeprefix("torch."))
+        shape = tuple(tensor.shape)
+        if kind in ("zeros_", "ones_", "constant_"):
+            value = {"zeros_": 0.0, "ones_": 1.0}.get(kind, options.get("val"))
+            return jnp.full(shape, value, target)
+        key = jax.random.fold_in(jax.random.key(self._seed, impl="rbg"), zlib.crc32(name.encode()))
+        if kind == "normal_":
+            return _draw(key, shape, target, "normal", options["mean"], options["std"])
+        if kind == "uniform_":
+            return _draw(key, shape, target, "uniform", options["a"], options["b"])
+        if kind == "trunc_normal_":
+            cut = tuple((options[side] - options["mean"]) / options["std"] for side in ("a", "b"))
+            return _draw(key, shape, target, "truncated", options["mean"], options["std"], cut)
+        assert call is not None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed ^ zlib.crc32(name.encode()))
+            values = torch.empty(shape, dtype=torch.float32)
+            with torch.no_grad():
+                call.original(values, **options)
+        return values.to(dtype)
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 6))
+def _draw(
+    key: jax.Array,
+    shape: tuple[int, ...],
+    dtype: Any,
+    kind: str,
+    first: float,
+    second: float,
+    cut: tuple[float, float] = (-2.0, 2.0),
+) -> jax.Array:
+    """Values of `shape`: normal(mean, std), uniform[low, high) or the normal cut at `cut` standard deviations."""
+
+    def block(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        if kind == "uniform":
+            return jax.random.uniform(key, shape, jnp.float32, first, second).astype(dtype)
+        if kind == "truncated":
+            values = jax.random.truncated_normal(key, *cut, shape, jnp.float32)
+        else:
+            values = jax.random.normal(key, shape, jnp.float32)
+        return (first + second * values).astype(dtype)
+
+    numel = functools.reduce(int.__mul__, shape, 1)
+    rows = shape[0]
+    parts = next((n for n in range(1, rows + 1) if rows % n == 0 and numel // n <= _BLOCK), rows)
+    if parts == 1:
+        return block(key, shape)
+    part_shape = (rows // parts, *shape[1:])
+    return jax.lax.map(lambda each: block(each, part_shape), jax.random.split(key, parts)).reshape(shape)
+
+
+def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The weights that stay in another dtype than `dtype` by the model's own ``_keep_in_fp32_modules``, by name."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return {}
+    pattern, by_group, _ = core_model_loading.build_glob_alternation(list(plan))
+    found = {name: pattern.search(name) for name in model.state_dict()}
+    return {name: plan[by_group[match.lastgroup]] for name, match in found.items() if match and match.lastgroup}
