@@ -10,19 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from model_adapters.bridge import to_torch_tensor
 from model_adapters.caches import DeviceCache
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve.buckets import bucket
 from torchax_serve.padding import Padding
 from torchax_serve.runtime import Runtime
-from torchax_serve.sampling import SamplingPlan
+from torchax_serve import sampling
+from torchax_serve.sampling import CALLER_OPTIONS, NO_VALID_TOKEN, SamplingPlan
 from torchax_serve.steps import Carry, DecodeSpec, StepResult
 
+# What this loop takes care of, beside what sampling does.
+HONOURED_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation", "max_time"}
+CUSTOM = "_torchax_serve_custom"  # name on a generation config of an argument that brings logits processors of its own
 UNDERSTOOD_KWARGS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep"})
 
 
@@ -53,7 +57,10 @@ def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
         return "the prompt is prefilled in chunks, or this is an assistant"
     if Padding.of(kwargs.get("attention_mask"), request.input_ids.shape[1]).mask is not None:
         return "the attention mask is more than padding on the left"
-    return SamplingPlan.why_not(request.logits_processor)
+    if custom := getattr(config, CUSTOM, None):
+        return f"{custom} is given"
+    options = sampling.unsupported_by_fast_path(config, HONOURED_OPTIONS)
+    return f"{', '.join(options)} is set" if options else None
 
 
 class DecodeLoop:
@@ -97,13 +104,14 @@ class DecodeLoop:
     def tokens(self) -> Iterator[torch.Tensor]:
         """Yields int64[batch] per step, finished rows padded; leaves the sequences and the cache complete."""
         max_new = self.request.stopping_criteria.max_length - self.prompt_len
+        pad = self.config._pad_token_tensor
         unfinished = torch.ones(self.batch, dtype=torch.long)
         pending = self._prefill()
         for index in range(max_new):
             following = self._decode() if self.look_ahead and index + 1 < max_new else None
-            token = torch.from_numpy(np.asarray(pending.token).astype(np.int64))
-            if self.config._pad_token_tensor is not None:
-                token = token * unfinished + self.config._pad_token_tensor * (1 - unfinished)
+            token = _on_host(pending.token)
+            if pad is not None:
+                token = token * unfinished + pad * (1 - unfinished)
             self.sequences = torch.cat([self.sequences, token[:, None]], 1)
             if self.keep_scores or self.keep_logits:
                 self.results.append(pending)
@@ -114,59 +122,61 @@ class DecodeLoop:
             if not unfinished.any() or index + 1 == max_new:
                 return
             if following is None:
-                self.carry = dataclasses.replace(self.carry, finished=jnp.asarray(unfinished.numpy() == 0))
+                self.state = dataclasses.replace(self.state, ended=jnp.asarray(unfinished.numpy() == 0))
                 following = self._decode()
             pending = following
 
     def _prefill(self) -> StepResult:
         runtime, request = self.runtime, self.request
-        padding = Padding.of(request.model_kwargs.get("attention_mask"), self.prompt_len)
-        padded = padding.starts is not None
-        starts = np.zeros(self.batch, np.int32) if padding.starts is None else padding.starts.numpy().astype(np.int32)
+        mask = request.model_kwargs.get("attention_mask")
+        starts = Padding.of(mask, self.prompt_len).starts
         self.cache.reserve(bucket(request.stopping_criteria.max_length))
         positions = request.model_kwargs.get("position_ids")
-        if positions is None:
-            positions = torch.arange(self.prompt_len)[None]
+        positions = (torch.arange(self.prompt_len)[None] if positions is None else positions).expand(self.batch, -1)
         given = {"input_ids": request.input_ids, "logits_to_keep": 1}
         takes_positions = runtime.program.accepts("position_ids")
         if takes_positions:
-            given["position_ids"] = positions.expand(self.batch, -1)
-        if padded:
-            given["attention_mask"] = request.model_kwargs["attention_mask"]
-        fields = runtime.forward_arrays(given, CallSpec(), self.cache)
-        self.plan, self.sampling = SamplingPlan.build(
-            request.logits_processor,
-            request.input_ids,
+            given["position_ids"] = positions
+        if starts is not None:
+            given["attention_mask"] = mask
+        logits = runtime.forward_arrays(given, CallSpec(), self.cache)["logits"][:, -1]
+        self.plan = SamplingPlan.build(self.config, prompt_len=self.prompt_len, vocab_size=logits.shape[-1])
+        self.state = sampling.start(
+            self.plan,
+            request.input_ids.numpy(),
+            seed=int(torch.randint(2**63 - 1, ())) if self.config.do_sample else 0,
+            attention_mask=None if mask is None else mask.numpy(),
             capacity=self.cache.capacity,
-            do_sample=bool(self.config.do_sample),
-            eos_token_ids=_list(self.config._eos_token_tensor),
-            pad_token_id=_list(self.config._pad_token_tensor),
         )
         self.spec = DecodeSpec(
-            call=CallSpec(padded=padded),
+            call=CallSpec(padded=starts is not None),
             position_ids=takes_positions,
             keep_logits=self.keep_logits,
             keep_scores=self.keep_scores,
         )
-        carry = Carry(
-            token=jnp.zeros(self.batch, jnp.int32),
-            position=jnp.asarray(positions[:, -1].expand(self.batch).numpy(), jnp.int32),
-            offset=jnp.asarray(self.prompt_len - 1, jnp.int32),
-            starts=jnp.asarray(starts),
-            finished=jnp.zeros(self.batch, bool),
-        )
-        carry = dataclasses.replace(carry, position=carry.position + 1, offset=carry.offset + 1)
-        result, self.sampling, self.carry = runtime.steps.first_token(
-            self.plan, self.sampling, fields["logits"][:, -1], carry, spec=self.spec
+        result, self.state = runtime.steps.first_token(self.plan, self.state, logits, spec=self.spec)
+        self.carry = Carry(
+            token=result.token,
+            position=jnp.asarray(positions[:, -1].numpy() + 1, jnp.int32),
+            offset=jnp.asarray(self.prompt_len, jnp.int32),
+            starts=jnp.asarray(np.zeros(self.batch) if starts is None else starts.numpy(), jnp.int32),
         )
         return result
 
     def _decode(self) -> StepResult:
-        result, self.cache.states, self.carry, self.sampling = self.runtime.steps.decode(
-            self.runtime.weights, self.cache.states, self.carry, self.plan, self.sampling, spec=self.spec
+        result, self.cache.states, self.carry, self.state = self.runtime.steps.decode(
+            self.runtime.weights, self.cache.states, self.carry, self.plan, self.state, spec=self.spec
         )
         return result
 
 
-def _list(tensor: torch.Tensor | None) -> list[int]:
-    return [] if tensor is None else tensor.reshape(-1).tolist()
+def _on_host(token: jax.Array) -> torch.Tensor:
+    """int64[batch]; waits for the step that made it."""
+    values = np.asarray(token).astype(np.int64)
+    if (values == NO_VALID_TOKEN).any():
+        row = int((values == NO_VALID_TOKEN).argmax())
+        raise InvalidArgumentError(
+            f"expected scores with a token to draw in every row, got inf, nan or nothing in row {row}; "
+            "loosen the sampling options, or load the model in another dtype"
+        )
+    return torch.from_numpy(values)

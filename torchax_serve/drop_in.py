@@ -21,7 +21,7 @@ from model_adapters.bridge import extract_jax
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec
-from torchax_serve.decode_loop import DecodeLoop, LoopRequest, why_not_fast
+from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, why_not_fast
 from torchax_serve.runtime import Runtime
 
 FLAGS = ("output_hidden_states", "output_attentions")
@@ -80,6 +80,13 @@ class JaxModel:
             return None
         generation_config.cache_implementation = None
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+
+    def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> Any:
+        for name in ("logits_processor", "prefix_allowed_tokens_fn", "negative_prompt_ids"):
+            value = kwargs.get(name)
+            if value is not None and not (name == "logits_processor" and len(value) == 0):
+                setattr(generation_config, CUSTOM, name)
+        return super()._get_logits_processor(generation_config=generation_config, **kwargs)  # type: ignore[misc]
 
     def _sample(
         self,

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from model_adapters.caches import LayerStates
 from model_adapters.program import Arrays, CallSpec, ModelProgram
-from torchax_serve.sampling import SamplingPlan, SamplingState, select_next
+from torchax_serve import sampling
+from torchax_serve.sampling import SamplingPlan, SamplingState
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +29,6 @@ class Carry:
     position: jax.Array  # int32[batch], its position id
     offset: jax.Array  # int32[], tokens in the cache, padding included
     starts: jax.Array  # int32[batch], first position that is no padding
-    finished: jax.Array  # bool[batch], rows that are done and only get padding
 
 
 @jax.tree_util.register_dataclass
@@ -58,8 +58,8 @@ class Steps:
         self.program = program
         self.num_traces: collections.Counter[str] = collections.Counter()
         self.forward = jax.jit(self._forward, static_argnames="spec", donate_argnames="states")
-        self.first_token = jax.jit(self._first_token, static_argnames="spec", donate_argnames="sampling")
-        self.decode = jax.jit(self._decode, static_argnames="spec", donate_argnames=("states", "carry", "sampling"))
+        self.first_token = jax.jit(self._first_token, static_argnames="spec", donate_argnames="state")
+        self.decode = jax.jit(self._decode, static_argnames="spec", donate_argnames=("states", "state"))
 
     def _forward(
         self,
@@ -73,11 +73,11 @@ class Steps:
         return self.program.forward(weights, states, offset, inputs, spec)
 
     def _first_token(
-        self, plan: SamplingPlan, sampling: SamplingState, logits: jax.Array, carry: Carry, spec: DecodeSpec
-    ) -> tuple[StepResult, SamplingState, Carry]:
-        """Picks the first token from the prefill's `logits` [batch, vocab]; `carry.token` is overwritten."""
+        self, plan: SamplingPlan, state: SamplingState, logits: jax.Array, spec: DecodeSpec
+    ) -> tuple[StepResult, SamplingState]:
+        """Picks the first token from the prefill's `logits` [batch, vocab]."""
         self.num_traces["first_token"] += 1
-        return _pick(plan, sampling, logits, carry, spec)
+        return _pick(plan, state, logits, spec)
 
     def _decode(
         self,
@@ -85,7 +85,7 @@ class Steps:
         states: LayerStates,
         carry: Carry,
         plan: SamplingPlan,
-        sampling: SamplingState,
+        state: SamplingState,
         spec: DecodeSpec,
     ) -> tuple[StepResult, LayerStates, Carry, SamplingState]:
         """Feeds the newest token of every row and picks the next."""
@@ -95,15 +95,14 @@ class Steps:
             inputs["position_ids"] = carry.position[:, None]
         fields, new_states = self.program.forward(weights, states, carry.offset, inputs, spec.call)
         assert new_states is not None
-        carry = dataclasses.replace(carry, position=carry.position + 1, offset=carry.offset + 1)
-        result, sampling, carry = _pick(plan, sampling, fields["logits"][:, -1], carry, spec)
-        return result, new_states, carry, sampling
+        result, state = _pick(plan, state, fields["logits"][:, -1], spec)
+        carry = Carry(result.token, carry.position + 1, carry.offset + 1, carry.starts)
+        return result, new_states, carry, state
 
 
 def _pick(
-    plan: SamplingPlan, sampling: SamplingState, logits: jax.Array, carry: Carry, spec: DecodeSpec
-) -> tuple[StepResult, SamplingState, Carry]:
+    plan: SamplingPlan, state: SamplingState, logits: jax.Array, spec: DecodeSpec
+) -> tuple[StepResult, SamplingState]:
     logits = logits.astype(jnp.float32)
-    token, scores, finished, sampling = select_next(plan, sampling, logits, carry.finished)
-    result = StepResult(token, logits if spec.keep_logits else None, scores if spec.keep_scores else None)
-    return result, sampling, dataclasses.replace(carry, token=token, finished=finished)
+    token, state, scores = sampling.step(plan, state, logits)
+    return StepResult(token, logits if spec.keep_logits else None, scores if spec.keep_scores else None), state
