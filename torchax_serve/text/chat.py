@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 
 from model_adapters.errors import ChatTemplateError, InvalidArgumentError
 from torchax_serve.request import SamplingParams
-from torchax_serve.text.prompt import TextModel, make_request, need_tokenizer
+from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS, TextModel, make_request, need_tokenizer
 from torchax_serve.text.stream import TextStream, start_stream
 
 Message = Mapping[str, Any]
@@ -49,7 +49,8 @@ def chat(
     Args:
         model: the model.
         messages: what the user says, or the whole conversation, oldest first; the caller keeps the history.
-        params: how to decode, as in `torchax_serve.text.stream.stream`.
+        params: how to decode, as in `torchax_serve.text.stream.stream`; an answer whose length nobody has set ends
+            after `DEFAULT_CHAT_MAX_NEW_TOKENS` tokens.
         stream: hand out the text as it comes.
         system: a system prompt to stand before `messages`.
 
@@ -59,7 +60,9 @@ def chat(
             the model's positions.
         UnsupportedArgumentError: more than one answer (``n``).
     """
-    answer = start_stream(model, make_request(model, chat_prompt_ids(model, messages, system=system), params))
+    prompt_ids = chat_prompt_ids(model, messages, system=system)
+    request = make_request(model, prompt_ids, params, default_max_new_tokens=DEFAULT_CHAT_MAX_NEW_TOKENS)
+    answer = start_stream(model, request)
     return answer if stream else "".join(answer)
 
 
@@ -98,7 +101,7 @@ def _conversation(messages: str | Sequence[Message], system: str | None) -> list
             raise InvalidArgumentError(
                 f'messages: expected dicts like {{"role": "user", "content": "Hi"}}, got {message!r}'
             )
-    conversation = [dict(message) for message in messages]
+    conversation = [dict(message) for message in messages if isinstance(message, Mapping)]
     if system is None:
         return conversation
     if conversation[0]["role"] == "system":
@@ -110,7 +113,8 @@ def _render(model: TextModel, conversation: list[dict[str, Any]]) -> str:
     try:
         text: str = model.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: it may fail with anything
-        where = f" in line {error.lineno}" if getattr(error, "lineno", None) else ""
+        line = getattr(error, "lineno", None)
+        where = f" in line {line}" if line else ""
         reason = str(error) or "no message"
         raise ChatTemplateError(
             f"the chat template of {model.name} does not render: {type(error).__name__}{where}: {reason}; check the "

@@ -16,17 +16,30 @@ if TYPE_CHECKING:
 DEFAULT_MAX_NEW_TOKENS = 256
 """Length of an answer where neither the request nor the model's ``generation_config`` says one.
 
-transformers' own default, 20 tokens in all, cuts nearly every answer short; its chat pipeline uses 256 as well.
+transformers' own default, 20 tokens in all, cuts nearly every answer short; its text pipeline uses 256 as well.
 """
+DEFAULT_CHAT_MAX_NEW_TOKENS = 1024
+"""The same for the answer in a chat: chat models end their answers themselves, and some think first."""
 
 
 class TextModel(Protocol):
     """What text in, text out needs of a model."""
 
-    name: str
-    config: Any
-    generation_config: GenerationConfig
-    tokenizer: Any  # a transformers tokenizer, or None
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+
+    @property
+    def config(self) -> Any:
+        """The transformers config."""
+
+    @property
+    def generation_config(self) -> Any:
+        """The transformers generation config: what holds where a request says nothing."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """A transformers tokenizer, or None."""
 
     def iter_tokens(
         self, prompt_ids: Sequence[int], generation_config: GenerationConfig, *, stop_strings: Any = None
@@ -59,11 +72,19 @@ class Request:
         eos = self.generation_config.eos_token_id
         if eos is None:
             return frozenset()
-        return frozenset([eos] if isinstance(eos, numbers.Integral) else [int(token_id) for token_id in eos])
+        return frozenset([eos] if isinstance(eos, int) else [int(token_id) for token_id in eos])
 
 
-def make_request(model: TextModel, prompt_ids: Sequence[int], params: SamplingParams | None) -> Request:
+def make_request(
+    model: TextModel,
+    prompt_ids: Sequence[int],
+    params: SamplingParams | None,
+    *,
+    default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+) -> Request:
     """Checks `prompt_ids` against `model` and merges `params` with the model's own generation config.
+
+    Where neither says how long the answer may be, it ends after `default_max_new_tokens` or with the model's positions.
 
     Raises:
         InvalidArgumentError: an empty or too long prompt, a token id out of range, or parameters that contradict.
@@ -77,8 +98,8 @@ def make_request(model: TextModel, prompt_ids: Sequence[int], params: SamplingPa
     config.stop_strings = None
     if config.max_new_tokens is None and config.max_length is None:
         limit = position_limit(model)
-        room = DEFAULT_MAX_NEW_TOKENS if limit is None else max(1, limit - len(ids))
-        config.max_new_tokens = min(DEFAULT_MAX_NEW_TOKENS, room)
+        room = default_max_new_tokens if limit is None else max(1, limit - len(ids))
+        config.max_new_tokens = min(default_max_new_tokens, room)
     return Request(ids, config, (stops,) if isinstance(stops, str) else tuple(stops), params.seed)
 
 
@@ -88,9 +109,9 @@ def encode_prompt(model: TextModel, prompt: str | Sequence[int]) -> list[int]:
     Raises:
         InvalidArgumentError: an empty prompt, or text for a model without a tokenizer.
     """
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise InvalidArgumentError(f"prompt: expected a string or token ids, got {type(prompt).__name__}")
     if not isinstance(prompt, str):
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise InvalidArgumentError(f"prompt: expected a string or token ids, got {type(prompt).__name__}")
         return list(prompt)
     if not prompt:
         raise InvalidArgumentError("prompt: expected some text, got an empty string; write at least one character")

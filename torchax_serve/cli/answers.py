@@ -1,0 +1,71 @@
+"""Writes an answer: its text alone goes to stdout, its counts and times to stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+from torchax_serve.cli.terminal import harmless, is_terminal, note
+from torchax_serve.text.stream import GenerationStats, TextStream
+
+
+def stats_line(stats: GenerationStats) -> str:
+    """The last line of an answer: tokens, time to first token, rate, and why it ended early if it did."""
+    parts = [f"{stats.prompt_tokens} prompt + {stats.new_tokens} new tokens"]
+    if stats.ttft_s is not None:
+        parts.append(f"first token {stats.ttft_s:.2f} s")
+    if stats.decode_tokens_per_s is not None:
+        parts.append(f"{stats.decode_tokens_per_s:.1f} tokens/s")
+    if stats.finish_reason == "length":
+        parts.append("cut at the length limit (--max-new-tokens)")
+    if stats.finish_reason == "cancelled":
+        parts.append("stopped")
+    return " · ".join(parts)
+
+
+def write_answer(answer: TextStream, *, model_name: str, as_json: bool) -> None:
+    """Writes `answer` as it comes, or as one JSON object when it is whole, and the last line.
+
+    An interrupted answer is stopped, its line ended, and the interruption raised again.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, once the answer has been stopped.
+        BrokenPipeError: nobody reads stdout any more.
+    """
+    with answer:
+        try:
+            if as_json:
+                for _ in answer:
+                    pass
+                print(json.dumps(as_object(answer, model_name), ensure_ascii=False), flush=True)
+            else:
+                _write_pieces(answer)
+        except KeyboardInterrupt:
+            answer.close()
+            if answer.text and not as_json and is_terminal(sys.stdout):
+                print(flush=True)
+            note(stats_line(answer.stats))
+            raise
+    note(stats_line(answer.stats))
+
+
+def as_object(answer: TextStream, model_name: str) -> dict[str, object]:
+    """What ``--json`` prints of an answer."""
+    return {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "stats": dataclasses.asdict(answer.stats),
+        "model": model_name,
+    }
+
+
+def _write_pieces(answer: TextStream) -> None:
+    on_terminal = is_terminal(sys.stdout)
+    last = ""
+    for piece in answer:
+        last = harmless(piece) if on_terminal else piece
+        sys.stdout.write(last)
+        sys.stdout.flush()
+    if not last.endswith("\n"):
+        print(flush=True)

@@ -1,0 +1,90 @@
+"""The state of an interactive chat: its messages and system prompt, and what fits into the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.request import SamplingParams
+from torchax_serve.text.chat import chat, chat_prompt_ids
+from torchax_serve.text.prompt import position_limit
+from torchax_serve.text.stream import TextStream, stream
+
+# Of the model's positions, the part that the history leaves to the answer where nobody asked for more.
+_ROOM_FOR_ANSWER = 0.25
+
+
+@dataclass
+class Conversation:
+    """A chat that goes on, or with `raw` prompts that have nothing to do with each other.
+
+    Attributes:
+        model: the model that answers.
+        params: how to decode.
+        system: the system prompt; None where there is none.
+        raw: continue each prompt as plain text, without chat template and history.
+        messages: the history without the system prompt, oldest first.
+    """
+
+    model: Any
+    params: SamplingParams
+    system: str | None = None
+    raw: bool = False
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def answer(self, text: str) -> TextStream:
+        """The answer to `text`; it joins the history by `record` only.
+
+        Raises:
+            TorchaxServeError: as of `torchax_serve.text.chat.chat` and `torchax_serve.text.stream.stream`.
+        """
+        if self.raw:
+            return stream(self.model, text, self.params)
+        return chat(self.model, [*self.messages, _user(text)], self.params, stream=True, system=self.system)
+
+    def make_room(self, text: str) -> int:
+        """Forgets the oldest messages until the history, `text` and an answer fit; returns how many were forgotten."""
+        limit = position_limit(self.model)
+        if self.raw or limit is None:
+            return 0
+        wanted = self.params.max_new_tokens or int(limit * _ROOM_FOR_ANSWER)
+        room = limit - min(wanted, limit // 2)
+        num_before = len(self.messages)
+        while self.messages:
+            conversation = [*self.messages, _user(text)]
+            if len(chat_prompt_ids(self.model, conversation, system=self.system)) <= room:
+                break
+            # A question goes with its answer: templates want the roles to alternate.
+            del self.messages[:2]
+        return num_before - len(self.messages)
+
+    def record(self, text: str, answer: str) -> None:
+        """Adds a question and its answer to the history."""
+        self.messages += [_user(text), {"role": "assistant", "content": answer}]
+
+    def reset(self) -> None:
+        """Forgets the messages; the system prompt stays."""
+        self.messages.clear()
+
+    def set_system(self, text: str | None) -> None:
+        """Sets the system prompt, or with None takes it away; checked against the model's template.
+
+        Raises:
+            InvalidArgumentError: without a chat there is no place for one.
+            ChatTemplateError: the template does not take one.
+        """
+        if text is not None:
+            if self.raw:
+                raise InvalidArgumentError("a system prompt needs a chat, and this is plain continuation (--raw)")
+            chat_prompt_ids(self.model, [*self.messages, _user("Hello")], system=text)
+        self.system = text
+
+    def transcript(self) -> list[dict[str, str]]:
+        """All messages, the system prompt first, in the form that `chat` takes."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.messages]
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}

@@ -1,0 +1,117 @@
+"""The chat in the terminal: reads, answers, obeys commands, until the user leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from model_adapters.errors import TorchaxServeError
+from torchax_serve.cli.answers import write_answer
+from torchax_serve.cli.conversation import Conversation
+from torchax_serve.cli.interrupts import prompt_interrupts
+from torchax_serve.cli.reader import ReadMessage
+from torchax_serve.cli.reporting import one_line, print_error
+from torchax_serve.cli.terminal import note
+
+HELP = '''\
+/help           this text
+/reset          forget the conversation; the system prompt stays
+/system TEXT    set the system prompt; /system alone shows it, /system off takes it away
+/save FILE      write the conversation to FILE as JSON
+/quit           leave (also Ctrl-D)
+Alt-Enter, or \\ at the end of a line, begins a new line; """ begins and ends a block of lines.
+Ctrl-C stops the answer.'''
+_COMMAND = re.compile(r"/(?P<name>[a-z]+)(?:\s+(?P<argument>.*))?", re.DOTALL)
+
+
+class InteractiveChat:
+    """A conversation at a terminal.
+
+    Args:
+        conversation: whom to talk to, and how.
+        read_message: where messages come from.
+        as_json: print each answer as one JSON object.
+    """
+
+    def __init__(self, conversation: Conversation, read_message: ReadMessage, *, as_json: bool) -> None:
+        self._conversation = conversation
+        self._read_message = read_message
+        self._as_json = as_json
+        self._saved_to: set[Path] = set()
+        self._commands = {
+            "help": lambda argument: note(HELP),
+            "reset": self._reset,
+            "system": self._system,
+            "save": self._save,
+        }
+
+    def run(self) -> None:
+        """Reads and answers until the user leaves."""
+        note("/help lists the commands, Ctrl-D leaves")
+        while True:
+            try:
+                text = self._read_message()
+            except KeyboardInterrupt:
+                note("Ctrl-D or /quit leaves")
+                continue
+            except EOFError:
+                return
+            command = _COMMAND.fullmatch(text.strip())
+            if command and command["name"] in ("quit", "exit"):
+                return
+            try:
+                if command:
+                    self._obey(command["name"], (command["argument"] or "").strip())
+                elif text.strip():
+                    self._answer(text)
+            except TorchaxServeError as error:
+                print_error(one_line(error))
+
+    def _answer(self, text: str) -> None:
+        num_forgotten = self._conversation.make_room(text)
+        if num_forgotten:
+            note(f"the conversation outgrew the model's memory: its oldest {num_forgotten} messages are left out")
+        answer = self._conversation.answer(text)
+        try:
+            with prompt_interrupts(leave_at=2):
+                write_answer(answer, model_name=self._conversation.model.name, as_json=self._as_json)
+        except KeyboardInterrupt:
+            answer.close()
+        if answer.text:
+            self._conversation.record(text, answer.text)
+
+    def _obey(self, name: str, argument: str) -> None:
+        command = self._commands.get(name)
+        if command is None:
+            note(f"there is no command /{name}; /help lists them")
+            return
+        command(argument)
+
+    def _reset(self, argument: str) -> None:
+        self._conversation.reset()
+        note("the conversation begins anew")
+
+    def _system(self, argument: str) -> None:
+        if not argument:
+            note(f"system prompt: {self._conversation.system or 'none'}")
+            return
+        self._conversation.set_system(None if argument == "off" else argument)
+        note("system prompt " + ("taken away" if argument == "off" else "set"))
+
+    def _save(self, argument: str) -> None:
+        if not argument:
+            note("/save needs the name of a file")
+            return
+        path = Path(argument).expanduser()
+        if path.exists() and path.absolute() not in self._saved_to:
+            print_error(f"{path} exists and is not of this conversation; choose another name")
+            return
+        messages = self._conversation.transcript()
+        try:
+            path.write_text(json.dumps(messages, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            print_error(f"cannot write {path}: {error.strerror}; choose another place")
+            return
+        self._saved_to.add(path.absolute())
+        note(f"{len(messages)} messages written to {path}")

@@ -1,0 +1,37 @@
+"""Loads the model of a command, with progress bars where somebody watches."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from model_adapters.errors import ModelNotFoundError
+from torchax_serve.cli.interrupts import prompt_interrupts
+from torchax_serve.cli.options import LoadOptions
+from torchax_serve.cli.terminal import may_style
+
+
+@contextlib.contextmanager
+def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
+    """The model that `name` leads to (None: the embedded one), closed at the end.
+
+    Raises:
+        TorchaxServeError: whatever `torchax_serve.serve` has to say.
+        KeyboardInterrupt: Ctrl-C while it loads.
+    """
+    with prompt_interrupts(leave_at=1):
+        from model_adapters.loading.progress import RichProgress, SilentProgress
+        from torchax_serve import serve
+
+        progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
+        try:
+            model = serve(name, progress=progress, **options.serve_kwargs())
+        except ModelNotFoundError as error:
+            if name is None or "/" in name:
+                raise
+            remedy = f'to ask the embedded model, give the prompt as -p "{name}"'
+            raise ModelNotFoundError(f"{error}; {remedy}") from error
+    with contextlib.closing(model):
+        yield model

@@ -1,0 +1,73 @@
+"""Entry point of the console script ``torchax-serve``: the list of commands, ``--version``, and the first screen.
+
+A command is a function in a module of its own under `torchax_serve.cli`. It takes its arguments the way Typer reads
+them, prints its result on stdout, raises errors of `model_adapters.errors`, and returns its exit status (``None`` is
+0). `reported` gives each of them ``--debug`` and the exit statuses of this program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+
+from torchax_serve.cli.models import models
+from torchax_serve.cli.reporting import EXIT_STATUS_HELP, reported
+from torchax_serve.cli.run import run
+
+# In the order of --help. One line registers a command.
+COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("run", run),
+    ("models", models),
+)
+
+FIRST_SCREEN = """\
+torchax-serve runs Hugging Face PyTorch models, their code untouched, on JAX.
+
+  torchax-serve run                      chat with the small model that comes with the package
+  torchax-serve run "What is JAX?"       ask it one question
+  torchax-serve run qwen3-0.6b           chat with a model of the Hugging Face hub
+  torchax-serve run ./my-model -p Hello  a folder of your own, one answer
+  torchax-serve models                   what can be run
+
+Every command explains itself: torchax-serve run --help"""
+
+app = typer.Typer(
+    name="torchax-serve",
+    help="Any Hugging Face PyTorch model, its code untouched, served by JAX.",
+    epilog=EXIT_STATUS_HELP,
+    no_args_is_help=False,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"torchax-serve {version('torchax-serve')}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def first_screen(
+    context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Any Hugging Face PyTorch model, its code untouched, served by JAX."""
+    if context.invoked_subcommand is None:
+        typer.echo(FIRST_SCREEN)
+
+
+for _name, _function in COMMANDS:
+    app.command(_name, epilog=EXIT_STATUS_HELP)(reported(_function))
+
+
+def main() -> None:
+    """Runs the program with the arguments of the process; ends by ``SystemExit``."""
+    app(prog_name="torchax-serve")

@@ -1,0 +1,71 @@
+"""``torchax-serve models``: what can be run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+_EMBEDDED = "torchax-serve run, without a name"
+
+
+def models(
+    list_all: Annotated[bool, typer.Option("--all", help="Also list the architectures by name.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """List what can be run: the embedded model, the short names, and every causal architecture of transformers."""
+    from model_adapters.loading.names import SHORT_NAMES
+
+    architectures = _architectures()
+    if as_json:
+        short_names = {
+            name: {"hub_id": entry.hub_id, "num_parameters": entry.num_parameters, "note": entry.note}
+            for name, entry in SHORT_NAMES.items()
+        }
+        everything = {"embedded": _EMBEDDED, "short_names": short_names, "architectures": architectures}
+        print(json.dumps(everything, indent=1))
+        return
+    _print_tables(SHORT_NAMES, architectures, list_all=list_all)
+
+
+def _architectures() -> dict[str, list[str]]:
+    """Model types that transformers knows as causal language models, each with its classes."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return {
+        model_type: [classes] if isinstance(classes, str) else list(classes)
+        for model_type, classes in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+    }
+
+
+def _size(num_parameters: int) -> str:
+    return f"{num_parameters / 1e9:.1f} B" if num_parameters >= 1e9 else f"{num_parameters / 1e6:.0f} M"
+
+
+def _print_tables(short_names: Any, architectures: dict[str, list[str]], *, list_all: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    # Without a terminal rich assumes 80 columns and folds; a file or a pipe wants a row on a line.
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    table = Table(box=None, header_style="bold")
+    for heading, justify in (("name", "left"), ("parameters", "right"), ("hub id", "left"), ("", "left")):
+        table.add_column(heading, justify=justify, no_wrap=heading == "name")  # type: ignore[arg-type]
+    table.add_row("(none)", "", "embedded", _EMBEDDED)
+    for name, entry in short_names.items():
+        table.add_row(name, _size(entry.num_parameters), entry.hub_id, entry.note)
+    console.print(table)
+    console.print(
+        f"\nAny other causal language model of the Hugging Face hub by its id, or a folder: {len(architectures)} "
+        f"architectures{' (--all lists them)' if not list_all else ':'}",
+        highlight=False,
+    )
+    if list_all:
+        architecture_table = Table(box=None, header_style="bold")
+        architecture_table.add_column("model_type", no_wrap=True)
+        architecture_table.add_column("classes")
+        for model_type, classes in architectures.items():
+            architecture_table.add_row(model_type, ", ".join(classes))
+        console.print(architecture_table)

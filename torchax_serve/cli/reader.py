@@ -1,0 +1,90 @@
+'''Reads a message that may have several lines: Alt-Enter, a backslash that ends a line, or a block in """.'''
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+PROMPT = ">>> "
+CONTINUATION = "... "
+_BLOCK = '"""'
+
+ReadMessage = Callable[[], str]
+"""Returns the next message; raises ``EOFError`` at Ctrl-D and ``KeyboardInterrupt`` at Ctrl-C."""
+
+
+def is_open_block(text: str) -> bool:
+    '''Whether `text` begins a block with """ that it does not end.'''
+    text = text.strip()
+    return text.startswith(_BLOCK) and (len(text) < 2 * len(_BLOCK) or not text.endswith(_BLOCK))
+
+
+def continues(text: str) -> bool:
+    """Whether Enter behind `text` begins another line of the same message."""
+    return is_open_block(text) or (not text.lstrip().startswith(_BLOCK) and text.endswith("\\"))
+
+
+def without_mark(text: str) -> str:
+    """`text`, which `continues`, without the backslash that said so."""
+    return text if is_open_block(text) else text[:-1]
+
+
+def message_of(text: str) -> str:
+    """The message in the typed `text`: the inside of a block, anything else as it is."""
+    stripped = text.strip()
+    if stripped.startswith(_BLOCK) and not is_open_block(stripped):
+        return stripped[len(_BLOCK) : -len(_BLOCK)].strip("\n")
+    return text
+
+
+def read_lines(read_line: Callable[[str], str]) -> str:
+    """Reads a message line by line by `read_line`, which is given the prompt to show."""
+    text = read_line(PROMPT)
+    while continues(text):
+        text = without_mark(text) + "\n" + read_line(CONTINUATION)
+    return message_of(text)
+
+
+def terminal_reader() -> ReadMessage:
+    """A reader for the terminal this process runs in."""
+    if os.environ.get("TERM") in (None, "", "dumb"):
+        # No cursor keys there; input() writes its prompt and nothing else.
+        return lambda: read_lines(input)
+    session = _prompt_session()
+    return lambda: message_of(session.prompt())
+
+
+def _prompt_session() -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import create_output
+
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _(event: Any) -> None:
+        buffer = event.current_buffer
+        if not continues(buffer.text):
+            buffer.validate_and_handle()
+            return
+        buffer.text = without_mark(buffer.text)
+        buffer.cursor_position = len(buffer.text)
+        buffer.insert_text("\n")
+
+    @bindings.add("escape", "enter")
+    def _(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return PromptSession(
+        PROMPT,
+        multiline=True,
+        key_bindings=bindings,
+        prompt_continuation=lambda width, line_number, wrap_count: CONTINUATION,
+        # Where stdout goes to a file, the prompt is shown on the terminal that stderr has.
+        output=create_output(always_prefer_tty=True),
+        enable_suspend=True,
+    )

@@ -1,0 +1,123 @@
+"""How every command ends: one line on stderr for an error, the exit status, silence when nobody reads any more.
+
+Exit statuses: 0 done; 1 a check found a difference; 2 an error that the line explains, or wrong usage; 70 an error in
+this program (``EX_SOFTWARE`` of sysexits.h); 130 interrupted (128 + SIGINT); 141 stdout was closed (128 + SIGPIPE).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import traceback
+import typing
+import warnings
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from model_adapters.errors import TorchaxServeError
+
+EXIT_ERROR = 2
+EXIT_INTERNAL = 70
+EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141
+EXIT_STATUS_HELP = "Exit status: 0 done, 1 a check failed, 2 an error (one line on stderr says which), 130 interrupted."
+
+DebugOption = Annotated[
+    bool, typer.Option("--debug", help="Show tracebacks and what the libraries underneath have to say.")
+]
+
+# Said to the libraries before they are imported; a variable that the user has set is left alone.
+_QUIET_ENVIRONMENT = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "GLOG_minloglevel": "3",
+    "ABSL_MIN_LOG_LEVEL": "3",
+}
+
+
+def quiet_libraries() -> None:
+    """Keeps warnings and log lines of torch, jax and transformers off the terminal; call before they are imported."""
+    import logging
+
+    for name, value in _QUIET_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    warnings.simplefilter("ignore")
+    for name in ("jax", "jax._src", "torch", "transformers", "huggingface_hub", "absl"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of `error` on one line; the name of its class where it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def print_error(message: str) -> None:
+    """Writes ``error: message`` to stderr, where stderr can still be written to."""
+    try:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    except OSError:
+        _point_to_nothing(sys.stderr)
+
+
+def _point_to_nothing(stream: Any) -> None:
+    """Makes later writes and the flush at exit succeed after the reader of `stream` has gone.
+
+    Python flushes stdout once more while it ends and would print a second ``BrokenPipeError``
+    (https://docs.python.org/3/library/signal.html#note-on-sigpipe).
+    """
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
+
+
+def run_and_report(function: Callable[[], int | None], *, debug: bool) -> int:
+    """Calls `function` and returns the exit status of the program, having printed the error if there was one."""
+    try:
+        status = function() or 0
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _point_to_nothing(sys.stdout)
+        return EXIT_CLOSED_PIPE
+    except KeyboardInterrupt:
+        if debug:
+            traceback.print_exc()
+        print("interrupted", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+    except TorchaxServeError as error:
+        if debug:
+            traceback.print_exc()
+        print_error(one_line(error))
+        return EXIT_ERROR
+    except Exception as error:
+        if isinstance(error, typer.Exit | typer.Abort | typer.BadParameter):
+            raise
+        if debug:
+            traceback.print_exc()
+        print_error(f"{type(error).__name__} inside the program: {one_line(error)} (--debug shows where)")
+        return EXIT_INTERNAL
+    return status
+
+
+def reported(command: Callable[..., int | None]) -> Callable[..., None]:
+    """`command` with a ``--debug`` option, quiet libraries, and errors turned into one line and an exit status."""
+
+    @functools.wraps(command)
+    def call(*args: Any, debug: bool = False, **kwargs: Any) -> None:
+        if not debug:
+            quiet_libraries()
+        status = run_and_report(lambda: command(*args, **kwargs), debug=debug)
+        if status:
+            raise typer.Exit(status)
+
+    # Typer reads the options of a command from its signature.
+    signature, hints = inspect.signature(command), typing.get_type_hints(command, include_extras=True)
+    parameters = [p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
+    option = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption)
+    call.__signature__ = signature.replace(parameters=[*parameters, option])  # type: ignore[attr-defined]
+    call.__annotations__ = {**hints, "debug": DebugOption}
+    return call
