@@ -1,0 +1,225 @@
+"""Registers transformers' output and cache classes as JAX pytree nodes, each when it comes into being.
+
+Importing every modeling file of transformers takes many seconds, so nothing is imported for its classes. The base
+classes are watched instead: ``__init_subclass__``, by which transformers itself registers its outputs with torch's own
+pytrees, registers each later subclass here too. Some models bring cache classes without any base; those are found by
+name in the modeling files that are loaded when :func:`register_all` is called, so call it again once a model is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+from jax.tree_util import GetAttrKey
+
+from pytree_registry.attributes import join_attributes, split_attributes
+from pytree_registry.counts import CountRule, StepCount, flatten_count, flatten_count_with_keys, unflatten_count
+from pytree_registry.errors import RegistrationError
+
+OWNER = "pytree_registry"
+
+# The two kinds of cache layer whose Python counter would change the static part at every decode step. Other counters
+# only move together with a tensor's shape: ``cumulative_length`` of the quantized layers, ``entry_count`` of DeepSeek
+# V4, ``_seen_tokens`` of Reformer, ``_previous_number_of_accepted_tokens`` of DFlash. They stay static at no cost.
+_COUNT_RULES = {
+    "DynamicSlidingWindowLayer": CountRule("cumulative_length", "sliding_window", exact_below_window=True),
+    "StaticSlidingWindowLayer": CountRule("cumulative_length_int", "max_cache_len", exact_below_window=False),
+}
+_MODEL_FILE = re.compile(r"transformers(_modules)?\..*\b(modeling|generation)_\w+")
+_BASELESS_CACHE = re.compile(r"\w+Cache(Layer)?")
+
+_registered: dict[type, None] = {}  # in the order of registration
+_watched: set[type] = set()
+_searched_modules: set[str] = set()
+_lock = threading.RLock()
+
+
+def register_all() -> None:
+    """Registers every output class, cache class and cache layer class of transformers, now and as more are defined.
+
+    Idempotent, and cheap when repeated. A class that must be left to another package says so in its body by
+    ``pytree_owner = "name of that package"``.
+
+    Raises:
+        RegistrationError: a class has been registered with JAX by somebody else; names it.
+    """
+    with _lock:
+        if StepCount not in _registered:
+            jax.tree_util.register_pytree_with_keys(StepCount, flatten_count_with_keys, unflatten_count, flatten_count)
+            _registered[StepCount] = None
+        for root in _roots():
+            for cls in (root, *_subclasses(root)):
+                _register_unless_owned(cls)
+            _watch(root)
+        for cls in _baseless_caches():
+            _register_unless_owned(cls)
+
+
+def register(cls: type) -> None:
+    """Registers one class of the same manner: attributes in ``vars``, or an ordered dict with attributes.
+
+    Raises:
+        RegistrationError: `cls` belongs to somebody else; names it and its owner.
+    """
+    with _lock:
+        if cls in _registered:
+            return
+        owner = getattr(cls, "pytree_owner", OWNER)
+        if owner != OWNER:
+            raise RegistrationError(
+                f"expected a class without an owner, got {_name(cls)}, which declares pytree_owner = {owner!r}; "
+                f"let {owner} register it"
+            )
+        flatten_with_keys, flatten, unflatten = _functions_for(cls)
+        try:
+            jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+        except ValueError:
+            raise RegistrationError(
+                f"expected a class that is no pytree node yet, got {_name(cls)}, which somebody else has registered "
+                "with JAX; remove that registration, pytree_registry provides it"
+            ) from None
+        _registered[cls] = None
+
+
+def is_registered(cls: type) -> bool:
+    """Whether this package has registered `cls`."""
+    return cls in _registered
+
+
+def registered_classes() -> tuple[type, ...]:
+    """All classes that this package has registered so far, oldest first."""
+    return tuple(_registered)
+
+
+def owner_of(cls: type) -> str | None:
+    """Who makes `cls` a pytree node: ``"pytree_registry"``, the declared ``pytree_owner``, ``"unknown"`` or None.
+
+    ``"unknown"`` is a registration by code that does not say its name (JAX's own containers among them), None nobody.
+    """
+    if cls in _registered:
+        return OWNER
+    declared = getattr(cls, "pytree_owner", None)
+    if declared is not None:
+        return str(declared)
+    make: Any = cls.__new__
+    try:
+        instance = make(cls)
+    except TypeError:  # abstract, or wants arguments: nothing to show to JAX
+        return None
+    return None if jax.tree_util.all_leaves((instance,)) else "unknown"
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _roots() -> Iterator[type]:
+    """The base of the outputs, and every class of transformers' cache module that has no base there."""
+    from transformers import cache_utils
+    from transformers.utils import ModelOutput
+
+    yield ModelOutput
+    own = {cls for cls in vars(cache_utils).values() if inspect.isclass(cls) and cls.__module__ == cache_utils.__name__}
+    yield from sorted((cls for cls in own if not own.intersection(cls.__mro__[1:])), key=_name)
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    subclass: type
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _baseless_caches() -> Iterable[type]:
+    """Cache classes by name in the modeling files loaded since the last call."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name in _searched_modules or not _MODEL_FILE.fullmatch(name):
+            continue
+        _searched_modules.add(name)
+        found += [
+            cls
+            for key, cls in vars(module).items()
+            if inspect.isclass(cls) and cls.__module__ == name and _BASELESS_CACHE.fullmatch(key)
+        ]
+    return found
+
+
+def _register_unless_owned(cls: type) -> None:
+    if getattr(cls, "pytree_owner", OWNER) == OWNER:
+        register(cls)
+
+
+def _watch(root: type) -> None:
+    """Has each later subclass of `root` registered when its class statement ends."""
+    if root in _watched:
+        return
+    own = vars(root).get("__init_subclass__")
+
+    def __init_subclass__(cls: type, **kwargs: Any) -> None:
+        if own is not None:
+            own.__get__(None, cls)(**kwargs)
+        else:
+            super(root, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        _register_unless_owned(cls)
+
+    root.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
+    _watched.add(root)
+
+
+def _functions_for(cls: type) -> tuple[Any, Any, Any]:
+    """The functions ``(flatten with keys, flatten, unflatten)`` of `cls`.
+
+    The static part is ``(attributes, keys)``: the skeletons of the attributes, and the keys of an ordered dict, whose
+    entries repeat attributes; entries that differ from their attribute stand among the skeletons as one more.
+    """
+    is_dict = issubclass(cls, OrderedDict)
+    make: Any = cls.__new__
+    rule = next((_COUNT_RULES[base.__name__] for base in cls.__mro__ if base.__name__ in _COUNT_RULES), None)
+
+    def split(obj: Any) -> tuple[Any, Any]:
+        attributes = dict(vars(obj))
+        if rule is not None and isinstance(attributes.get(rule.attribute), int | StepCount):
+            count, window = attributes[rule.attribute], attributes[rule.window]
+            attributes[rule.attribute] = rule.settle(count, window)
+        keys: tuple[str, ...] = ()
+        if is_dict:
+            keys = tuple(OrderedDict.keys(obj))
+            stale = {key: value for key, value in OrderedDict.items(obj) if attributes.get(key) is not value}
+            if stale:  # an output whose attribute was set to None keeps the entry
+                attributes[_STALE] = stale
+        splitter, static = split_attributes(obj, attributes)
+        return splitter, (static, keys)
+
+    def flatten(obj: Any) -> tuple[list[Any], Any]:
+        splitter, static = split(obj)
+        return splitter.children, static
+
+    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        splitter, static = split(obj)
+        pairs = zip(splitter.paths, splitter.children, strict=True)
+        return [(GetAttrKey(path), child) for path, child in pairs], static
+
+    def unflatten(static: Any, children: Any) -> Any:
+        skeletons, keys = static
+        attributes = join_attributes(skeletons, tuple(children))
+        obj = make(cls)
+        stale = attributes.pop(_STALE, {})
+        vars(obj).update(attributes)
+        for key in keys:
+            value = stale.get(key, attributes.get(key))
+            if value is not None:  # as in transformers, what is None is no entry
+                OrderedDict.__setitem__(obj, key, value)
+        return obj
+
+    return flatten_with_keys, flatten, unflatten
+
+
+_STALE = "_pytree_stale_items"
