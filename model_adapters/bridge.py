@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import torch
 
+import pytree_registry
 from model_adapters.compat import import_torchax
 
 torchax = import_torchax()
@@ -80,6 +81,7 @@ def pure_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:
 
     Args and result are pytrees of JAX arrays; the function is pure, so ``jax.jit`` and ``jax.grad`` apply to it.
     """
+    pytree_registry.register_all()  # now the modeling file is loaded, with the outputs and caches it defines
 
     def call(weights: Mapping[str, jax.Array], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs or {}))
