@@ -1,0 +1,18 @@
+"""Logical ops over JAX arrays: one signature each, an implementation per platform, a plain ``jnp`` reference always."""
+
+from model_adapters.ops.decode_attention import decode_attention
+from model_adapters.ops.linear import addmm, baddbmm, bmm, einsum, linear, matmul
+from model_adapters.ops.registry import list_ops, on_platform, use
+
+__all__ = [
+    "addmm",
+    "baddbmm",
+    "bmm",
+    "decode_attention",
+    "einsum",
+    "linear",
+    "list_ops",
+    "matmul",
+    "on_platform",
+    "use",
+]

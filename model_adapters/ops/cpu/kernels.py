@@ -1,0 +1,119 @@
+"""The C++ kernels as JAX functions. Without a compiler there are none: :func:`missing` says why, and callers use XLA."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.ops.cpu import build
+
+logger = logging.getLogger("torchax_serve")
+
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+TARGETS = ("tas_decode_attention", "tas_linear", "tas_grouped_linear")
+_lock = threading.Lock()
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for target in TARGETS:
+        getattr(library, target)
+    return library
+
+
+@functools.cache
+def _loaded() -> ctypes.CDLL | str:
+    """The library with its targets registered, or why there is none. Logs one line."""
+    begin = time.perf_counter()
+    try:
+        path = build.library_path()
+        try:
+            library = _open(path)
+        except (OSError, AttributeError):  # a damaged file
+            library = _open(build.library_path(rebuild=True))
+    except (build.BuildError, OSError, AttributeError) as error:
+        logger.warning(
+            "no CPU kernels: %s. Decoding goes through XLA's own operations and is slower; install g++ or set CXX.", error
+        )
+        return str(error)
+    for target in TARGETS:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+    logger.info("CPU kernels ready in %.1f s (%s)", time.perf_counter() - begin, path)
+    return library
+
+
+def _library() -> ctypes.CDLL | str:
+    with _lock:  # functools.cache alone would let two threads build
+        return _loaded()
+
+
+def missing() -> str | None:
+    """Why the kernels cannot be used here, or None when they can; builds or loads them at the first call."""
+    found = _library()
+    return found if isinstance(found, str) else None
+
+
+def max_linear_rows(dtype: jnp.dtype) -> int:
+    """Up to how many rows of `dtype` :func:`linear` is faster than XLA's product on this processor."""
+    library = _library()
+    return 0 if isinstance(library, str) else int(library.tas_linear_max_rows(jnp.dtype(dtype).itemsize))
+
+
+def _or_empty(array: jax.Array | None) -> jax.Array:
+    return jnp.zeros((0,), jnp.float32) if array is None else array.astype(jnp.float32)
+
+
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    lens: jax.Array,
+    starts: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See :func:`model_adapters.ops.decode_attention`; one fused kernel, the pool in place when it is donated."""
+    results = (
+        jax.ShapeDtypeStruct((*q.shape[:2], v.shape[2]), q.dtype),
+        jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+    )
+    call = jax.ffi.ffi_call("tas_decode_attention", results, input_output_aliases={3: 1})
+    out, pool = call(
+        q,
+        k.astype(q.dtype),
+        v.astype(q.dtype),
+        pool,
+        page_table.astype(jnp.int32),
+        lens.astype(jnp.int32),
+        starts.astype(jnp.int32),
+        _or_empty(sinks),
+        scale=np.float32(scale),
+        softcap=np.float32(softcap or 0.0),
+        window=np.int64(window or 0),
+    )
+    return out, pool
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """``x[rows, K] @ weight[N, K].T + bias[N]`` in `dtype` (that of x, or float32), sums in float32."""
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
+    return jax.ffi.ffi_call("tas_linear", result)(x, weight, _or_empty(bias))
+
+
+def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """``x[T, K]`` in runs of `group_sizes[E]` rows, each times its own ``weight[E, N, K]`` transposed; rows behind are zero."""
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
+    return jax.ffi.ffi_call("tas_grouped_linear", result)(x, weight, group_sizes.astype(jnp.int32))

@@ -1,0 +1,158 @@
+// Vectors of float as wide as the target has them, written once with the vector extensions of GCC and Clang: 16 lanes with
+// AVX-512, 8 with AVX, 4 elsewhere (SSE2, NEON). Intrinsics stand only where the extension has no word for it.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace tas {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr bool kManyRegisters = kLanes == 16;  // 32 vector registers instead of 16
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef int32_t IVec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t UVec __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t HVec __attribute__((vector_size(kLanes * 2)));
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+template <class To, class From>
+inline To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline Vec splat(float x) { return x - Vec{}; }
+
+// ---- one number
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
+inline float to_float(f16 x) {
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
+  if (magnitude >= 0x7c00) return bit_cast<float>(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);  // inf, nan
+  // 2^112 moves the exponent from the bias of half to that of float; subnormals come out right as well.
+  return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude << 13) * 0x1p112f));
+}
+
+inline void from_float(float x, float* out) { *out = x; }
+inline void from_float(float x, bf16* out) {
+  const uint32_t u = bit_cast<uint32_t>(x);
+  const uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;  // to nearest, ties to even
+  out->bits = uint16_t(x != x ? (u >> 16) | 0x40 : rounded);
+}
+inline void from_float(float x, f16* out) {
+  const uint32_t u = bit_cast<uint32_t>(x), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
+  uint32_t half;
+  if (magnitude > 0x7f800000) half = 0x7e00;
+  else if (magnitude >= 0x477ff000) half = 0x7c00;  // rounds beyond the largest half
+  else if (magnitude < 0x38800000) half = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000;  // subnormal: the addition rounds
+  else half = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  out->bits = uint16_t(sign | half);
+}
+
+// ---- kLanes numbers
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline Vec load(const bf16* p) {
+  HVec h;
+  std::memcpy(&h, p, sizeof h);
+  return bit_cast<Vec>(__builtin_convertvector(h, UVec) << 16);
+}
+inline Vec load(const f16* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  Vec v;
+  for (int i = 0; i < kLanes; i++) v[i] = to_float(p[i]);
+  return v;
+#endif
+}
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+// The first n < kLanes numbers, zeros behind: never reads past p + n.
+template <class T>
+inline Vec load_first(const T* p, int n) {
+  T padded[kLanes] = {};
+  std::memcpy(padded, p, n * sizeof(T));
+  return load(padded);
+}
+
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float sum(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float total = 0;
+  for (int i = 0; i < kLanes; i++) total += v[i];
+  return total;
+#endif
+}
+
+inline float largest(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float top = v[0];
+  for (int i = 1; i < kLanes; i++) top = v[i] > top ? v[i] : top;
+  return top;
+#endif
+}
+
+// out[i] = sum(v[i]) for four vectors: shuffles shared between them cost half of four sums.
+inline void sum4(const Vec* v, float* out) {
+#if defined(__AVX512F__)
+  auto ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)v[0], (__m512)v[1]), _mm512_unpackhi_ps((__m512)v[0], (__m512)v[1]));
+  auto cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)v[2], (__m512)v[3]), _mm512_unpackhi_ps((__m512)v[2], (__m512)v[3]));
+  auto all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  auto half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(all), 1)));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#elif defined(__AVX__)
+  auto all = _mm256_hadd_ps(_mm256_hadd_ps((__m256)v[0], (__m256)v[1]), _mm256_hadd_ps((__m256)v[2], (__m256)v[3]));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+#else
+  for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
+#endif
+}
+
+// e^x to 2 ulp: 2^n * e^r with |r| <= ln(2)/2 and the Taylor polynomial of degree 7. x below -87 gives about 1e-38 instead of less.
+inline Vec exp(Vec x) {
+  x = x < splat(-87.3f) ? splat(-87.3f) : x;
+  x = x > splat(88.3f) ? splat(88.3f) : x;
+  const Vec magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const Vec shifted = x * 1.44269504f + magic;
+  const Vec n = shifted - magic;
+  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec p = splat(1.f / 5040);
+  p = p * r + 1.f / 720;
+  p = p * r + 1.f / 120;
+  p = p * r + 1.f / 24;
+  p = p * r + 1.f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.f;
+  p = p * r + 1.f;
+  const IVec exponent = (bit_cast<IVec>(shifted) - bit_cast<IVec>(magic) + 127) << 23;
+  return p * bit_cast<Vec>(exponent);
+}
+
+inline Vec tanh(Vec x) { return 1.f - 2.f / (exp(2.f * x) + 1.f); }
+
+}  // namespace tas

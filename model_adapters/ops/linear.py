@@ -1,0 +1,167 @@
+"""Matrix products as PyTorch has them: sums in float32, whatever the dtype, and never one row of a 16-bit type on CPU.
+
+What XLA does with them on a CPU (measured on a 2-core AVX-512 server processor, 4096 x 4096 bfloat16): one row by itself
+becomes "convert all weights, then multiply", 15 times slower than four rows; a bfloat16 *result* is 9 times slower than a
+float32 one and a cast. With up to 16 rows a C++ stream over the weights is faster again (see `cpu/linear.cc`).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import registry
+from model_adapters.ops.cpu import kernels
+
+OP = "linear"
+MIN_ROWS = 4
+_HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def accumulator(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype that products of `dtype` are summed in: float32 for narrower floats, else `dtype` itself."""
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(dtype)
+
+
+def precision(dtype: jnp.dtype) -> jax.lax.Precision:
+    """Full precision for float32, which TPUs and GPUs otherwise round to fewer bits and PyTorch does not."""
+    return jax.lax.Precision.HIGHEST if accumulator(dtype) == dtype else jax.lax.Precision.DEFAULT
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """``x[..., in] @ weight[out, in].T + bias[out]`` in x's dtype, as ``torch.nn.functional.linear``.
+
+    Raises:
+        InvalidArgumentError: `x` and `weight` differ in dtype or in their last dimension.
+    """
+    if x.dtype != weight.dtype or x.ndim == 0 or weight.ndim not in (1, 2) or x.shape[-1] != weight.shape[-1]:
+        raise InvalidArgumentError(
+            f"linear: expected x[..., in] and weight[out, in] of one dtype, got {x.dtype}{list(x.shape)} and "
+            f"{weight.dtype}{list(weight.shape)}"
+        )
+    if weight.ndim == 1:
+        return linear(x, weight[None], bias)[..., 0]
+    rows = x.reshape(-1, x.shape[-1])
+    out = registry.call(OP, rows, weight, bias)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _finish(sums: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    return (sums if bias is None else sums + bias.astype(sums.dtype)).astype(dtype)
+
+
+@registry.define(OP, "x[rows, in] times weight[out, in] transposed, plus bias")
+def reference(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """XLA's own product."""
+    sums = jax.lax.dot_general(
+        x,
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=precision(x.dtype),
+        preferred_element_type=accumulator(x.dtype),
+    )
+    return _finish(sums, bias, x.dtype)
+
+
+def _padding_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
+    return None if x.dtype in _HALF else f"x is {x.dtype}; only 16-bit floats need their rows padded"
+
+
+@registry.register(OP, "padded", ("cpu",), refuses=_padding_refuses)
+def padded(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """XLA's own product of at least four rows."""
+    num_rows = x.shape[0]
+    return reference(_at_least(x, 0, MIN_ROWS), weight, bias)[:num_rows]
+
+
+def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
+    if x.dtype not in kernels.DTYPES:
+        return f"x is {x.dtype}, the kernel has bfloat16, float16 and float32"
+    if (reason := kernels.missing()) is not None:
+        return reason
+    limit = kernels.max_linear_rows(x.dtype)
+    if not 0 < x.shape[0] <= limit:
+        return f"{x.shape[0]} rows of {x.dtype}; the kernel is for 1 to {limit}"
+    return None
+
+
+@registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
+def streamed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """The C++ stream over the weights, for few rows."""
+    return kernels.linear(x, weight, bias, x.dtype)
+
+
+def _at_least(x: jax.Array, axis: int, size: int) -> jax.Array:
+    missing = size - x.shape[axis]
+    if missing <= 0:
+        return x
+    return jnp.pad(x, [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)])
+
+
+def _matmul_sums(a: jax.Array, b: jax.Array, name: str) -> jax.Array:
+    """``a @ b`` in the accumulator's dtype."""
+    if a.ndim == 0 or b.ndim == 0 or a.dtype != b.dtype or a.shape[-1] != b.shape[0 if b.ndim == 1 else -2]:
+        raise InvalidArgumentError(
+            f"{name}: expected [..., n, k] and [..., k, m] of one dtype, got {a.dtype}{list(a.shape)} and "
+            f"{b.dtype}{list(b.shape)}"
+        )
+    if b.ndim == 2 and a.ndim > 2:
+        rows = _matmul_sums(a.reshape(-1, a.shape[-1]), b, name)  # one product of many rows, not a batch of few
+        return rows.reshape(*a.shape[:-1], b.shape[1])
+    left = a[None, :] if a.ndim == 1 else a
+    right = b[:, None] if b.ndim == 1 else b
+    num_rows, num_columns = left.shape[-2], right.shape[-1]
+    if a.dtype in _HALF and registry.platform() == "cpu":
+        left, right = _at_least(left, -2, MIN_ROWS), _at_least(right, -1, MIN_ROWS)
+    sums = jnp.matmul(left, right, precision=precision(a.dtype), preferred_element_type=accumulator(a.dtype))
+    sums = sums[..., :num_rows, :num_columns]
+    if b.ndim == 1:
+        sums = sums[..., 0]
+    return sums[..., 0, :] if a.ndim == 1 and b.ndim > 1 else (sums[..., 0] if a.ndim == 1 else sums)
+
+
+def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a @ b`` with ``torch.matmul``'s rules for vectors and batches, in their dtype.
+
+    Raises:
+        InvalidArgumentError: dtypes or inner dimensions that differ, or a scalar.
+    """
+    return _matmul_sums(a, b, "matmul").astype(a.dtype)
+
+
+def _add(bias: jax.Array, sums: jax.Array, beta: float, alpha: float, dtype: jnp.dtype) -> jax.Array:
+    if alpha != 1:
+        sums = sums * alpha
+    if beta == 0:  # torch does not read the bias then, which may hold NaN
+        return sums.astype(dtype)
+    bias = bias.astype(sums.dtype)
+    return (sums + (bias if beta == 1 else bias * beta)).astype(dtype)
+
+
+def addmm(bias: jax.Array, x: jax.Array, weight: jax.Array, *, beta: float = 1.0, alpha: float = 1.0) -> jax.Array:
+    """``beta * bias + alpha * (x[rows, in] @ weight[in, out])``, as ``torch.addmm`` (GPT-2's ``Conv1D``)."""
+    return _add(bias, _matmul_sums(x, weight, "addmm"), beta, alpha, x.dtype)
+
+
+def bmm(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a[B, n, k] @ b[B, k, m]``, as ``torch.bmm``."""
+    return _matmul_sums(a, b, "bmm").astype(a.dtype)
+
+
+def baddbmm(bias: jax.Array, a: jax.Array, b: jax.Array, *, beta: float = 1.0, alpha: float = 1.0) -> jax.Array:
+    """``beta * bias + alpha * (a[B, n, k] @ b[B, k, m])``, as ``torch.baddbmm``."""
+    return _add(bias, _matmul_sums(a, b, "baddbmm"), beta, alpha, a.dtype)
+
+
+def einsum(equation: str, *operands: jax.Array) -> jax.Array:
+    """``torch.einsum`` of operands of one dtype, in that dtype."""
+    dtype = operands[0].dtype
+    if any(operand.dtype != dtype for operand in operands):
+        raise InvalidArgumentError(
+            f"einsum: expected operands of one dtype, got {', '.join(str(operand.dtype) for operand in operands)}"
+        )
+    sums = jnp.einsum(equation, *operands, precision=precision(dtype), preferred_element_type=accumulator(dtype))
+    return sums.astype(dtype)

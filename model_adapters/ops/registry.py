@@ -1,0 +1,164 @@
+"""One logical op, several implementations under one signature, chosen when a program is traced.
+
+An op is defined by its plain ``jnp`` reference, which runs everywhere. Faster implementations name the platforms they are
+for and may refuse a call (a dtype, a shape, a missing compiler); the first that does not is taken, the newest first::
+
+    registry.call("linear", x, weight, bias)
+
+The choice is part of the traced program: :func:`use` and :func:`on_platform` have no effect on a function that
+``jax.jit`` has traced already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import jax
+
+from model_adapters.errors import InvalidArgumentError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Refusal = Callable[..., str | None]
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+REFERENCE = "reference"
+
+
+def _never_refuses(*args: Any, **kwargs: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op; `refuses` gets the call's arguments and answers why not, or None."""
+
+    name: str
+    platforms: tuple[str, ...]
+    function: Callable[..., Any]
+    refuses: Refusal = _never_refuses
+
+
+@dataclass(frozen=True)
+class Op:
+    """A logical op: what it does in one line, and its implementations, the reference first."""
+
+    name: str
+    summary: str
+    implementations: list[Implementation] = field(default_factory=list)
+
+    def find(self, name: str) -> Implementation:
+        """The implementation called `name`."""
+        for implementation in self.implementations:
+            if implementation.name == name:
+                return implementation
+        names = ", ".join(implementation.name for implementation in self.implementations)
+        raise InvalidArgumentError(f"expected an implementation of op {self.name!r} ({names}), got {name!r}")
+
+
+_OPS: dict[str, Op] = {}
+_CHOSEN: ContextVar[dict[str, str]] = ContextVar("chosen implementations", default={})  # noqa: B039 never mutated
+_PLATFORM: ContextVar[str | None] = ContextVar("platform", default=None)
+
+
+def define(name: str, summary: str) -> Callable[[Function], Function]:
+    """Decorates the reference of a new op."""
+
+    def add(function: Function) -> Function:
+        if name in _OPS:
+            raise InvalidArgumentError(f"op {name!r} is defined already; register another implementation instead")
+        _OPS[name] = Op(name, summary, [Implementation(REFERENCE, PLATFORMS, function)])
+        return function
+
+    return add
+
+
+def register(
+    op: str, name: str, platforms: tuple[str, ...], refuses: Refusal = _never_refuses
+) -> Callable[[Function], Function]:
+    """Decorates a further implementation of `op`, preferred on `platforms` to those registered before it."""
+    if unknown := set(platforms) - set(PLATFORMS):
+        raise InvalidArgumentError(f"expected platforms out of {PLATFORMS}, got {sorted(unknown)}")
+
+    def add(function: Function) -> Function:
+        implementations = find(op).implementations
+        if any(other.name == name for other in implementations):
+            raise InvalidArgumentError(f"op {op!r} has an implementation {name!r} already; choose another name")
+        implementations.append(Implementation(name, platforms, function, refuses))
+        return function
+
+    return add
+
+
+def find(op: str) -> Op:
+    """The op called `op`."""
+    if op not in _OPS:
+        raise InvalidArgumentError(f"expected one of the ops {', '.join(sorted(_OPS))}, got {op!r}")
+    return _OPS[op]
+
+
+def list_ops() -> list[Op]:
+    """All ops, by name."""
+    return [_OPS[name] for name in sorted(_OPS)]
+
+
+def platform() -> str:
+    """The platform that programs are traced for: that of :func:`on_platform`, else of JAX's default device."""
+    if (chosen := _PLATFORM.get()) is not None:
+        return chosen
+    device = jax.config.jax_default_device
+    name = jax.default_backend() if device is None else getattr(device, "platform", device)
+    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+
+
+@contextlib.contextmanager
+def on_platform(name: str) -> Iterator[None]:
+    """Traces for `name` ("cpu", "gpu", "tpu") whatever the default device: for compiling ahead of time."""
+    if name not in PLATFORMS:
+        raise InvalidArgumentError(f"expected a platform out of {PLATFORMS}, got {name!r}")
+    token = _PLATFORM.set(name)
+    try:
+        yield
+    finally:
+        _PLATFORM.reset(token)
+
+
+@contextlib.contextmanager
+def use(op: str, implementation: str) -> Iterator[None]:
+    """Has calls of `op` traced inside the block go to `implementation`, which then must not refuse them."""
+    find(op).find(implementation)
+    token = _CHOSEN.set({**_CHOSEN.get(), op: implementation})
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
+    """The implementation that a call with these arguments is given to.
+
+    Raises:
+        InvalidArgumentError: :func:`use` asks for an implementation that refuses these arguments.
+    """
+    found = find(op)
+    if (name := _CHOSEN.get().get(op)) is not None:
+        chosen = found.find(name)
+        if (reason := chosen.refuses(*args, **kwargs)) is not None:
+            raise InvalidArgumentError(
+                f"implementation {name!r} of op {op!r} was asked for and cannot serve: {reason}; "
+                f"drop `use({op!r}, {name!r})`"
+            )
+        return chosen
+    here = platform()
+    for candidate in reversed(found.implementations):
+        if here in candidate.platforms and candidate.refuses(*args, **kwargs) is None:
+            return candidate
+    return found.implementations[0]
+
+
+def call(op: str, *args: Any, **kwargs: Any) -> Any:
+    """Computes `op` with the implementation that the platform, the arguments and :func:`use` select."""
+    return implementation_for(op, *args, **kwargs).function(*args, **kwargs)
