@@ -1,0 +1,121 @@
+"""The compatibility module against torch's operator tables and plain torch."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from model_adapters import bridge, compat
+
+PACKET = type(torch.ops.aten.add)
+
+
+def run_fresh(code):
+    done = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_torchax_imports_in_a_fresh_interpreter_and_leaves_no_patch():
+    out = run_fresh(
+        "import torch\n"
+        "packet = type(torch.ops.aten.add)\n"
+        "before = packet.__getattr__\n"
+        "from model_adapters.compat import import_torchax\n"
+        "torchax = import_torchax()\n"
+        "assert packet.__getattr__ is before\n"
+        "import torchax.decompositions, torchax.amp\n"
+        "assert import_torchax() is torchax\n"
+        "try:\n"
+        "    torch.ops.aten.prod.dim_no_such_name\n"
+        "except AttributeError as error:\n"
+        "    print('refused', error)\n"
+    )
+    assert out.startswith("refused") and "dim_no_such_name" in out
+
+
+def test_overload_objects_keep_their_identity():
+    # torchax finds an operator by the overload object, so a second object for one overload would be a lost operator.
+    out = run_fresh(
+        "import torch\n"
+        "early = {n: torch.ops.aten.prod.__getattr__(n) for n in torch.ops.aten.prod.overloads()}\n"
+        "from model_adapters.compat import import_torchax\n"
+        "table = import_torchax().default_env()._decomps\n"
+        "assert all(getattr(torch.ops.aten.prod, n) is o for n, o in early.items())\n"
+        "overloads = [k for k in table if isinstance(k, torch._ops.OpOverload)]\n"
+        "strays = [str(k) for k in overloads if getattr(k.overloadpacket, k._overloadname) is not k]\n"
+        "print(len(overloads), strays)\n"
+    )
+    number, strays = out.split(" ", 1)
+    assert int(number) > 300
+    assert strays.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x, i: torch.ops.aten.prod.dim_int(x, 1),
+        lambda x, i: torch.ops.aten.all.dim(x > 0, 1),
+        lambda x, i: torch.ops.aten.index_copy.default(x, 0, i, x[:1]),
+        lambda x, i: torch.ops.aten.index_add.default(x, 0, i, x[:1]),
+        lambda x, i: torch.ops.aten.index_fill.int_Scalar(x, 0, i, 3.0),
+        lambda x, i: torch.ops.aten.norm.ScalarOpt_dim(x, 2, [1]),
+        lambda x, i: torch.ops.aten.std.correction(x, [1], correction=1),
+        lambda x, i: torch.ops.aten.std_mean.correction(x, [1], correction=1),
+        lambda x, i: torch.ops.aten.unbind.int(x, 0),
+        lambda x, i: torch.ops.aten.addmm.default(x[0], x, x.t().contiguous()[:, :3] @ x[:3]),
+        lambda x, i: torch.ops.aten.native_layer_norm.default(x, [4], None, None, 1e-5)[0],
+    ],
+)
+def test_an_operator_of_each_touched_kind_computes_as_torch_does(op):
+    data = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    expected = op(torch.from_numpy(data.copy()), torch.tensor([1]))
+    with bridge.torchax.default_env():
+        got = bridge.jax_view(op(*bridge.torch_view((jax.numpy.asarray(data), jax.numpy.array([1])))))
+    for one, other in zip(*(v if isinstance(v, tuple | list) else [v] for v in (got, expected)), strict=True):
+        np.testing.assert_allclose(np.asarray(one), other.numpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_patch_answers_missing_overloads_of_names_with_the_cached_object_only_inside():
+    packet = torch.ops.aten.prod
+    with compat._missing_named_overloads_answered():
+        answered = packet.no_such_dimname
+        assert answered is getattr(packet, packet.overloads()[0])
+        assert packet.dim_int is torch.ops.aten.prod.dim_int
+        with pytest.raises(AttributeError):
+            _ = packet.no_such_overload
+        with pytest.raises(AttributeError):
+            _ = packet.__no_such_name__
+    with pytest.raises(AttributeError):
+        _ = packet.no_such_dimname
+
+
+def test_patch_is_removed_when_the_import_fails(monkeypatch):
+    before = PACKET.__getattr__
+
+    def broken(name):
+        raise ImportError(f"{name} is broken")
+
+    monkeypatch.setattr(compat.importlib, "import_module", broken)
+    with pytest.raises(ImportError, match="torchax is broken"):
+        compat.import_torchax()
+    assert PACKET.__getattr__ is before
+
+
+@pytest.mark.parametrize("has_overloads", [True, False])
+def test_torch_is_touched_only_where_it_lacks_the_overloads(monkeypatch, has_overloads):
+    before = PACKET.__getattr__
+    seen = []
+    monkeypatch.setattr(compat, "torch_has_named_overloads", lambda: has_overloads)
+    monkeypatch.setattr(compat.importlib, "import_module", lambda name: seen.append(PACKET.__getattr__ is before))
+    compat.import_torchax()
+    assert seen == [has_overloads, has_overloads]
+
+
+def test_named_overloads_are_looked_up_in_torch():
+    # torch 2.13 dropped the overloads of named tensors; 2.11 and 2.12 still have them.
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert compat.torch_has_named_overloads() == (version < (2, 13))
