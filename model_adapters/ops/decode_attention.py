@@ -35,10 +35,10 @@ def decode_attention(
         k: The new token's keys ``[B, H, D]``.
         v: The new token's values ``[B, H, Dv]``.
         pool: Pages ``[P, H, page, D + Dv]``, keys and values side by side. Donate it: it is updated in place.
-        page_table: ``int32[B, pages_per_seq]``, the page of each run of ``page`` positions. For one contiguous cache per
-            row: ``P = B``, ``page`` the capacity, and ``arange(B)[:, None]``.
-        lens: ``int32[B]``, the length of each row with its new token, which is written at position ``lens - 1``. A length
-            beyond the row's pages writes nothing and attends to what the pages hold; 0 writes nothing and gives zeros.
+        page_table: ``int32[B, pages_per_seq]``, the page of each run of ``page`` positions. For one contiguous cache
+            per row: ``P = B``, ``page`` the capacity, and ``arange(B)[:, None]``.
+        lens: ``int32[B]``, the length of each row with its new token, which is written at position ``lens - 1``. A
+            length beyond the row's pages writes nothing and attends to what they hold; 0 writes nothing, gives zeros.
         starts: ``int32[B]``, the first visible position (left padding).
         sinks: ``[Hq]`` logits that take part in the softmax and carry no value, or None.
         scale: Multiplies the products of queries and keys.
@@ -98,10 +98,8 @@ def _check(
         raise InvalidArgumentError(f"decode_attention: expected a positive softcap or None, got {softcap}")
 
 
-def write_token(
-    k: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array, lens: jax.Array
-) -> jax.Array:
-    """The pool with each row's new key and value at position ``lens - 1``; rows without such a position write nothing."""
+def write_token(k: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array, lens: jax.Array) -> jax.Array:
+    """The pool with each row's new key and value at position ``lens - 1``; without one, nothing is written."""
     num_pages, heads, page, width = pool.shape
     last = lens.astype(jnp.int32) - 1
     column = last // page

@@ -1,8 +1,8 @@
-"""Matrix products as PyTorch has them: sums in float32, whatever the dtype, and never one row of a 16-bit type on CPU.
+"""Matrix products as PyTorch has them: sums in float32, whatever the dtype; on CPU never one row of a 16-bit type.
 
-What XLA does with them on a CPU (measured on a 2-core AVX-512 server processor, 4096 x 4096 bfloat16): one row by itself
-becomes "convert all weights, then multiply", 15 times slower than four rows; a bfloat16 *result* is 9 times slower than a
-float32 one and a cast. With up to 16 rows a C++ stream over the weights is faster again (see `cpu/linear.cc`).
+What XLA does with them on a CPU (measured on 2-core AVX-512 server processors, 4096 x 4096 bfloat16): one row by itself
+becomes "convert all weights, then multiply", 15 times slower than four rows; a bfloat16 *result* is 9 times slower than
+a float32 one and a cast. With up to 16 rows a C++ stream over the weights is faster again (see `cpu/linear.cc`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One logical op, several implementations under one signature, chosen when a program is traced.
 
-An op is defined by its plain ``jnp`` reference, which runs everywhere. Faster implementations name the platforms they are
-for and may refuse a call (a dtype, a shape, a missing compiler); the first that does not is taken, the newest first::
+An op is defined by its plain ``jnp`` reference, which runs everywhere. Faster implementations name the platforms they
+are for and may refuse a call (a dtype, a shape, a missing compiler); the newest that does not is taken::
 
     registry.call("linear", x, weight, bias)
 
@@ -109,7 +109,7 @@ def platform() -> str:
     """The platform that programs are traced for: that of :func:`on_platform`, else of JAX's default device."""
     if (chosen := _PLATFORM.get()) is not None:
         return chosen
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
     name = jax.default_backend() if device is None else getattr(device, "platform", device)
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 

@@ -1,0 +1,1 @@
+"""C++ kernels for the CPU: their sources, their build, and the JAX functions that call them."""

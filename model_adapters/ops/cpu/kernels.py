@@ -1,4 +1,7 @@
-"""The C++ kernels as JAX functions. Without a compiler there are none: :func:`missing` says why, and callers use XLA."""
+"""The C++ kernels as JAX functions.
+
+Without a compiler there are none: :func:`missing` says why, and callers use XLA's own operations.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import functools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +46,8 @@ def _loaded() -> ctypes.CDLL | str:
             library = _open(build.library_path(rebuild=True))
     except (build.BuildError, OSError, AttributeError) as error:
         logger.warning(
-            "no CPU kernels: %s. Decoding goes through XLA's own operations and is slower; install g++ or set CXX.", error
+            "no CPU kernels: %s. Decoding goes through XLA's own operations and is slower; install g++ or set CXX.",
+            error,
         )
         return str(error)
     for target in TARGETS:
@@ -67,6 +73,12 @@ def max_linear_rows(dtype: jnp.dtype) -> int:
     return 0 if isinstance(library, str) else int(library.tas_linear_max_rows(jnp.dtype(dtype).itemsize))
 
 
+def _call(target: str, results: Any, **options: Any) -> Callable[..., Any]:
+    if (reason := missing()) is not None:
+        raise RuntimeError(f"no CPU kernels: {reason}; ask missing() first")
+    return jax.ffi.ffi_call(target, results, **options)
+
+
 def _or_empty(array: jax.Array | None) -> jax.Array:
     return jnp.zeros((0,), jnp.float32) if array is None else array.astype(jnp.float32)
 
@@ -90,7 +102,7 @@ def decode_attention(
         jax.ShapeDtypeStruct((*q.shape[:2], v.shape[2]), q.dtype),
         jax.ShapeDtypeStruct(pool.shape, pool.dtype),
     )
-    call = jax.ffi.ffi_call("tas_decode_attention", results, input_output_aliases={3: 1})
+    call = _call("tas_decode_attention", results, input_output_aliases={3: 1})
     out, pool = call(
         q,
         k.astype(q.dtype),
@@ -110,10 +122,10 @@ def decode_attention(
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """``x[rows, K] @ weight[N, K].T + bias[N]`` in `dtype` (that of x, or float32), sums in float32."""
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
-    return jax.ffi.ffi_call("tas_linear", result)(x, weight, _or_empty(bias))
+    return _call("tas_linear", result)(x, weight, _or_empty(bias))
 
 
 def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """``x[T, K]`` in runs of `group_sizes[E]` rows, each times its own ``weight[E, N, K]`` transposed; rows behind are zero."""
+    """``x[T, K]`` in runs of `group_sizes[E]` rows, each times its ``weight[E, N, K]`` transposed; zeros behind."""
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
-    return jax.ffi.ffi_call("tas_grouped_linear", result)(x, weight, group_sizes.astype(jnp.int32))
+    return _call("tas_grouped_linear", result)(x, weight, group_sizes.astype(jnp.int32))

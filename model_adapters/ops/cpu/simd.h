@@ -43,8 +43,9 @@ inline float to_float(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); 
 inline float to_float(f16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
   if (magnitude >= 0x7c00) return bit_cast<float>(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);  // inf, nan
-  // 2^112 moves the exponent from the bias of half to that of float; subnormals come out right as well.
-  return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude << 13) * 0x1p112f));
+  if (magnitude < 0x400)  // subnormal, by normal numbers alone: XLA's threads flush the others to zero
+    return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(0x38800000 | magnitude << 13) - 0x1p-14f));
+  return bit_cast<float>(sign | ((magnitude << 13) + 0x38000000));
 }
 
 inline void from_float(float x, float* out) { *out = x; }
