@@ -36,7 +36,7 @@ class Limits:
         kind = numbers.Integral if self.whole else numbers.Real
         if isinstance(value, bool) or not isinstance(value, kind):
             return False
-        number = float(value)
+        number = int(value) if self.whole else float(value)
         if not math.isfinite(number):
             return False
         above = number > self.low if self.low_open else number >= self.low
@@ -209,7 +209,8 @@ class SamplingParams:
             check_token_ids("suppress_tokens", self.suppress_tokens, may_be_empty=True)
         if self.eos_token_id is not None and self.eos_token_id not in _TOKEN_ID:
             check_token_ids("eos_token_id", self.eos_token_id)
-        if not all(isinstance(text, str) and text for text in self.stop_strings):
+        is_list = self.stop is None or isinstance(self.stop, Sequence)
+        if not is_list or not all(isinstance(text, str) and text for text in self.stop_strings):
             raise invalid("stop", "a non-empty string, or a list of them", self.stop)
         self._check_together()
 

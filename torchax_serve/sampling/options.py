@@ -84,7 +84,7 @@ INERT_OPTIONS = frozenset({"transformers_version", "compile_config", "disable_co
 """Never change a token: bookkeeping, and how torch compiles its own forward."""
 
 NEUTRAL_VALUES: Mapping[str, Any] = {"guidance_scale": 1.0}
-"""Values that mean "off" besides None, False and transformers' own defaults."""
+"""Values that mean "off" where transformers has no default: there, None and False mean it too."""
 
 
 def unsupported_by_fast_path(config: GenerationConfig, caller_honours: Collection[str] = CALLER_OPTIONS) -> list[str]:
@@ -100,9 +100,10 @@ def unsupported_by_fast_path(config: GenerationConfig, caller_honours: Collectio
     for name, value in vars(config).items():
         if name in PLAN_OPTIONS or name in caller_honours or name in DEPENDENT_OPTIONS or name in INERT_OPTIONS:
             continue
-        if name.startswith("_") or value is None or value is False:  # private names: hashes, tensors of token ids
+        if name.startswith("_") or value is None:  # private names: hashes, tensors of token ids
             continue
-        if not (name in neutral and value == neutral[name]):
+        default = neutral.get(name)
+        if not (value is False if default is None else value == default):
             unsupported.append(name)
     return sorted(unsupported)
 
