@@ -55,13 +55,15 @@ def gemma_like(**kwargs):
 
 def unigram(**kwargs):
     """As T5 and XLNet: Metaspace pieces of a unigram model."""
-    tokenizer = Tokenizer(models.Unigram())
+    words = sorted({"▁" + word for line in CORPUS for word in line.split()})
+    characters = sorted({*"".join(words)})
+    pieces = [*SPECIAL, "<unk>", *characters, *words]
+    # written down, for the trainer makes another vocabulary every time
+    vocab = [(piece, -float(index)) for index, piece in enumerate(pieces)]
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=pieces.index("<unk>")))
+    tokenizer.add_special_tokens(SPECIAL)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=160, special_tokens=[*SPECIAL, "<unk>"], unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
     return _wrapped(tokenizer, unk_token="<unk>", **kwargs)
 
 

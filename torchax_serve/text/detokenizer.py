@@ -72,13 +72,12 @@ class Detokenizer:
     def _raw_piece(self, token_id: int) -> str:
         if token_id in self._skipped or self._lost:
             return ""
-        if self._has_byte_tokens:
-            token = self._tokenizer.convert_ids_to_tokens(token_id)
-            if token is None:  # beyond the vocabulary, as models with a padded embedding may say: no text, ends no run
-                return ""
-            if _BYTE_TOKEN.fullmatch(token):
-                self._byte_run.append(token_id)
-                return ""
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:  # beyond the vocabulary, as a model with a padded embedding may say: no text, ends no run
+            return ""
+        if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
+            self._byte_run.append(token_id)
+            return ""
         new_ids = [*self._byte_run, token_id]
         self._byte_run = []
         return self._advance(new_ids)

@@ -132,6 +132,9 @@ class Backwards:
     clean_up_tokenization_spaces = False
     all_special_ids = ()
 
+    def convert_ids_to_tokens(self, token_id):
+        return chr(97 + token_id % 26)
+
     def decode(self, token_ids, **kwargs):
         return "".join(chr(97 + i % 26) for i in reversed(token_ids))
 

@@ -1,0 +1,71 @@
+"""What text in, text out asks of a model, by eager transformers: a tiny random Llama with the test's tokenizers."""
+
+import functools
+
+import torch
+from tokenizers_of_test import byte_level_bpe
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>{% endif %}"
+)
+
+
+_greedy_ids = {}  # eager decoding takes most of the time of these tests
+
+
+class EagerModel:
+    name = "tiny"
+
+    def __init__(self, module, tokenizer):
+        self.module, self.tokenizer, self.config = module, tokenizer, module.config
+        self.generation_config = module.generation_config
+        self.max_new_tokens_seen = []
+        self.num_decoded = 0
+        self.closed = False
+
+    def iter_tokens(self, prompt_ids, generation_config, *, stop_strings=None, seed=None):
+        assert stop_strings is None
+        if seed is not None:
+            torch.manual_seed(seed)
+        self.max_new_tokens_seen.append(generation_config.max_new_tokens)
+        try:
+            for token_id in self._new_ids(tuple(prompt_ids), generation_config):
+                self.num_decoded += 1
+                yield token_id
+        finally:
+            self.closed = True
+
+    def _new_ids(self, prompt_ids, config):
+        key = (self.config.vocab_size, prompt_ids, config.to_json_string())
+        if config.do_sample or key not in _greedy_ids:
+            _greedy_ids[key] = self.module.generate(torch.tensor([prompt_ids]), generation_config=config)[0].tolist()
+        return _greedy_ids[key][len(prompt_ids) :]
+
+    def generate(self, **kwargs):
+        return self.module.generate(**kwargs)
+
+
+@functools.cache
+def _module(vocab_size):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def eager_model(make_tokenizer=byte_level_bpe, chat_template=TEMPLATE):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = chat_template
+    return EagerModel(_module(len(tokenizer)), tokenizer)

@@ -1,0 +1,91 @@
+"""`generate_batch` against eager ``generate`` of every prompt by itself."""
+
+import pytest
+from eager_model import eager_model
+from test_text_stream import eager_ids
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.request import SamplingParams
+from torchax_serve.text import generate_batch, stream
+from torchax_serve.text.batch import MAX_BATCH
+
+PROMPTS = ["Once upon a time", [5, 7], "x", "The quick brown fox jumps over the lazy dog.", [9], "Once"]
+
+
+def test_completions_are_those_of_every_prompt_alone_in_order():
+    model = eager_model()
+    params = SamplingParams(max_new_tokens=10)
+    for prompt, completion in zip(PROMPTS, generate_batch(model, PROMPTS, params), strict=True):
+        prompt_ids = model.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        expected = eager_ids(model, prompt_ids, max_new_tokens=10)
+        assert completion.token_ids == expected
+        assert completion.text == model.tokenizer.decode(expected, skip_special_tokens=True)
+        assert completion.prompt_len == len(prompt_ids)
+        assert completion.finish_reason == "length"
+
+
+def test_ends_are_those_of_a_stream():
+    """Rows that end early are followed by padding, which belongs to no answer."""
+    model = eager_model()
+    long = SamplingParams(max_new_tokens=16)
+    text = "".join(stream(model, PROMPTS[0], long))
+    eos = eager_ids(model, model.tokenizer(PROMPTS[2])["input_ids"], max_new_tokens=16)[5]
+    params = SamplingParams(max_new_tokens=16, stop=[text[4:7], "e"], eos_token_id=eos)
+    reasons = set()
+    for prompt, completion in zip(PROMPTS, generate_batch(model, PROMPTS, params), strict=True):
+        answer = stream(model, prompt, params)
+        assert completion.text == "".join(answer)
+        assert completion.token_ids == answer.token_ids
+        assert completion.finish_reason == answer.stats.finish_reason
+        reasons.add(completion.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_several_answers_to_a_prompt():
+    model = eager_model()
+    params = SamplingParams(max_new_tokens=6, temperature=2.0, n=3)
+    completions = generate_batch(model, PROMPTS[:2], params)
+    assert [completion.prompt_len for completion in completions] == [completions[0].prompt_len] * 3 + [2] * 3
+    assert len({tuple(completion.token_ids) for completion in completions[:3]}) > 1
+
+
+def test_a_seed_makes_a_prompt_independent_of_the_others():
+    model = eager_model()
+    params = SamplingParams(max_new_tokens=6, temperature=2.0, n=2, seed=3)
+    alone = generate_batch(model, [PROMPTS[1]], params)
+    among = generate_batch(model, PROMPTS, params)
+    assert among[2:4] == alone
+    assert alone[0] != alone[1]
+    second = stream(model, PROMPTS[1], SamplingParams(max_new_tokens=6, temperature=2.0, seed=4))
+    assert "".join(second) == alone[1].text
+
+
+def test_batches_stay_small_and_of_similar_length():
+    model = eager_model()
+    shapes = []
+    generate = model.generate
+
+    def watched(**kwargs):
+        shapes.append(tuple(kwargs["input_ids"].shape))
+        assert kwargs["attention_mask"].sum(1).min() * 2 >= kwargs["input_ids"].shape[1]
+        return generate(**kwargs)
+
+    model.generate = watched
+    prompts = [[5] * length for length in (1, 2, 3, 40)] + [[6]] * MAX_BATCH
+    assert len(generate_batch(model, prompts, SamplingParams(max_new_tokens=2))) == len(prompts)
+    assert max(rows for rows, _ in shapes) <= MAX_BATCH
+    assert generate_batch(model, [], None) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("Once", "expected a list of prompts, got str"),
+        (None, "expected a list of prompts, got NoneType"),
+        (["Once", ""], r"prompts\[1\]: .*empty"),
+        (["Once", [1], [-4]], r"prompts\[2\]: .*got -4"),
+    ],
+)
+def test_refused_prompts(prompts, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        generate_batch(eager_model(), prompts)

@@ -1,0 +1,162 @@
+"""`stream` against eager ``generate`` and ``decode``, its stop strings, its statistics, and what it refuses."""
+
+import itertools
+
+import pytest
+import torch
+from eager_model import eager_model
+from tokenizers_of_test import KINDS
+
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from torchax_serve.request import SamplingParams
+from torchax_serve.text import Detokenizer, TextStream, stream
+from torchax_serve.text.prompt import DEFAULT_MAX_NEW_TOKENS, make_request
+
+
+def eager_ids(model, prompt_ids, **kwargs):
+    ids = torch.tensor([prompt_ids])
+    return model.module.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)[0, len(prompt_ids) :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["byte_level_bpe", "sentencepiece_bpe", "unigram", "word_piece_cleaned_up"])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_the_text_is_that_of_eager_generate(kind, as_ids):
+    model = eager_model(KINDS[kind])
+    prompt_ids = model.tokenizer("Once upon a time")["input_ids"]
+    answer = stream(model, prompt_ids if as_ids else "Once upon a time", SamplingParams(max_new_tokens=20))
+    pieces = list(answer)
+    expected = eager_ids(model, prompt_ids, max_new_tokens=20)
+    assert answer.token_ids == expected
+    assert "".join(pieces) == answer.text == model.tokenizer.decode(expected, skip_special_tokens=True)
+    assert all(pieces)
+    assert answer.stats.prompt_tokens == len(prompt_ids)
+    assert answer.stats.new_tokens == len(expected)
+    assert answer.stats.finish_reason == ("stop" if expected[-1] == model.config.eos_token_id else "length")
+
+
+def test_a_seed_decides_the_draws():
+    model = eager_model()
+    params = SamplingParams(max_new_tokens=16, temperature=2.0, seed=7)
+    first, second = (stream(model, "Once", params) for _ in range(2))
+    other = stream(model, "Once", SamplingParams(max_new_tokens=16, temperature=2.0, seed=8))
+    assert list(first) == list(second) != list(other)
+
+
+def test_end_of_sequence_token_stops():
+    model = eager_model()
+    ids = eager_ids(model, model.tokenizer("Once")["input_ids"], max_new_tokens=12)
+    eos = ids[6]
+    answer = stream(model, "Once", SamplingParams(max_new_tokens=12, eos_token_id=eos))
+    list(answer)
+    assert answer.token_ids == ids[: ids.index(eos) + 1]
+    assert answer.stats.finish_reason == "stop"
+
+
+def test_no_part_of_a_stop_string_is_shown():
+    model = eager_model()
+    whole = stream(model, "Once", SamplingParams(max_new_tokens=30))
+    text = "".join(whole)
+    for start, length in itertools.product(range(2, len(text) - 8, 3), (1, 3, 7)):
+        stop = text[start : start + length]
+        decoded_before = model.num_decoded
+        answer = stream(model, "Once", SamplingParams(max_new_tokens=30, stop=stop))
+        shown = ""
+        for piece in answer:
+            shown += piece
+            assert text[: text.index(stop)].startswith(shown)
+        assert shown == text[: text.index(stop)]
+        assert answer.stats.finish_reason == "stop"
+        assert answer.stats.new_tokens <= whole.stats.new_tokens
+        assert model.closed
+        assert model.num_decoded - decoded_before == answer.stats.new_tokens
+
+
+def test_the_stop_strings_of_the_model_hold():
+    model = eager_model()
+    text = "".join(stream(model, "Once", SamplingParams(max_new_tokens=30)))
+    params = SamplingParams(max_new_tokens=30)
+    model.generation_config = params.to_generation_config(model.generation_config)
+    model.generation_config.stop_strings = text[5:8]
+    assert "".join(stream(model, "Once", params)) == text[: text.index(text[5:8])]
+
+
+def test_closing_stops_decoding():
+    model = eager_model()
+    answer = stream(model, "Once", SamplingParams(max_new_tokens=30))
+    assert answer.stats.ttft_s is None
+    first = next(answer)
+    answer.close()
+    assert list(answer) == []
+    assert answer.text == first
+    assert answer.stats.finish_reason == "cancelled"
+    assert model.closed
+    assert model.num_decoded < 30
+    with stream(model, "Once", SamplingParams(max_new_tokens=30)) as answer:
+        next(answer)
+    assert answer.stats.finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_below_comes_through_and_ends_the_stream(error):
+    def tokens():
+        yield 100
+        raise error
+
+    model = eager_model()
+    model.iter_tokens = lambda *args, **kwargs: tokens()
+    answer = stream(model, "Once")
+    with pytest.raises(error):
+        list(answer)
+    assert answer.stats.finish_reason == "cancelled"
+    assert list(answer) == []
+
+
+def test_statistics_by_a_clock_of_our_own():
+    model = eager_model()
+    request = make_request(model, [5, 6, 7], None)
+    # 10 s when asked; the first token at 12 s, then one every half second
+    clock = iter([10.0, 12.0, 12.5, 13.0, 13.5, 14.0])
+    answer = TextStream(request, Detokenizer(model.tokenizer), iter([100, 101, 102, 103, 104]), lambda: next(clock))
+    list(answer)
+    assert answer.stats.ttft_s == 2.0
+    assert answer.stats.decode_tokens_per_s == 2.0
+    assert answer.stats.total_s == 4.0
+
+
+def test_an_answer_without_a_limit_gets_one():
+    model = eager_model()
+    next(stream(model, "Once"))
+    limit = model.config.max_position_embeddings - len(model.tokenizer("Once")["input_ids"])
+    assert model.max_new_tokens_seen == [limit]  # the positions end before the default does
+    assert limit < DEFAULT_MAX_NEW_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"),
+        ([], "at least one token"),
+        ([3, -1], "got -1"),
+        ([3, 10**6], "from 0 to .* got 1000000"),
+        ([3, "a"], "got 'a'"),
+        ([3, True], "got True"),
+        (b"Once", "got bytes"),
+        (7, "got int"),
+        ([3] * 65, "at most 64 tokens.*got 65"),
+        ("word " * 300, "at most 64 tokens"),
+    ],
+)
+def test_refused_prompts(prompt, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        stream(eager_model(), prompt)
+
+
+def test_refused_otherwise():
+    model = eager_model()
+    with pytest.raises(UnsupportedArgumentError, match="n=2"):
+        stream(model, "Once", SamplingParams(n=2, temperature=1.0))
+    with pytest.raises(InvalidArgumentError, match="params: expected SamplingParams"):
+        stream(model, "Once", {"temperature": 1.0})
+    model.tokenizer = None
+    with pytest.raises(InvalidArgumentError, match="tiny has no tokenizer"):
+        stream(model, "Once")
