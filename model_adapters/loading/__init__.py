@@ -1,6 +1,7 @@
 """Models by name, folder or object: empty torch modules with their weights as JAX arrays."""
 
-from model_adapters.loading.loader import LoadedModel, LoadReport, load_model, require_causal_lm
+from model_adapters.loading.loaded import LoadedModel, LoadReport, require_causal_lm
+from model_adapters.loading.loader import load_model
 from model_adapters.loading.names import SHORT_NAMES, ShortName
 from model_adapters.loading.progress import Progress, RichProgress, SilentProgress
 from model_adapters.loading.source import ModelSource, resolve

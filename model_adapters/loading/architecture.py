@@ -1,4 +1,4 @@
-"""From a folder's ``config.json`` to the configuration and the model class that transformers (or the repository) has."""
+"""From a folder's ``config.json`` to the configuration and the model class of transformers (or of the repository)."""
 
 from __future__ import annotations
 
@@ -90,9 +90,10 @@ def load_config(file: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     """
     content = read_config_json(file)
     _refuse_what_is_not_honoured(content, file)
-    auto_map = content.get("auto_map") or {}
+    auto_map = content.get("auto_map")
+    auto_map = auto_map if isinstance(auto_map, dict) else {}
     model_type = content.get("model_type")
-    known = model_type in CONFIG_MAPPING
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     if not known and "AutoConfig" in auto_map:
         if not trust_remote_code:
             raise UnsupportedModelError(
@@ -146,18 +147,18 @@ def find_class(
     reference = auto_map.get("AutoModelForCausalLM") or auto_map.get("AutoModel")
     if reference and trust_remote_code and folder is not None:
         remote = get_class_from_dynamic_module(reference, folder, local_files_only=True)
-        remote.register_for_auto_class("AutoModelForCausalLM")
+        remote.register_for_auto_class("AutoModelForCausalLM")  # type: ignore[attr-defined]
         return add_generation_mixin_to_remote_model(remote), config
     native = getattr(transformers, name, None) if isinstance(name, str) else None
     if isinstance(native, type) and issubclass(native, PreTrainedModel):
         return native, _config_for(native, config)
     # a name of somebody's own over a type that transformers has: AutoModelForCausalLM, too, goes by the type then
     causal_by_name = name is None or name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
-    by_type = _CAUSAL.get(config.model_type) if causal_by_name else None
+    by_type: Any = _CAUSAL.get(config.model_type) if causal_by_name else None
     if by_type is None and name is None:
         by_type = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
     if by_type is not None:
-        found = getattr(transformers, by_type[0] if isinstance(by_type, tuple) else by_type)
+        found = getattr(transformers, by_type if isinstance(by_type, str) else by_type[0])
         return found, _config_for(found, config)
     if reference:
         raise UnsupportedModelError(
@@ -172,8 +173,8 @@ def find_class(
 
 def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
     """The text part of a composite configuration where the class is the text model's; else the configuration itself."""
-    text_class = config.sub_configs.get("text_config")
-    if text_class is not None and model_class.config_class is text_class and not isinstance(config, text_class):
+    text_class: Any = config.sub_configs.get("text_config")
+    if text_class and model_class.config_class is text_class and type(config) is not text_class:
         return config.get_text_config()
     return config
 
@@ -183,8 +184,7 @@ def torch_dtype_of(dtype: Any) -> torch.dtype | None:
     if isinstance(dtype, str) and dtype == "auto":
         return None
     aliases = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", str(dtype))
-    name = name.removeprefix("torch.")
+    name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype)).removeprefix("torch.")
     found = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(
         aliases.get(name, name)
     )
@@ -214,5 +214,6 @@ def require_causal_module(module: PreTrainedModel, name: str) -> None:
     causal = _CAUSAL.get(module.config.model_type)
     hint = f"; {causal} is its causal sibling" if isinstance(causal, str) and causal != type(module).__name__ else ""
     raise UnsupportedModelError(
-        f"{name} cannot generate text token by token: {type(module).__name__} is {task}{hint}. Expected a causal language model (…ForCausalLM)"
+        f"{name} cannot generate text token by token: {type(module).__name__} is {task}{hint}. "
+        "Expected a causal language model (…ForCausalLM)"
     )

@@ -25,7 +25,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         raise ValueError(f"expected a tensor on the CPU, got one on {tensor.device}")
-    if not jax.config.jax_enable_x64 and tensor.dtype in _NARROWED:
+    if not jax.config.read("jax_enable_x64") and tensor.dtype in _NARROWED:
         tensor = tensor.to(_NARROWED[tensor.dtype])
     return tensor.resolve_conj().resolve_neg().contiguous()
 
@@ -40,7 +40,7 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def share_with_jax(tensor: torch.Tensor) -> jax.Array:
-    """The JAX array on the CPU of a CPU tensor: the same memory where it is in C order and starts at 64 bytes, else a copy.
+    """The JAX array of a CPU tensor, on the CPU: its very memory if in C order and starting at 64 bytes, else a copy.
 
     Without 64-bit types in JAX (its default) int64 becomes int32 and float64 becomes float32. Nobody may write into
     the tensor afterwards: JAX takes its arrays for constant.

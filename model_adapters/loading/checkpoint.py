@@ -80,7 +80,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if len(start) < 8 or length > size - 8:
                 raise CheckpointError(
-                    f"{file} is truncated or corrupt: {size} bytes, its header alone says {8 + length}; get the file again"
+                    f"{file} is truncated or corrupt: {size} bytes, its header says {8 + length}; get the file again"
                 )
             header = json.loads(stream.read(length))
     except OSError as error:
@@ -183,9 +183,9 @@ def shards_of(index: Path) -> list[Path]:
 
 
 class SafetensorsReader:
-    """Stands for one tensor; ``reader[...]`` reads it. What transformers' loader asks of a safetensors slice, no more."""
+    """Stands for one tensor; ``reader[...]`` reads it. As much of safetensors' slices as transformers uses."""
 
-    def __init__(self, entry: TensorEntry, descriptor: int, pool: ThreadPoolExecutor, advance: Advance):
+    def __init__(self, entry: TensorEntry, descriptor: int, pool: ThreadPoolExecutor, advance: Advance) -> None:
         self._entry, self._descriptor, self._pool, self._advance = entry, descriptor, pool, advance
 
     @property
@@ -204,7 +204,7 @@ class SafetensorsReader:
         # bytes first and the view after: torch starts every buffer of its own at 64 bytes
         buffer = torch.empty(self._entry.num_bytes, dtype=torch.uint8)
         if self._entry.num_bytes:
-            target = memoryview(buffer.numpy())
+            target = memoryview(buffer.numpy())  # type: ignore[arg-type]
             starts = range(0, self._entry.num_bytes, _CHUNK_BYTES)
             if len(starts) == 1:
                 self._read(target, 0)
@@ -231,7 +231,7 @@ class SafetensorsReader:
 class PickledReader:
     """Stands for one tensor of a pickle file; ``reader[...]`` copies it out of the mapped file."""
 
-    def __init__(self, tensor: torch.Tensor, advance: Advance):
+    def __init__(self, tensor: torch.Tensor, advance: Advance) -> None:
         self._tensor, self._advance = tensor, advance
 
     @property

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import constants, errors
 from huggingface_hub.hf_api import RepoFile
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError, TorchaxServeError
 from model_adapters.loading import checkpoint
@@ -96,7 +98,7 @@ def _file(request: HubRequest, name: str, revision: str | None, bar: type | None
             name,
             revision=revision,
             token=request.token,
-            cache_dir=request.cache_dir,
+            cache_dir=None if request.cache_dir is None else Path(request.cache_dir),
             local_files_only=request.offline,
             tqdm_class=bar or hub_bar_class(lambda amount: None),
         )
@@ -134,9 +136,7 @@ def _weight_names(request: HubRequest, siblings: dict[str, int], config: Path) -
 
 
 def _extra_names(config: Path) -> tuple[str, ...]:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    model_type = read_config_json(config).get("model_type")
+    model_type: Any = read_config_json(config).get("model_type")
     return getattr(CONFIG_MAPPING[model_type], "extra_files", ()) if model_type in CONFIG_MAPPING else ()
 
 
@@ -181,7 +181,8 @@ def _translated(error: Exception, request: HubRequest) -> TorchaxServeError | No
         near = near_matches(name)
         hint = f" Names like it: {', '.join(near)}." if near else ""
         return ModelNotFoundError(
-            f"{endpoint} has no model {name}, or it is private: check the spelling, or pass a token that may read it.{hint}"
+            f"{endpoint} has no model {name}, or it is private: check the spelling, or pass a token that may read it."
+            + hint
         )
     if isinstance(error, errors.LocalEntryNotFoundError) or _is_connection_error(error):
         if request.offline:
@@ -222,5 +223,3 @@ def _has_token(request: HubRequest) -> bool:
     if request.token is False:
         return False
     return isinstance(request.token, str) or huggingface_hub.get_token() is not None
-
-

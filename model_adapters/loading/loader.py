@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 
 from model_adapters.bridge import tensors_of
 from model_adapters.errors import (
@@ -23,81 +20,14 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.loading import random_weights as random_init
-from model_adapters.loading.architecture import find_class, load_config, require_causal_module, torch_dtype_of
+from model_adapters.loading.architecture import find_class, load_config, torch_dtype_of
 from model_adapters.loading.checkpoint import Checkpoint, weight_files
 from model_adapters.loading.hub import CONFIG
+from model_adapters.loading.loaded import LoadedModel, numpy_dtype, report_of
 from model_adapters.loading.memory import PeakMemory, check_fits
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.sink import DevicePut, Placement, WeightSink, meta_like
 from model_adapters.loading.source import ModelSource, of_object, resolve
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What loading took."""
-
-    load_s: float  # from the files (or the random stream) to arrays, download excluded
-    download_s: float
-    download_bytes: int
-    checkpoint_bytes: int  # of all tensors in the files; of the arrays where there are no files
-    weights_bytes: int  # of the arrays, shared ones once
-    peak_host_bytes: int  # highest growth of the process's resident memory while loading
-    num_tensors: int  # names
-    num_shared: int  # names whose array another name has as well
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A torch module without weights, and the weights.
-
-    `weights` holds every parameter, buffer and plain tensor attribute by qualified name; tied names share one array.
-    JAX without 64-bit types has int64 buffers as int32 and float64 ones as float32.
-    """
-
-    module: PreTrainedModel  # eval mode; on the meta device unless the caller passed the object
-    weights: dict[str, jax.Array]
-    source: ModelSource
-    config: PreTrainedConfig
-    generation_config: GenerationConfig | None  # None for a model that does not generate
-    dtype: Any  # numpy dtype of the floating-point weights (``jnp.dtype("bfloat16")`` …)
-    report: LoadReport
-    trust_remote_code: bool = False
-    _tokenizers: list[PreTrainedTokenizerBase | None] = field(default_factory=list, repr=False, compare=False)
-    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
-
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer that belongs to the model, loaded at the first call; None where its folder has none.
-
-        Raises:
-            CheckpointError: the files are there and do not make a tokenizer.
-        """
-        with self._lock:
-            if not self._tokenizers:
-                self._tokenizers.append(self._load_tokenizer())
-            return self._tokenizers[0]
-
-    def _load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        folder = self.source.folder
-        if folder is None and self.source.kind == "object" and Path(self.config.name_or_path or "\0").is_dir():
-            folder = Path(self.config.name_or_path)
-        if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            return None
-        try:
-            return AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=self.trust_remote_code
-            )
-        except Exception as error:  # tokenizer classes and the Rust library raise whatever they like
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-            raise CheckpointError(
-                f"the tokenizer files in {folder} do not make a tokenizer ({lines[0]}): get them again"
-            ) from error
-
-
-def require_causal_lm(loaded: LoadedModel) -> None:
-    """Raises `UnsupportedModelError`, saying what the model is for, unless it is a causal language model."""
-    require_causal_module(loaded.module, loaded.source.name)
 
 
 def load_model(
@@ -168,22 +98,25 @@ def load_model(
         raise
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            raise OutOfMemoryError(f"memory ran out while loading {source.name}: {str(error).splitlines()[0]}") from error
+            raise OutOfMemoryError(
+                f"memory ran out while loading {source.name}: {str(error).splitlines()[0]}"
+            ) from error
         raise
 
 
 class _Builder:
     """One load: configuration, class, module, weights."""
 
-    def __init__(self, source: ModelSource, dtype: torch.dtype | None, trust_remote_code: bool, whole: bool):
+    def __init__(self, source: ModelSource, dtype: torch.dtype | None, trust_remote_code: bool, whole: bool) -> None:
         assert source.path is not None
         self._source, self._trust = source, trust_remote_code
-        self._device = jax.devices()[0] if whole else None
+        self._whole = whole
         self._peak, self._start = PeakMemory(), time.perf_counter()
         file = source.path if source.kind == "config" else source.path / CONFIG
         config = load_config(file, trust_remote_code=trust_remote_code)
         self._class, self._config = find_class(config, folder=source.folder, trust_remote_code=trust_remote_code)
-        self._dtype = dtype if dtype is not None else getattr(config, "dtype", None) or self._config.dtype
+        said: Any = config.dtype or self._config.dtype
+        self._dtype: torch.dtype | None = dtype if dtype is not None else said
 
     def from_checkpoint(
         self, place: Placement, allow_pickle: bool, allow_extra_tensors: bool, progress: Progress
@@ -200,7 +133,7 @@ class _Builder:
         )
         dtype = self._checked(self._dtype or checkpoint.dtype or torch.float32)
         sizes = checkpoint.sizes_in(dtype).values()
-        check_fits(sum(sizes), max(sizes), what=self._source.name, on_device=self._device)
+        self._check_fits(list(sizes))
         sink = WeightSink(place, self._peak)
         with (
             progress.stage(f"loading {self._source.name}", checkpoint.num_bytes) as advance,
@@ -219,20 +152,26 @@ class _Builder:
         with sink.hooked(), init.recording():
             module = self._from_pretrained({}, dtype)
         sizes = [tensor.numel() * tensor.element_size() for tensor in set(tensors_of(module).values())]
-        check_fits(sum(sizes), max(sizes), what=self._source.name, on_device=self._device)
+        self._check_fits(list(sizes))
         planned = random_init.planned_dtypes(module, dtype)
         std = getattr(self._config.get_text_config(), "initializer_range", None) or 0.02
         with progress.stage(f"drawing random weights for {self._source.name}", sum(sizes)) as advance:
 
             def fill(name: str, tensor: torch.Tensor) -> jax.Array:
                 wanted = planned.get(name, tensor.dtype)
-                values = init.draw(name, tensor, wanted, std) if tensor.is_meta else tensor.to(wanted)
+                on_device = jax.default_backend() != "cpu"
+                values = (
+                    init.draw(name, tensor, wanted, std, on_device=on_device) if tensor.is_meta else tensor.to(wanted)
+                )
                 advance(tensor.numel() * tensor.element_size())
                 self._peak.sample()
                 return place(name, values) if isinstance(values, torch.Tensor) else place.of_array(name, values)
 
             weights = _harvest(module, place, sink, fill)
         return self._loaded(module, weights, dtype, None)
+
+    def _check_fits(self, sizes: list[int]) -> None:
+        check_fits(sum(sizes), max(sizes), what=self._source.name, device=jax.devices()[0], whole=self._whole)
 
     def _checked(self, dtype: torch.dtype) -> torch.dtype:
         if dtype == torch.float64:
@@ -277,7 +216,9 @@ class _Builder:
             if extra_only
             else "config.json and the weight files are not of one model, or files are lacking; get both again"
         )
-        raise CheckpointError(f"the tensors of {self._source.name} do not fit {class_name}; {'; '.join(parts)}. {remedy}")
+        raise CheckpointError(
+            f"the tensors of {self._source.name} do not fit {class_name}; {'; '.join(parts)}. {remedy}"
+        )
 
     def _loaded(
         self, module: PreTrainedModel, weights: dict[str, jax.Array], dtype: torch.dtype, checkpoint_bytes: int | None
@@ -288,10 +229,10 @@ class _Builder:
             module.generation_config = _generation_config(folder, module)
         jax.block_until_ready(weights)
         took = time.perf_counter() - self._start
-        report = _report(weights, self._peak, self._source, took, checkpoint_bytes)
+        report = report_of(weights, self._peak, self._source, took, checkpoint_bytes)
         generation = module.generation_config if module.can_generate() else None
         return LoadedModel(
-            module, weights, self._source, module.config, generation, _numpy_dtype(dtype), report, self._trust
+            module, weights, self._source, module.config, generation, numpy_dtype(dtype), report, self._trust
         )
 
 
@@ -347,27 +288,6 @@ def _generation_config(folder: Path, module: PreTrainedModel) -> GenerationConfi
         ) from error
 
 
-def _numpy_dtype(dtype: torch.dtype) -> Any:
-    return jnp.dtype(str(dtype).removeprefix("torch."))
-
-
-def _report(
-    weights: dict[str, jax.Array], peak: PeakMemory, source: ModelSource, load_s: float, checkpoint_bytes: int | None
-) -> LoadReport:
-    unique = {id(array): array.nbytes for array in weights.values()}
-    weights_bytes = sum(unique.values())
-    return LoadReport(
-        load_s=load_s,
-        download_s=source.download_s,
-        download_bytes=source.download_bytes,
-        checkpoint_bytes=weights_bytes if checkpoint_bytes is None else checkpoint_bytes,
-        weights_bytes=weights_bytes,
-        peak_host_bytes=peak.growth_bytes,
-        num_tensors=len(weights),
-        num_shared=len(weights) - len(unique),
-    )
-
-
 def _share(module: PreTrainedModel, place: Placement) -> LoadedModel:
     """The weights of a model that the caller has loaded, over its own memory where that can be."""
     if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
@@ -388,7 +308,7 @@ def _share(module: PreTrainedModel, place: Placement) -> LoadedModel:
         if id(tensor) not in arrays:
             arrays[id(tensor)] = place(name, tensor)
         weights[name] = arrays[id(tensor)]
-    source = of_object(module.name_or_path)
-    report = _report(weights, peak, source, time.perf_counter() - start, None)
+    source = of_object(module.name_or_path or "")
+    report = report_of(weights, peak, source, time.perf_counter() - start, None)
     generation = module.generation_config if module.can_generate() else None
-    return LoadedModel(module, weights, source, module.config, generation, _numpy_dtype(module.dtype), report)
+    return LoadedModel(module, weights, source, module.config, generation, numpy_dtype(module.dtype), report)

@@ -45,7 +45,7 @@ class SilentProgress:
 class RichProgress:
     """Bars on stderr while it is a terminal; not one character where it is a file or a pipe."""
 
-    def __init__(self, console: Console | None = None):
+    def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr)
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ def hub_bar_class(advance: Advance) -> type[Any]:
     """
 
     class HubBar:
-        def __init__(self, *args: Any, total: float | None = None, initial: float = 0, **options: Any):
+        def __init__(self, *args: Any, total: float | None = None, initial: float = 0, **options: Any) -> None:
             self.total = total
             self.n = initial
             if initial:  # the part of a file that an interrupted download left behind

@@ -2,8 +2,9 @@
 
 transformers initialises "missing" weights: an empty checkpoint makes all of them missing. Small tensors (norms, biases,
 state-space parameters) and buffers are then made by transformers as always. For a large parameter nothing is allocated:
-it stays on the meta device, the call of an init function on it is written down instead of run, and the values are drawn
-on the device they are for. A seed gives the same values of a parameter whatever else the model holds.
+it stays on the meta device, the call of an init function on it is written down instead of run, and its values are made
+when its turn comes: by torch where arrays live on the CPU, else on the device they are for. A seed gives the same
+values of a parameter whatever else the model holds (other ones on another kind of device).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from model_adapters.loading.sink import replaced
 
 LARGE = 2**18
 """Number of elements from which a parameter is drawn on the device."""
+_ON_DEVICE = ("normal_", "uniform_", "trunc_normal_", "zeros_", "ones_", "constant_")
 _BLOCK = 2**22  # elements drawn at once: bounds the random bits that lie beside the result
 
 
@@ -51,7 +53,7 @@ class InitCall:
 class RandomInit:
     """Writes down how large parameters are to be initialised, and draws them afterwards."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int) -> None:
         self._seed = seed
         self._calls: dict[int, InitCall] = {}  # by storage: `.data` and the parameter itself share one
 
@@ -93,36 +95,42 @@ class RandomInit:
 
         return record
 
-    def draw(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, default_std: float) -> jax.Array | torch.Tensor:
+    def draw(
+        self, name: str, tensor: torch.Tensor, dtype: torch.dtype, default_std: float, *, on_device: bool
+    ) -> jax.Array | torch.Tensor:
         """Values for the parameter `name` that `tensor`, on the meta device, stands for.
 
         A parameter that no init function of torch has touched gets a normal distribution of `default_std`.
 
         Returns:
-            An array on the default device; a torch tensor for the rarer init functions, which torch itself runs.
+            With `on_device` an array on the default device, but for the rarer init functions; else a torch tensor,
+            filled by torch itself, which on a CPU is several times faster.
         """
-        call = self._calls.get(_storage_id(tensor))
-        kind, options = (call.name, call.options) if call else ("normal_", {"mean": 0.0, "std": default_std})
-        target = jnp.dtype(str(dtype).removeprefix("torch."))
-        shape = tuple(tensor.shape)
-        if kind in ("zeros_", "ones_", "constant_"):
-            value = {"zeros_": 0.0, "ones_": 1.0}.get(kind, options.get("val"))
-            return jnp.full(shape, value, target)
-        key = jax.random.fold_in(jax.random.key(self._seed, impl="rbg"), zlib.crc32(name.encode()))
-        if kind == "normal_":
-            return _draw(key, shape, target, "normal", options["mean"], options["std"])
-        if kind == "uniform_":
-            return _draw(key, shape, target, "uniform", options["a"], options["b"])
-        if kind == "trunc_normal_":
-            cut = tuple((options[side] - options["mean"]) / options["std"] for side in ("a", "b"))
-            return _draw(key, shape, target, "truncated", options["mean"], options["std"], cut)
-        assert call is not None
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed ^ zlib.crc32(name.encode()))
-            values = torch.empty(shape, dtype=torch.float32)
-            with torch.no_grad():
-                call.original(values, **options)
+        call = self._calls.get(_storage_id(tensor)) or InitCall.of(
+            "normal_", initialization.TORCH_INIT_FUNCTIONS["normal_"], (0.0, default_std), {}
+        )
+        key = zlib.crc32(name.encode())
+        if on_device and call.name in _ON_DEVICE:
+            return self._draw_on_device(call, key, tuple(tensor.shape), jnp.dtype(str(dtype).removeprefix("torch.")))
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(self._seed ^ key)
+            # decompositions, which some of the rarer functions use, exist in float32 alone
+            values = torch.empty(tensor.shape, dtype=dtype if call.name in _ON_DEVICE else torch.float32)
+            call.original(values, **call.options)
         return values.to(dtype)
+
+    def _draw_on_device(self, call: InitCall, crc: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        options = call.options
+        if call.name in ("zeros_", "ones_", "constant_"):
+            return jnp.full(shape, options["val"] if call.name == "constant_" else float(call.name == "ones_"), dtype)
+        # "rbg" is the generator that GPUs and TPUs have in hardware
+        key = jax.random.fold_in(jax.random.key(self._seed, impl="rbg"), crc)
+        if call.name == "normal_":
+            return _draw(key, shape, dtype, "normal", options["mean"], options["std"])
+        if call.name == "uniform_":
+            return _draw(key, shape, dtype, "uniform", options["a"], options["b"])
+        low, high = ((options[side] - options["mean"]) / options["std"] for side in ("a", "b"))
+        return _draw(key, shape, dtype, "truncated", options["mean"], options["std"], (low, high))
 
 
 def _storage_id(tensor: torch.Tensor) -> int:

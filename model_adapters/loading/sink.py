@@ -26,19 +26,20 @@ from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from model_adapters.loading.arrays import host_array, share_with_jax
-from model_adapters.loading.memory import PeakMemory
+from model_adapters.loading.memory import PeakMemory, give_back_freed
 
 DevicePut = Callable[[str, Any], jax.Array]
 """``(name, array on the host or on the default device) -> array where it is to live``."""
 
 _IN_FLIGHT_BYTES = 512 * 2**20
+_TRIM_BYTES = 8 * 2**20  # of weights landed between two looks at what the C library could give back
 _one_load = threading.Lock()  # what is patched here belongs to the whole process
 
 
 class Placement:
     """Puts arrays where they are to live, and waits before too many copies from the host are under way."""
 
-    def __init__(self, device_put: DevicePut | None):
+    def __init__(self, device_put: DevicePut | None) -> None:
         self._device_put = device_put
         self._in_flight: deque[jax.Array] = deque()
 
@@ -68,18 +69,23 @@ class WeightSink:
         peak: looked at whenever a tensor lands, when memory is at its highest.
     """
 
-    def __init__(self, place: Placement, peak: PeakMemory):
+    def __init__(self, place: Placement, peak: PeakMemory) -> None:
         self._place, self._peak = place, peak
         self._landed: dict[int, tuple[torch.Tensor, jax.Array]] = {}  # by id of the meta tensor in its place
+        self._since_trim = 0
         self.info: LoadStateDictInfo | None = None
 
-    def land(self, model: PreTrainedModel, target_name: str) -> None:
+    def land(self, model: PreTrainedModel, target_name: str, tensor_bytes: int) -> None:
         """Takes the tensor that the loader has just set as `target_name`, unless it may be tied to another.
 
         Which of two tied names a checkpoint holds, and whether both are equal, transformers finds out at the end and
         by their values; the few tensors in question stay in the module until then.
         """
         self._peak.sample()
+        self._since_trim += tensor_bytes
+        if self._since_trim > _TRIM_BYTES:
+            self._since_trim = 0
+            give_back_freed()
         tied = getattr(model, "all_tied_weights_keys", {})
         if target_name in tied or target_name in tied.values():
             return
@@ -110,9 +116,10 @@ class WeightSink:
             model: PreTrainedModel, target_name: str, param_value: torch.Tensor, info: LoadStateDictInfo, quantizer: Any
         ) -> None:
             set_param(model, target_name, param_value, info, quantizer)
+            num_bytes = param_value.numel() * param_value.element_size()
             del param_value
             if all(target_name != mismatch[0] for mismatch in info.mismatched_keys):
-                self.land(model, target_name)
+                self.land(model, target_name, num_bytes)
 
         def keep_report(*, loading_info: LoadStateDictInfo, **ignored: Any) -> None:
             self.info = loading_info

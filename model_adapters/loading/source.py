@@ -93,7 +93,7 @@ def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | 
     if name_or_path is None:
         if not (EMBEDDED / CONFIG).is_file():
             raise ModelNotFoundError(
-                f"this installation lacks its embedded model (expected in {EMBEDDED}): install it again, or name a model"
+                f"this installation lacks its embedded model (in {EMBEDDED}): install it again, or name a model"
             )
         return ModelSource("embedded", "the embedded model", EMBEDDED)
     if not isinstance(name_or_path, str | os.PathLike):
@@ -134,4 +134,3 @@ def _hub_id(name: str) -> str:
 def of_object(name: str) -> ModelSource:
     """The source of a model that the caller has loaded."""
     return ModelSource("object", name or "a model in memory")
-

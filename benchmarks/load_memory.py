@@ -1,0 +1,143 @@
+"""Peak host memory of loading a checkpoint, over the checkpoint's size.
+
+    python benchmarks/load_memory.py                      # 1 GB dense (Qwen3) and 1 GB with experts merged at load
+    python benchmarks/load_memory.py --kind moe --megabytes 300 --dtype float32
+
+A first process writes random bfloat16 weights in several shards. A second one loads them, after a tiny model of the
+same architecture, so that imports and compiled code are in its baseline, and reads the growth of its resident memory:
+the high-water mark that Linux keeps, so no peak between two samples is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# bytes of a layer and of the embedding in bfloat16 follow from these; the number of layers makes up the size asked for
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "moe": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 16000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "decoder_sparse_step": 1,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def _config(kind: str, megabytes: int, shrink: int = 1) -> Any:
+    import torch
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    shape = dict(SHAPES[kind])
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_experts")
+    shape |= {key: max(4, shape[key] // shrink) for key in sizes if key in shape}
+    config_class = CONFIG_MAPPING[shape["model_type"]]
+    counts = []
+    for num_layers in (1, 2):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config_class(**shape, num_hidden_layers=num_layers))
+        counts.append(model.num_parameters())
+    layer = counts[1] - counts[0]
+    num_layers = max(1, round((megabytes * 1e6 / 2 - (counts[0] - layer)) / layer))
+    return config_class(**shape, num_hidden_layers=num_layers, dtype="bfloat16")
+
+
+def write(kind: str, megabytes: int, folder: Path) -> None:
+    """Writes a checkpoint of about `megabytes` in shards of a sixth of that, and a tiny one beside it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    for name, size, shrink in (("big", megabytes, 1), ("tiny", 1, 64)):
+        model = transformers.AutoModelForCausalLM.from_config(_config(kind, size, shrink), dtype=torch.bfloat16)
+        model.save_pretrained(folder / name, max_shard_size=f"{max(1, megabytes // 6)}MB")
+
+
+def load(folder: Path, dtype: str, random_weights: bool) -> dict[str, Any]:
+    """Loads ``folder/big`` and returns what it took."""
+    import jax
+
+    from model_adapters.loading import load_model
+    from model_adapters.loading.memory import PeakMemory
+
+    jax.devices()
+    load_model(folder / "tiny", dtype=dtype, random_weights=random_weights)
+    peak = PeakMemory()
+    loaded = load_model(folder / "big", dtype=dtype, random_weights=random_weights)
+    report = loaded.report
+    on_disk = sum(file.stat().st_size for file in (folder / "big").glob("*.safetensors"))
+    return {
+        "architecture": type(loaded.module).__name__,
+        "dtype": str(loaded.dtype),
+        "num_files": len(list((folder / "big").glob("*.safetensors"))),
+        "files_bytes": on_disk,
+        "weights_bytes": report.weights_bytes,
+        "peak_growth_bytes": peak.growth_bytes,
+        "peak_over_weights": round(peak.growth_bytes / report.weights_bytes, 3),
+        "load_s": round(report.load_s, 2),
+        "bytes_per_s": round(report.weights_bytes / report.load_s),
+    }
+
+
+def measure(kind: str, megabytes: int, dtype: str = "auto", random_weights: bool = False) -> dict[str, Any]:
+    """Writes and loads in two processes of their own; returns the second one's numbers."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory(prefix="load_memory") as folder:
+        common = [sys.executable, __file__, "--kind", kind, "--megabytes", str(megabytes), "--folder", folder]
+        flags = ["--dtype", dtype, *(["--random-weights"] if random_weights else [])]
+        for step in (["write"], ["load", *flags]):
+            done = subprocess.run([*common, "--step", *step], env=environment, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"step {step[0]} failed:\n{done.stderr}")
+    return {"kind": kind, "random_weights": random_weights, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=[*SHAPES, "all"], default="all")
+    parser.add_argument("--megabytes", type=int, default=1000, help="size of the checkpoint (10^6 bytes)")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--step", choices=["all", "write", "load"], default="all", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.step == "write":
+        write(options.kind, options.megabytes, options.folder)
+    elif options.step == "load":
+        print(json.dumps(load(options.folder, options.dtype, options.random_weights)))
+    else:
+        for kind in SHAPES if options.kind == "all" else [options.kind]:
+            print(json.dumps(measure(kind, options.megabytes, options.dtype, options.random_weights)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""What loading gives back: the module without weights, the weights, and what it took."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from model_adapters.errors import CheckpointError
+from model_adapters.loading.architecture import require_causal_module
+from model_adapters.loading.memory import PeakMemory
+from model_adapters.loading.source import ModelSource
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading took."""
+
+    load_s: float  # from the files (or the random stream) to arrays, download excluded
+    download_s: float
+    download_bytes: int
+    checkpoint_bytes: int  # of all tensors in the files; of the arrays where there are no files
+    weights_bytes: int  # of the arrays, shared ones once
+    peak_host_bytes: int  # highest growth of the process's resident memory while loading
+    num_tensors: int  # names
+    num_shared: int  # names whose array another name has as well
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A torch module without weights, and the weights.
+
+    `weights` holds every parameter, buffer and plain tensor attribute by qualified name; tied names share one array.
+    JAX without 64-bit types has int64 buffers as int32 and float64 ones as float32.
+    """
+
+    module: PreTrainedModel  # eval mode; on the meta device unless the caller passed the object
+    weights: dict[str, jax.Array]
+    source: ModelSource
+    config: PreTrainedConfig
+    generation_config: GenerationConfig | None  # None for a model that does not generate
+    dtype: Any  # numpy dtype of the floating-point weights (``jnp.dtype("bfloat16")`` …)
+    report: LoadReport
+    trust_remote_code: bool = False
+    _tokenizers: list[PreTrainedTokenizerBase | None] = field(default_factory=list, repr=False, compare=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer that belongs to the model, loaded at the first call; None where its folder has none.
+
+        Raises:
+            CheckpointError: the files are there and do not make a tokenizer.
+        """
+        with self._lock:
+            if not self._tokenizers:
+                self._tokenizers.append(self._load_tokenizer())
+            return self._tokenizers[0]
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        folder = self.source.folder
+        came_from = self.config.name_or_path
+        if self.source.kind == "object" and came_from and Path(came_from).is_dir():
+            folder = Path(came_from)
+        if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            return None
+        try:
+            return AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=self.trust_remote_code
+            )
+        except Exception as error:  # tokenizer classes and the Rust library raise whatever they like
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            raise CheckpointError(
+                f"the tokenizer files in {folder} do not make a tokenizer ({lines[0]}): get them again"
+            ) from error
+
+
+def require_causal_lm(loaded: LoadedModel) -> None:
+    """Raises `UnsupportedModelError`, saying what the model is for, unless it is a causal language model."""
+    require_causal_module(loaded.module, loaded.source.name)
+
+
+def numpy_dtype(dtype: torch.dtype) -> Any:
+    """The numpy dtype of a torch dtype (bfloat16 and float8 as ml_dtypes has them)."""
+    return jnp.dtype(str(dtype).removeprefix("torch."))
+
+
+def report_of(
+    weights: dict[str, jax.Array], peak: PeakMemory, source: ModelSource, load_s: float, checkpoint_bytes: int | None
+) -> LoadReport:
+    """Counts the arrays; `checkpoint_bytes` is None where there were no files."""
+    unique = {id(array): array.nbytes for array in weights.values()}
+    weights_bytes = sum(unique.values())
+    return LoadReport(
+        load_s=load_s,
+        download_s=source.download_s,
+        download_bytes=source.download_bytes,
+        checkpoint_bytes=weights_bytes if checkpoint_bytes is None else checkpoint_bytes,
+        weights_bytes=weights_bytes,
+        peak_host_bytes=peak.growth_bytes,
+        num_tensors=len(weights),
+        num_shared=len(weights) - len(unique),
+    )
