@@ -7,6 +7,8 @@ Words as torchax has them: a *torch view* of a JAX array is a tensor that torch 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,20 +23,27 @@ torchax = import_torchax()
 
 from torchax.interop import jax_view, torch_view  # noqa: E402
 
-
-
-def _lower_copy() -> None:
-    """``tensor.copy_(view)``: torchax reads the view's array under a name that only tensors have."""
-    lowered = torchax.default_env()._ops[torch.ops.aten.copy_].func
-
-    def copy(x: torch.Tensor, y: torch.Tensor, memory_format: Any = None, env: Any = None) -> torch.Tensor:
-        return lowered(x, torch_view(jax_view(y)) if isinstance(y, torchax.view.View) else y, memory_format, env)
-
-    torchax.default_env()._ops[torch.ops.aten.copy_].func = copy
-
-
-_lower_copy()
+TorchView = torchax.view.View
 JaxFunction = Callable[..., Any]
+
+
+def lower(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool = False) -> None:
+    """Makes `torch_op` run `function`, over JAX arrays; with `keep_kind` over whatever the present lowering takes."""
+    env = torchax.default_env()
+    if keep_kind:
+        env._ops[torch_op] = dataclasses.replace(env._ops[torch_op], func=function)
+    else:
+        env.override_op_definition(torch_op, functools.partial(_over_arrays, function))
+
+
+def _over_arrays(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = jax_view((args, kwargs))
+    return torch_view(function(*args, **kwargs))
+
+
+def lowering_of(torch_op: Any) -> Callable[..., Any]:
+    """The function that torchax runs for `torch_op`."""
+    return torchax.default_env()._ops[torch_op].func
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

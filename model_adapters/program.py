@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from model_adapters import lowerings
 from model_adapters.attention import IMPLEMENTATION, goes_through_interface, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view
 from model_adapters.caches import LayerStates, TraceCache
@@ -45,6 +46,7 @@ class ModelProgram:
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
+        lowerings.install()
         self.module = module
         self.forward_function = type(module).forward
         parameters = inspect.signature(self.forward_function).parameters
@@ -122,7 +124,7 @@ class ModelProgram:
             kwargs["logits_to_keep"] = torch_view(last[None])
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
         with (
-            implementations(self.module, attention=self._attention(spec), experts="batched_mm"),
+            implementations(self.module, attention=self._attention(spec), experts="grouped_mm"),
             torch_mode(self.module, torch_view(dict(weights))),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):

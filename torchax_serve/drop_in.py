@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils import ModelOutput
 
@@ -22,6 +22,7 @@ from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, why_not_fast
+from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
 
 FLAGS = ("output_hidden_states", "output_attentions")
@@ -65,10 +66,25 @@ class JaxModel:
         device = super().device  # type: ignore[misc]
         return torch.device("cpu") if device.type == "meta" else device
 
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(GenerationMixin.generate).bind(self, *args, **kwargs).arguments
+        prompt = given.get("inputs")
+        self._jax_runtime.check_prompt(kwargs.get("input_ids") if prompt is None else prompt)
+        if (mask := kwargs.get("attention_mask")) is not None:
+            check_rows(mask)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
     def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> Any:
         runtime = self._jax_runtime
+        runtime.check_positions(max_cache_length)
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic", "static"):
             raise UnsupportedArgumentError(
@@ -79,7 +95,9 @@ class JaxModel:
             model_kwargs[name] = runtime.new_cache(1)
             return None
         generation_config.cache_implementation = None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        return super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
 
     def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         for name in ("logits_processor", "prefix_allowed_tokens_fn", "negative_prompt_ids"):

@@ -28,7 +28,7 @@ class Padding:
         """The padding that a 2D attention mask [batch, length] describes.
 
         Raises:
-            InvalidArgumentError: another shape, or a row that is padding from end to end.
+            InvalidArgumentError: another shape.
         """
         if mask is None:
             return cls()
@@ -39,12 +39,8 @@ class Padding:
         real = mask.bool()
         if bool(real.all()):
             return cls()
-        empty = (~real.any(1)).nonzero()
-        if len(empty):
-            raise InvalidArgumentError(
-                f"expected a token in every row of the batch, got only padding in row {int(empty[0])}; remove the row"
-            )
-        starts = real.int().argmax(1)
+        # A row of padding alone happens in a chunk of a longer prompt; a whole prompt of it is refused by check_rows.
+        starts = torch.where(real.any(1), real.int().argmax(1), length)
         if torch.equal(real, torch.arange(length)[None] >= starts[:, None]):
             return cls(starts=starts)
         return cls(mask=real)
@@ -54,5 +50,15 @@ class Padding:
         if self.starts is not None:
             return {"starts": jnp.asarray(self.starts.numpy(), jnp.int32)}
         if self.mask is not None:
-            return {"attention_mask": jnp.asarray(torch.nn.functional.pad(self.mask, (0, length - self.mask.shape[1]), value=True).numpy())}
+            mask = torch.nn.functional.pad(self.mask, (0, length - self.mask.shape[1]), value=True)
+            return {"attention_mask": jnp.asarray(mask.numpy())}
         return {}
+
+
+def check_rows(mask: torch.Tensor) -> None:
+    """Raises InvalidArgumentError if a row of the attention mask [batch, len] is padding from end to end."""
+    empty = (~mask.bool().any(-1)).nonzero()
+    if len(empty):
+        raise InvalidArgumentError(
+            f"expected a token in every row of the batch, got only padding in row {int(empty[0, 0])}; remove the row"
+        )

@@ -54,6 +54,7 @@ class Runtime:
         self.text_config = module.config.get_text_config(decoder=True)
         self.max_positions: int | None = getattr(self.text_config, "max_position_embeddings", None)
         self.vocab_size: int = module.get_input_embeddings().num_embeddings
+        self.learned_positions = _learned_positions(module, self.max_positions)
         self.can_cache, self.is_recurrent = self._cache_kinds()
 
     def _cache_kinds(self) -> tuple[bool, bool]:
@@ -74,6 +75,26 @@ class Runtime:
         """Length a query of `length` tokens is padded to: a rung of the ladder, or the same where padding is seen."""
         # A recurrent state would go on through padding on the right.
         return length if length == 1 or self.is_recurrent else bucket(length)
+
+    def check_prompt(self, ids: torch.Tensor | None) -> None:
+        """Raises InvalidArgumentError for a prompt [batch, len] that is empty or has more tokens than positions."""
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            return
+        if ids.numel() == 0:
+            raise InvalidArgumentError("expected a prompt of at least one token, got an empty one; add a token, such as bos")
+        if self.max_positions is not None and ids.shape[1] > self.max_positions:
+            raise InvalidArgumentError(
+                f"expected a prompt of at most {self.max_positions} tokens, the positions this model has, "
+                f"got {ids.shape[1]}; shorten it"
+            )
+
+    def check_positions(self, length: int) -> None:
+        """Raises InvalidArgumentError if `length` tokens need a position that a learned table does not have."""
+        if self.learned_positions is not None and length > self.learned_positions:
+            raise InvalidArgumentError(
+                f"expected at most {self.learned_positions} tokens in all, the rows of this model's table of positions, "
+                f"got {length} (prompt and new tokens); lower max_new_tokens or shorten the prompt"
+            )
 
     def check_ids(self, ids: torch.Tensor) -> None:
         """Raises InvalidArgumentError for token ids that the vocabulary does not have."""
@@ -112,6 +133,8 @@ class Runtime:
         tensor = given.pop(name)
         if name == "input_ids":
             self.check_ids(tensor)
+        # What padding computes is garbage, and here it would be looked at.
+        exact = exact or spec.output_attentions or spec.output_hidden_states
         query = Query(name, tensor, tensor.shape[1] if exact else self.padded_len(tensor.shape[1]))
         return self._forward_padded(query, given, spec, cache)
 
@@ -159,6 +182,17 @@ class Runtime:
         if cache is not None:
             cache.states, cache.length = states, past + query.len
         return _cut(fields, query, past, keep, cache)
+
+
+def _learned_positions(module: PreTrainedModel, max_positions: int | None) -> int | None:
+    """`max_positions` if the model looks positions up in a table, past whose end there is nothing to read."""
+    if max_positions is None:
+        return None
+    tables = [child for child in module.modules() if isinstance(child, torch.nn.Embedding)]
+    words = module.get_input_embeddings()
+    # Some tables have a few rows more, for an offset that the model adds.
+    is_table = any(max_positions <= t.num_embeddings <= max_positions + 8 for t in tables if t is not words)
+    return max_positions if is_table else None
 
 
 def _pad_to(tensor: torch.Tensor, length: int, fill: int | None) -> jax.Array:

@@ -1,0 +1,53 @@
+"""Torch operators that reach our own ops: products, and what torchax lacks or lowers badly.
+
+`install` is idempotent and called before anything is traced. What torchax does well is left to torchax.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from model_adapters import ops
+from model_adapters.bridge import jax_view, lower, lowering_of, torch_view, TorchView
+
+
+@functools.cache
+def install() -> None:
+    """Puts our lowerings into torchax's table."""
+    lower(torch.nn.functional.linear, ops.linear)
+    lower(torch.ops.aten.linear, ops.linear)
+    lower(torch.ops.aten.mm, ops.matmul)
+    lower(torch.ops.aten.bmm, ops.bmm)
+    lower(torch.ops.aten.addmm, ops.addmm)
+    lower(torch.ops.aten.baddbmm, ops.baddbmm)
+    lower(torch.ops.aten._grouped_mm, _grouped_mm)
+    _mend_copy()
+
+
+def _grouped_mm(
+    x: jax.Array,
+    weight: jax.Array,
+    offs: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    out_dtype: Any = None,
+) -> jax.Array:
+    """``torch._grouped_mm`` of rows sorted by expert: `x` [rows, in], `weight` [experts, in, out], `offs` ends of groups."""
+    if offs is None or bias is not None or x.ndim != 2 or weight.ndim != 3:
+        raise NotImplementedError("grouped_mm: expected x [rows, in], weight [experts, in, out] and offs, without bias")
+    sizes = jnp.diff(offs, prepend=jnp.zeros(1, offs.dtype)).astype(jnp.int32)
+    return ops.grouped_matmul(x, weight, sizes)
+
+
+def _mend_copy() -> None:
+    """``tensor.copy_(view)``: torchax 0.0.13 reads the view's array under a name that only tensors have."""
+    theirs = lowering_of(torch.ops.aten.copy_)
+
+    def copy(x: torch.Tensor, y: torch.Tensor, memory_format: Any = None, env: Any = None) -> torch.Tensor:
+        return theirs(x, torch_view(jax_view(y)) if isinstance(y, TorchView) else y, memory_format, env)
+
+    lower(torch.ops.aten.copy_, copy, keep_kind=True)
