@@ -70,7 +70,7 @@ class Splitter:
     def split(self, value: Any, path: str) -> Skeleton:
         """The skeleton of `value`, which stands at `path` (such as ``layers[0]``) of the owner."""
         kind = type(value)
-        if kind in _STATIC and not (self.remembered and value is not None and path in self.remembered):
+        if kind in _STATIC and path not in self.remembered:
             return kind, value
         if kind is dict or kind is OrderedDict:
             return kind, tuple((key, self.split(item, f"{path}[{key!r}]")) for key, item in value.items())
@@ -139,12 +139,26 @@ def split_attributes(obj: Any, attributes: Mapping[str, Any]) -> tuple[Splitter,
     return splitter, static
 
 
-def join_attributes(static: tuple[tuple[str, Skeleton], ...], children: tuple[Any, ...]) -> dict[str, Any]:
-    """The attributes that :func:`split_attributes` took apart, around other `children`."""
+def _comes_apart(child: Any) -> bool:
+    """Whether the rule takes `child` for a child without being told: a tensor or a pytree node, but None is static."""
+    return is_array(child) or (child is not None and not jax.tree_util.all_leaves((child,)))
+
+
+def join_attributes(
+    static: tuple[tuple[str, Skeleton], ...], children: tuple[Any, ...], recognized: str | None = None
+) -> dict[str, Any]:
+    """The attributes that :func:`split_attributes` took apart, around other `children`.
+
+    Attribute `recognized` needs no memory: its owner takes it for a child whatever it is.
+    """
     remaining = iter(children)
     attributes = {name: join(skeleton, remaining) for name, skeleton in static}
-    if not all(is_array(child) or not jax.tree_util.all_leaves((child,)) for child in children):
-        attributes[_REMEMBERED] = frozenset(path for name, skeleton in static for path in _child_paths(skeleton, name))
+    if not all(_comes_apart(child) for child in children):
+        paths = (path for name, skeleton in static for path in _child_paths(skeleton, name))
+        pairs = zip(paths, children, strict=True)
+        foreign = frozenset(path for path, child in pairs if not _comes_apart(child) and path != recognized)
+        if foreign:
+            attributes[_REMEMBERED] = foreign
     return attributes
 
 

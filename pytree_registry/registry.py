@@ -209,7 +209,7 @@ def _functions_for(cls: type) -> tuple[Any, Any, Any]:
 
     def unflatten(static: Any, children: Any) -> Any:
         skeletons, keys = static
-        attributes = join_attributes(skeletons, tuple(children))
+        attributes = join_attributes(skeletons, tuple(children), rule.attribute if rule is not None else None)
         obj = make(cls)
         stale = attributes.pop(_STALE, {})
         vars(obj).update(attributes)
