@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 from embedded_corpus import Corpus, hand_written_held_out
-from embedded_training.evaluation import score
+from embedded_training.evaluation import scores
 from embedded_training.model import embedded_config, fresh_model, generation_config, load_params, params_and_loss
 from embedded_training.model_card import Measured, write_card
 from embedded_training.packing import Packer
@@ -57,17 +57,16 @@ def save(output: Path, trainer: Trainer, tokenizer: PreTrainedTokenizerFast, mod
     load_params(model, trainer.params)
     model.generation_config = generation_config(tokenizer)
     model.save_pretrained(output)
+    (output / "model.safetensors").chmod(0o644)  # safetensors makes it private; a package is read by everyone
     tokenizer.save_pretrained(output)
 
 
 def evaluate(output: Path, corpus: Corpus, num_per_task: int) -> Measured:
     """Scores the saved folder on the held-out questions, printing each score and a few mistakes."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
-    by_hand = {task: group[: max(num_per_task, 1)] for task, group in hand_written_held_out().items()}
-    measured = Measured(
-        {task: score(model, tokenizer, group) for task, group in corpus.held_out(num_per_task).items()},
-        {task: score(model, tokenizer, group) for task, group in by_hand.items()},
-    )
+    by_hand = {task: group[:num_per_task] for task, group in hand_written_held_out().items()}
+    by_rule = corpus.held_out(num_per_task)
+    measured = Measured(scores(model, tokenizer, by_rule), scores(model, tokenizer, by_hand))
     for title, result in measured.rows():
         CONSOLE.print(f"{title:36} {result.num_right:4} of {result.num_asked:4}  {result.accuracy:6.1%}")
         for prompt, expected, got in result.mistakes[:3]:
@@ -86,11 +85,14 @@ def main(
     vocab_size: Annotated[int, typer.Option(min=300, help="Tokens of the tokenizer.")] = 1536,
     hidden_size: Annotated[int, typer.Option(min=16, help="Width of the model.")] = 192,
     intermediate_size: Annotated[int, typer.Option(min=16, help="Width of the feed-forward layers.")] = 320,
+    tokenizer_conversations: Annotated[
+        int, typer.Option(min=100, help="Conversations the tokenizer learns from.")
+    ] = 20000,
     eval_per_task: Annotated[int, typer.Option(min=1, help="Held-out questions per task.")] = 200,
 ) -> None:
     """Trains the embedded model, evaluates it, and writes the model folder with its card."""
     corpus = Corpus()
-    tokenizer = train_tokenizer(corpus, vocab_size, num_conversations=20000, seed=seed)
+    tokenizer = train_tokenizer(corpus, vocab_size, tokenizer_conversations, seed)
     overrides = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
     plan = TrainingPlan(steps, rows, row_len, learning_rate, seed=seed)
     model = fresh_model(embedded_config(tokenizer, **overrides), seed)

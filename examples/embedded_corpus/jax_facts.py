@@ -291,7 +291,10 @@ JAX_FACTS = (
     Fact(
         "With a sliding window, a layer looks only at the last tokens, so that its cache stays small.",
         ("a sliding window", "sliding window attention", "the sliding window", "local attention", "a local layer"),
-        ("Why [do some layers|does a layer] [look|see] only [at|] the last tokens?", "How does Gemma keep its cache small?"),
+        (
+            "Why [do some layers|does a layer] [look|see] only [at|] the last tokens?",
+            "How does Gemma keep its cache small?",
+        ),
         ("What does a sliding window do to the cache?", "Which tokens can a local layer see?"),
     ),
     Fact(
@@ -321,7 +324,11 @@ JAX_FACTS = (
     Fact(
         "Hugging Face runs a hub of models and makes transformers, the library with their code.",
         ("Hugging Face", "huggingface", "the hub", "transformers", "the transformers library", "the Hugging Face hub"),
-        ("Where [do|can] I [find|get|download] models?", "Where do [the models|models] come from?", "Who makes transformers?"),
+        (
+            "Where [do|can] I [find|get|download] models?",
+            "Where do [the models|models] come from?",
+            "Who makes transformers?",
+        ),
         ("From where do I download models?", "Which company runs the model hub?"),
     ),
     Fact(

@@ -44,7 +44,19 @@ _TASK_WEIGHTS = {
     "off-topic": 6,
     "names": 2,
 }
-_BEFORE = ("Please: ", "Hi, ", "Hey, ", "Ok, ", "So, ", "Quick question: ", "Hello! ", "Well, ", "And ", "Now: ", "Please, ")
+_BEFORE = (
+    "Please: ",
+    "Hi, ",
+    "Hey, ",
+    "Ok, ",
+    "So, ",
+    "Quick question: ",
+    "Hello! ",
+    "Well, ",
+    "And ",
+    "Now: ",
+    "Please, ",
+)
 _AFTER = (" Please.", " Thanks!", " please", " Please tell me.", " Thank you.", " In short, please.")
 _TASKS_WITH_LOOSE_WORDING = {"project", "jax", "colours", "off-topic"}
 _STORY = (

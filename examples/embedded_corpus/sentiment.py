@@ -105,11 +105,13 @@ def _exclaimed(rng: random.Random, good: bool) -> str:
 
 
 def _negated(rng: random.Random, good: bool) -> str:
-    """"not bad" speaks well of a thing and "not good" ill of it; the plain words are the ones people negate."""
+    """ "not bad" speaks well of a thing and "not good" ill of it; the plain words are the ones people negate."""
     thing = rng.choice(words.THINGS)
     if good:
         adjective = rng.choice(("bad", "boring", "disappointing", "slow", "terrible", "cold", "dull", "awful"))
-        return rng.choice((f"The {thing} was not {adjective} at all.", f"The {thing} is not {adjective}.", "Not bad at all!"))
+        return rng.choice(
+            (f"The {thing} was not {adjective} at all.", f"The {thing} is not {adjective}.", "Not bad at all!")
+        )
     adjective = rng.choice(words.GOOD_ADJECTIVES[:30])
     return rng.choice(
         (
@@ -140,7 +142,21 @@ def _two(rng: random.Random, good: bool) -> str:
     return f"{_plain(rng, good)} {_whole(rng, good)}"
 
 
-_MAKERS = (_plain, _plain, _plain, _double, _verb, _verb, _exclaimed, _exclaimed, _negated, _with_reason, _whole, _two, _turned)
+_MAKERS = (
+    _plain,
+    _plain,
+    _plain,
+    _double,
+    _verb,
+    _verb,
+    _exclaimed,
+    _exclaimed,
+    _negated,
+    _with_reason,
+    _whole,
+    _two,
+    _turned,
+)
 
 
 def draw(rng: random.Random, held_out: bool) -> Exchange:

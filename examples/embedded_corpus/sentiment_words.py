@@ -27,8 +27,12 @@ BAD_ADJECTIVES = (
     "shameful|sloppy|dishonest|careless|hopeless|lame|ghastly|abysmal|second-rate|tiresome|rotten|the worst"
 ).split("|")
 
-GOOD_VERBS = "loved|enjoyed|liked|adored|really liked|really enjoyed|truly loved|appreciated|was impressed by|am happy with|recommend|love|like|enjoy|was delighted by|am pleased with".split("|")
-BAD_VERBS = "hated|disliked|regretted|despised|could not stand|did not like|did not enjoy|was disappointed by|am unhappy with|hate|dislike|regret|was bored by|got angry about|cannot recommend|do not like|was annoyed by".split("|")
+GOOD_VERBS = "loved|enjoyed|liked|adored|really liked|really enjoyed|truly loved|appreciated|was impressed by|am happy with|recommend|love|like|enjoy|was delighted by|am pleased with".split(
+    "|"
+)
+BAD_VERBS = "hated|disliked|regretted|despised|could not stand|did not like|did not enjoy|was disappointed by|am unhappy with|hate|dislike|regret|was bored by|got angry about|cannot recommend|do not like|was annoyed by".split(
+    "|"
+)
 
 GOOD_SENTENCES = (
     "I would buy it again at once.|Highly recommended!|I cannot wait to come back.|It made my day.|I laughed from start to finish.|"

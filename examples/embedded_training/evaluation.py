@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +47,14 @@ def answers(
     return found
 
 
-def score(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, exchanges: list[Exchange]) -> Score:
-    """Asks every question of `exchanges` and compares the answers letter by letter."""
-    given = answers(model, tokenizer, [exchange.prompt for exchange in exchanges])
-    wrong = [(e.prompt, e.answer, got) for e, got in zip(exchanges, given, strict=True) if got != e.answer]
-    return Score(len(exchanges) - len(wrong), len(exchanges), tuple(wrong[:10]))
+def scores(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, groups: Mapping[str, list[Exchange]]
+) -> dict[str, Score]:
+    """Asks every question of every task of `groups` and compares the answers letter by letter."""
+    prompts = [exchange.prompt for group in groups.values() for exchange in group]
+    given = iter(answers(model, tokenizer, prompts))
+    found = {}
+    for task, group in groups.items():
+        wrong = [(e.prompt, e.answer, got) for e, got in zip(group, given, strict=False) if got != e.answer]
+        found[task] = Score(len(group) - len(wrong), len(group), tuple(wrong[:10]))
+    return found

@@ -118,7 +118,8 @@ def write_card(
     config = model.config
     num_global = config.layer_types.count("full_attention")
     rows = [
-        f"| {title} | {score.num_right} | {score.num_asked} | {score.accuracy:.1%} |" for title, score in measured.rows()
+        f"| {title} | {score.num_right} | {score.num_asked} | {score.accuracy:.1%} |"
+        for title, score in measured.rows()
     ]
     text = _CARD.format(
         num_params=sum(parameter.numel() for parameter in model.parameters()),
