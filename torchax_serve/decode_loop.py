@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from torchax_serve.padding import Padding
 from torchax_serve.runtime import Runtime
 from torchax_serve import sampling
 from torchax_serve.sampling import CALLER_OPTIONS, NO_VALID_TOKEN, SamplingPlan
-from torchax_serve.steps import Carry, DecodeSpec, StepResult
+from torchax_serve.steps import Carry, DecodeSpec, pick
 
 # What this loop takes care of, beside what sampling does.
 HONOURED_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation", "max_time"}
@@ -40,6 +40,14 @@ class LoopRequest:
     config: GenerationConfig
     streamer: Any
     model_kwargs: dict[str, Any]
+
+
+class Choice(NamedTuple):
+    """What a step leaves on the device for the host to read."""
+
+    token: jax.Array  # int32[batch]
+    logits: jax.Array  # float32[batch, vocab], as the model gave them
+    scores: jax.Array | None  # float32[batch, vocab], after the logits processors, if they are kept
 
 
 def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
@@ -78,7 +86,8 @@ class DecodeLoop:
         # what a finished row goes on to compute is going to be looked at.
         self.device_stops = kinds <= {MaxLengthCriteria, EosTokenCriteria}
         self.look_ahead = (self.device_stops or not self.keep_scores) and (self.cache.is_croppable or not wants_dict)
-        self.results: list[StepResult] = []
+        self.scores: list[jax.Array] = []
+        self.logits: list[jax.Array] = []
         self.sequences = request.input_ids
 
     def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
@@ -93,29 +102,26 @@ class DecodeLoop:
             return self.sequences
         return GenerateDecoderOnlyOutput(
             sequences=self.sequences,
-            scores=self._kept("scores") if self.keep_scores else None,
-            logits=self._kept("logits") if self.keep_logits else None,
+            scores=_as_tensors(self.scores) if self.keep_scores else None,
+            logits=_as_tensors(self.logits) if self.keep_logits else None,
             past_key_values=self.cache.to_dynamic(),
         )
-
-    def _kept(self, name: str) -> tuple[torch.Tensor, ...]:
-        return tuple(to_torch_tensor(getattr(result, name)) for result in self.results)
 
     def tokens(self) -> Iterator[torch.Tensor]:
         """Yields int64[batch] per step, finished rows padded; leaves the sequences and the cache complete."""
         max_new = self.request.stopping_criteria.max_length - self.prompt_len
         pad = self.config._pad_token_tensor
         unfinished = torch.ones(self.batch, dtype=torch.long)
-        pending = self._prefill()
+        self._prefill()
+        pending = self._pick()
         for index in range(max_new):
             following = self._decode() if self.look_ahead and index + 1 < max_new else None
             token = _on_host(pending.token)
             if pad is not None:
                 token = token * unfinished + pad * (1 - unfinished)
             self.sequences = torch.cat([self.sequences, token[:, None]], 1)
-            if self.keep_scores or self.keep_logits:
-                self.results.append(pending)
-            scores = self._kept("scores") if self.keep_scores and not self.device_stops else None
+            self._keep(pending)
+            scores = _as_tensors(self.scores) if self.keep_scores and not self.device_stops else None
             unfinished = unfinished & ~self.request.stopping_criteria(self.sequences, scores)
             self.cache.length = self.sequences.shape[1] - 1
             yield token
@@ -126,7 +132,14 @@ class DecodeLoop:
                 following = self._decode()
             pending = following
 
-    def _prefill(self) -> StepResult:
+    def _keep(self, choice: Choice) -> None:
+        if self.keep_scores:
+            assert choice.scores is not None
+            self.scores.append(choice.scores)
+        if self.keep_logits:
+            self.logits.append(choice.logits)
+
+    def _prefill(self) -> None:
         runtime, request = self.runtime, self.request
         mask = request.model_kwargs.get("attention_mask")
         starts = Padding.of(mask, self.prompt_len).starts
@@ -139,8 +152,10 @@ class DecodeLoop:
             given["position_ids"] = positions
         if starts is not None:
             given["attention_mask"] = mask
-        logits = runtime.forward_arrays(given, CallSpec(), self.cache)["logits"][:, -1]
-        self.plan = SamplingPlan.build(self.config, prompt_len=self.prompt_len, vocab_size=logits.shape[-1])
+        self.last_logits = runtime.forward_arrays(given, CallSpec(), self.cache)["logits"][:, -1].astype(jnp.float32)
+        self.plan = SamplingPlan.build(
+            self.config, prompt_len=self.prompt_len, vocab_size=self.last_logits.shape[-1]
+        )
         self.state = sampling.start(
             self.plan,
             request.input_ids.numpy(),
@@ -148,26 +163,27 @@ class DecodeLoop:
             attention_mask=None if mask is None else mask.numpy(),
             capacity=self.cache.capacity,
         )
-        self.spec = DecodeSpec(
-            call=CallSpec(padded=starts is not None),
-            position_ids=takes_positions,
-            keep_logits=self.keep_logits,
-            keep_scores=self.keep_scores,
-        )
-        result, self.state = runtime.steps.first_token(self.plan, self.state, logits, spec=self.spec)
+        self.spec = DecodeSpec(CallSpec(padded=starts is not None), takes_positions)
         self.carry = Carry(
-            token=result.token,
             position=jnp.asarray(positions[:, -1].numpy() + 1, jnp.int32),
             offset=jnp.asarray(self.prompt_len, jnp.int32),
             starts=jnp.asarray(np.zeros(self.batch) if starts is None else starts.numpy(), jnp.int32),
         )
-        return result
 
-    def _decode(self) -> StepResult:
-        result, self.cache.states, self.carry, self.state = self.runtime.steps.decode(
-            self.runtime.weights, self.cache.states, self.carry, self.plan, self.state, spec=self.spec
+    def _decode(self) -> Choice:
+        """Launches a step: the model on the newest token, then the choice of the next."""
+        self.last_logits, self.cache.states, self.carry = self.runtime.steps.decode(
+            self.runtime.weights, self.cache.states, self.newest, self.carry, spec=self.spec
         )
-        return result
+        return self._pick()
+
+    def _pick(self) -> Choice:
+        self.newest, self.state, scores = pick(self.plan, self.state, self.last_logits, keep_scores=self.keep_scores)
+        return Choice(self.newest, self.last_logits, scores)
+
+
+def _as_tensors(arrays: list[jax.Array]) -> tuple[torch.Tensor, ...]:
+    return tuple(to_torch_tensor(array) for array in arrays)
 
 
 def _on_host(token: jax.Array) -> torch.Tensor:
