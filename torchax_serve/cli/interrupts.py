@@ -41,18 +41,21 @@ def prompt_interrupts(*, leave_at: int) -> Iterator[None]:
     watcher = threading.Thread(target=_watch, args=(reader, done, pressed, leave_at), daemon=True)
     previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     watcher.start()
+    failure: Exception | None = None
     try:
         yield
     except Exception as error:
-        if pressed.is_set():
-            raise KeyboardInterrupt from error
-        raise
+        failure = error
     finally:
         signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
         done.set()
-        os.close(writer)  # the watcher reads the end of the pipe
+        os.close(writer)  # the watcher reads on to the end of the pipe
         watcher.join()
         os.close(reader)
+    if failure is not None and pressed.is_set():
+        raise KeyboardInterrupt from failure
+    if failure is not None:
+        raise failure
 
 
 def _watch(reader: int, done: threading.Event, pressed: threading.Event, leave_at: int) -> None:

@@ -8,11 +8,11 @@ them, prints its result on stdout, raises errors of `model_adapters.errors`, and
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 
+from torchax_serve import __version__
 from torchax_serve.cli.models import models
 from torchax_serve.cli.reporting import EXIT_STATUS_HELP, reported
 from torchax_serve.cli.run import run
@@ -48,7 +48,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"torchax-serve {version('torchax-serve')}")
+        typer.echo(f"torchax-serve {__version__}")
         raise typer.Exit()
 
 

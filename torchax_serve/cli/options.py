@@ -55,15 +55,6 @@ AllowPickleOption = Annotated[
         rich_help_panel=_LOADING,
     ),
 ]
-MaxLenOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-len",
-        min=1,
-        help="Longest prompt plus answer, in tokens; default: the model's.",
-        rich_help_panel=_LOADING,
-    ),
-]
 CacheDirOption = Annotated[
     Path | None,
     typer.Option("--cache-dir", help="Folder for downloads, in place of the hub's default.", rich_help_panel=_LOADING),
@@ -80,7 +71,6 @@ class LoadOptions:
     offline: bool = False
     trust_remote_code: bool = False
     allow_pickle: bool = False
-    max_len: int | None = None
     cache_dir: Path | None = None
 
     def serve_kwargs(self) -> dict[str, Any]:
@@ -92,6 +82,5 @@ class LoadOptions:
             "local_files_only": True if self.offline else None,
             "trust_remote_code": self.trust_remote_code,
             "allow_pickle": self.allow_pickle,
-            "max_len": self.max_len,
             "cache_dir": str(self.cache_dir) if self.cache_dir else None,
         }

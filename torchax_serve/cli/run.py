@@ -78,7 +78,6 @@ def run(
     offline: options.OfflineOption = False,
     trust_remote_code: options.TrustRemoteCodeOption = False,
     allow_pickle: options.AllowPickleOption = False,
-    max_len: options.MaxLenOption = None,
     cache_dir: options.CacheDirOption = None,
 ) -> None:
     """Chat with a model in the terminal, or get one answer.
@@ -108,7 +107,7 @@ def run(
         seed=seed,
         stop=tuple(stop) if stop else None,
     )
-    load = LoadOptions(revision, dtype, token, offline, trust_remote_code, allow_pickle, max_len, cache_dir)
+    load = LoadOptions(revision, dtype, token, offline, trust_remote_code, allow_pickle, cache_dir)
     _run(model, text, load, params, system=system, raw=raw, as_json=as_json)
 
 
@@ -134,6 +133,8 @@ def _run(
         if text is None:
             InteractiveChat(conversation, terminal_reader(), as_json=as_json).run()
             return
+        if not text.strip():
+            raise _empty_prompt()
         with prompt_interrupts(leave_at=1):
             write_answer(conversation.answer(text), model_name=model.name, as_json=as_json)
 
@@ -155,11 +156,15 @@ def _model_and_prompt(
     if prompt is not None and prompt_option is not None:
         raise InvalidArgumentError(f"two prompts, {prompt!r} and --prompt {prompt_option!r}; give one of them")
     text = prompt if prompt is not None else prompt_option
-    if text is None and not is_terminal(sys.stdin):
-        text = _read_stdin()
     if text is not None and not text.strip():
-        raise InvalidArgumentError("the prompt is empty; give some text as PROMPT, by --prompt, or in a pipe")
+        raise _empty_prompt()
+    if text is None and not is_terminal(sys.stdin):
+        text = _read_stdin()  # if nothing comes, a wrong name of the model is the better complaint
     return model, text
+
+
+def _empty_prompt() -> InvalidArgumentError:
+    return InvalidArgumentError("the prompt is empty; give some text as PROMPT, by --prompt, or in a pipe")
 
 
 def _is_prompt(argument: str) -> bool:

@@ -1,0 +1,70 @@
+"""A model whose answers a person can foresee: it says its prompt back; asked to be slow, it counts until stopped.
+
+Run as a program it is the command line with this model in place of every other.
+"""
+
+import itertools
+import sys
+import time
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}({{ m['content'] }}){% endfor %}"
+    "{% if add_generation_prompt %}a({% endif %}"
+)
+
+
+def byte_tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(["<pad>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+
+
+class FakeModel:
+    name = "fake"
+
+    def __init__(self, chat_template=TEMPLATE, max_position_embeddings=4096):
+        self.tokenizer = byte_tokenizer()
+        self.tokenizer.chat_template = chat_template
+        self.config = LlamaConfig(
+            vocab_size=len(self.tokenizer), max_position_embeddings=max_position_embeddings, num_hidden_layers=1
+        )
+        self.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+        self.requests = []
+        self.closed = False
+
+    def iter_tokens(self, prompt_ids, generation_config, *, stop_strings=None, seed=None):
+        self.requests.append((generation_config, seed))
+        prompt = self.tokenizer.decode(prompt_ids)
+        text = itertools.chain.from_iterable(f"{i} " for i in itertools.count()) if "slow" in prompt else prompt
+        limit = generation_config.max_new_tokens
+        for character in itertools.islice(text, limit):
+            if "slow" in prompt:
+                time.sleep(0.02)
+            yield from self.tokenizer(character)["input_ids"]
+        if "slow" not in prompt and len(prompt) < limit:
+            yield 1
+
+    def close(self):
+        self.closed = True
+
+
+if __name__ == "__main__":
+    import fcntl
+    import os
+    import termios
+
+    import torchax_serve
+    from torchax_serve.cli.main import main
+
+    if os.environ.get("OWN_TERMINAL"):  # so that the terminal turns Ctrl-C into a signal for this process
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    torchax_serve.serve = lambda name, **options: FakeModel()
+    sys.argv[0] = "torchax-serve"
+    main()

@@ -1,0 +1,106 @@
+"""The first screen, help, version, ``models``, and how soon the program answers."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from typer.testing import CliRunner
+
+from model_adapters.errors import TorchaxServeError
+from torchax_serve.cli.main import COMMANDS, app
+from torchax_serve.cli.reporting import one_line, run_and_report
+
+PROGRAM = "from torchax_serve.cli.main import main; main()"
+
+
+@pytest.fixture(autouse=True)
+def keep_this_process_as_it_is(monkeypatch):
+    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+
+
+def call(*arguments, **kwargs):
+    return CliRunner().invoke(app, arguments, **kwargs)
+
+
+def test_no_argument_says_what_to_do_next():
+    result = call()
+    assert result.exit_code == 0
+    for command in ("torchax-serve run", "torchax-serve models", "--help"):
+        assert command in result.stdout
+
+
+def test_version():
+    result = call("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("torchax-serve 0.")
+
+
+def test_every_command_and_every_option_is_explained():
+    text = call("--help").stdout
+    for name, _ in COMMANDS:
+        assert name in text
+        result = call(name, "--help", env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+        assert result.exit_code == 0
+        rows = [line.strip("│ ") for line in result.stdout.splitlines() if "│" in line and "-" in line]
+        for row in rows:
+            if row.startswith("--"):
+                explanation = row.split("  ")[-1].strip()
+                assert len(explanation.split()) >= 2, f"{name} {row}"
+
+
+def test_usage_errors_end_with_2():
+    assert call("nosuch").exit_code == 2
+    assert call("run", "--nosuch").exit_code == 2
+    assert call("run", "--top-k", "many").exit_code == 2
+
+
+def test_help_answers_before_the_libraries_are_imported():
+    """Fails when a module of the command line imports one of the slow libraries, and when it takes a second anyway."""
+    check = f"import sys, atexit\natexit.register(lambda: print(*sys.modules, file=sys.stderr))\n{PROGRAM}"
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", check, "run", "--help"], capture_output=True, text=True, timeout=60
+        )
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0
+    loaded = {name.split(".")[0] for name in done.stderr.split()}
+    assert not loaded & {"torch", "jax", "transformers", "prompt_toolkit", "numpy"}
+    assert min(times) < 2  # 0.4 s on an idle machine
+
+
+def test_models_lists_everything():
+    text = call("models").stdout
+    assert "gemma-3-1b-it" in text
+    assert "google/gemma-3-1b-it" in text
+    assert f"{len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} architectures" in text
+    assert "Qwen3ForCausalLM" not in text
+    assert "Qwen3ForCausalLM" in call("models", "--all").stdout
+
+
+def test_models_as_json():
+    everything = json.loads(call("models", "--json").stdout)
+    assert everything["short_names"]["gemma-3-1b-it"]["hub_id"] == "google/gemma-3-1b-it"
+    assert everything["architectures"].keys() == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (TorchaxServeError("a\n  b"), "a b"),
+        (ValueError(), "ValueError"),
+        (ValueError("c"), "c"),
+    ],
+)
+def test_one_line(error, line):
+    assert one_line(error) == line
+
+
+def test_statuses_of_commands(capfd):
+    assert run_and_report(lambda: None, debug=False) == 0
+    assert run_and_report(lambda: 1, debug=False) == 1
+    assert capfd.readouterr() == ("", "")
