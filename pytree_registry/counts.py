@@ -203,17 +203,15 @@ class CountRule:
         return 1, window - 2
 
 
-def flatten_count(count: StepCount) -> tuple[tuple[Any, ...], tuple[float, float, bool]]:
-    """Children and static part of a count: its value, its range."""
+def _flatten(count: StepCount) -> tuple[tuple[Any, ...], tuple[float, float, bool]]:
     return (count.value,), (count.low, count.high, count.settled)
 
 
-def flatten_count_with_keys(count: StepCount) -> tuple[tuple[tuple[Any, Any], ...], tuple[float, float, bool]]:
-    """As :func:`flatten_count`, each child with its key."""
+def _flatten_with_keys(count: StepCount) -> tuple[tuple[tuple[Any, Any], ...], tuple[float, float, bool]]:
     return ((jax.tree_util.GetAttrKey("value"), count.value),), (count.low, count.high, count.settled)
 
 
-def unflatten_count(static: tuple[float, float, bool], children: Any) -> Any:
+def _unflatten(static: tuple[float, float, bool], children: Any) -> Any:
     """The count back: a plain ``int`` where it is known without asking a device."""
     low, high, settled = static
     (value,) = children
@@ -229,3 +227,6 @@ def unflatten_count(static: tuple[float, float, bool], children: Any) -> Any:
                 "take it from the cache that the count belongs to"
             )
     return StepCount(value, low, high, settled)
+
+
+jax.tree_util.register_pytree_with_keys(StepCount, _flatten_with_keys, _unflatten, _flatten)

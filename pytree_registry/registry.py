@@ -20,7 +20,7 @@ import jax
 from jax.tree_util import GetAttrKey
 
 from pytree_registry.attributes import join_attributes, split_attributes
-from pytree_registry.counts import CountRule, StepCount, flatten_count, flatten_count_with_keys, unflatten_count
+from pytree_registry.counts import CountRule, StepCount
 from pytree_registry.errors import RegistrationError
 
 OWNER = "pytree_registry"
@@ -32,6 +32,9 @@ _COUNT_RULES = {
     "DynamicSlidingWindowLayer": CountRule("cumulative_length", "sliding_window", exact_below_window=True),
     "StaticSlidingWindowLayer": CountRule("cumulative_length_int", "max_cache_len", exact_below_window=False),
 }
+# Buffers that are views of one another come out of a pytree as separate arrays, so that an update of one would no
+# longer reach the other: wrong numbers, if it were let through.
+_VIEWS_OF_ONE_BUFFER = {"UnlimitedOcrStaticReferenceSlidingWindowLayer": "all_keys"}
 _MODEL_FILE = re.compile(r"transformers(_modules)?\..*\b(modeling|generation)_\w+")
 _BASELESS_CACHE = re.compile(r"\w+Cache(Layer)?")
 
@@ -51,9 +54,6 @@ def register_all() -> None:
         RegistrationError: a class has been registered with JAX by somebody else; names it.
     """
     with _lock:
-        if StepCount not in _registered:
-            jax.tree_util.register_pytree_with_keys(StepCount, flatten_count_with_keys, unflatten_count, flatten_count)
-            _registered[StepCount] = None
         for root in _roots():
             for cls in (root, *_subclasses(root)):
                 _register_unless_owned(cls)
@@ -184,8 +184,17 @@ def _functions_for(cls: type) -> tuple[Any, Any, Any]:
     make: Any = cls.__new__
     rule = next((_COUNT_RULES[base.__name__] for base in cls.__mro__ if base.__name__ in _COUNT_RULES), None)
 
+    buffer = next(
+        (_VIEWS_OF_ONE_BUFFER[base.__name__] for base in cls.__mro__ if base.__name__ in _VIEWS_OF_ONE_BUFFER), None
+    )
+
     def split(obj: Any) -> tuple[Any, Any]:
         attributes = dict(vars(obj))
+        if buffer is not None and attributes.get(buffer) is not None:
+            raise RegistrationError(
+                f"expected a cache layer whose tensors are independent, got {cls.__qualname__}, whose tensors are views "
+                f"of its {buffer}; use the dynamic cache of this model"
+            )
         if rule is not None and isinstance(attributes.get(rule.attribute), int | StepCount):
             count, window = attributes[rule.attribute], attributes[rule.window]
             attributes[rule.attribute] = rule.settle(count, window)

@@ -254,6 +254,16 @@ def tensors_in(value):
     return [found for item in items for found in tensors_in(item)]
 
 
+def is_refused(cache):
+    """Whether the tensors of `cache` are views of one another, which is said by name."""
+    tensors = tensors_in(cache)
+    if not any(one._base is other for one in tensors for other in tensors):
+        return False
+    with pytest.raises(pytree_registry.RegistrationError, match=f"{type(cache).__name__}, whose tensors are views"):
+        jax.tree.flatten(cache)
+    return True
+
+
 def test_outputs_are_registered_as_their_files_are_imported(outputs):
     assert len(outputs) > 400
     assert [name for name, cls in outputs.items() if not pytree_registry.is_registered(cls)] == []
@@ -269,7 +279,9 @@ def test_every_cache_and_layer_class_goes_through_a_pytree_and_jit(caches):
     assert kinds >= {getattr(cache_utils, name) for name in named.split()}
     assert len(kinds) >= 25
     assert [name for name, cache in caches.items() if not pytree_registry.is_registered(type(cache))] == []
-    check_all(caches)
+    refused = {name for name, cache in caches.items() if is_refused(cache)}
+    assert {name.rsplit(".", 1)[1] for name in refused} <= {"UnlimitedOcrStaticReferenceSlidingWindowLayer"}
+    check_all({name: cache for name, cache in caches.items() if name not in refused})
 
 
 def test_every_cache_class_without_a_base_goes_through_a_pytree_and_jit(baseless):
