@@ -172,6 +172,13 @@ class TraceCache(Cache):
             if isinstance(layer, AttentionLayer):
                 layer.offset = offset
 
+    def mask_len(self, query_len: int) -> int:
+        """Length of the attention mask for `query_len` new tokens; 0 where a recurrent state leaves nothing to mask."""
+        attention = next((layer for layer in self.layers if isinstance(layer, AttentionLayer)), None)
+        if attention is not None:
+            return attention.get_mask_sizes(query_len)[0]
+        return 0 if self.has_previous_state() else query_len
+
     def states(self) -> LayerStates:
         """The layers, to be returned from the trace; the offset stays with the host."""
         for layer in self.layers:

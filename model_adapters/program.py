@@ -115,8 +115,9 @@ class ModelProgram:
             cache = TraceCache(torch_view(states), None if offset is None else torch_view(offset))
             kwargs[self.cache_name] = cache
         if starts is not None and self.accepts("attention_mask"):
-            length = query_len if cache is None else cache.get_mask_sizes(query_len, 0)[0]
-            kwargs["attention_mask"] = padding_mask(starts, length)
+            length = query_len if cache is None else cache.mask_len(query_len)
+            if length:
+                kwargs["attention_mask"] = padding_mask(starts, length)
         if self.accepts("use_cache"):
             kwargs["use_cache"] = cache is not None
         keep_one = last is not None and self.accepts("logits_to_keep")

@@ -1,13 +1,14 @@
 """Ladders of lengths: every prompt and every cache is padded to a rung, so that few shapes are ever compiled.
 
-Rungs are powers of two and the half-way points between them, so padding costs at most a third.
+Rungs are powers of two, and from 128 on the half-way points between them: padding costs little where it is much work.
 """
 
 from __future__ import annotations
 
 from model_adapters.errors import InvalidArgumentError
 
-SMALLEST = 16
+SMALLEST = 32
+HALF_WAY_FROM = 128
 
 
 def bucket(length: int, limit: int | None = None) -> int:
@@ -20,5 +21,6 @@ def bucket(length: int, limit: int | None = None) -> int:
         raise InvalidArgumentError(f"expected at most {limit} tokens, got {length}; shorten the prompt")
     rung = SMALLEST
     while rung < length:
-        rung = rung * 3 // 2 if rung & (rung - 1) == 0 else rung * 4 // 3
+        is_power = rung & (rung - 1) == 0
+        rung = rung * 4 // 3 if not is_power else rung * 3 // 2 if rung >= HALF_WAY_FROM else rung * 2
     return rung if limit is None else min(rung, limit)
