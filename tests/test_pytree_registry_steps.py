@@ -122,8 +122,8 @@ def build(kind):
     torch.manual_seed(0)
     if kind == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, **HEADS)).eval()
-    if kind == "gemma3":
-        layers = ["sliding_attention", "full_attention"]
+    if kind != "mamba":
+        layers = ["sliding_attention", "sliding_attention" if kind == "gemma3 all sliding" else "full_attention"]
         config = transformers.Gemma3TextConfig(**TINY, **HEADS, sliding_window=4, layer_types=layers)
         return transformers.Gemma3ForCausalLM(config).eval()
     config = transformers.MambaConfig(hidden_size=32, state_size=4, num_hidden_layers=2, vocab_size=64)
@@ -154,7 +154,7 @@ def decode(model, cache_name, cache, ids, prompt_len):
     [
         ("llama", "static", 2),
         ("gemma3", "static", 4),
-        ("gemma3", "dynamic", 4),
+        ("gemma3 all sliding", "dynamic", 4),
         ("mamba", "dynamic", 2),
     ],
 )
