@@ -192,7 +192,7 @@ def _functions_for(cls: type) -> tuple[Any, Any, Any]:
         attributes = dict(vars(obj))
         if buffer is not None and attributes.get(buffer) is not None:
             raise RegistrationError(
-                f"expected a cache layer of independent tensors, got {cls.__qualname__}, whose tensors are views of its "
+                f"expected a layer of independent tensors, got {cls.__qualname__}, whose tensors are views of its "
                 f"{buffer}; use the dynamic cache of this model"
             )
         if rule is not None and isinstance(attributes.get(rule.attribute), int | StepCount):
