@@ -17,7 +17,6 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub import constants, errors
-from huggingface_hub.hf_api import RepoFile
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError, TorchaxServeError
@@ -68,17 +67,14 @@ def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
         if request.offline:
             return folder, 0
         try:
-            siblings = {
-                entry.path: entry.size
-                for entry in huggingface_hub.HfApi(token=request.token).list_repo_tree(
-                    request.hub_id, recursive=True, revision=folder.name
-                )
-                if isinstance(entry, RepoFile)
-            }
+            info = huggingface_hub.HfApi(token=request.token).model_info(
+                request.hub_id, revision=folder.name, files_metadata=True, timeout=constants.DEFAULT_ETAG_TIMEOUT
+            )
         except Exception as error:
-            if isinstance(error, errors.HfHubHTTPError) or not _is_connection_error(error):
+            if not _is_connection_error(error) and (_status(error) or 0) < 500:
                 raise
             return folder, 0  # the configuration came from the cache; what else is missing is found when it is read
+        siblings = {each.rfilename: each.size or 0 for each in info.siblings or []}
         names = [name for name in siblings if _wanted(name, request)]
         if request.with_weights:
             names += _weight_names(request, siblings, config)
@@ -140,6 +136,10 @@ def _extra_names(config: Path) -> tuple[str, ...]:
     return getattr(CONFIG_MAPPING[model_type], "extra_files", ()) if model_type in CONFIG_MAPPING else ()
 
 
+def _status(error: BaseException) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
 def _is_connection_error(error: BaseException) -> bool:
     """Whether a request never got an answer: the classes of the HTTP client, whichever the hub's release uses."""
     if isinstance(error, errors.OfflineModeIsEnabled | ConnectionError | TimeoutError):
@@ -163,7 +163,7 @@ def _hub_errors(request: HubRequest) -> Iterator[None]:
 
 def _translated(error: Exception, request: HubRequest) -> TorchaxServeError | None:
     name, endpoint = request.hub_id, constants.ENDPOINT
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    status = _status(error)
     revision = request.revision or "main"
     if isinstance(error, errors.HFValidationError):
         return InvalidArgumentError(f"{name!r} is no hub id: expected organisation/name")
