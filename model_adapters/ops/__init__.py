@@ -1,6 +1,8 @@
 """Logical ops over JAX arrays: one signature each, an implementation per platform, a plain ``jnp`` reference always."""
 
 from model_adapters.ops.decode_attention import decode_attention
+from model_adapters.ops.dense_attention import dense_attention
+from model_adapters.ops.grouped_matmul import grouped_matmul
 from model_adapters.ops.linear import addmm, baddbmm, bmm, einsum, linear, matmul
 from model_adapters.ops.registry import list_ops, on_platform, use
 
@@ -9,7 +11,9 @@ __all__ = [
     "baddbmm",
     "bmm",
     "decode_attention",
+    "dense_attention",
     "einsum",
+    "grouped_matmul",
     "linear",
     "list_ops",
     "matmul",

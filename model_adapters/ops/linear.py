@@ -7,6 +7,8 @@ a float32 one and a cast. With up to 16 rows a C++ stream over the weights is fa
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -16,7 +18,7 @@ from model_adapters.ops.cpu import kernels
 
 OP = "linear"
 MIN_ROWS = 4
-_HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
@@ -67,14 +69,14 @@ def reference(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) ->
 
 
 def _padding_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
-    return None if x.dtype in _HALF else f"x is {x.dtype}; only 16-bit floats need their rows padded"
+    return None if x.dtype in HALF else f"x is {x.dtype}; only 16-bit floats need their rows padded"
 
 
 @registry.register(OP, "padded", ("cpu",), refuses=_padding_refuses)
 def padded(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """XLA's own product of at least four rows."""
     num_rows = x.shape[0]
-    return reference(_at_least(x, 0, MIN_ROWS), weight, bias)[:num_rows]
+    return reference(at_least(x, 0, MIN_ROWS), weight, bias)[:num_rows]
 
 
 def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
@@ -91,10 +93,21 @@ def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = No
 @registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
 def streamed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """The C++ stream over the weights, for few rows."""
+    return _differentiable(x, weight, bias)
+
+
+@jax.custom_jvp
+def _differentiable(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
     return kernels.linear(x, weight, bias, x.dtype)
 
 
-def _at_least(x: jax.Array, axis: int, size: int) -> jax.Array:
+@_differentiable.defjvp
+def _tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    return _differentiable(*primals), jax.jvp(reference, primals, tangents)[1]
+
+
+def at_least(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """`x` with zeros behind `axis` where that is shorter than `size`."""
     missing = size - x.shape[axis]
     if missing <= 0:
         return x
@@ -114,8 +127,8 @@ def _matmul_sums(a: jax.Array, b: jax.Array, name: str) -> jax.Array:
     left = a[None, :] if a.ndim == 1 else a
     right = b[:, None] if b.ndim == 1 else b
     num_rows, num_columns = left.shape[-2], right.shape[-1]
-    if a.dtype in _HALF and registry.platform() == "cpu":
-        left, right = _at_least(left, -2, MIN_ROWS), _at_least(right, -1, MIN_ROWS)
+    if a.dtype in HALF and registry.platform() == "cpu":
+        left, right = at_least(left, -2, MIN_ROWS), at_least(right, -1, MIN_ROWS)
     sums = jnp.matmul(left, right, precision=precision(a.dtype), preferred_element_type=accumulator(a.dtype))
     sums = sums[..., :num_rows, :num_columns]
     if b.ndim == 1:

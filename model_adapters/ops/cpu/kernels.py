@@ -76,7 +76,7 @@ def max_linear_rows(dtype: jnp.dtype) -> int:
 def _call(target: str, results: Any, **options: Any) -> Callable[..., Any]:
     if (reason := missing()) is not None:
         raise RuntimeError(f"no CPU kernels: {reason}; ask missing() first")
-    return jax.ffi.ffi_call(target, results, **options)
+    return jax.ffi.ffi_call(target, results, vmap_method="sequential", **options)
 
 
 def _or_empty(array: jax.Array | None) -> jax.Array:

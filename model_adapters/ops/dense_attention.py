@@ -1,0 +1,233 @@
+"""Attention of many queries to dense keys and values, for prefill and for models without a paged cache."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import registry
+from model_adapters.ops.linear import HALF, MIN_ROWS, at_least, precision
+
+OP = "dense_attention"
+MAX_BLOCK = 256  # queries at a time; measured best on CPU among 128, 256 and all, from 512 queries on
+MIN_BLOCK = 16
+MAX_SCORES_BYTES = 64 << 20
+NUM_CAUSAL_PARTS = 4  # each computes scores with the keys before its end alone: 5/8 of the full square
+
+
+def dense_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    causal: bool = False,
+    return_weights: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Softmax attention with grouped heads; keys and values are not repeated for their groups.
+
+    A query that sees no key (a boolean mask all False, an additive one all ``-inf``) gives zeros, as
+    ``torch.nn.functional.scaled_dot_product_attention`` does. An additive mask of ``finfo.min``, as transformers' eager
+    attention uses it, makes such a row uniform, here as there.
+
+    Args:
+        q: Queries ``[B, Hq, T, D]``; query head ``i`` reads kv head ``i // (Hq // H)``.
+        k: Keys ``[B, H, S, D]``.
+        v: Values ``[B, H, S, Dv]``.
+        mask: Boolean (True: may attend) or additive, of rank 4, broadcastable to ``[B, Hq, T, S]``; or None.
+        sinks: ``[Hq]`` logits that take part in the softmax and carry no value, or None.
+        scale: Multiplies the products of queries and keys.
+        softcap: Scores ``s`` become ``softcap * tanh(s / softcap)`` before the mask; None for none.
+        causal: Query ``i`` sees keys ``j <= i`` (counted from the first of each, as in torch) out of what `mask` lets.
+        return_weights: Return the attention weights as well.
+
+    Returns:
+        ``[B, Hq, T, Dv]`` in q's dtype, with scores, softmax and sums in float32; with `return_weights` also the
+        weights ``[B, Hq, T, S]`` in q's dtype (a sink's share is left out).
+
+    Raises:
+        InvalidArgumentError: shapes that do not fit together.
+    """
+    _check(q, k, v, mask, sinks, softcap)
+    result: jax.Array | tuple[jax.Array, jax.Array] = registry.call(
+        OP, q, k, v, mask, sinks, scale=scale, softcap=softcap, causal=causal, return_weights=return_weights
+    )
+    return result
+
+
+def _check(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, sinks: jax.Array | None, softcap: float | None
+) -> None:
+    def expect(condition: bool, expected: str, got: Any) -> None:
+        if not condition:
+            raise InvalidArgumentError(f"dense_attention: expected {expected}, got {got}")
+
+    shapes = f"q{list(q.shape)} k{list(k.shape)} v{list(v.shape)}"
+    expect(q.ndim == k.ndim == v.ndim == 4, "q, k, v of rank 4", shapes)
+    batch, num_heads, num_queries, dim = q.shape
+    fits = k.shape[0] == v.shape[0] == batch and k.shape[3] == dim and v.shape[1:3] == k.shape[1:3]
+    expect(fits, "q[B,Hq,T,D] k[B,H,S,D] v[B,H,S,Dv]", shapes)
+    expect(k.shape[1] > 0 and num_heads % k.shape[1] == 0, "query heads a multiple of kv heads", shapes)
+    if mask is not None:
+        full = (batch, num_heads, num_queries, k.shape[2])
+        expect(
+            mask.ndim == 4 and all(m in (1, n) for m, n in zip(mask.shape, full, strict=True)),
+            f"a mask that broadcasts to {list(full)}",
+            list(mask.shape),
+        )
+    if sinks is not None:
+        expect(sinks.shape == (num_heads,), f"sinks of shape [{num_heads}]", list(sinks.shape))
+    expect(softcap is None or softcap > 0, "a positive softcap or None", softcap)
+
+
+def _masked(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Scores ``[B, H, G, T, S]`` under a mask ``[B|1, Hq|1, T|1, S|1]``."""
+    if mask is None:
+        return scores
+    heads, group = scores.shape[1:3]
+    shape = (heads, group) if mask.shape[1] > 1 else (1, 1)
+    mask = mask.reshape(mask.shape[0], *shape, *mask.shape[2:])
+    return jnp.where(mask, scores, -jnp.inf) if mask.dtype == jnp.bool_ else scores + mask.astype(scores.dtype)
+
+
+def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Softmax over the last axis in float32; a row of -inf alone gives zeros."""
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        sink = sinks.astype(scores.dtype).reshape(1, *scores.shape[1:3], 1, 1)
+        top = jnp.maximum(top, sink)
+    top = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - top)
+    return weights / jnp.where(total == 0, 1.0, total)
+
+
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    sinks: jax.Array | None,
+    first_query: jax.Array | int,
+    *,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Output and weights of the queries that start at position `first_query`."""
+    batch, num_heads, num_queries, dim = q.shape
+    heads, num_keys = k.shape[1:3]
+    group = num_heads // heads
+    accumulate = jnp.promote_types(q.dtype, jnp.float32)
+    exact = precision(q.dtype)
+    # The query heads of a group are further rows of one product with their kv head.
+    rows = q.reshape(batch, heads, group * num_queries, dim)
+    if q.dtype in HALF and registry.platform() == "cpu":
+        rows = at_least(rows, 2, MIN_ROWS)
+    scores = jnp.einsum("bhrd,bhsd->bhrs", rows, k, precision=exact, preferred_element_type=accumulate) * scale
+    scores = scores[:, :, : group * num_queries].reshape(batch, heads, group, num_queries, num_keys)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = _masked(scores, mask)
+    if causal:
+        positions = first_query + jnp.arange(num_queries, dtype=jnp.int32)
+        seen = jnp.arange(num_keys, dtype=jnp.int32) <= positions[:, None]
+        scores = jnp.where(seen, scores, -jnp.inf)
+    weights = _softmax(scores, sinks).astype(q.dtype)
+    rows = weights.reshape(batch, heads, group * num_queries, num_keys)
+    if q.dtype in HALF and registry.platform() == "cpu":
+        rows = at_least(rows, 2, MIN_ROWS)
+    out = jnp.einsum("bhrs,bhsd->bhrd", rows, v, precision=exact, preferred_element_type=accumulate)
+    out = out[:, :, : group * num_queries].astype(q.dtype)
+    return out.reshape(batch, num_heads, num_queries, -1), weights.reshape(batch, num_heads, num_queries, num_keys)
+
+
+@registry.define(OP, "many queries on dense keys and values")
+def reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    return_weights: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """All scores at once."""
+    out, weights = _attend(q, k, v, mask, sinks, 0, scale=scale, softcap=softcap, causal=causal)
+    return (out, weights) if return_weights else out
+
+
+def _block_len(batch: int, num_heads: int, num_keys: int) -> int:
+    """Queries at a time, a power of two that keeps their scores within ``MAX_SCORES_BYTES`` where possible."""
+    block = MAX_BLOCK
+    while block > MIN_BLOCK and batch * num_heads * block * num_keys * 4 > MAX_SCORES_BYTES:
+        block //= 2
+    return block
+
+
+def _blocked_refuses(q: jax.Array, k: jax.Array, *args: Any, return_weights: bool, **kwargs: Any) -> str | None:
+    if return_weights:
+        return "the weights are asked for, which needs all scores at once"
+    if q.shape[2] <= _block_len(q.shape[0], q.shape[1], k.shape[2]):
+        return f"{q.shape[2]} queries make one block"
+    return None
+
+
+@registry.register(OP, "blocked", registry.PLATFORMS, refuses=_blocked_refuses)
+def blocked(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    return_weights: bool,
+) -> jax.Array:
+    """A few hundred queries at a time, which bounds the scores' memory; causal parts skip the keys behind them."""
+    batch, num_heads, num_queries, _ = q.shape
+    block = _block_len(batch, num_heads, k.shape[2])
+    num_blocks = -(-num_queries // block)
+    padding = num_blocks * block - num_queries
+    attend = partial(_attend, scale=scale, softcap=softcap, causal=causal)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    if mask is not None and mask.shape[2] > 1:
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, padding), (0, 0)))
+
+    def queries(x: jax.Array, begin: jax.Array | int, count: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, begin, count, axis=2)
+
+    def part(first: int, last: int) -> jax.Array:
+        """Blocks `first` to `last`, one after the other."""
+        num_keys = min(k.shape[2], last * block) if causal else k.shape[2]
+        keys, values = k[:, :, :num_keys], v[:, :, :num_keys]
+        seen = mask if mask is None or mask.shape[3] == 1 else mask[..., :num_keys]
+
+        def one(begin: jax.Array | int) -> jax.Array:
+            here = seen if seen is None or seen.shape[2] == 1 else queries(seen, begin, block)
+            return attend(queries(q, begin, block), keys, values, here, sinks, begin)[0]
+
+        if last - first == 1:
+            return one(first * block)
+        outs = jax.lax.map(one, jnp.arange(first, last, dtype=jnp.int32) * block)  # [blocks, B, Hq, block, Dv]
+        return jnp.moveaxis(outs, 0, 2).reshape(batch, num_heads, -1, v.shape[3])
+
+    num_parts = min(NUM_CAUSAL_PARTS, num_blocks) if causal else 1
+    bounds = [i * num_blocks // num_parts for i in range(num_parts + 1)]
+    parts = [part(first, last) for first, last in itertools.pairwise(bounds)]
+    return jnp.concatenate(parts, axis=2)[:, :, :num_queries]

@@ -1,0 +1,134 @@
+"""Products of runs of rows with one weight matrix each: the experts of a mixture, tokens sorted by expert."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import registry
+from model_adapters.ops.cpu import kernels
+from model_adapters.ops.linear import accumulator, precision
+
+OP = "grouped_matmul"
+Layout = Literal["ekn", "enk"]
+MAX_TILE = 64
+
+
+def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout = "ekn") -> jax.Array:
+    """Row ``t`` of `x` times the weight of the group it lies in.
+
+    Args:
+        x: ``[T, K]``, rows sorted by group.
+        weight: ``[E, K, N]``, or ``[E, N, K]`` with ``layout="enk"``, which needs no transposed copy of weights kept as
+            ``[out, in]`` and is the one that the CPU kernel takes.
+        group_sizes: ``int32[E]``, the rows of each group. What they leave of T gives zeros.
+        layout: How `weight` lies.
+
+    Returns:
+        ``[T, N]`` in x's dtype, sums in float32.
+
+    Raises:
+        InvalidArgumentError: shapes or dtypes that do not fit together.
+    """
+    if layout not in ("ekn", "enk"):
+        raise InvalidArgumentError(f"grouped_matmul: expected layout 'ekn' or 'enk', got {layout!r}")
+    inner = weight.shape[1 if layout == "ekn" else 2] if weight.ndim == 3 else None
+    fits = x.ndim == 2 and inner == x.shape[1] and group_sizes.shape == weight.shape[:1] and x.dtype == weight.dtype
+    if not fits:
+        raise InvalidArgumentError(
+            f"grouped_matmul: expected x[T, K], weight[{', '.join(layout.upper())}] of one dtype and group_sizes[E], "
+            f"got {x.dtype}{list(x.shape)}, {weight.dtype}{list(weight.shape)} and {list(group_sizes.shape)}"
+        )
+    out: jax.Array = registry.call(OP, x, weight, group_sizes, layout=layout)
+    return out
+
+
+@registry.define(OP, "runs of rows times one weight matrix each (experts)")
+def reference(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
+    """XLA's ragged product; on CPU that is a dense one with every group, masked."""
+    if layout == "enk":
+        weight = jnp.swapaxes(weight, 1, 2)
+    sums = jax.lax.ragged_dot(
+        x,
+        weight,
+        group_sizes.astype(jnp.int32),
+        precision=precision(x.dtype),
+        preferred_element_type=accumulator(x.dtype),
+    )
+    return _zero_behind(sums, group_sizes).astype(x.dtype)
+
+
+def _zero_behind(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    inside = jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes)
+    return jnp.where(inside[:, None], rows, 0)
+
+
+def _tile_len(num_rows: int, num_groups: int) -> int:
+    """Rows at a time: near the mean of a group, a power of two from 4 to ``MAX_TILE``."""
+    tile = 4
+    while tile < MAX_TILE and tile * num_groups < num_rows:
+        tile *= 2
+    return tile
+
+
+@registry.register(OP, "tiled", ("cpu",))
+def tiled(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
+    """One product per tile of rows, over the groups that have any: reads the weights of those alone.
+
+    Tiles go upwards and a group's last one may run over its end; what it writes there the next group overwrites.
+    """
+    num_rows, num_groups = x.shape[0], weight.shape[0]
+    tile = _tile_len(num_rows, num_groups)
+    ends = jnp.cumsum(group_sizes.astype(jnp.int32))
+    tiles_of = -(-group_sizes.astype(jnp.int32) // tile)
+    tile_ends = jnp.cumsum(tiles_of)
+    padded = jnp.pad(x, ((0, tile), (0, 0)))
+    inner = 1 if layout == "enk" else 0
+
+    def step(i: jax.Array, out: jax.Array) -> jax.Array:
+        group = jnp.searchsorted(tile_ends, i, side="right").astype(jnp.int32)
+        tile_of_group = i - (tile_ends[group] - tiles_of[group])
+        begin = ends[group] - group_sizes[group].astype(jnp.int32) + tile_of_group * tile
+        rows = jax.lax.dynamic_slice_in_dim(padded, begin, tile)
+        one = jax.lax.dynamic_index_in_dim(weight, group, keepdims=False)
+        sums = jax.lax.dot_general(
+            rows,
+            one,
+            (((1,), (inner,)), ((), ())),
+            precision=precision(x.dtype),
+            preferred_element_type=accumulator(x.dtype),
+        )
+        return jax.lax.dynamic_update_slice_in_dim(out, sums.astype(x.dtype), begin, axis=0)
+
+    num_columns = weight.shape[1 if layout == "enk" else 2]
+    out = jax.lax.fori_loop(0, tile_ends[-1], step, jnp.zeros((num_rows + tile, num_columns), x.dtype))
+    return _zero_behind(out[:num_rows], group_sizes)
+
+
+def _kernel_refuses(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> str | None:
+    if layout != "enk":
+        return "the kernel takes weights [E, N, K]"
+    if x.dtype not in kernels.DTYPES:
+        return f"x is {x.dtype}, the kernel has bfloat16, float16 and float32"
+    return kernels.missing()
+
+
+@registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
+def streamed(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
+    """The C++ stream over the weights of the groups that have rows."""
+    return _differentiable(x, weight, group_sizes)
+
+
+@jax.custom_jvp
+def _differentiable(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return kernels.grouped_linear(x, weight, group_sizes)
+
+
+@_differentiable.defjvp
+def _tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    with_reference = partial(reference, layout="enk")
+    return _differentiable(*primals), jax.jvp(with_reference, primals, tangents)[1]
