@@ -23,7 +23,9 @@ def pieces_of(tokenizer, token_ids, **kwargs):
 
 def check(tokenizer, token_ids, **kwargs):
     pieces = pieces_of(tokenizer, token_ids, **kwargs)
-    assert "".join(pieces) == tokenizer.decode(token_ids, **{"skip_special_tokens": True, **kwargs})
+    # transformers leaves ids beyond the vocabulary out, or fails over them
+    known = [token_id for token_id in token_ids if token_id < len(tokenizer)]
+    assert "".join(pieces) == tokenizer.decode(known, **{"skip_special_tokens": True, **kwargs})
     return pieces
 
 
@@ -101,7 +103,7 @@ def test_work_per_token_is_bounded(kind, monkeypatch):
     """Counts the tokens given to ``decode`` for a long text, for one of endless byte tokens, and for empty tokens."""
     tokenizer = tokenizer_of(kind)
     text = tokenizer(" ".join(CORPUS), add_special_tokens=False)["input_ids"][:400]
-    odd = tokenizer("😀", add_special_tokens=False)["input_ids"][:1] * 400
+    odd = tokenizer("😀", add_special_tokens=False)["input_ids"][-1:] * 400
     nothing = [len(tokenizer) + 1] * 400
     decode = type(tokenizer).decode
     lengths = []

@@ -1,7 +1,13 @@
 """Small tokenizers of every decoding kind, trained on a few sentences."""
 
+import io
+import tempfile
+from pathlib import Path
+
+import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
 CORPUS = [
     "Once upon a time there was a model, and it didn't know what it's worth.",
@@ -105,7 +111,30 @@ def word_end_bpe():
         vocab_size=300, special_tokens=[*SPECIAL, "<unk>"], end_of_word_suffix="</w>", show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens(["</w>"])  # an end of word without a word
     return _wrapped(tokenizer, unk_token="<unk>")
+
+
+def sentencepiece_in_python():
+    """As GPT-SW3: no Rust inside, and spaces are stripped off both ends of the text."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        vocab_size=380,
+        model_type="bpe",
+        byte_fallback=True,
+        num_threads=1,
+        minloglevel=3,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "spiece.model")
+        path.write_bytes(model.getvalue())
+        tokenizer = SentencePieceBackend(
+            vocab_file=str(path), pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        )
+    tokenizer.add_tokens(["<tool>"])
+    return tokenizer
 
 
 KINDS = {
@@ -121,5 +150,6 @@ KINDS = {
         bpe_cleaned_up,
         bpe_cleaned_up_by_force,
         word_end_bpe,
+        sentencepiece_in_python,
     )
 }

@@ -25,20 +25,26 @@ _MAX_UNFINISHED = 3
 # The window is cut back to the smaller number of tokens when it has reached the larger one. Three bytes are enough for
 # a UTF-8 decoder to fall into step whatever stood before, and a token has at least one.
 _WINDOW_LEN, _KEPT_LEN = 16, 6
+# Decoders that treat the last token like any other: a token that adds no text to what stands before it adds none to
+# what comes after it. Others take spaces off the end, which appear once the text goes on.
+_NO_END_RULE = frozenset({"ByteLevel", "Metaspace", "WordPiece", "Replace", "ByteFallback", "Fuse", "Strip"})
 
 
 class Detokenizer:
     """Turns token ids into pieces of text: ``push`` for every token, ``flush`` once at the end.
 
     The pieces joined equal ``tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)``; a piece never
-    ends inside a character. The work per token does not grow with the number of tokens.
+    ends inside a character. The work per token does not grow with the number of tokens, save in a run of spaces of a
+    tokenizer that strips the end of its text (the few that are written in Python).
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
-        self._has_byte_tokens = _falls_back_to_bytes(tokenizer)
+        decoders = _decoder_types(tokenizer)
+        self._has_byte_tokens = "ByteFallback" in decoders
+        self._forgets_empty = bool(decoders) and decoders <= _NO_END_RULE
         self._clean_up = _CleanUp(tokenizer) if _cleans_up(tokenizer) else None
         self._token_ids: list[int] = []
         self._window: list[int] = []
@@ -50,8 +56,11 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that became certain with `token_id`; often empty."""
+        token = self._token(token_id)
+        if token is None:
+            return ""
         self._token_ids.append(token_id)
-        return self._cleaned(self._raw_piece(token_id))
+        return self._cleaned(self._raw_piece(token_id, token))
 
     def flush(self) -> str:
         """The rest of the text, after the last token."""
@@ -69,11 +78,16 @@ class Detokenizer:
     def _cleaned(self, piece: str) -> str:
         return self._clean_up.push(piece) if self._clean_up else piece
 
-    def _raw_piece(self, token_id: int) -> str:
+    def _token(self, token_id: int) -> str | None:
+        """The token itself; None beyond the vocabulary, where models with a padded embedding may go: it has no text."""
+        try:
+            token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        except (IndexError, KeyError):
+            return None
+        return token
+
+    def _raw_piece(self, token_id: int, token: str) -> str:
         if token_id in self._skipped or self._lost:
-            return ""
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
-        if token is None:  # beyond the vocabulary, as a model with a padded embedding may say: no text, ends no run
             return ""
         if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
             self._byte_run.append(token_id)
@@ -90,8 +104,8 @@ class Detokenizer:
         if text[:num_emitted] != self._window_text[:num_emitted]:
             self._lost = True
             return ""
-        if text == self._window_text and not self._num_held and self._window:
-            return ""  # a token without any text leaves no trace in the window either
+        if text == self._window_text and not self._num_held and self._window and self._forgets_empty:
+            return ""  # so that a run of tokens without text does not make the window long
         num_certain = max(num_emitted, len(text) - _num_unfinished(text))
         piece = text[num_emitted:num_certain]
         self._emitted.append(piece)
@@ -128,13 +142,16 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(tokenizer.all_special_ids)
 
 
-def _falls_back_to_bytes(tokenizer: Any) -> bool:
-    """Whether the decoder of `tokenizer` joins runs of byte tokens (decoder ``ByteFallback`` of `tokenizers`)."""
+def _decoder_types(tokenizer: Any) -> frozenset[str]:
+    """The decoders of the `tokenizers` library that `tokenizer` runs; none for a tokenizer written in Python.
+
+    A ``Strip`` that takes from the end counts as ``StripEnd``.
+    """
     if not getattr(tokenizer, "is_fast", False) or tokenizer.backend_tokenizer.decoder is None:
-        return False
+        return frozenset()
     decoder = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return any(part["type"] == "ByteFallback" for part in parts)
+    return frozenset("StripEnd" if part.get("stop") else part["type"] for part in parts)
 
 
 def _cleans_up(tokenizer: Any) -> bool:
