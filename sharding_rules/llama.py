@@ -1,8 +1,8 @@
 """Llama and those built like it: Mistral, Qwen2, Qwen3, Gemma 1 to 3.
 
 Queries, keys, values and the MLP's first products are divided by their outputs, the products after them by their
-inputs, so that each layer needs one sum over the devices after attention and one after the MLP (Megatron-LM, Shoeybi et al.
-2019). Weights are ``[out, in]``, as in ``torch.nn.Linear``.
+inputs, so that each layer needs one sum over the devices after attention and one after the MLP (Megatron-LM, Shoeybi et
+al. 2019). Weights are ``[out, in]``, as in ``torch.nn.Linear``.
 """
 
 from sharding_rules.rules import Rule, RuleTable

@@ -1,7 +1,7 @@
 """Which dimension of which tensor lies on which axis of the device mesh: rules as data.
 
-Two steps, as in JAX's larger language-model codebases. A *rule* names the dimensions of the tensors whose whole name its
-pattern matches, by *logical axes* (``("heads", "embed")``). One small map then sends logical axes to *mesh axes*:
+Two steps, as in JAX's larger language-model codebases. A *rule* names the dimensions of the tensors whose whole name
+its pattern matches, by *logical axes* (``("heads", "embed")``). One small map then sends logical axes to *mesh axes*:
 
 * ``data``: replicas of the model, each with its part of the batch;
 * ``model``: tensor parallelism, the heads, the hidden units of the MLP and the vocabulary are divided;
@@ -45,8 +45,8 @@ class Rule:
 
     Attributes:
         pattern: regular expression for the whole name.
-        axes: a logical axis, or None for a dimension that is never divided, for each dimension; None instead of them all
-            for tensors of any rank that every device has whole.
+        axes: a logical axis, or None for a dimension that is never divided, for each dimension; None instead of
+            them all for tensors of any rank that every device has whole.
         optional: whether a model of the family may have no such tensor; any other rule must be used.
     """
 
