@@ -110,7 +110,8 @@ class DecodeLoop:
     def tokens(self) -> Iterator[torch.Tensor]:
         """Yields int64[batch] per step, finished rows padded; leaves the sequences and the cache complete."""
         max_new = self.request.stopping_criteria.max_length - self.prompt_len
-        pad = self.config._pad_token_tensor
+        ends_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in self.request.stopping_criteria)
+        pad = self.config._pad_token_tensor if ends_at_eos else None
         unfinished = torch.ones(self.batch, dtype=torch.long)
         self._prefill()
         pending = self._pick()
