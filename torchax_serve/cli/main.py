@@ -7,6 +7,8 @@ them, prints its result on stdout, raises errors of `model_adapters.errors`, and
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -14,12 +16,14 @@ import typer
 
 from torchax_serve import __version__
 from torchax_serve.cli.models import models
-from torchax_serve.cli.reporting import EXIT_STATUS_HELP, reported
+from torchax_serve.cli.reporting import EXIT_INTERRUPTED, EXIT_STATUS_HELP, reported
 from torchax_serve.cli.run import run
+from torchax_serve.cli.verify import verify
 
 # In the order of --help. One line registers a command.
 COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("run", run),
+    ("verify", verify),
     ("models", models),
 )
 
@@ -70,4 +74,11 @@ for _name, _function in COMMANDS:
 
 def main() -> None:
     """Runs the program with the arguments of the process; ends by ``SystemExit``."""
-    app(prog_name="torchax-serve")
+    try:
+        app(prog_name="torchax-serve")
+    except SystemExit as end:
+        if end.code == EXIT_INTERRUPTED:
+            # Taking torch and jax down in order can last seconds, and who presses Ctrl-C does not want to wait.
+            sys.stdout.flush()
+            os._exit(EXIT_INTERRUPTED)
+        raise

@@ -1,0 +1,164 @@
+"""``torchax-serve verify``: the numbers of a model on JAX beside those of eager PyTorch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchax_serve.cli import options
+from torchax_serve.cli.options import LoadOptions
+from torchax_serve.cli.terminal import note
+
+DIFFERENT = 1
+
+
+def verify(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            show_default=False, help="Short name, hub id or folder; without it the small model of the package."
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", show_default=False, help="Text to compare on; a sentence of ours without it."),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Greedy tokens to compare; 0 for the forward alone.")] = 16,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance",
+            show_default=False,
+            help="Largest |jax - eager| / (|eager| + rms) that passes; 1e-4 in float32, 6e-2 in bfloat16, "
+            "1e-2 in float16 without it.",
+        ),
+    ] = None,
+    random_weights: Annotated[
+        Path | None,
+        typer.Option(
+            "--random-weights",
+            show_default=False,
+            help="In place of MODEL: a configuration (JSON file or folder) with weights made up.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    revision: options.RevisionOption = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            help="Of weights and computation on both sides: float32, bfloat16, float16, or auto (the checkpoint's).",
+        ),
+    ] = "float32",
+    token: options.TokenOption = None,
+    offline: options.OfflineOption = False,
+    trust_remote_code: options.TrustRemoteCodeOption = False,
+    allow_pickle: options.AllowPickleOption = False,
+    cache_dir: options.CacheDirOption = None,
+) -> int:
+    """Compare a model on JAX with eager PyTorch: each layer, the logits, greedy tokens.
+
+    Exit status 1 when they part; the tables show the first layer that does.
+
+    torchax-serve verify qwen3-0.6b
+    """
+    from torchax_serve.cli.interrupts import prompt_interrupts
+
+    load = LoadOptions(revision, dtype, token, offline, trust_remote_code, allow_pickle, cache_dir)
+    with prompt_interrupts(leave_at=1):
+        from torchax_serve import InvalidArgumentError
+        from torchax_serve.verify import verify as compare
+
+        if random_weights is not None and model is not None:
+            raise InvalidArgumentError(f"--random-weights makes its own model; leave {model} out")
+        note("running both sides; the first time, compiling takes a while")
+        result = compare(
+            model if random_weights is None else str(random_weights),
+            prompt=prompt,
+            new_tokens=tokens,
+            tolerance=tolerance,
+            random_weights=random_weights is not None,
+            **load.serve_kwargs(),
+        )
+    if as_json:
+        print(json.dumps(result.as_dict(), allow_nan=False))
+    else:
+        _print_tables(result)
+    return 0 if result.passed else DIFFERENT
+
+
+def _print_tables(result: Any) -> None:
+    from rich.console import Console
+
+    # Without a terminal rich assumes 80 columns and folds; a file or a pipe wants a row on a line.
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(
+        f"{result.model}: {result.architecture}, {result.dtype}, JAX on {result.device} against eager PyTorch "
+        f"(weights: {result.eager_weights})\nprompt of {len(result.prompt_ids)} tokens, "
+        f"tolerance {result.tolerance:g} on |jax - eager| / (|eager| + rms)\n",
+        markup=False,
+    )
+    console.print(_layer_table(result))
+    if result.steps:
+        console.print(_token_table(result))
+    console.print(_verdict(result), markup=False)
+
+
+def _layer_table(result: Any) -> Any:
+    from rich.table import Table
+
+    table = Table(header_style="bold", title="one forward", title_justify="left")
+    table.add_column("")
+    headings = ["whole prompt", "cached step"] if result.cached_step else ["whole prompt"]
+    for heading in headings:
+        table.add_column(f"{heading}:\nlargest", justify="right")
+        table.add_column("\nrelative", justify="right")
+        table.add_column("")
+    parts = [result.prompt, result.cached_step] if result.cached_step else [result.prompt]
+    firsts = [next((row.name for row in rows if not row.within), None) for rows in parts]
+    for rows in zip(*parts, strict=True):
+        cells = [rows[0].name]
+        for row, first in zip(rows, firsts, strict=True):
+            cells += [*_numbers(row), "" if row.within else "first beyond" if row.name == first else "beyond"]
+        table.add_row(*cells, style=None if all(row.within for row in rows) else "red")
+    return table
+
+
+def _token_table(result: Any) -> Any:
+    from rich.table import Table
+
+    table = Table(header_style="bold", title="greedy tokens", title_justify="left")
+    for heading in ("new token", "jax", "eager", "logits: largest", "relative"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for index, row in enumerate(result.steps):
+        ours, theirs = result.tokens[index], result.eager_tokens[index]
+        remarks = [] if row.within else ["beyond"]
+        if ours != theirs:
+            remarks.append("a tie in this dtype" if result.tie else "they part")
+        style = "red" if not row.within or (ours != theirs and not result.tie) else None
+        table.add_row(str(index), str(ours), str(theirs), *_numbers(row), ", ".join(remarks), style=style)
+    return table
+
+
+def _numbers(row: Any) -> tuple[str, str]:
+    return f"{row.largest:.2e}", f"{row.relative:.2e}"
+
+
+def _verdict(result: Any) -> str:
+    parted, num_tokens = result.first_different_token, len(result.tokens)
+    if not num_tokens:
+        tokens = "no tokens compared"
+    elif parted is None:
+        tokens = f"all {num_tokens} greedy tokens the same"
+    else:
+        tokens = f"greedy tokens differ from new token {parted} on"
+        tokens += ", where rounding decides" if result.tie else ""
+    if result.passed:
+        return f"passed: every difference within the tolerance, {tokens}"
+    where = f"first beyond the tolerance is {result.first_beyond}" if result.first_beyond else "logits are within it"
+    return f"they part: {where}; {tokens}"

@@ -1,0 +1,65 @@
+"""The same model with the same weights in eager PyTorch: what `verify` compares with and `bench` runs against."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import jax
+import torch
+from transformers import PreTrainedModel
+
+from model_adapters.bridge import tensors_of, to_torch_tensor
+from model_adapters.errors import UnsupportedModelError
+from model_adapters.loading import LoadedModel
+
+
+class EagerTwin:
+    """A transformers model in eager PyTorch that reads the very arrays of a loaded JAX model.
+
+    Where the caller passed a model object, the twin is a copy of it with weights of its own.
+
+    Attributes:
+        module: the model, in evaluation mode.
+        shares_weights: whether its parameters lie in the memory of the JAX arrays.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.module: PreTrainedModel = copy.deepcopy(loaded.module).eval()
+        self.shares_weights = loaded.source.kind != "object"
+        self._versions: dict[str, tuple[torch.Tensor, int]] = {}
+        if self.shares_weights:
+            self._take(loaded.weights)
+
+    def _take(self, weights: dict[str, jax.Array]) -> None:
+        tensors: dict[int, torch.Tensor] = {}  # by id of the array: tied weights stay one tensor
+        for name, template in tensors_of(self.module).items():
+            array = weights[name]
+            if id(array) not in tensors:
+                tensor = shared_tensor(array).to(template.dtype)
+                is_parameter = isinstance(template, torch.nn.Parameter)
+                tensors[id(array)] = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+            path, _, attribute = name.rpartition(".")
+            setattr(self.module.get_submodule(path), attribute, tensors[id(array)])
+            self._versions[name] = (tensors[id(array)], tensors[id(array)]._version)
+
+    def check_untouched(self) -> None:
+        """Raises `UnsupportedModelError` if the model's code has written into the weights it shares."""
+        changed = [
+            name
+            for name, (tensor, version) in self._versions.items()
+            if isinstance(tensor, torch.nn.Parameter) and tensor._version != version
+        ]
+        if changed:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} changes its weights while it runs ({changed[0]}), which it shares with "
+                "the JAX model here: load it with transformers and pass the object"
+            )
+
+
+def shared_tensor(array: jax.Array) -> torch.Tensor:
+    """The torch tensor over the memory of a floating-point array; a copy of any other."""
+    if array.ndim and jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
+        exported: Any = array  # torch's annotation knows tensors alone
+        return torch.from_dlpack(exported)
+    return to_torch_tensor(array)
