@@ -6,6 +6,7 @@ This module imports neither jax nor torch: front ends and the scheduler build re
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import difflib
 import math
@@ -32,12 +33,12 @@ class Limits:
     whole: bool = False
 
     def __contains__(self, value: object) -> bool:
-        """Whether `value` is a number (never a bool, never nan or infinite) inside the interval."""
+        """Whether `value` is a number (never a bool, nan or infinite) inside the interval, as the device sees it."""
         kind = numbers.Integral if self.whole else numbers.Real
         if isinstance(value, bool) or not isinstance(value, kind):
             return False
-        number = int(value) if self.whole else float(value)
-        if not math.isfinite(number):
+        number: Any = value if self.whole else _in_float32(value)
+        if not self.whole and not math.isfinite(number):
             return False
         above = number > self.low if self.low_open else number >= self.low
         below = number < self.high if self.high_open else number <= self.high
@@ -49,6 +50,14 @@ class Limits:
         above = f"{'>' if self.low_open else '>='} {self.low:g}"
         below = "" if math.isinf(self.high) else f" and {'<' if self.high_open else '<='} {self.high:g}"
         return f"{kind} {above}{below}"
+
+
+def _in_float32(value: Any) -> float:
+    """What is left of `value` on the device: a temperature of 1e-60 is zero there, one of 10**400 infinite."""
+    try:
+        return ctypes.c_float(float(value)).value
+    except OverflowError:
+        return math.inf
 
 
 LIMITS: Mapping[str, Limits] = {

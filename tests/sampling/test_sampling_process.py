@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from sampling_reference import left_padded_prompts, prepared_config, processors_of, reference_scores
 
 from torchax_serve import sampling
+from torchax_serve.sampling.rules import installed_rules
 
 SMALL, LARGE = 40, 700  # thresholds by comparing pairs, and bit by bit with candidates behind top-k
 BATCH, PROMPT_LEN, NUM_STEPS = 3, 6, 4
@@ -149,6 +150,17 @@ def test_ties_overflow_the_candidates():
     assert (np.isfinite(scores).sum(-1) > 128).any()
 
 
+def test_top_k_sorts_no_whole_row():
+    """XLA's CPU backend has a top-k kernel, and falls back to sorting the row where it does not see the pattern."""
+    config = prepared_config(LARGE, 2, {"do_sample": True, "top_k": 50, "top_p": 0.9, "typical_p": 0.9, "top_h": 0.9})
+    plan = sampling.SamplingPlan.build(config, prompt_len=2, vocab_size=LARGE)
+    state = sampling.start(plan, np.zeros((1, 2), np.int32), seed=0)
+    program = compiled_process.lower(plan, state, jnp.zeros((1, LARGE))).compile().as_text()
+    sorts = [line for line in program.splitlines() if " sort(" in line]
+    assert all(f",{LARGE}]" not in line for line in sorts)
+    assert "TopK" in program
+
+
 def test_bfloat16_logits_are_processed_in_float32():
     config = prepared_config(SMALL, 2, {"do_sample": True, "temperature": 0.3})
     plan = sampling.SamplingPlan.build(config, prompt_len=2, vocab_size=SMALL)
@@ -199,4 +211,6 @@ OPTIONS = st.fixed_dictionaries(
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 @given(options=OPTIONS, seed=st.integers(0, 2**31), vocab_size=st.sampled_from([SMALL, LARGE]))
 def test_random_combinations(options, seed, vocab_size):
+    # Older releases make nan of a banned eos and then raise in other processors; a test above has the nan alone.
+    assume(installed_rules().decay_skips_infinite or "exponential_decay_length_penalty" not in options)
     check_steps(options, vocab_size, seed, num_steps=3)

@@ -1,7 +1,7 @@
 """Processors of sampling: each removes (scores as -inf) the tokens that its method leaves out.
 
-All but `keep_top_h` and `top_candidates` work on any set of columns, the whole vocabulary or a few candidates of it in
-ascending order of token id, because removed tokens have no mass. Named after and equal to transformers' warpers.
+Behind top-k they work on any set of columns, the whole vocabulary or a few candidates of it in ascending order of
+token id, because removed tokens have no mass. Each gives what transformers' warper of the same name gives.
 """
 
 from __future__ import annotations
@@ -16,9 +16,19 @@ from torchax_serve.sampling.thresholds import beyond_mass, in_light_tail
 TOP_H_CANDIDATES = 100  # transformers looks at no more
 
 
+def top_columns(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Array]:
+    """The largest of each row, f32[batch, num_columns] in descending order, and their columns.
+
+    The barrier keeps XLA from merging later slices into this one: its CPU backend would no longer see a top-k there and
+    sort whole rows, 100 times slower.
+    """
+    best, columns = lax.optimization_barrier(tuple(lax.top_k(scores, num_columns)))
+    return best, columns
+
+
 def keep_top_h(top_h: jax.Array, scores: jax.Array) -> jax.Array:
     """Keeps the likeliest tokens as long as their entropy stays below a part of the whole (Top-H, arXiv:2509.02510)."""
-    best, ids = lax.top_k(scores, min(TOP_H_CANDIDATES, scores.shape[-1]))
+    best, ids = top_columns(scores, min(TOP_H_CANDIDATES, scores.shape[-1]))
     log_probs = jax.nn.log_softmax(best, axis=-1)
     probs = jnp.exp(log_probs)
     # A token of no probability makes 0 * -inf = nan in transformers, and with it everything behind is removed.
@@ -29,26 +39,21 @@ def keep_top_h(top_h: jax.Array, scores: jax.Array) -> jax.Array:
     return jnp.full_like(scores, -jnp.inf).at[rows, ids].set(jnp.where(keep, best, -jnp.inf))
 
 
-def top_candidates(scores: jax.Array, num_candidates: int, top_k: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The best tokens of each row, cut to `top_k`, and whether nothing that top-k keeps was left out.
+def top_candidates(
+    scores: jax.Array, num_candidates: int, top_k: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The best tokens of each row, in ascending order of id, and the score of the k-th best.
 
     Returns:
-        Scores f32[batch, num_candidates] with -inf below the k-th best, their token ids in ascending order, and
-        bool[]: false if ties with the k-th best may reach beyond these columns.
+        Scores f32[batch, num_candidates], their token ids i32[batch, num_candidates], the k-th best score f32[batch,
+        1], and bool[]: false if tokens that tie with the k-th best may lie beyond these columns.
     """
-    best, ids = lax.top_k(scores, num_candidates)
+    best, ids = top_columns(scores, num_candidates)
     kth = jnp.take_along_axis(best, jnp.broadcast_to(top_k - 1, (len(best), 1)), axis=1)
     complete = num_candidates == scores.shape[1] or ((best[:, -1:] < kth) | (best[:, -1:] == -jnp.inf)).all()
     order = jnp.argsort(ids, axis=1)
     ids, best = jnp.take_along_axis(ids, order, axis=1), jnp.take_along_axis(best, order, axis=1)
-    return jnp.where(best < kth, -jnp.inf, best), ids, jnp.asarray(complete)
-
-
-def cut_below_kth(scores: jax.Array, num_candidates: int, top_k: jax.Array) -> jax.Array:
-    """Top-k over the whole vocabulary; ties with the k-th best stay."""
-    best, _ = lax.top_k(scores, num_candidates)
-    kth = jnp.take_along_axis(best, jnp.broadcast_to(top_k - 1, (len(best), 1)), axis=1)
-    return jnp.where(scores < kth, -jnp.inf, scores)
+    return best, ids, kth, jnp.asarray(complete)
 
 
 def keep_top_p(tail: jax.Array, scores: jax.Array) -> jax.Array:
@@ -110,14 +115,13 @@ def process_sampling(plan: SamplingPlan, scores: jax.Array) -> jax.Array:
         scores = keep_top_h(plan.top_h, scores)
     if plan.top_k is None:
         return warp_columns(plan, scores)
-    top_k, num_candidates = plan.top_k, plan.num_candidates
-    candidates, ids, complete = top_candidates(scores, num_candidates, top_k)
+    candidates, ids, kth, complete = top_candidates(scores, plan.num_candidates, plan.top_k)
+
+    def cut_and_warp(columns: jax.Array) -> jax.Array:
+        return warp_columns(plan, jnp.where(columns < kth, -jnp.inf, columns))  # ties with the k-th best stay
 
     def on_candidates() -> jax.Array:
         rows = jnp.arange(scores.shape[0])[:, None]
-        return jnp.full_like(scores, -jnp.inf).at[rows, ids].set(warp_columns(plan, candidates))
+        return jnp.full_like(scores, -jnp.inf).at[rows, ids].set(cut_and_warp(candidates))
 
-    def on_all() -> jax.Array:
-        return warp_columns(plan, cut_below_kth(scores, num_candidates, top_k))
-
-    return lax.cond(complete, on_candidates, on_all)
+    return lax.cond(complete, on_candidates, lambda: cut_and_warp(scores))
