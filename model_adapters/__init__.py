@@ -1,0 +1,1 @@
+"""From Hugging Face modules to JAX functions: loading, the bridge, caches, attention interception, ops."""

@@ -2,10 +2,10 @@
 
 While a model is traced, its configuration names ``torchax_serve`` as attention implementation. Masks are then made by
 `served_mask` and attention is computed by `served_attention`. Both leave notes on the tensors they hand to model code:
-a mask that is causal, perhaps windowed and padded on the left, says so; keys that come straight from the cache say where
-they were written. When both notes arrive, a decode step runs as one op that writes the cache and attends. A note that
-model code has dropped on the way, by computing something else from the tensor, means the dense path with the very
-tensors model code passed: slower, never different.
+a mask that is causal, perhaps windowed and padded on the left, says so; keys that come straight from the cache say
+where they were written. When both notes arrive, a decode step runs as one op that writes the cache and attends. A note
+that model code has dropped on the way, by computing something else from the tensor, means the dense path with the
+very tensors model code passed: slower, never different.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def served_mask(
 ) -> torch.Tensor:
     """transformers' boolean mask [batch, 1, q_length, kv_length], annotated where it is a plain causal one."""
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    mask = sdpa_mask(
+    mask: Any = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -127,13 +127,15 @@ def served_attention(
     note: CausalMask | None = getattr(attention_mask, "causal_mask", None)
     q = jax_view(query)
     if q.shape[2] == 1 and write is not None and write.pool_before is not None and note and position_bias is None:
-        out = _decode(q, write, note, scale=scale, softcap=softcap, sinks=sinks)
+        out: Any = _decode(q, write, note, scale=scale, softcap=softcap, sinks=sinks)
     else:
         mask = None if attention_mask is None else jax_view(attention_mask)
         if position_bias is not None:
             bias = jax_view(position_bias)
             mask = bias if mask is None else bias + _additive(mask, bias.dtype)
-        causal = mask is None and q.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        causal = (
+            mask is None and q.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        )
         out = dense_attention(
             q, jax_view(key), jax_view(value), mask, sinks, scale=scale, softcap=softcap, causal=causal
         )
@@ -169,7 +171,6 @@ AttentionInterface.register(IMPLEMENTATION, served_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, served_mask)
 
 
-
 def goes_through_interface(module: PreTrainedModel) -> bool:
-    """Whether the model's attention is reached by `AttentionInterface`; one that is not keeps its own code and masks."""
+    """Whether `AttentionInterface` reaches the model's attention; one it does not keeps its own code and masks."""
     return bool(module._supports_attention_backend or module._supports_sdpa)

@@ -127,7 +127,7 @@ class AttentionLayer(CacheLayerMixin):
         return self.capacity
 
 
-class HybridLayer(LinearAttentionLayer, AttentionLayer):
+class HybridLayer(LinearAttentionLayer, AttentionLayer):  # type: ignore[override]  # as transformers' own
     """A layer with both a linear-attention state and keys and values."""
 
     is_initialized = AttentionLayer.is_initialized
@@ -187,7 +187,7 @@ class TraceCache(Cache):
         return tuple(self.layers)
 
     @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
+    def is_compileable(self) -> bool:
         """False: transformers would build 4D masks on the host for a cache that says yes."""
         return False
 
@@ -215,12 +215,12 @@ class DeviceCache(Cache):
         return f"DeviceCache(length={self.length}, capacity={self.capacity}, layers={len(self.states)})"
 
     @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
+    def is_compileable(self) -> bool:
         """False: compilation is this project's own business."""
         return False
 
     @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
+    def is_croppable(self) -> bool:
         """Whether a rollback leaves no trace: only attention layers can forget."""
         return all(type(layer) is AttentionLayer for layer in self.states)
 
@@ -313,7 +313,12 @@ def _take(state: Any, layer: Any, length: int) -> None:
 
 
 def _copy_flags(source: Any, target: Any) -> None:
-    for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size"):
+    for name in (
+        "is_conv_states_initialized",
+        "is_recurrent_states_initialized",
+        "has_previous_state",
+        "conv_kernel_size",
+    ):
         getattr(target, name).update(getattr(source, name))
     target.dtype, target.device = source.dtype, source.device
 

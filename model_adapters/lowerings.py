@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from model_adapters import ops
-from model_adapters.bridge import jax_view, lower, lowering_of, torch_view, TorchView
+from model_adapters.bridge import TorchView, jax_view, lower, lowering_of, torch_view
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def _grouped_mm(
     bias: jax.Array | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """``torch._grouped_mm`` of rows sorted by expert: `x` [rows, in], `weight` [experts, in, out], `offs` ends of groups."""
+    """``torch._grouped_mm``: `x` [rows, in] sorted by expert, `weight` [experts, in, out], `offs` their ends."""
     if offs is None or bias is not None or x.ndim != 2 or weight.ndim != 3:
         raise NotImplementedError("grouped_mm: expected x [rows, in], weight [experts, in, out] and offs, without bias")
     sizes = jnp.diff(offs, prepend=jnp.zeros(1, offs.dtype)).astype(jnp.int32)

@@ -113,6 +113,7 @@ class ModelProgram:
         cache = None
         if states is not None:
             cache = TraceCache(torch_view(states), None if offset is None else torch_view(offset))
+            assert self.cache_name is not None
             kwargs[self.cache_name] = cache
         if starts is not None and self.accepts("attention_mask"):
             length = query_len if cache is None else cache.mask_len(query_len)
@@ -120,8 +121,8 @@ class ModelProgram:
                 kwargs["attention_mask"] = padding_mask(starts, length)
         if self.accepts("use_cache"):
             kwargs["use_cache"] = cache is not None
-        keep_one = last is not None and self.accepts("logits_to_keep")
-        if keep_one:
+        keep_one = self.accepts("logits_to_keep")
+        if last is not None and keep_one:
             kwargs["logits_to_keep"] = torch_view(last[None])
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
         with (
@@ -131,7 +132,9 @@ class ModelProgram:
         ):
             output = self.forward_function(self.module, **kwargs, **dict(spec.extra), return_dict=True)
         self.output_class = type(output)
-        fields = {name: jax_view(value) for name, value in output.items() if value is not cache and name != self.cache_name}
+        fields = {
+            name: jax_view(value) for name, value in output.items() if value is not cache and name != self.cache_name
+        }
         if last is not None and not keep_one:
             fields["logits"] = jax.lax.dynamic_slice_in_dim(fields["logits"], last, 1, axis=1)
         return fields, None if cache is None else jax_view(cache.states())

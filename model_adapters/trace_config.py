@@ -26,7 +26,10 @@ def implementations(module: PreTrainedModel, *, attention: str | None, experts: 
         wanted["_attn_implementation_internal"] = attention
     with _TRACE_LOCK:
         before = [
-            (config, name, getattr(config, name)) for config in _configs(module) for name in wanted if hasattr(config, name)
+            (config, name, getattr(config, name))
+            for config in _configs(module)
+            for name in wanted
+            if hasattr(config, name)
         ]
         try:
             for config, name, _ in before:

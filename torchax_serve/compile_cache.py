@@ -23,8 +23,8 @@ def enable_compile_cache(folder: Path | None = None) -> Path | None:
     Returns:
         The folder in use; None where it cannot be written, which is said once and costs only time.
     """
-    if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
+    if chosen := jax.config.read("jax_compilation_cache_dir"):
+        return Path(chosen)
     folder = folder or default_cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)

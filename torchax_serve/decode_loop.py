@@ -17,11 +17,11 @@ from model_adapters.bridge import to_torch_tensor
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.program import CallSpec
+from torchax_serve import sampling
 from torchax_serve.buckets import bucket
 from torchax_serve.padding import Padding
 from torchax_serve.runtime import Runtime
-from torchax_serve import sampling
-from torchax_serve.sampling import CALLER_OPTIONS, NO_VALID_TOKEN, SamplingPlan
+from torchax_serve.sampling import CALLER_OPTIONS, NO_VALID_TOKEN, SamplingPlan, SamplingState
 from torchax_serve.steps import Carry, DecodeSpec, pick
 
 # What this loop takes care of, beside what sampling does.
@@ -53,7 +53,9 @@ class Choice(NamedTuple):
 def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
     """The first reason why `request` needs transformers' own loop; None if it can take the fast road."""
     kwargs, config = request.model_kwargs, request.config
-    extra = [k for k, v in kwargs.items() if v is not None and k not in UNDERSTOOD_KWARGS | {runtime.program.cache_name}]
+    extra = [
+        k for k, v in kwargs.items() if v is not None and k not in UNDERSTOOD_KWARGS | {runtime.program.cache_name}
+    ]
     cache = kwargs.get(runtime.program.cache_name or "")
     if not isinstance(cache, DeviceCache) or cache.length:
         return "the cache is not a fresh one of this model"
@@ -74,10 +76,20 @@ def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
 class DecodeLoop:
     """Runs one request; `tokens` yields them as they come, `run` returns what ``generate`` returns."""
 
+    plan: SamplingPlan
+    state: SamplingState
+    spec: DecodeSpec
+    carry: Carry
+    newest: jax.Array  # int32[batch]
+    last_logits: jax.Array  # float32[batch, vocab]
+
     def __init__(self, runtime: Runtime, request: LoopRequest) -> None:
         self.runtime, self.request, self.config = runtime, request, request.config
         self.batch, self.prompt_len = request.input_ids.shape
+        assert runtime.program.cache_name is not None
         self.cache: DeviceCache = request.model_kwargs[runtime.program.cache_name]
+        assert request.stopping_criteria.max_length is not None
+        self.max_length: int = request.stopping_criteria.max_length
         wants_dict = bool(self.config.return_dict_in_generate)
         self.keep_scores = wants_dict and bool(self.config.output_scores)
         self.keep_logits = wants_dict and bool(self.config.output_logits)
@@ -101,15 +113,15 @@ class DecodeLoop:
         if not self.config.return_dict_in_generate:
             return self.sequences
         return GenerateDecoderOnlyOutput(
-            sequences=self.sequences,
-            scores=_as_tensors(self.scores) if self.keep_scores else None,
-            logits=_as_tensors(self.logits) if self.keep_logits else None,
+            sequences=self.sequences,  # type: ignore[arg-type]
+            scores=_as_tensors(self.scores) if self.keep_scores else None,  # type: ignore[arg-type]
+            logits=_as_tensors(self.logits) if self.keep_logits else None,  # type: ignore[arg-type]
             past_key_values=self.cache.to_dynamic(),
         )
 
     def tokens(self) -> Iterator[torch.Tensor]:
         """Yields int64[batch] per step, finished rows padded; leaves the sequences and the cache complete."""
-        max_new = self.request.stopping_criteria.max_length - self.prompt_len
+        max_new = self.max_length - self.prompt_len
         ends_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in self.request.stopping_criteria)
         pad = self.config._pad_token_tensor if ends_at_eos else None
         unfinished = torch.ones(self.batch, dtype=torch.long)
@@ -144,7 +156,7 @@ class DecodeLoop:
         runtime, request = self.runtime, self.request
         mask = request.model_kwargs.get("attention_mask")
         starts = Padding.of(mask, self.prompt_len).starts
-        self.cache.reserve(bucket(request.stopping_criteria.max_length))
+        self.cache.reserve(bucket(self.max_length))
         positions = request.model_kwargs.get("position_ids")
         positions = (torch.arange(self.prompt_len)[None] if positions is None else positions).expand(self.batch, -1)
         given = {"input_ids": request.input_ids, "logits_to_keep": 1}
@@ -154,9 +166,7 @@ class DecodeLoop:
         if starts is not None:
             given["attention_mask"] = mask
         self.last_logits = runtime.forward_arrays(given, CallSpec(), self.cache)["logits"][:, -1].astype(jnp.float32)
-        self.plan = SamplingPlan.build(
-            self.config, prompt_len=self.prompt_len, vocab_size=self.last_logits.shape[-1]
-        )
+        self.plan = SamplingPlan.build(self.config, prompt_len=self.prompt_len, vocab_size=self.last_logits.shape[-1])
         self.state = sampling.start(
             self.plan,
             request.input_ids.numpy(),

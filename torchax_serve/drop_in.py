@@ -1,8 +1,8 @@
 """An existing model object, its ``forward`` and ``generate`` now run by JAX.
 
-The object's class is replaced by a subclass of itself that overrides four methods. ``generate`` stays transformers' own,
-with all it prepares and checks; only the cache it asks for, the forward it calls and the sampling loop it ends in are
-replaced. So signature, defaults, errors and return types are transformers' by construction.
+The object's class is replaced by a subclass of itself. ``generate`` stays transformers' own, with all it prepares and
+checks; only the cache it asks for, the forward it calls and the sampling loop it ends in are replaced. So signature,
+defaults, errors and return types are transformers' by construction.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
         InvalidArgumentError: `model` is no `PreTrainedModel`, or lies on another device than the CPU.
     """
     if not isinstance(model, PreTrainedModel):
-        raise InvalidArgumentError(f"expected a transformers PreTrainedModel, got {type(model).__name__}; load one first")
+        raise InvalidArgumentError(
+            f"expected a transformers PreTrainedModel, got {type(model).__name__}; load one first"
+        )
     if isinstance(model, JaxModel):
         return model
     if model.device.type != "cpu":
-        raise InvalidArgumentError(f'expected a model on the CPU, got one on {model.device}; call model.to("cpu") first')
+        raise InvalidArgumentError(
+            f'expected a model on the CPU, got one on {model.device}; call model.to("cpu") first'
+        )
     model.eval()
     weights, _ = extract_jax(model)
     return attach(model, Runtime(model, weights))
@@ -50,8 +54,8 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
 
 def attach(model: PreTrainedModel, runtime: Runtime) -> PreTrainedModel:
     """Gives `model` the class whose forward and generation are run by `runtime`."""
-    model._jax_runtime = runtime
-    model.__class__ = _jax_class(type(model))
+    vars(model)["_jax_runtime"] = runtime
+    model.__class__ = _jax_class(type(model))  # type: ignore[arg-type]
     return model
 
 
@@ -68,6 +72,7 @@ class JaxModel:
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own, after a look at the prompt."""
         given = inspect.signature(GenerationMixin.generate).bind(self, *args, **kwargs).arguments
         prompt = given.get("inputs")
         self._jax_runtime.check_prompt(kwargs.get("input_ids") if prompt is None else prompt)
@@ -88,9 +93,10 @@ class JaxModel:
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic", "static"):
             raise UnsupportedArgumentError(
-                f"cache_implementation={implementation!r} is not supported here; leave it out, the cache lies on the device"
+                f"cache_implementation={implementation!r} is not supported here; leave it out: the cache lies on the "
+                "device"
             )
-        name = runtime.program.cache_name
+        name = runtime.program.cache_name or ""
         if runtime.can_cache and generation_config.use_cache is not False and model_kwargs.get(name) is None:
             model_kwargs[name] = runtime.new_cache(1)
             return None
@@ -176,8 +182,9 @@ def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]
     cache = None if cache_name is None else given.pop(cache_name, None)
     if cache is None and use_cache and runtime.can_cache and "labels" not in given:
         cache = runtime.new_cache(1)
-    flags = {flag: bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS}
-    fields = runtime.forward(given, CallSpec(**flags), cache)
+    hidden, attentions = (bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS)
+    spec = CallSpec(output_hidden_states=hidden, output_attentions=attentions)
+    fields = runtime.forward(given, spec, cache)
     if cache is not None and cache_name is not None:
         fields[cache_name] = cache
     output = runtime.program.output_class(**fields)

@@ -7,7 +7,6 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -20,7 +19,7 @@ from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, Progress, load_model
 from torchax_serve.compile_cache import enable_compile_cache
 from torchax_serve.decode_loop import DecodeLoop, LoopRequest, why_not_fast
-from torchax_serve.drop_in import attach, to_jax
+from torchax_serve.drop_in import attach
 from torchax_serve.request import SamplingParams
 from torchax_serve.runtime import Runtime
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
@@ -87,7 +86,7 @@ class ServedModel:
         self.config = loaded.config
         self.dtype = loaded.dtype
         self.load_report = loaded.report
-        self.torch_model = attach(loaded.module, Runtime(loaded.module, loaded.weights))
+        self.torch_model: Any = attach(loaded.module, Runtime(loaded.module, loaded.weights))
 
     def __enter__(self) -> ServedModel:
         return self
@@ -194,7 +193,9 @@ class ServedModel:
         system: str | None = None,
     ) -> str | TextStream:
         """The answer to a conversation; see `torchax_serve.text.chat`."""
-        return chat(self, messages, params, stream=stream, system=system)
+        if stream:
+            return chat(self, messages, params, stream=True, system=system)
+        return chat(self, messages, params, system=system)
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:
         """Text that follows `prompt`, piece by piece; see `torchax_serve.text.stream`."""

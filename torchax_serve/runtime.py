@@ -53,7 +53,7 @@ class Runtime:
         self.config = module.config
         self.text_config = module.config.get_text_config(decoder=True)
         self.max_positions: int | None = getattr(self.text_config, "max_position_embeddings", None)
-        self.vocab_size: int = module.get_input_embeddings().num_embeddings
+        self.vocab_size: int = module.get_input_embeddings().num_embeddings  # type: ignore[assignment]
         self.learned_positions = _learned_positions(module, self.max_positions)
         self.can_cache, self.is_recurrent = self._cache_kinds()
 
@@ -81,7 +81,9 @@ class Runtime:
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             return
         if ids.numel() == 0:
-            raise InvalidArgumentError("expected a prompt of at least one token, got an empty one; add a token, such as bos")
+            raise InvalidArgumentError(
+                "expected a prompt of at least one token, got an empty one; add a token, such as bos"
+            )
         if self.max_positions is not None and ids.shape[1] > self.max_positions:
             raise InvalidArgumentError(
                 f"expected a prompt of at most {self.max_positions} tokens, the positions this model has, "
@@ -92,8 +94,8 @@ class Runtime:
         """Raises InvalidArgumentError if `length` tokens need a position that a learned table does not have."""
         if self.learned_positions is not None and length > self.learned_positions:
             raise InvalidArgumentError(
-                f"expected at most {self.learned_positions} tokens in all, the rows of this model's table of positions, "
-                f"got {length} (prompt and new tokens); lower max_new_tokens or shorten the prompt"
+                f"expected at most {self.learned_positions} tokens in all, the rows of this model's table of "
+                f"positions, got {length} (prompt and new tokens); lower max_new_tokens or shorten the prompt"
             )
 
     def check_ids(self, ids: torch.Tensor) -> None:
@@ -199,7 +201,11 @@ def _pad_to(tensor: torch.Tensor, length: int, fill: int | None) -> jax.Array:
     """Pads the second dimension on the right with `fill`, or with the last value."""
     missing = length - tensor.shape[1]
     if missing:
-        tail = tensor[:, -1:].expand(-1, missing, *tensor.shape[2:]) if fill is None else tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), fill)
+        tail = (
+            tensor[:, -1:].expand(-1, missing, *tensor.shape[2:])
+            if fill is None
+            else tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), fill)
+        )
         tensor = torch.cat([tensor, tail], 1)
     return to_jax_array(tensor)
 

@@ -1,7 +1,7 @@
 """The pure step functions, jitted: the only code that runs on the device.
 
-A decode step is two programs. `Steps.decode` is the model: weights and cache are arguments, the cache is donated, so it is
-updated in place. `pick` is the choice of the next token, the same program for every model with that vocabulary. So
+A decode step is two programs. `Steps.decode` is the model: weights and cache are arguments, the cache is donated, so it
+is updated in place. `pick` is the choice of the next token, the same program for every model with that vocabulary. So
 sampling options that come and go compile a small program anew and never the model. `num_traces` counts compilations of
 a model by function; tests hold it constant from token to token.
 """
@@ -37,8 +37,8 @@ class Carry:
 class DecodeSpec:
     """The static part of a decode step."""
 
-    call: CallSpec = CallSpec()
-    position_ids: bool = True  # the forward takes position ids
+    call: CallSpec
+    position_ids: bool  # the forward takes position ids
 
 
 class Steps:

@@ -185,8 +185,10 @@ def test_lm_eval(eager, model, tokenizer, tmp_path):
     for each in (eager, model):
         backend = HFLM(pretrained=each, tokenizer=tokenizer, batch_size=2, max_length=64)
         manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-        outcome = simple_evaluate(backend, tasks=["tiny_choice"], task_manager=manager, log_samples=True, bootstrap_iters=0)
-        scores = [[float(score) for (score, _), in sample["resps"]] for sample in outcome["samples"]["tiny_choice"]]
+        outcome = simple_evaluate(
+            backend, tasks=["tiny_choice"], task_manager=manager, log_samples=True, bootstrap_iters=0
+        )
+        scores = [[float(score) for ((score, _),) in sample["resps"]] for sample in outcome["samples"]["tiny_choice"]]
         results.append((outcome["results"]["tiny_choice"]["acc,none"], torch.tensor(scores)))
     assert results[1][0] == results[0][0]
     torch.testing.assert_close(results[1][1], results[0][1], atol=1e-4, rtol=1e-4)
@@ -277,9 +279,8 @@ def test_learned_positions_end_where_their_table_ends():
 def test_what_to_jax_refuses():
     with pytest.raises(InvalidArgumentError, match="expected a transformers PreTrainedModel, got Linear"):
         to_jax(torch.nn.Linear(2, 2))
-    with pytest.raises(InvalidArgumentError, match=r'call model.to\("cpu"\) first'):
-        with torch.device("meta"):
-            to_jax(transformers.AutoModelForCausalLM.from_config(tiny_model("llama").config))
+    with pytest.raises(InvalidArgumentError, match=r'call model.to\("cpu"\) first'), torch.device("meta"):
+        to_jax(transformers.AutoModelForCausalLM.from_config(tiny_model("llama").config))
     model = to_jax(tiny_model("llama"))
     model.train()
     with pytest.raises(InvalidArgumentError, match=r"call model.eval\(\)"):

@@ -103,7 +103,12 @@ CASES = {
     "beams, early stopping": {"num_beams": 3, "early_stopping": True, "eos_token_id": ENDS},
     "beams, length penalty": {"num_beams": 4, "length_penalty": 2.0, "eos_token_id": ENDS},
     "beams, several returned": {"num_beams": 4, "num_return_sequences": 2},
-    "beams, scores": {"num_beams": 2, "num_return_sequences": 2, "output_scores": True, "return_dict_in_generate": True},
+    "beams, scores": {
+        "num_beams": 2,
+        "num_return_sequences": 2,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    },
     "beams, processors": {"num_beams": 3, "no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
     "beams, sampled": {"num_beams": 2, **SAMPLE},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
