@@ -222,3 +222,30 @@ raise SystemExit(run_and_report(load, debug=False))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+LOST = """
+import gc, os, signal, time
+from torchax_serve.cli.interrupts import prompt_interrupts
+from torchax_serve.cli.reporting import run_and_report
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(10): pass
+def answer():
+    with prompt_interrupts(leave_at={leave_at}):
+        last = Last()
+        del last  # what is raised in there is reported and lost
+        print("on it goes", flush=True)
+        time.sleep({seconds})
+raise SystemExit(run_and_report(answer, debug=False))
+"""
+
+
+@pytest.mark.parametrize(("leave_at", "seconds"), [(1, 0), (1, 30), (2, 0), (2, 30)])
+def test_an_interruption_that_got_lost(leave_at, seconds):
+    code = LOST.format(leave_at=leave_at, seconds=seconds)
+    start_s = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "on it goes\n", "interrupted\n")
+    assert time.monotonic() - start_s < 20
