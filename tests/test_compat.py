@@ -13,45 +13,36 @@ from model_adapters import bridge, compat
 PACKET = type(torch.ops.aten.add)
 
 
-def run_fresh(code):
-    done = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", code], capture_output=True, text=True)
+FRESH = """
+import torch
+packet = type(torch.ops.aten.add)
+before = packet.__getattr__
+early = {name: getattr(torch.ops.aten.prod, name) for name in torch.ops.aten.prod.overloads()}
+from model_adapters.compat import import_torchax
+
+torchax = import_torchax()
+assert packet.__getattr__ is before
+assert import_torchax() is torchax
+try:
+    torch.ops.aten.prod.dim_no_such_name
+except AttributeError as error:
+    print(error)
+
+# torchax finds an operator by the overload object, so a second object for one overload would be a lost operator.
+assert all(getattr(torch.ops.aten.prod, name) is overload for name, overload in early.items())
+overloads = [key for key in torchax.default_env()._decomps if isinstance(key, torch._ops.OpOverload)]
+print(len(overloads), [str(key) for key in overloads if getattr(key.overloadpacket, key._overloadname) is not key])
+"""
+
+
+def test_torchax_imports_in_a_fresh_interpreter_and_leaves_torch_as_it_was():
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_torchax_imports_in_a_fresh_interpreter_and_leaves_no_patch():
-    out = run_fresh(
-        "import torch\n"
-        "packet = type(torch.ops.aten.add)\n"
-        "before = packet.__getattr__\n"
-        "from model_adapters.compat import import_torchax\n"
-        "torchax = import_torchax()\n"
-        "assert packet.__getattr__ is before\n"
-        "import torchax.decompositions, torchax.amp\n"
-        "assert import_torchax() is torchax\n"
-        "try:\n"
-        "    torch.ops.aten.prod.dim_no_such_name\n"
-        "except AttributeError as error:\n"
-        "    print('refused', error)\n"
-    )
-    assert out.startswith("refused") and "dim_no_such_name" in out
-
-
-def test_overload_objects_keep_their_identity():
-    # torchax finds an operator by the overload object, so a second object for one overload would be a lost operator.
-    out = run_fresh(
-        "import torch\n"
-        "early = {n: torch.ops.aten.prod.__getattr__(n) for n in torch.ops.aten.prod.overloads()}\n"
-        "from model_adapters.compat import import_torchax\n"
-        "table = import_torchax().default_env()._decomps\n"
-        "assert all(getattr(torch.ops.aten.prod, n) is o for n, o in early.items())\n"
-        "overloads = [k for k in table if isinstance(k, torch._ops.OpOverload)]\n"
-        "strays = [str(k) for k in overloads if getattr(k.overloadpacket, k._overloadname) is not k]\n"
-        "print(len(overloads), strays)\n"
-    )
-    number, strays = out.split(" ", 1)
+    refusal, table = done.stdout.splitlines()
+    assert "dim_no_such_name" in refusal
+    number, strays = table.split(" ", 1)
     assert int(number) > 300
-    assert strays.strip() == "[]"
+    assert strays == "[]"
 
 
 @pytest.mark.parametrize(
