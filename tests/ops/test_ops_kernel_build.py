@@ -1,0 +1,165 @@
+"""The kernels' build: kept, rebuilt, done once, and done without."""
+
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ops_oracle import decode_case, exact_decode
+
+from model_adapters.ops import decode_attention, registry
+from model_adapters.ops.cpu import build, kernels
+
+HERE = Path(__file__).parent
+REAL = build.library_path()
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A process that has not looked for kernels yet, with an empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(kernels, "_loaded", _forgetful(kernels._loaded.__wrapped__))
+    return tmp_path
+
+
+def _forgetful(find):
+    found = []
+
+    def loaded():
+        if not found:
+            found.append(find())
+        return found[0]
+
+    return loaded
+
+
+def fake_compiler(folder, on_link=f'cp "{REAL}" "$out"'):
+    """A compiler that 'links' by handing over the real library, and notes every link."""
+    path = folder / "fake-c++"
+    path.write_text(f"""#!/bin/sh
+case "$*" in *--version*) echo fake 1.0; exit 0;; esac
+for word; do [ "$last" = -o ] && out="$word"; last="$word"; done
+case "$*" in *-shared*) echo linked >> "{folder}/links"; sleep 0.3; {on_link};; *) : > "$out";; esac
+""")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def links(folder):
+    noted = folder / "links"
+    return len(noted.read_text().splitlines()) if noted.exists() else 0
+
+
+def assert_falls_back(caplog, reason):
+    case = decode_case()
+    with caplog.at_level(logging.INFO, logger="torchax_serve"):
+        for _ in range(2):
+            out, _ = decode_attention(*case.args, **case.options)
+    np.testing.assert_allclose(out, exact_decode(case)[0], rtol=2e-5, atol=2e-5)
+    assert registry.implementation_for("decode_attention", *case.args, **case.options).name == "reference"
+    lines = [record.getMessage() for record in caplog.records if record.name == "torchax_serve"]
+    assert len(lines) == 1
+    assert reason in lines[0]
+    assert "install g++ or set CXX" in lines[0]
+
+
+def test_no_compiler(fresh, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(fresh))
+    assert_falls_back(caplog, "no C++ compiler found (looked for g++, clang++, c++)")
+
+
+def test_cxx_names_nothing(fresh, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    assert_falls_back(caplog, "the C++ compiler that CXX names, 'no-such-compiler', is not there")
+
+
+def test_compilation_fails(fresh, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", fake_compiler(fresh, on_link="echo 'ld: error: no space' >&2; exit 3"))
+    assert_falls_back(caplog, "failed with status 3: ld: error: no space")
+    assert not list((fresh / "cache").rglob("*.so"))
+
+
+def test_the_cache_folder_cannot_be_written(fresh, monkeypatch, caplog):
+    blocked = fresh / "a file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    monkeypatch.setenv("CXX", fake_compiler(fresh))
+    assert_falls_back(caplog, f"compiled kernels cannot be kept in {blocked}/torchax-serve/kernels (Not a directory)")
+
+
+def test_a_library_that_does_not_load_even_when_rebuilt(fresh, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", fake_compiler(fresh, on_link='echo nonsense > "$out"'))
+    assert_falls_back(caplog, "file too short")
+    assert links(fresh) == 2
+
+
+def test_a_damaged_library_is_built_again(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", fake_compiler(fresh))
+    path = build.library_path()
+    path.write_bytes(b"damaged")
+    try:
+        library = kernels._open(path)
+    except OSError:
+        library = kernels._open(build.library_path(rebuild=True))
+    assert library.tas_linear_max_rows(4) > 0
+    assert links(fresh) == 2
+
+
+def test_built_once_and_named_by_what_it_depends_on(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", fake_compiler(fresh))
+    first = build.library_path()
+    assert build.library_path() == first
+    assert links(fresh) == 1
+    other_flags = build.library_path(("-O1",))
+    copied = fresh / "sources"
+    shutil.copytree(build.FOLDER, copied)
+    monkeypatch.setattr(build, "FOLDER", copied)
+    assert build.library_path() == first
+    (copied / "simd.h").write_text((copied / "simd.h").read_text() + "\n")
+    assert len({first, other_flags, build.library_path()}) == 3
+    assert sorted(path.suffix for path in first.parent.iterdir()) == [".lock"] * 3 + [".so"] * 3
+
+
+def test_two_processes_at_once_build_once(fresh):
+    environment = {**os.environ, "CXX": fake_compiler(fresh)}
+    script = "from model_adapters.ops.cpu import build; print(build.library_path())"
+    running = [
+        subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    paths = [process.communicate(timeout=120)[0].strip() for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert paths[0] == paths[1]
+    assert Path(paths[0]).read_bytes() == REAL.read_bytes()
+    assert links(fresh) == 1
+
+
+NARROWER = {"x86_64": ["-mno-avx512f", "-mno-avx"], "aarch64": ["-O1"]}
+
+
+@pytest.mark.parametrize("flag", NARROWER.get(platform.machine(), ["-O1"]))
+def test_the_kernels_are_right_without_the_widest_instructions(flag):
+    """A part of the grid once more, in a process whose compiler leaves instructions out."""
+    environment = {**os.environ, "CXX": f"{build.find_compiler()[0]} {flag}"}
+    shapes = [f"{shape}-{dtype}" for shape in ("24-3", "80-8", "256-1", "16-16") for dtype in ("float32", "bfloat16")]
+    grid = HERE / "test_ops_decode_attention.py::test_kernel_over_dims_and_groups"
+    tests = [f"{grid}[{shape}]" for shape in shapes] + [str(HERE / "test_ops_linear.py::test_kernel")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "26 passed" in done.stdout
+
+
+def test_the_sources_are_part_of_the_package():
+    declared = tomllib.loads((HERE / "../../pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    package = build.FOLDER.parents[1]
+    shipped = {path for pattern in declared["model_adapters"] for path in package.glob(pattern)}
+    assert {path for path in build.FOLDER.iterdir() if path.suffix in (".cc", ".h")} <= shipped

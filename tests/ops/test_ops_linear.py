@@ -1,0 +1,154 @@
+"""Products against float64, in every dtype and number of rows; what is lowered never has one row of a 16-bit type."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from ops_oracle import assert_close
+
+from model_adapters import ops
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import registry, use
+from model_adapters.ops.cpu import kernels
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def normal(seed, *shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), dtype)
+
+
+def exact(x):
+    return np.asarray(x, np.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 1, 1), (1, 7, 33), (2, 64, 128), (3, 65, 24), (4, 130, 1025), (16, 33, 64)]
+)
+def test_kernel(rows, n, k, dtype):
+    x, weight, bias = normal(1, rows, k, dtype=dtype), normal(2, n, k, dtype=dtype) / k**0.5, normal(3, n, dtype=dtype)
+    expected = exact(x) @ exact(weight).T
+    assert_close(kernels.linear(x, weight, bias, x.dtype), expected + exact(bias))
+    assert_close(kernels.linear(x, weight, None, jnp.dtype("float32")), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 5, 40])
+def test_linear(rows, dtype):
+    x, weight, bias = normal(1, rows, 48, dtype=dtype), normal(2, 20, 48, dtype=dtype) / 7, normal(3, 20, dtype=dtype)
+    expected = exact(x) @ exact(weight).T + exact(bias)
+    names = [i.name for i in registry.find("linear").implementations if i.refuses(x, weight, bias) is None]
+    assert "reference" in names
+    for name in names:
+        with use("linear", name):
+            assert_close(ops.linear(x, weight, bias), expected)
+
+
+def test_leading_dimensions_and_vectors_are_those_of_torch():
+    x, weight, bias = normal(1, 2, 3, 8), normal(2, 5, 8), normal(3, 5)
+    assert ops.linear(x, weight, bias).shape == (2, 3, 5)
+    assert ops.linear(x[0, 0], weight, bias).shape == (5,)
+    np.testing.assert_allclose(ops.linear(x, weight[0]), exact(x) @ exact(weight[0]), rtol=1e-5, atol=1e-5)
+    assert ops.linear(x[:0], weight).shape == (0, 3, 5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_no_lowered_bfloat16_product_has_one_row_or_a_bfloat16_result(rows):
+    x, weight = jnp.zeros((rows, 32), jnp.bfloat16), jnp.zeros((48, 32), jnp.bfloat16)
+    with use("linear", "padded"):
+        text = jax.jit(lambda x, w: ops.linear(x, w)).lower(x, weight).as_text()
+    text += jax.jit(lambda x, w: ops.matmul(x, w.T)).lower(x, weight).as_text()
+    dots = [line.split("->")[-1] for line in text.splitlines() if "dot_general" in line]
+    assert len(dots) == 2
+    for dot in dots:
+        assert f"tensor<{max(rows, 4)}x48xf32>" in dot
+
+
+def test_one_row_takes_the_kernel_and_many_do_not():
+    weight = jnp.zeros((48, 32), jnp.bfloat16)
+    chosen = [
+        registry.implementation_for("linear", jnp.zeros((n, 32), jnp.bfloat16), weight, None).name for n in (1, 4, 512)
+    ]
+    assert chosen == ["cpu-ffi", "cpu-ffi", "padded"]
+    with (
+        use("linear", "cpu-ffi"),
+        pytest.raises(InvalidArgumentError, match="512 rows of bfloat16; the kernel is for 1 to"),
+    ):
+        ops.linear(jnp.zeros((512, 32), jnp.bfloat16), weight)
+
+
+def test_gradients_and_vmap_go_through_the_kernel():
+    x, weight, bias = normal(1, 3, 8), normal(2, 5, 8), normal(3, 5)
+
+    def loss(x, weight, bias):
+        return jnp.sum(jnp.sin(ops.linear(x, weight, bias)))
+
+    with use("linear", "cpu-ffi"):
+        got = jax.grad(loss, argnums=(0, 1, 2))(x, weight, bias)
+        rows = jax.vmap(lambda row: ops.linear(row[None], weight, bias)[0])(x)
+    tensors = [torch.from_numpy(np.array(a)).requires_grad_() for a in (x, weight, bias)]
+    torch.nn.functional.linear(*tensors).sin().sum().backward()
+    for gradient, tensor in zip(got, tensors, strict=True):
+        np.testing.assert_allclose(gradient, tensor.grad, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(rows, ops.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((5, 8), (8, 3)),
+        ((8,), (8,)),
+        ((8,), (8, 3)),
+        ((2, 8), (8,)),
+        ((2, 1, 8), (8, 3)),
+        ((2, 3, 1, 8), (2, 1, 8, 1)),
+        ((8,), (2, 8, 3)),
+    ],
+)
+def test_matmul_has_torchs_shapes(left, right, dtype):
+    a, b = normal(1, *left, dtype=dtype), normal(2, *right, dtype=dtype)
+    got = ops.matmul(a, b)
+    assert got.shape == tuple(torch.matmul(torch.zeros(left), torch.zeros(right)).shape)
+    assert_close(got, np.matmul(exact(a), exact(b)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_with_an_addend(dtype):
+    bias, x, weight = normal(0, 7, dtype=dtype), normal(1, 2, 8, dtype=dtype), normal(2, 8, 7, dtype=dtype)
+    product = exact(x) @ exact(weight)
+    assert_close(ops.addmm(bias, x, weight), exact(bias) + product)
+    assert_close(ops.addmm(bias, x, weight, beta=0.5, alpha=2.0), 0.5 * exact(bias) + 2 * product)
+    assert_close(ops.addmm(jnp.full_like(bias, jnp.nan), x, weight, beta=0), product)
+    assert_close(ops.bmm(x[None], weight[None]), product[None])
+    assert_close(ops.baddbmm(bias, x[None], weight[None], alpha=3), exact(bias) + 3 * product[None])
+    assert_close(ops.einsum("rk,kn->nr", x, weight), product.T)
+
+
+def test_integers_stay_integers():
+    a = jnp.array([[2**30, 1], [3, 4]], jnp.int32)
+    np.testing.assert_array_equal(ops.matmul(a, jnp.eye(2, dtype=jnp.int32)), a)
+    np.testing.assert_array_equal(ops.linear(a, jnp.eye(2, dtype=jnp.int32)), a)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: ops.linear(jnp.zeros((2, 3)), jnp.zeros((4, 5))),
+            r"linear: expected .* got float32\[2, 3\] and float32\[4, 5\]",
+        ),
+        (lambda: ops.linear(jnp.zeros((2, 3)), jnp.zeros((4, 3), jnp.bfloat16)), "of one dtype, got float32"),
+        (lambda: ops.matmul(jnp.zeros((2, 3)), jnp.zeros((4, 3))), "matmul: expected"),
+        (lambda: ops.addmm(jnp.zeros(2), jnp.zeros((2, 3)), jnp.zeros((4, 3))), "addmm: expected"),
+        (
+            lambda: ops.einsum("a,a->", jnp.zeros(2), jnp.zeros(2, jnp.bfloat16)),
+            "einsum: expected operands of one dtype",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        call()
