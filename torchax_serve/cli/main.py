@@ -19,6 +19,7 @@ from torchax_serve.cli.models import models
 from torchax_serve.cli.reporting import EXIT_INTERRUPTED, EXIT_STATUS_HELP, reported
 from torchax_serve.cli.run import run
 from torchax_serve.cli.verify import verify
+from torchax_serve.cli.verify import verify
 
 # In the order of --help. One line registers a command.
 COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
@@ -34,6 +35,7 @@ torchax-serve runs Hugging Face PyTorch models, their code untouched, on JAX.
   torchax-serve run "What is JAX?"       ask it one question
   torchax-serve run qwen3-0.6b           chat with a model of the Hugging Face hub
   torchax-serve run ./my-model -p Hello  a folder of your own, one answer
+  torchax-serve verify qwen3-0.6b        its numbers beside those of PyTorch
   torchax-serve models                   what can be run
 
 Every command explains itself: torchax-serve run --help"""
