@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub import constants, errors
+from huggingface_hub import ModelInfo, constants, errors
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError, TorchaxServeError
@@ -62,18 +62,13 @@ def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
             written.
     """
     with _hub_errors(request):
-        config = _file(request, CONFIG, request.revision)
+        info = None if request.offline else _info(request, request.revision)
+        config = _file(request, CONFIG, request.revision, local=info is None)
         folder = config.parent
-        if request.offline:
+        if info is None:  # what else may be missing is found when it is read
             return folder, 0
-        try:
-            info = huggingface_hub.HfApi(token=request.token).model_info(
-                request.hub_id, revision=folder.name, files_metadata=True, timeout=constants.DEFAULT_ETAG_TIMEOUT
-            )
-        except Exception as error:
-            if not _is_connection_error(error) and (_status(error) or 0) < 500:
-                raise
-            return folder, 0  # the configuration came from the cache; what else is missing is found when it is read
+        if info.sha != folder.name:  # the branch has moved between the two calls
+            info = _info(request, folder.name) or info
         siblings = {each.rfilename: each.size or 0 for each in info.siblings or []}
         names = [name for name in siblings if _wanted(name, request)]
         if request.with_weights:
@@ -87,7 +82,28 @@ def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
         return folder, sum(missing.values())
 
 
-def _file(request: HubRequest, name: str, revision: str | None, bar: type | None = None) -> Path:
+def _info(request: HubRequest, revision: str | None) -> ModelInfo | None:
+    """What the hub says of the repository; None where it does not answer and a cached copy has to do.
+
+    Asked first because it fails at once: a download without a network is tried again for half a minute.
+    """
+    try:
+        return huggingface_hub.HfApi(token=request.token).model_info(
+            request.hub_id, revision=revision, files_metadata=True, timeout=constants.DEFAULT_ETAG_TIMEOUT
+        )
+    except Exception as error:
+        if not _is_connection_error(error) and (_status(error) or 0) < 500:
+            raise
+        try:
+            _file(request, CONFIG, revision, local=True)
+        except errors.LocalEntryNotFoundError:
+            raise error from None
+        return None
+
+
+def _file(
+    request: HubRequest, name: str, revision: str | None, bar: type | None = None, *, local: bool = False
+) -> Path:
     return Path(
         huggingface_hub.hf_hub_download(
             request.hub_id,
@@ -95,7 +111,7 @@ def _file(request: HubRequest, name: str, revision: str | None, bar: type | None
             revision=revision,
             token=request.token,
             cache_dir=None if request.cache_dir is None else Path(request.cache_dir),
-            local_files_only=request.offline,
+            local_files_only=local,
             tqdm_class=bar or hub_bar_class(lambda amount: None),
         )
     )
@@ -190,8 +206,7 @@ def _translated(error: Exception, request: HubRequest) -> TorchaxServeError | No
                 f"no cached copy of {name} (revision {revision}), and the network is switched off "
                 "(HF_HUB_OFFLINE or local_files_only): run once with the network, or name a folder"
             )
-        cause = error.__cause__ or error
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return ModelNotFoundError(
             f"cannot reach {endpoint} for {name} and there is no cached copy ({reason}): check the network, "
             "set HF_ENDPOINT to a mirror, or name a folder"
@@ -202,7 +217,9 @@ def _translated(error: Exception, request: HubRequest) -> TorchaxServeError | No
             "look for a repository of this model in transformers' format"
         )
     if isinstance(error, errors.HfHubHTTPError):
-        return ModelNotFoundError(f"{endpoint} answered {status} for {name}: try again later")
+        return ModelNotFoundError(
+            f"{endpoint} answered {status} for {name} and there is no cached copy: try again later, or name a folder"
+        )
     return _translated_os_error(error, request) if isinstance(error, OSError) else None
 
 

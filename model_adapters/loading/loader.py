@@ -149,8 +149,11 @@ class _Builder:
         """Weights drawn anew."""
         dtype = self._checked(self._dtype or torch.float32)
         sink, init = WeightSink(place, self._peak), random_init.RandomInit(seed)
-        with sink.hooked(), init.recording():
-            module = self._from_pretrained({}, dtype)
+        while True:
+            with sink.hooked(), init.recording():
+                module = self._from_pretrained({}, dtype)
+            if init.has_recorded(module):
+                break
         sizes = [tensor.numel() * tensor.element_size() for tensor in set(tensors_of(module).values())]
         self._check_fits(list(sizes))
         planned = random_init.planned_dtypes(module, dtype)

@@ -56,6 +56,7 @@ class RandomInit:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._calls: dict[int, InitCall] = {}  # by storage: `.data` and the parameter itself share one
+        self._computed: set[str] = set()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -64,14 +65,20 @@ class RandomInit:
 
         def load_small(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
             owner, _, attribute = name.rpartition(".")
-            if tensor.numel() < LARGE or attribute not in model.get_submodule(owner)._parameters:
+            if (
+                tensor.numel() < LARGE
+                or name in self._computed
+                or attribute not in model.get_submodule(owner)._parameters
+            ):
                 load_parameter(model, name, tensor)
 
+        self._calls.clear()  # of storages that are gone
         functions = dict(initialization.TORCH_INIT_FUNCTIONS)
         verbosity = transformers_logging.get_verbosity()
         with (
             torch.random.fork_rng(devices=[]),
             replaced(modeling_utils, "_load_parameter_into_model", load_small),
+            replaced(initialization, "copy_", self._recorder("copy_", initialization.copy_)),
             replaced(
                 initialization, "TORCH_INIT_FUNCTIONS", {name: self._recorder(name, f) for name, f in functions.items()}
             ),
@@ -83,10 +90,26 @@ class RandomInit:
             finally:
                 transformers_logging.set_verbosity(verbosity)
 
+    def has_recorded(self, module: PreTrainedModel) -> bool:
+        """Whether all calls on the parameters of `module` are such that can be run later; if not, build it once more.
+
+        A few architectures compute values on the device of the parameter and copy them in; the next time those
+        parameters, however large, are allocated and so get their values at once.
+        """
+        names = {_storage_id(tensor): name for name, tensor in module.named_parameters() if tensor.is_meta}
+        found = {
+            names[storage]
+            for storage, call in self._calls.items()
+            if storage in names and call.name == "copy_" and call.options["other"].is_meta
+        }
+        self._computed |= found
+        self._calls = {storage: call for storage, call in self._calls.items() if storage in names}
+        return not found
+
     def _recorder(self, name: str, original: Any) -> Any:
         @functools.wraps(original)
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if not tensor.is_meta:
+            if not tensor.is_meta or getattr(tensor, "_is_hf_initialized", False):
                 return original(tensor, *args, **kwargs)
             whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
             if whole:  # a row set to zero (padding) says nothing about the rest, and is let go

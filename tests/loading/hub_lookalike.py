@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import sys
 import threading
 import urllib.parse
 from dataclasses import dataclass, field
@@ -32,7 +33,11 @@ class Hub:
 
     def fetched(self):
         """Names of the files whose content was sent."""
-        return [path.split("/resolve/")[1].split("/", 1)[1] for verb, path in self.requests if verb == "GET" and "/resolve/" in path]
+        return [
+            path.split("/resolve/")[1].split("/", 1)[1]
+            for verb, path in self.requests
+            if verb == "GET" and "/resolve/" in path
+        ]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -57,6 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
             name, revision = "/".join(parts[2:4]), "/".join(parts[5:]) or "main"
             repository = self.hub.repositories.get(name)
             return self._checked(repository, revision, lambda: self._info(name, repository))
+        if parts[2:3] != ["resolve"]:  # the client asks for things of its own as well
+            return self._refuse(404, None)
         name, revision, file = "/".join(parts[:2]), parts[3], "/".join(parts[4:])
         repository = self.hub.repositories.get(name)
         return self._checked(repository, revision, lambda: self._file(repository, file, with_body), gate=True)
@@ -73,7 +80,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _info(self, name, repository):
         siblings = [{"rfilename": file, "size": path.stat().st_size} for file, path in repository.files().items()]
-        return self._send(200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode(), "application/json")
+        return self._send(
+            200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode(), "application/json"
+        )
 
     def _file(self, repository, file, with_body):
         path = repository.files().get(file)
@@ -87,18 +96,30 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status, body, kind, with_body=True, **headers):
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": len(body), "X-Repo-Commit": COMMIT, **headers}.items():
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": len(body),
+            "X-Repo-Commit": COMMIT,
+            **headers,
+        }.items():
             self.send_header(name, str(value))
         self.end_headers()
         if with_body:
             self.wfile.write(body)
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exception(), ConnectionError):  # a client may hang up
+            super().handle_error(request, client_address)
+
+
 @contextlib.contextmanager
 def serving():
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()

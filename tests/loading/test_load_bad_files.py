@@ -180,9 +180,15 @@ def test_damaged_files_give_checkpoint_errors_alone(data, whole_file, tmp_path):
 
 
 _json = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.sampled_from(["F32", "BF16", "I64", "Q3", ""]),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "x"]), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.sampled_from(["F32", "BF16", "I64", "Q3", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "x"]), inner, max_size=3)
+    ),
     max_leaves=12,
 )
 
@@ -236,7 +242,9 @@ def test_a_missing_shard(sharded):
     check_refused(sharded, f"lacks 2 of the {len(files)} weight files", files[1].name, files[2].name)
 
 
-@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {}}', '{"weight_map": {"a": "../b"}}'])
+@pytest.mark.parametrize(
+    "index", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {}}', '{"weight_map": {"a": "../b"}}']
+)
 def test_an_index_that_is_none(sharded, index):
     (sharded / "model.safetensors.index.json").write_text(index)
     check_refused(sharded, "model.safetensors.index.json", "get the file again")
@@ -408,7 +416,7 @@ def test_no_tokenizer_and_a_broken_one(folder):
     (folder / "tokenizer.json").write_text("{ broken")
     loaded = load_model(folder)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="the tokenizer files in .* do not make a tokenizer"):
+        with pytest.raises(CheckpointError, match=r"the tokenizer files in .* do not make a tokenizer"):
             loaded.tokenizer()
 
 

@@ -116,7 +116,7 @@ def test_pickled_tensors_only_when_allowed(tmp_path):
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickle files .* pass allow_pickle=True"):
+    with pytest.raises(CheckpointError, match=r"pickle files .* pass allow_pickle=True"):
         load_model(tmp_path)
     loaded = load_model(tmp_path, allow_pickle=True)
     for name, tensor in tensors_of(model).items():
@@ -262,5 +262,3 @@ def test_experts_of_a_layer_are_merged_at_load(tmp_path):
     merged = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
     got = load_model(tmp_path).weights["model.layers.0.mlp.experts.gate_up_proj"]
     np.testing.assert_array_equal(got, merged.numpy())
-
-
