@@ -72,7 +72,7 @@ def to_jax_array(tensor: torch.Tensor) -> jax.Array:
 
 
 def to_torch_tensor(array: jax.Array) -> torch.Tensor:
-    """The CPU tensor of a JAX array; shares the memory of an array that lies on the CPU."""
+    """The CPU tensor of a JAX array, a copy: torch code may write to it, and JAX's arrays never change."""
     if array.dtype == jax.numpy.bfloat16:
         return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(np.array(array))
@@ -90,6 +90,9 @@ def pure_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:
 
     Args and result are pytrees of JAX arrays; the function is pure, so ``jax.jit`` and ``jax.grad`` apply to it.
     """
+    from model_adapters import lowerings  # which is written in terms of this module
+
+    lowerings.install()
     pytree_registry.register_all()  # now the modeling file is loaded, with the outputs and caches it defines
 
     def call(weights: Mapping[str, jax.Array], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
