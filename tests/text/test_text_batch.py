@@ -41,6 +41,18 @@ def test_ends_are_those_of_a_stream():
     assert reasons == {"stop", "length"}
 
 
+def test_a_stop_string_that_begins_in_the_prompt_stops_nothing():
+    """transformers' stop strings look at the prompt as well; an answer's are looked for in the answer."""
+    model = eager_model()
+    params = SamplingParams(max_new_tokens=8)
+    answers = generate_batch(model, PROMPTS[:1] * 2, params)
+    stop = PROMPTS[0][-1] + answers[0].text[0]
+    assert stop not in answers[0].text
+    stopped = SamplingParams(max_new_tokens=8, stop=stop)
+    assert generate_batch(model, PROMPTS[:1] * 2, stopped) == answers
+    assert "".join(stream(model, PROMPTS[0], stopped)) == answers[0].text
+
+
 def test_several_answers_to_a_prompt():
     model = eager_model()
     params = SamplingParams(max_new_tokens=6, temperature=2.0, n=3)

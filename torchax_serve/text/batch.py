@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.request import MAX_SEED, SamplingParams
 from torchax_serve.text.detokenizer import Detokenizer
 from torchax_serve.text.prompt import Request, TextModel, encode_prompt, make_request, need_tokenizer
 from torchax_serve.text.stream import TextStream, new_tokens
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 MAX_BATCH = 32
 # Prompts of one batch are padded to the longest; beyond this ratio the padding costs more than a batch of its own.
@@ -102,7 +106,7 @@ def _one_batch(model: TextModel, requests: Sequence[Request]) -> list[list[Compl
     """The completions of each request, from one call of the core's ``generate`` on left-padded rows."""
     import torch
 
-    config = requests[0].generation_config
+    config = copy.deepcopy(requests[0].generation_config)
     config.stop_strings = list(requests[0].stop_strings) or None
     if config.pad_token_id is None:
         config.pad_token_id = next(iter(requests[0].eos_token_ids), 0)
@@ -116,23 +120,40 @@ def _one_batch(model: TextModel, requests: Sequence[Request]) -> list[list[Compl
     output = model.generate(
         input_ids=input_ids, attention_mask=attention_mask, generation_config=config, **needs_tokenizer
     )
-    # n answers to a prompt come as n rows, one after the other
     rows: list[list[int]] = (output if isinstance(output, torch.Tensor) else output.sequences)[:, longest:].tolist()
-    num_answers = len(rows) // len(requests)
-    return [
-        [_completion(model, request, row) for row in rows[i * num_answers : (i + 1) * num_answers]]
-        for i, request in enumerate(requests)
-    ]
+    limit = (config.max_length or 0) - longest if config.max_new_tokens is None else config.max_new_tokens
+    num_answers = len(rows) // len(requests)  # n answers to a prompt come as n rows, one after the other
+    completions: list[list[Completion]] = []
+    for i, request in enumerate(requests):
+        answers = [(row, _completion(model, request, row)) for row in rows[i * num_answers : (i + 1) * num_answers]]
+        completions.append(
+            [
+                _alone(model, request) if _ended_too_soon(completion, row, limit, config) else completion
+                for row, completion in answers
+            ]
+        )
+    return completions
+
+
+def _ended_too_soon(completion: Completion, row: Sequence[int], limit: int, config: GenerationConfig) -> bool:
+    """Whether ``generate`` ended a row for a stop string that begins in the prompt, where it belongs to no answer."""
+    if not config.stop_strings or completion.finish_reason == "stop":
+        return False
+    return len(row) < limit or row[-1] == config.pad_token_id
+
+
+def _alone(model: TextModel, request: Request) -> Completion:
+    """The completion of one request decoded by itself."""
+    config = copy.deepcopy(request.generation_config)
+    config.num_return_sequences = None
+    request = dataclasses.replace(request, generation_config=config)
+    return _completed(TextStream(request, Detokenizer(model.tokenizer), new_tokens(model, request)))
 
 
 def _seeded(model: TextModel, request: Request) -> list[Completion]:
     num_answers = request.generation_config.num_return_sequences or 1
-    request.generation_config.num_return_sequences = None
-    completions = []
-    for index in range(num_answers):
-        one = dataclasses.replace(request, seed=((request.seed or 0) + index) % (MAX_SEED + 1))
-        completions.append(_completed(TextStream(one, Detokenizer(model.tokenizer), new_tokens(model, one))))
-    return completions
+    seeds = [((request.seed or 0) + index) % (MAX_SEED + 1) for index in range(num_answers)]
+    return [_alone(model, dataclasses.replace(request, seed=seed)) for seed in seeds]
 
 
 def _completion(model: TextModel, request: Request, row: Sequence[int]) -> Completion:
