@@ -18,6 +18,7 @@ namespace tas {
 namespace {
 
 constexpr int kBlock = 64;                              // positions per softmax step
+constexpr int kAhead = 16;                              // positions between what is read and what is asked for from memory
 constexpr int kGroupTile = kManyRegisters ? 4 : 2;      // query heads whose accumulators are held in registers
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr int64_t kBytesPerWorker = 64 << 10;           // less than this is not worth waking a thread for
@@ -117,11 +118,21 @@ float softmax_step(float* scores, int num_tokens, const Options& options, float*
   return keep;
 }
 
+// Asks for four rows that are needed soon: pages lie anywhere, and the hardware follows no list of them.
+template <class T>
+void prefetch(const T* const* rows, int64_t width) {
+  for (int t = 0; t < 4; t++)
+    for (int64_t d = 0; d < width; d += 64 / sizeof(T)) __builtin_prefetch(rows[t] + d);
+}
+
 template <int G, class T>
-void attend_tile(const T* const* keys, const T* const* values, int num_tokens, const Shape& shape, const Options& options, const float* q, Partial part) {
+void attend_tile(const T* const* keys, const T* const* values, int num_tokens, bool first, const Shape& shape, const Options& options, const float* q, Partial part) {
   const int64_t q_stride = padded(shape.key_dim), acc_stride = padded(shape.value_dim);
   float scores[G * kBlock], keep[G];
-  for (int t = 0; t < num_tokens; t += 4) dot_keys<G>(keys + t, q, q_stride, shape.key_dim, scores + t);
+  for (int t = 0; t < num_tokens; t += 4) {
+    if (first) prefetch(keys + t + kAhead, shape.width());
+    dot_keys<G>(keys + t, q, q_stride, shape.key_dim, scores + t);
+  }
   for (int g = 0; g < G; g++) keep[g] = softmax_step(scores + g * kBlock, num_tokens, options, part.top + g, part.total + g);
   add_all_values<G>(values, num_tokens, shape.value_dim, scores, keep, part.acc, acc_stride);
 }
@@ -132,24 +143,26 @@ void attend(const T* pool, const int32_t* pages, int64_t head, int64_t first, in
   const int64_t width = shape.width();
   for (int64_t g = 0; g < shape.group; g++) part.top[g] = kNone, part.total[g] = 0;
   std::fill(part.acc, part.acc + shape.group * padded(shape.value_dim), 0.f);
-  const T *keys[kBlock + 4], *values[kBlock];
+  const T *keys[kBlock + kAhead + 4], *values[kBlock];
   for (int64_t begin = first; begin < last; begin += kBlock) {
-    const int n = std::min<int64_t>(kBlock, last - begin);
-    for (int t = 0; t < n;) {
+    const int n = std::min<int64_t>(kBlock, last - begin), known = std::min<int64_t>(kBlock + kAhead, last - begin);
+    for (int t = 0; t < known;) {
       const int64_t position = begin + t, slot = position % shape.page;
       const int64_t page = std::clamp<int64_t>(pages[position / shape.page], 0, shape.num_pages - 1);
       const T* row = pool + ((page * shape.kv_heads + head) * shape.page + slot) * width;
-      for (const int end = std::min<int64_t>(n, t + shape.page - slot); t < end; t++, row += width) keys[t] = row, values[t] = row + shape.key_dim;
+      for (const int end = std::min<int64_t>(known, t + shape.page - slot); t < end; t++, row += width) keys[t] = row;
     }
-    for (int t = n; t < n + 3; t++) keys[t] = keys[n - 1];  // dot_keys takes four at a time; softmax_step drops the surplus
+    for (int t = 0; t < n; t++) values[t] = keys[t] + shape.key_dim;
+    // dot_keys takes four at a time, and looks ahead; softmax_step drops the surplus.
+    for (int t = known; t < kBlock + kAhead + 4; t++) keys[t] = keys[known - 1];
     for (int64_t g = 0; g < shape.group;) {
       const Partial here{part.top + g, part.total + g, part.acc + g * padded(shape.value_dim)};
       const float* x = q + g * padded(shape.key_dim);
       const int64_t left = shape.group - g;
-      if (left >= kGroupTile) attend_tile<kGroupTile>(keys, values, n, shape, options, x, here), g += kGroupTile;
-      else if (kGroupTile > 3 && left == 3) attend_tile<3>(keys, values, n, shape, options, x, here), g += 3;
-      else if (left >= 2) attend_tile<2>(keys, values, n, shape, options, x, here), g += 2;
-      else attend_tile<1>(keys, values, n, shape, options, x, here), g += 1;
+      if (left >= kGroupTile) attend_tile<kGroupTile>(keys, values, n, g == 0, shape, options, x, here), g += kGroupTile;
+      else if (kGroupTile > 3 && left == 3) attend_tile<3>(keys, values, n, g == 0, shape, options, x, here), g += 3;
+      else if (left >= 2) attend_tile<2>(keys, values, n, g == 0, shape, options, x, here), g += 2;
+      else attend_tile<1>(keys, values, n, g == 0, shape, options, x, here), g += 1;
     }
   }
 }
