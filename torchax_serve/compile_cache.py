@@ -23,7 +23,7 @@ def enable_compile_cache(folder: Path | None = None) -> Path | None:
     Returns:
         The folder in use; None where it cannot be written, which is said once and costs only time.
     """
-    if chosen := jax.config.read("jax_compilation_cache_dir"):
+    if chosen := jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return Path(chosen)
     folder = folder or default_cache_dir()
     try:
