@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import torch
+from huggingface_hub.errors import HFValidationError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from model_adapters.errors import CheckpointError
+from model_adapters.errors import CheckpointError, UnsupportedModelError
 from model_adapters.loading.architecture import require_causal_module
 from model_adapters.loading.memory import PeakMemory
 from model_adapters.loading.source import ModelSource
@@ -24,6 +26,8 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
     "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
 )
 
 
@@ -72,10 +76,7 @@ class LoadedModel:
             return self._tokenizers[0]
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        folder = self.source.folder
-        came_from = self.config.name_or_path
-        if self.source.kind == "object" and came_from and Path(came_from).is_dir():
-            folder = Path(came_from)
+        folder = self.source.folder if self.source.kind != "object" else _folder_of(self.config.name_or_path)
         if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             return None
         try:
@@ -83,10 +84,27 @@ class LoadedModel:
                 folder, local_files_only=True, trust_remote_code=self.trust_remote_code
             )
         except Exception as error:  # tokenizer classes and the Rust library raise whatever they like
+            if "trust_remote_code" in str(error) and not self.trust_remote_code:
+                raise UnsupportedModelError(
+                    f"the tokenizer in {folder} brings code of its own: read it, then pass trust_remote_code=True"
+                ) from error
             lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             raise CheckpointError(
                 f"the tokenizer files in {folder} do not make a tokenizer ({lines[0]}): get them again"
             ) from error
+
+
+def _folder_of(name_or_path: str | None) -> Path | None:
+    """The folder that an object was loaded from: itself, or its place in the hub's cache."""
+    if not name_or_path:
+        return None
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(name_or_path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def require_causal_lm(loaded: LoadedModel) -> None:

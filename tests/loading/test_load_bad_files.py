@@ -422,13 +422,22 @@ def test_no_tokenizer_and_a_broken_one(folder):
 
 def test_a_tokenizer_is_loaded_once(folder):
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
     loaded = load_model(folder)
     assert loaded.tokenizer()("b").input_ids == [1]
     assert loaded.tokenizer() is loaded.tokenizer()
+    as_object = load_model(AutoModelForCausalLM.from_pretrained(folder))
+    assert as_object.tokenizer()("b").input_ids == [1]
+
+
+def test_a_tokenizer_with_code_of_its_own(folder):
+    auto_map = {"AutoTokenizer": ["own.OwnTokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "OwnTokenizer", "auto_map": auto_map}))
+    with pytest.raises(UnsupportedModelError, match=r"the tokenizer in .* brings code of its own"):
+        load_model(folder).tokenizer()
 
 
 def test_a_file_that_is_not_there(tmp_path):

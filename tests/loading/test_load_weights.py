@@ -20,7 +20,8 @@ from transformers import core_model_loading, modeling_utils
 
 from model_adapters.bridge import tensors_of
 from model_adapters.errors import CheckpointError, InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
-from model_adapters.loading import load_model, memory
+from model_adapters.loading import load_model, memory, sink
+from model_adapters.loading import random_weights as random_init
 from model_adapters.loading.arrays import shares_memory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +110,34 @@ def test_the_caller_places_each_array_once(name, tmp_path):
     for key, array in plain.weights.items():
         assert placed.weights[key].dtype == array.dtype
         np.testing.assert_array_equal(placed.weights[key].astype(np.float32), array.astype(np.float32), err_msg=key)
+
+
+@pytest.mark.parametrize("random_weights", [False, True])
+def test_the_path_of_accelerators(random_weights, tmp_path, monkeypatch):
+    """Copies in place of sharing, few at a time; random values drawn by JAX. Seen from here a CPU is a device as well."""
+    tiny_folder(tmp_path, "qwen3_moe", torch.bfloat16)
+    reference = load_model(tmp_path)
+    waiting = []
+    copied = sink.Placement._bounded
+
+    def watch(placement, array):
+        copied(placement, array)
+        waiting.append(sum(each.nbytes for each in placement._in_flight))
+        return array
+
+    monkeypatch.setattr(sink.Placement, "_bounded", watch)
+    monkeypatch.setattr(sink, "_IN_FLIGHT_BYTES", 5000)
+    monkeypatch.setattr(random_init, "LARGE", 512)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    loaded = load_model(tmp_path, random_weights=random_weights)
+    assert waiting
+    assert max(waiting) <= 5000
+    assert {name: (a.shape, a.dtype) for name, a in loaded.weights.items()} == {
+        name: (a.shape, a.dtype) for name, a in reference.weights.items()
+    }
+    if not random_weights:
+        for name, array in reference.weights.items():
+            np.testing.assert_array_equal(loaded.weights[name].astype(np.float32), array.astype(np.float32))
 
 
 def test_pickled_tensors_only_when_allowed(tmp_path):
