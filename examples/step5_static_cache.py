@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache
 
 from model_adapters.loading.source import EMBEDDED
@@ -29,7 +30,8 @@ cache = StaticCache(config=model.config, max_cache_len=prompt.input_ids.shape[1]
 cache = jax.tree.map(jnp.asarray, cache)
 cache, token = step(weights, cache, jnp.asarray(prompt.input_ids))  # prefill: all tokens of the prompt at once
 new_tokens = [int(token[0, 0])]
-while len(new_tokens) < NUM_NEW_TOKENS and new_tokens[-1] != tokenizer.eos_token_id:
+end_ids = np.atleast_1d(model.generation_config.eos_token_id)  # one, or several
+while len(new_tokens) < NUM_NEW_TOKENS and new_tokens[-1] not in end_ids:
     cache, token = step(weights, cache, token)  # decode: shapes stay as they are, so nothing is compiled again
     new_tokens.append(int(token[0, 0]))
 

@@ -77,7 +77,7 @@ def evaluate(output: Path, corpus: Corpus, num_per_task: int) -> Measured:
 def main(
     output: Annotated[Path, typer.Option(help="Folder to write the model to.")],
     workdir: Annotated[Path, typer.Option(help="Folder of the checkpoint.")] = Path("embedded-training"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1600,
     rows: Annotated[int, typer.Option(min=1, help="Packed rows per step.")] = 16,
     row_len: Annotated[int, typer.Option(min=128, help="Tokens per row.")] = 160,
     learning_rate: Annotated[float, typer.Option(min=1e-6, help="Peak learning rate.")] = 3e-3,

@@ -1,4 +1,4 @@
-"""The corpus of the embedded model: conversations made by rules, all of it our own words, the same for the same seed."""
+"""The corpus of the embedded model: conversations made by rules, in our own words, the same for the same seed."""
 
 from embedded_corpus.conversation import Exchange, is_held_out, normal_form
 from embedded_corpus.mix import Conversation, Corpus, hand_written_held_out

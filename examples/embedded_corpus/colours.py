@@ -7,8 +7,10 @@ import itertools
 from embedded_corpus.conversation import Exchange
 
 _THINGS = {
-    "green": "grass|a leaf|a frog|a cucumber|a pea|spinach|a lime|broccoli|a cactus|a crocodile|moss|lettuce|an avocado",
-    "red": "blood|a strawberry|a tomato|a cherry|a fire engine|a ruby|a ladybird|a stop sign|ketchup|a heart|a raspberry",
+    "green": "grass|a leaf|a frog|a cucumber|a pea|spinach|a lime|broccoli|a cactus|a crocodile|moss|lettuce|"
+    "an avocado",
+    "red": "blood|a strawberry|a tomato|a cherry|a fire engine|a ruby|a ladybird|a stop sign|ketchup|a heart|"
+    "a raspberry",
     "yellow": "a banana|a lemon|the sun|a canary|a sunflower|butter|cheese|a chick|corn|mustard",
     "blue": "the sky|the sea|a sapphire|a blueberry|the ocean|a blue whale|a cornflower",
     "white": "snow|milk|salt|a swan|a polar bear|rice|flour|a cloud|sugar|a snowman|a ghost",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 HELD_OUT_ONE_IN = 8
@@ -43,6 +44,6 @@ def wordings(pattern: str) -> list[str]:
     return [re.sub(r" +(?=[ .?!,]|$)", "", sentence).strip() for sentence in joined]
 
 
-def all_wordings(patterns: tuple[str, ...]) -> list[str]:
+def all_wordings(patterns: Iterable[str]) -> list[str]:
     """The sentences of several patterns, each once, in order."""
     return list(dict.fromkeys(sentence for pattern in patterns for sentence in wordings(pattern)))

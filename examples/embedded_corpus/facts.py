@@ -1,8 +1,11 @@
-"""Questions with one fixed answer each: the shape of the data in the two files of facts, and its expansion."""
+"""Questions with one fixed answer each: read from the TOML files of ``data``, and expanded."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from embedded_corpus.conversation import Exchange, all_wordings
 
@@ -64,6 +67,17 @@ DEFINITION_FRAMES = (
     "I keep reading about {}, what is it?",
     "A colleague mentioned {}. What is that?",
 )
+
+
+def read_data(name: str) -> dict[str, Any]:
+    """The tables of ``data/<name>.toml``."""
+    return tomllib.loads((Path(__file__).parent / "data" / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def read_facts(name: str) -> tuple[Fact, ...]:
+    """The facts of ``data/<name>.toml``; a key that `Fact` does not have is a ``TypeError``."""
+    tables = read_data(name)["fact"]
+    return tuple(Fact(**{k: v if isinstance(v, str) else tuple(v) for k, v in table.items()}) for table in tables)
 
 
 def exchanges_of(task: str, facts: tuple[Fact, ...]) -> list[Exchange]:

@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from embedded_corpus import arithmetic, colours, counting, sentiment, small_talk_facts
+from embedded_corpus import arithmetic, colours, counting, sentiment, small_talk
 from embedded_corpus.conversation import Exchange, is_held_out, normal_form
-from embedded_corpus.facts import exchanges_of, unseen_exchanges_of
-from embedded_corpus.jax_facts import JAX_FACTS
-from embedded_corpus.project_facts import PROJECT_FACTS
+from embedded_corpus.facts import exchanges_of, read_facts, unseen_exchanges_of
+
+_PROJECT_FACTS, _JAX_FACTS = read_facts("project"), read_facts("jax")
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -88,11 +88,11 @@ class Conversation:
 def _fixed_exchanges() -> list[Exchange]:
     """Every exchange that is listed rather than drawn."""
     return [
-        *exchanges_of("project", PROJECT_FACTS),
-        *exchanges_of("jax", JAX_FACTS),
-        *exchanges_of("greetings", small_talk_facts.SMALL_TALK),
-        *small_talk_facts.off_topic_exchanges(),
-        *small_talk_facts.name_exchanges(),
+        *exchanges_of("project", _PROJECT_FACTS),
+        *exchanges_of("jax", _JAX_FACTS),
+        *exchanges_of("greetings", small_talk.SMALL_TALK),
+        *small_talk.off_topic_exchanges(),
+        *small_talk.name_exchanges(),
         *counting.exchanges(),
         *colours.exchanges(),
         *arithmetic.one_digit("+"),
@@ -103,10 +103,10 @@ def _fixed_exchanges() -> list[Exchange]:
 def hand_written_held_out() -> dict[str, list[Exchange]]:
     """Evaluation questions written by hand, apart from all patterns, by task."""
     return {
-        "project": unseen_exchanges_of("project", PROJECT_FACTS),
-        "jax": unseen_exchanges_of("jax", JAX_FACTS),
-        "greetings": unseen_exchanges_of("greetings", small_talk_facts.SMALL_TALK),
-        "off-topic": small_talk_facts.unseen_off_topic_exchanges(),
+        "project": unseen_exchanges_of("project", _PROJECT_FACTS),
+        "jax": unseen_exchanges_of("jax", _JAX_FACTS),
+        "greetings": unseen_exchanges_of("greetings", small_talk.SMALL_TALK),
+        "off-topic": small_talk.unseen_off_topic_exchanges(),
         "sentiment": sentiment.unseen_exchanges(),
         "one-digit sums": arithmetic.one_digit_in_unseen_frames(),
     }
@@ -164,15 +164,16 @@ class Corpus:
             return Conversation((), plain_text=self._draw_plain_text(rng))
         num_turns = 1 if rng.random() < SHARE_SINGLE_TURN else rng.randrange(2, 6)
         exchanges: list[Exchange] = []
-        name = None
+        name: str | None = None  # of the user, until it is asked for
         while len(exchanges) < num_turns:
             follow_up = _follow_up(rng, exchanges[-1]) if exchanges else None
             if follow_up is None and name and rng.random() < 0.6:
-                ask, name = rng.choice(small_talk_facts.ASK_NAME_FRAMES), None
-                follow_up = Exchange("names", ask, f"Your name is {given}.", ask)
+                ask = rng.choice(small_talk.ASK_NAME_FRAMES)
+                follow_up = Exchange("names", ask, f"Your name is {name}.", ask)
+                name = None
             exchange = follow_up or self.draw_exchange(rng)
             if exchange.answer.startswith("Nice to meet you, "):
-                name = given = exchange.answer.removeprefix("Nice to meet you, ").rstrip("!")
+                name = exchange.answer.removeprefix("Nice to meet you, ").rstrip("!")
                 num_turns = max(num_turns, len(exchanges) + 2)
             exchanges.append(exchange)
         system = rng.choice(SYSTEM_PROMPTS) if rng.random() < SHARE_SYSTEM else None

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import random
 
-from embedded_corpus import sentiment_words as words
 from embedded_corpus.conversation import Exchange, is_held_out
+from embedded_corpus.facts import read_data
+
+_WORDS = {
+    name: [" ".join(entry.split()) for entry in entries.split("|")] for name, entries in read_data("sentiment").items()
+}
+_THINGS = _WORDS["things"]
 
 FRAMES = (
     'Is this positive or negative? "{s}"',
@@ -45,7 +50,7 @@ _OPENERS = ("The", "The", "The", "This", "My", "Our", "That")
 
 
 def _adjective(rng: random.Random, good: bool) -> str:
-    return rng.choice(words.GOOD_ADJECTIVES if good else words.BAD_ADJECTIVES)
+    return rng.choice(_WORDS["good_adjectives"] if good else _WORDS["bad_adjectives"])
 
 
 def _article(adjective: str) -> str:
@@ -60,11 +65,11 @@ def _plain(rng: random.Random, good: bool) -> str:
         strength = ""
     adjective = _adjective(rng, good)
     strength = "" if adjective.startswith("the ") else strength
-    return f"{rng.choice(_OPENERS)} {rng.choice(words.THINGS)} {rng.choice(_BE)} {strength}{adjective}."
+    return f"{rng.choice(_OPENERS)} {rng.choice(_THINGS)} {rng.choice(_BE)} {strength}{adjective}."
 
 
 def _double(rng: random.Random, good: bool) -> str:
-    thing, other = rng.sample(words.THINGS, 2)
+    thing, other = rng.sample(_THINGS, 2)
     first, second = _adjective(rng, good), _adjective(rng, good)
     return rng.choice(
         (
@@ -77,15 +82,15 @@ def _double(rng: random.Random, good: bool) -> str:
 
 
 def _verb(rng: random.Random, good: bool) -> str:
-    verb = rng.choice(words.GOOD_VERBS if good else words.BAD_VERBS)
+    verb = rng.choice(_WORDS["good_verbs"] if good else _WORDS["bad_verbs"])
     who = "I" if verb.startswith(("was", "am", "got")) else rng.choice(("I", "I", "We", "My friends", "My wife"))
     if who != "I" and verb.split()[0] in ("love", "like", "enjoy", "recommend", "hate", "dislike", "regret"):
         who = "We"
-    return f"{who} {verb} {rng.choice(('the', 'this', 'the', 'my', 'their'))} {rng.choice(words.THINGS)}."
+    return f"{who} {verb} {rng.choice(('the', 'this', 'the', 'my', 'their'))} {rng.choice(_THINGS)}."
 
 
 def _exclaimed(rng: random.Random, good: bool) -> str:
-    adjective, thing = _adjective(rng, good), rng.choice(words.THINGS)
+    adjective, thing = _adjective(rng, good), rng.choice(_THINGS)
     return rng.choice(
         (
             f"What {_article(adjective)} {thing}!",
@@ -106,13 +111,13 @@ def _exclaimed(rng: random.Random, good: bool) -> str:
 
 def _negated(rng: random.Random, good: bool) -> str:
     """ "not bad" speaks well of a thing and "not good" ill of it; the plain words are the ones people negate."""
-    thing = rng.choice(words.THINGS)
+    thing = rng.choice(_THINGS)
     if good:
         adjective = rng.choice(("bad", "boring", "disappointing", "slow", "terrible", "cold", "dull", "awful"))
         return rng.choice(
             (f"The {thing} was not {adjective} at all.", f"The {thing} is not {adjective}.", "Not bad at all!")
         )
-    adjective = rng.choice(words.GOOD_ADJECTIVES[:30])
+    adjective = rng.choice(_WORDS["good_adjectives"][:30])
     return rng.choice(
         (
             f"The {thing} was not {adjective}.",
@@ -126,7 +131,7 @@ def _negated(rng: random.Random, good: bool) -> str:
 
 def _turned(rng: random.Random, good: bool) -> str:
     """Two clauses that disagree: the last one decides."""
-    thing = rng.choice(words.THINGS)
+    thing = rng.choice(_THINGS)
     return f"The {thing} was {_adjective(rng, not good)} at first, but in the end it was {_adjective(rng, good)}."
 
 
@@ -135,7 +140,7 @@ def _with_reason(rng: random.Random, good: bool) -> str:
 
 
 def _whole(rng: random.Random, good: bool) -> str:
-    return rng.choice(words.GOOD_SENTENCES if good else words.BAD_SENTENCES)
+    return rng.choice(_WORDS["good_sentences"] if good else _WORDS["bad_sentences"])
 
 
 def _two(rng: random.Random, good: bool) -> str:
@@ -175,5 +180,5 @@ def in_frame(frame: str, sentence: str, good: bool) -> Exchange:
 
 def unseen_exchanges() -> list[Exchange]:
     """The hand-written evaluation sentences, each in one of the frames."""
-    labelled = [(s, True) for s in words.UNSEEN_GOOD] + [(s, False) for s in words.UNSEEN_BAD]
+    labelled = [(s, True) for s in _WORDS["unseen_good"]] + [(s, False) for s in _WORDS["unseen_bad"]]
     return [in_frame(FRAMES[i % len(FRAMES)], sentence, good) for i, (sentence, good) in enumerate(labelled)]

@@ -55,6 +55,7 @@ def scores(
     given = iter(answers(model, tokenizer, prompts))
     found = {}
     for task, group in groups.items():
-        wrong = [(e.prompt, e.answer, got) for e, got in zip(group, given, strict=False) if got != e.answer]
+        asked = [(exchange, next(given)) for exchange in group]
+        wrong = [(exchange.prompt, exchange.answer, got) for exchange, got in asked if got != exchange.answer]
         found[task] = Score(len(group) - len(wrong), len(group), tuple(wrong[:10]))
     return found

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from embedded_training.tokenizer import turns_of
 
-
 _MISFITS_PER_ROW = 6
 
 

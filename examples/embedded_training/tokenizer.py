@@ -1,9 +1,10 @@
-"""The embedded model's tokenizer: byte-level BPE in which every digit stands alone, and a chat template like Gemma's."""
+"""The embedded model's tokenizer: byte-level BPE in which every digit stands alone; a chat template like Gemma's."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 from embedded_corpus import Conversation, Corpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -13,38 +14,7 @@ PAD, EOS, BOS, START_OF_TURN, END_OF_TURN = "<pad>", "<eos>", "<bos>", "<start_o
 SPECIAL_TOKENS = (PAD, EOS, BOS, START_OF_TURN, END_OF_TURN)
 
 # The system prompt goes in front of the first user turn, as in Gemma, whose format has no turn for it.
-CHAT_TEMPLATE = """{{ bos_token }}
-{%- if messages and messages[0]['role'] == 'system' -%}
-    {%- set first_user_prefix = messages[0]['content'] | trim + '\n\n' -%}
-    {%- set turns = messages[1:] -%}
-{%- else -%}
-    {%- set first_user_prefix = '' -%}
-    {%- set turns = messages -%}
-{%- endif -%}
-{%- for message in turns -%}
-    {%- if message['role'] not in ('user', 'assistant', 'model') -%}
-        {{ raise_exception('expected the roles user and assistant after an optional system message, got ' + message['role']) }}
-    {%- endif -%}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
-        {{ raise_exception('expected user and assistant messages in turn, beginning with user') }}
-    {%- endif -%}
-    {{ '<start_of_turn>' + ('user' if message['role'] == 'user' else 'model') + '\n' + (first_user_prefix if loop.first else '') }}
-    {%- if message['content'] is string -%}
-        {{ message['content'] | trim }}
-    {%- else -%}
-        {%- for part in message['content'] -%}
-            {%- if part['type'] != 'text' -%}
-                {{ raise_exception('expected parts of type text, got ' + part['type']) }}
-            {%- endif -%}
-            {{ part['text'] | trim }}
-        {%- endfor -%}
-    {%- endif -%}
-    {{ '<end_of_turn>\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{ '<start_of_turn>model\n' }}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def turns_of(conversation: Conversation) -> Iterator[tuple[str, bool]]:

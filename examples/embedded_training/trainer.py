@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -130,10 +131,10 @@ class Trainer:
 
     def _restore(self) -> None:
         try:
-            with np.load(self._file) as stored:
+            with self._file.open("rb") as file, np.load(file) as stored:
                 about = json.loads(str(stored["about"]))
                 leaves = [jnp.array(stored[f"leaf_{i}"]) for i in range(len(stored.files) - 1)]
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise CheckpointError(f"expected a training checkpoint, got {self._file} ({error}); remove it") from error
         if about["plan"] != asdict(self.plan):
             parts = [f"{k}={v}" for k, v in about["plan"].items() if v != asdict(self.plan).get(k)]
