@@ -192,7 +192,8 @@ def _run_both(
     try:
         served = ServedModel(loaded)
         runtime: Any = served.torch_model._jax_runtime
-        cache_name = runtime.program.cache_name if runtime.can_cache else None
+        # An encoder's code may name a cache as well, which only its decoder siblings use.
+        cache_name = runtime.program.cache_name if runtime.can_cache and module.can_generate() else None
         ours = _trace(served.torch_model, ids, new_tokens, cache_name)
         del served, runtime
     finally:

@@ -15,16 +15,17 @@ from typing import Annotated, Any
 import typer
 
 from torchax_serve import __version__
+from torchax_serve.cli.bench import bench
 from torchax_serve.cli.models import models
 from torchax_serve.cli.reporting import EXIT_INTERRUPTED, EXIT_STATUS_HELP, reported
 from torchax_serve.cli.run import run
-from torchax_serve.cli.verify import verify
 from torchax_serve.cli.verify import verify
 
 # In the order of --help. One line registers a command.
 COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("run", run),
     ("verify", verify),
+    ("bench", bench),
     ("models", models),
 )
 
@@ -36,6 +37,7 @@ torchax-serve runs Hugging Face PyTorch models, their code untouched, on JAX.
   torchax-serve run qwen3-0.6b           chat with a model of the Hugging Face hub
   torchax-serve run ./my-model -p Hello  a folder of your own, one answer
   torchax-serve verify qwen3-0.6b        its numbers beside those of PyTorch
+  torchax-serve bench --against hf       its speed beside that of transformers
   torchax-serve models                   what can be run
 
 Every command explains itself: torchax-serve run --help"""

@@ -1,0 +1,199 @@
+"""Times ``generate`` on JAX and on a peer, in turns."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading import LoadedModel, load_model, require_causal_lm
+from torchax_serve.bench.engine import Call, Engine, JaxMemory, TorchMemory
+from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth, num_cores
+from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, same_part
+from torchax_serve.bench.settings import Settings
+from torchax_serve.bench.traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
+from torchax_serve.compile_cache import enable_compile_cache
+from torchax_serve.eager_twin import EagerTwin
+from torchax_serve.model import ServedModel
+
+Note = Callable[[str], None]
+OURS = "torchax-serve"
+
+
+def bench(
+    model: str | os.PathLike[str] | PreTrainedModel | None = None,
+    settings: Settings | None = None,
+    *,
+    dtype: str = "auto",
+    random_weights: bool = False,
+    command: str | None = None,
+    note: Note | None = None,
+    **load_options: Any,
+) -> BenchReport:
+    """Measures time to first token, rates, memory and traffic of greedy decoding, without end-of-text.
+
+    After a first call of each side, which compiles, calls of both sides take turns, so that whatever else the machine
+    does meets both alike. The peer computes with the very weights that JAX has.
+
+    Args:
+        model: as for `torchax_serve.serve`; with `random_weights` a configuration.
+        settings: sizes, repeats, peer.
+        dtype: of weights and computation.
+        random_weights: make the weights up, from the configuration alone.
+        command: how to get these numbers again, for the report.
+        note: told what is being done, line by line.
+        load_options: further arguments of `model_adapters.loading.load_model`.
+
+    Raises:
+        InvalidArgumentError: more tokens than the model has positions, or a peer that cannot run here.
+        UnsupportedModelError: not a causal language model.
+        TorchaxServeError: whatever loading has to say.
+    """
+    settings, say = settings or Settings(), note or _silent
+    has_compile_cache = enable_compile_cache() is not None
+    machine = Machine.here()
+    say("measuring the bandwidth of memory")
+    bandwidth = measure_bandwidth()
+    say("loading")
+    loaded = load_model(model, dtype=dtype, random_weights=random_weights, seed=settings.seed, **load_options)
+    require_causal_lm(loaded)
+    _check_positions(loaded, settings)
+    run = _Run(loaded, settings, say, has_compile_cache=has_compile_cache)
+    raw = [run.calls(batch) for batch in settings.batches]
+    run.check_untouched()
+    bandwidth = bandwidth.better(measure_bandwidth(bandwidth.buffer_bytes))
+    return BenchReport(
+        command=command or " ".join(sys.orig_argv),
+        machine=machine,
+        settings=settings,
+        peer=None if run.peer is None else run.peer.description,
+        model=_facts(loaded, random_weights=random_weights),
+        bandwidth=bandwidth,
+        cases=tuple(run.case(batch, sides, bandwidth) for batch, sides in zip(settings.batches, raw, strict=True)),
+    )
+
+
+def _silent(text: str) -> None:
+    """Tells nobody."""
+
+
+def _check_positions(loaded: LoadedModel, settings: Settings) -> None:
+    limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    wanted = settings.prompt_len + settings.new_tokens
+    if isinstance(limit, int) and wanted > limit:
+        raise InvalidArgumentError(
+            f"prompt_len + new_tokens is {wanted}, expected at most {limit}, the positions of {loaded.source.name}"
+        )
+
+
+def _facts(loaded: LoadedModel, *, random_weights: bool) -> ModelFacts:
+    parameters = dict(loaded.module.named_parameters(remove_duplicate=True))
+    return ModelFacts(
+        name=loaded.source.name,
+        architecture=type(loaded.module).__name__,
+        dtype=str(loaded.dtype),
+        num_parameters=sum(parameter.numel() for parameter in parameters.values()),
+        weights_bytes=loaded.report.weights_bytes,
+        random_weights=random_weights,
+        load_s=loaded.report.load_s,
+        checkpoint_bytes=loaded.report.checkpoint_bytes,
+        load_peak_bytes=loaded.report.peak_host_bytes,
+    )
+
+
+class _Run:
+    """One model, loaded, and whoever it is compared with."""
+
+    def __init__(self, loaded: LoadedModel, settings: Settings, say: Note, *, has_compile_cache: bool) -> None:
+        self._loaded, self._settings, self._say = loaded, settings, say
+        self._twin: EagerTwin | None = None
+        self.peer: Engine | None = None
+        if settings.against == "hf":
+            self._twin = EagerTwin(loaded)
+            self.peer = _hf(self._twin.module)
+        self._served = ServedModel(loaded)
+        runtime: Any = self._served.torch_model._jax_runtime
+        self._has_cache = runtime.can_cache
+        self.ours = Engine(
+            OURS, "this project", self._served.torch_model, JaxMemory(), has_compile_cache=has_compile_cache
+        )
+        self._layers: tuple[CacheLayer, ...] | None = None
+
+    def check_untouched(self) -> None:
+        """See `EagerTwin.check_untouched`."""
+        if self._twin is not None:
+            self._twin.check_untouched()
+
+    def calls(self, batch: int) -> list[list[Call]]:
+        """Calls of each side, the first one first, in turns."""
+        settings = self._settings
+        vocab_size = self.ours.vocab_size
+        prompt = np.random.default_rng(settings.seed).integers(0, vocab_size, (batch, settings.prompt_len))
+        ids = torch.from_numpy(prompt)
+        engines = [self.ours] if self.peer is None else [self.ours, self.peer]
+        found: list[list[Call]] = []
+        for engine in engines:
+            self._say(f"batch {batch}: first call of {engine.name}")
+            found.append([engine.first_call(ids, settings.new_tokens)])
+        if self._layers is None and self._has_cache:
+            cache = self.ours.final_cache(ids, settings.new_tokens)
+            self._layers = cache_layers(cache, settings.prompt_len + settings.new_tokens - 1)
+        for index in range(settings.repeats):
+            self._say(f"batch {batch}: round {index + 1} of {settings.repeats}")
+            for engine, calls in zip(engines, found, strict=True):
+                calls.append(engine.call(ids, settings.new_tokens))
+        return found
+
+    def case(self, batch: int, sides: list[list[Call]], bandwidth: Bandwidth) -> Case:
+        """What the calls of one batch size say."""
+        ours = self._measurement(self.ours, batch, sides[0], bandwidth)
+        if self.peer is None:
+            return Case(batch, ours, None, None)
+        peer = self._measurement(self.peer, batch, sides[1], bandwidth)
+        return Case(batch, ours, peer, same_part(sides[0][0].tokens, sides[1][0].tokens))
+
+    def _measurement(self, engine: Engine, batch: int, calls: list[Call], bandwidth: Bandwidth) -> Measurement:
+        settings, first = self._settings, calls[0]
+        traffic = None
+        if self._layers is not None:
+            weights = weight_bytes_per_step(self._loaded.module, self._loaded.weights, batch)
+            traffic = step_bytes(
+                weights, self._layers, batch=batch, prompt_len=settings.prompt_len, new_tokens=settings.new_tokens
+            )
+        return Measurement(
+            engine=engine.name,
+            batch=batch,
+            prompt_len=settings.prompt_len,
+            new_tokens=settings.new_tokens,
+            first_call_s=first.timing.total_s,
+            timings=tuple(call.timing for call in calls[1:]),
+            growth_bytes=first.growth_bytes,
+            peak_bytes=first.growth_bytes + self._loaded.report.weights_bytes,
+            step_bytes=traffic,
+            bandwidth_bytes_per_s=bandwidth.bytes_per_s,
+            compile_cache=first.compile_cache,
+        )
+
+
+def _hf(module: PreTrainedModel) -> Engine:
+    """transformers' ``generate``: eager on a CPU, with its static cache and ``torch.compile`` on a GPU."""
+    platform = jax.default_backend()
+    if platform == "cpu":
+        torch.set_num_threads(num_cores())
+        words = f"transformers generate, eager PyTorch in {num_cores()} threads, {module.config._attn_implementation}"
+        return Engine("hf", words, module, JaxMemory())
+    if platform != "gpu" or not torch.cuda.is_available():
+        raise InvalidArgumentError(
+            f"against='hf' needs a torch for the device that JAX has ({jax.devices()[0].device_kind}); "
+            "install torch with CUDA, or leave the peer out"
+        )
+    words = f"transformers generate, static cache, torch.compile, {module.config._attn_implementation}"
+    on_gpu: Any = module.to("cuda")  # type: ignore[arg-type]
+    return Engine("hf", words, on_gpu, TorchMemory(), options={"cache_implementation": "static"})

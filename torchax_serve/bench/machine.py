@@ -1,0 +1,146 @@
+"""The machine a benchmark runs on: what it is, what is installed, how fast its memory can be read."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from model_adapters.loading.memory import free_host_bytes
+from torchax_serve import __version__
+
+PACKAGES = ("torch", "torchax", "jax", "jaxlib", "transformers", "numpy")
+BUFFER_BYTES = 2**30  # many times the largest caches
+_ROUNDS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What ran, in words that tell two machines apart.
+
+    Attributes:
+        load_average: processes that wanted to run in the minute before, where the system says; well above 0 means that
+            somebody else was using the machine.
+    """
+
+    cpu: str
+    num_cores: int
+    memory_bytes: int
+    device: str
+    num_devices: int
+    system: str
+    versions: dict[str, str]
+    date: str
+    load_average: float | None
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine, now."""
+        import psutil  # type: ignore[import-untyped]
+
+        devices = jax.devices()
+        return cls(
+            cpu=_cpu_model(),
+            num_cores=num_cores(),
+            memory_bytes=psutil.virtual_memory().total,
+            device=f"{devices[0].platform}: {devices[0].device_kind}",
+            num_devices=len(devices),
+            system=platform.platform(),
+            versions={"torchax-serve": __version__, "python": platform.python_version()}
+            | {name: importlib.metadata.version(name) for name in PACKAGES},
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        )
+
+
+def num_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+@dataclasses.dataclass(frozen=True)
+class Bandwidth:
+    """How fast memory can be read.
+
+    Attributes:
+        bytes_per_s: the best of all ways tried.
+        method: which one that was.
+        tried: bytes per second of each way.
+        buffer_bytes: how much was read at a time.
+    """
+
+    bytes_per_s: float
+    method: str
+    tried: dict[str, float]
+    buffer_bytes: int
+
+    def better(self, other: Bandwidth) -> Bandwidth:
+        """The faster of two: what is sought is a bound, and other programs only ever slow a measurement down."""
+        tried = {name: max(rate, other.tried[name]) for name, rate in self.tried.items()}
+        return _best(tried, self.buffer_bytes)
+
+
+def measure_bandwidth(buffer_bytes: int | None = None) -> Bandwidth:
+    """Reads a buffer much larger than the caches in several ways, on the default device, and keeps the fastest.
+
+    Args:
+        buffer_bytes: None for 1 GiB, or a quarter of the free memory if that is less.
+    """
+    size = min(BUFFER_BYTES, free_host_bytes() // 4) if buffer_bytes is None else buffer_bytes
+    if jax.default_backend() != "cpu":
+        ways = {"jnp.sum of float32": _jax_sum(jnp.ones(size // 4, jnp.float32))}
+        return _measured(ways, size)
+    buffer = np.ones(size // 4, np.float32)
+    tensor, parts = torch.from_numpy(buffer), np.array_split(buffer, num_cores())
+    with ThreadPoolExecutor(num_cores()) as threads:
+        ways = {
+            "jnp.sum of float32": _jax_sum(jnp.asarray(buffer)),
+            "torch.sum of float32": lambda: tensor.sum().item(),
+            # numpy lets go of the interpreter in a reduction
+            f"numpy.max of float32 in {num_cores()} threads": lambda: list(threads.map(np.max, parts)),
+        }
+        return _measured(ways, size)
+
+
+def _jax_sum(array: jax.Array) -> Callable[[], object]:
+    total = jax.jit(jnp.sum)
+    return lambda: total(array).block_until_ready()
+
+
+def _measured(ways: dict[str, Callable[[], object]], size: int) -> Bandwidth:
+    return _best({name: size // 4 * 4 / _fastest(read) for name, read in ways.items()}, size)
+
+
+def _best(tried: dict[str, float], size: int) -> Bandwidth:
+    method = max(tried, key=lambda name: tried[name])
+    return Bandwidth(tried[method], method, tried, size)
+
+
+def _fastest(read: Callable[[], object]) -> float:
+    read()
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        read()
+        times.append(time.perf_counter() - start)
+    return min(times)

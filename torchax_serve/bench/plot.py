@@ -1,0 +1,55 @@
+"""A picture of a benchmark: rates by batch size, ours beside the peer's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.bench.report import BenchReport, Measurement
+
+
+def check_plot(file: Path) -> None:
+    """Raises `InvalidArgumentError` where no picture could be written to `file`; to be called before hours of work."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise InvalidArgumentError("a plot needs matplotlib: pip install 'torchax-serve[plot]'") from error
+    endings = sorted(FigureCanvasBase.filetypes)
+    if file.suffix.removeprefix(".").lower() not in endings:
+        raise InvalidArgumentError(f"the plot's name is {file}, expected one that ends in {', '.join(endings)}")
+    if not file.absolute().parent.is_dir():
+        raise InvalidArgumentError(f"there is no folder {file.absolute().parent} for the plot; make it first")
+
+
+def plot(report: BenchReport, file: Path) -> None:
+    """Writes decode and prefill rates by batch size to `file`, in the format that its ending says.
+
+    Raises:
+        InvalidArgumentError: matplotlib is not there, or does not know the ending.
+    """
+    check_plot(file)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    sides: list[list[Measurement]] = [[case.ours for case in report.cases]]
+    if report.peer is not None:
+        sides.append([case.peer for case in report.cases if case.peer is not None])
+    rates = (("decode_tokens_per_s", "decode, tokens/s"), ("prefill_tokens_per_s", "prefill, tokens/s"))
+    for axes, (name, title) in zip(figure.subplots(1, len(rates)), rates, strict=True):
+        width = 0.8 / len(sides)
+        for index, side in enumerate(sides):
+            places = [place + width * (index - (len(sides) - 1) / 2) for place in range(len(side))]
+            bars = axes.bar(places, [getattr(each, name) for each in side], width, label=side[0].engine)
+            axes.bar_label(bars, fmt="%.0f", fontsize=8)
+        axes.set_xticks(range(len(report.cases)), [f"batch {case.batch}" for case in report.cases])
+        axes.set_title(title)
+        axes.legend()
+    model = report.model
+    figure.suptitle(
+        f"{model.architecture} {model.num_parameters / 1e6:.0f} M, {model.dtype}, "
+        f"{report.settings.prompt_len} + {report.settings.new_tokens} tokens, "
+        f"{report.machine.cpu if report.machine.device.startswith('cpu') else report.machine.device}, "
+        f"{report.machine.num_cores} cores",
+        fontsize=10,
+    )
+    figure.savefig(file, dpi=130)

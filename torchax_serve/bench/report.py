@@ -1,0 +1,177 @@
+"""What a benchmark found, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from typing import Any
+
+from torchax_serve.bench.machine import Bandwidth, Machine
+from torchax_serve.bench.settings import Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One call of ``generate``, in seconds from the call."""
+
+    ttft_s: float  # until the first new token was handed out
+    total_s: float  # until it returned
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileCache:
+    """Programs that a first call needed, by where they came from.
+
+    Attributes:
+        num_programs: that XLA was asked for.
+        num_hits: of these, read from the persistent compilation cache.
+        enabled: whether there is such a cache.
+    """
+
+    num_programs: int
+    num_hits: int
+    enabled: bool
+
+    @property
+    def state(self) -> str:
+        """``off``, ``warm``, ``partly warm``, ``cold``, or ``in memory`` where this process had every program."""
+        if not self.num_programs:
+            return "in memory"
+        if not self.enabled:
+            return "off"
+        return "warm" if self.num_hits == self.num_programs else "partly warm" if self.num_hits else "cold"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One engine at one batch size.
+
+    Attributes:
+        engine: ``torchax-serve``, or the peer.
+        batch, prompt_len, new_tokens: what each call did.
+        first_call_s: the first call, which compiles.
+        timings: of the later calls.
+        growth_bytes: by how much memory in use grew at most in the first call: cache, activations, compilation.
+        peak_bytes: the same and the weights.
+        step_bytes: what a decode step must read, on average: weights, and keys and values of the tokens so far; None
+            where that is not known.
+        bandwidth_bytes_per_s: the highest rate of reading that the machine showed in this run.
+        compile_cache: None for an engine without one.
+    """
+
+    engine: str
+    batch: int
+    prompt_len: int
+    new_tokens: int
+    first_call_s: float
+    timings: tuple[Timing, ...]
+    growth_bytes: int
+    peak_bytes: int
+    step_bytes: float | None
+    bandwidth_bytes_per_s: float
+    compile_cache: CompileCache | None
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token, median."""
+        return statistics.median(each.ttft_s for each in self.timings)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens of the batch over the time to first token."""
+        return self.batch * self.prompt_len / self.ttft_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per step behind the first token, median."""
+        return statistics.median((each.total_s - each.ttft_s) / (self.new_tokens - 1) for each in self.timings)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens behind the first of each row, over the time they took."""
+        return self.batch / self.tpot_s
+
+    @property
+    def compile_s(self) -> float:
+        """First call minus a later call."""
+        return max(0.0, self.first_call_s - statistics.median(each.total_s for each in self.timings))
+
+    @property
+    def mbu(self) -> float | None:
+        """Model bandwidth utilisation: what a step must read over its time, as a part of the measured bandwidth.
+
+        The measure is Databricks' (Agarwal et al., "LLM Inference Performance Engineering: Best Practices", 2023).
+        """
+        return None if self.step_bytes is None else self.step_bytes / self.tpot_s / self.bandwidth_bytes_per_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields and derived numbers."""
+        derived = ("ttft_s", "prefill_tokens_per_s", "tpot_s", "decode_tokens_per_s", "compile_s", "mbu")
+        found = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
+        if self.compile_cache is not None:
+            found["compile_cache"]["state"] = self.compile_cache.state
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One batch size: ours, and the peer's if there is one.
+
+    Attributes:
+        same_tokens: part of the new tokens, up to the first difference in each row, that both sides agree on. In half
+            precision rounding parts them; in float32 it is 1.
+    """
+
+    batch: int
+    ours: Measurement
+    peer: Measurement | None
+    same_tokens: float | None
+
+    def ratio(self, name: str) -> float | None:
+        """Ours over the peer's of a rate: ``decode_tokens_per_s``, ``prefill_tokens_per_s``."""
+        return None if self.peer is None else getattr(self.ours, name) / getattr(self.peer, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """The model and what loading it took."""
+
+    name: str
+    architecture: str
+    dtype: str
+    num_parameters: int
+    weights_bytes: int
+    random_weights: bool
+    load_s: float
+    checkpoint_bytes: int
+    load_peak_bytes: int  # growth of the process's resident memory while loading
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchReport:
+    """Everything a reader needs to judge the numbers, and to get them again."""
+
+    command: str
+    machine: Machine
+    settings: Settings
+    peer: str | None  # what the peer is, in words
+    model: ModelFacts
+    bandwidth: Bandwidth
+    cases: tuple[Case, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        found = dataclasses.asdict(self)
+        for case, entry in zip(self.cases, found["cases"], strict=True):
+            entry["ours"] = case.ours.as_dict()
+            entry["peer"] = None if case.peer is None else case.peer.as_dict()
+            for name in ("decode_tokens_per_s", "prefill_tokens_per_s"):
+                entry[f"{name}_ratio"] = case.ratio(name)
+        return found
+
+
+def same_part(ours: Any, theirs: Any) -> float:
+    """Part of int[batch, len] `ours` that equals `theirs`, each row up to its first difference."""
+    equal = (ours == theirs).int().cumprod(1)
+    return float(equal.sum()) / math.prod(equal.shape)

@@ -1,0 +1,44 @@
+"""What a benchmark runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from model_adapters.errors import InvalidArgumentError
+
+PEERS = ("hf",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A grid of one measurement per batch size; checked when made.
+
+    Attributes:
+        batches: rows of a batch, one measurement for each.
+        prompt_len: tokens of each prompt.
+        new_tokens: tokens generated behind it.
+        repeats: timed calls of each side; medians are reported.
+        against: the peer; ``hf`` is transformers' own ``generate``, None is nobody.
+        seed: of prompts and random weights.
+    """
+
+    batches: tuple[int, ...] = (1, 8)
+    prompt_len: int = 128
+    new_tokens: int = 64
+    repeats: int = 5
+    against: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.batches:
+            raise InvalidArgumentError("expected at least one batch size, got none")
+        # A rate of decoding needs a token behind the first.
+        lowest = {"prompt_len": 1, "new_tokens": 2, "repeats": 1}
+        for name, low in lowest.items():
+            if getattr(self, name) < low:
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}, expected {low} or more")
+        for batch in self.batches:
+            if batch < 1:
+                raise InvalidArgumentError(f"the batch size is {batch}, expected 1 or more")
+        if self.against is not None and self.against not in PEERS:
+            raise InvalidArgumentError(f"against is {self.against!r}, expected one of {', '.join(PEERS)}")

@@ -1,0 +1,205 @@
+"""``torchax-serve bench``: latency, throughput and memory of a model, side by side with a peer."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchax_serve.cli import options
+from torchax_serve.cli.options import LoadOptions
+from torchax_serve.cli.terminal import note
+
+_DEFAULT_BATCHES = (1, 8)
+
+
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            show_default=False, help="Short name, hub id or folder; without it the small model of the package."
+        ),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            show_default=False,
+            help="A peer to run in turns with: hf, the generate of transformers on the same weights.",
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option("--batch", show_default=False, help="Rows of a batch; may be given several times (1 and 8)."),
+    ] = None,
+    prompt_len: Annotated[int, typer.Option("--prompt-len", help="Tokens of each prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", help="Tokens generated behind it.")] = 64,
+    repeats: Annotated[int, typer.Option("--repeats", help="Timed calls of each side; medians are shown.")] = 5,
+    random_weights: Annotated[
+        Path | None,
+        typer.Option(
+            "--random-weights",
+            show_default=False,
+            help="In place of MODEL: a configuration (JSON file or folder) with weights made up.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", show_default=False, help="Write a picture of the rates to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    revision: options.RevisionOption = None,
+    dtype: options.DtypeOption = "auto",
+    token: options.TokenOption = None,
+    offline: options.OfflineOption = False,
+    trust_remote_code: options.TrustRemoteCodeOption = False,
+    allow_pickle: options.AllowPickleOption = False,
+    cache_dir: options.CacheDirOption = None,
+) -> None:
+    """Measure time to first token, tokens/s, memory and use of the memory's bandwidth.
+
+    torchax-serve bench qwen3-0.6b --against hf --batch 1 --batch 8
+
+    torchax-serve bench --random-weights config.json --dtype bfloat16
+    """
+    from torchax_serve.cli.interrupts import prompt_interrupts
+
+    load = LoadOptions(revision, dtype, token, offline, trust_remote_code, allow_pickle, cache_dir)
+    with prompt_interrupts(leave_at=1):
+        from torchax_serve import InvalidArgumentError
+        from torchax_serve.bench import Settings
+        from torchax_serve.bench import bench as measure
+        from torchax_serve.bench.plot import check_plot
+        from torchax_serve.bench.plot import plot as draw
+
+        if random_weights is not None and model is not None:
+            raise InvalidArgumentError(f"--random-weights makes its own model; leave {model} out")
+        settings = Settings(tuple(batch or _DEFAULT_BATCHES), prompt_len, new_tokens, repeats, against)
+        if plot is not None:
+            check_plot(plot)
+        report = measure(
+            model if random_weights is None else str(random_weights),
+            settings,
+            random_weights=random_weights is not None,
+            command=shlex.join(["torchax-serve", *sys.argv[1:]]),
+            note=note,
+            **load.serve_kwargs(),
+        )
+        if plot is not None:
+            draw(report, plot)
+    if as_json:
+        print(json.dumps(report.as_dict(), allow_nan=False))
+    else:
+        print_report(report)
+
+
+def print_report(report: Any) -> None:
+    """Writes `report` (a `BenchReport`) to stdout as tables."""
+    from rich.console import Console
+
+    # Without a terminal rich assumes 80 columns and folds; a file or a pipe wants a row on a line.
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print("\n".join(_heading(report)), markup=False)
+    console.print(_rates(report))
+    console.print(_costs(report))
+    for line in _remarks(report):
+        console.print(line, markup=False)
+
+
+def _heading(report: Any) -> list[str]:
+    model, machine, settings = report.model, report.machine, report.settings
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    load = "" if machine.load_average is None else f", load average {machine.load_average:.1f} before"
+    weights = ", random weights" if model.random_weights else ""
+    return [
+        f"{model.name}: {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, {model.dtype}{weights}",
+        f"{settings.prompt_len} prompt + {settings.new_tokens} new tokens, greedy, medians of {settings.repeats}",
+        f"machine: {machine.cpu}, {machine.num_cores} cores, {_gb(machine.memory_bytes)}{load}; "
+        f"JAX on {machine.device} x {machine.num_devices}",
+        f"versions: {versions}",
+        f"bandwidth: {report.bandwidth.bytes_per_s / 1e9:.1f} GB/s reading ({report.bandwidth.method})",
+        f"load: {model.load_s:.2f} s, peak memory {_gb(model.load_peak_bytes)}, "
+        f"{model.load_peak_bytes / model.checkpoint_bytes:.2f} x the checkpoint",
+        *([] if report.peer is None else [f"hf: {report.peer}, on the same weights"]),
+        f"command: {report.command}",
+    ]
+
+
+def _rates(report: Any) -> Any:
+    from rich.table import Table
+
+    table = Table(header_style="bold")
+    table.add_column("batch", justify="right")
+    table.add_column("engine")
+    for heading in ("first token ms", "prefill tok/s", "decode tok/s", "ms per step", "MBU"):
+        table.add_column(heading, justify="right")
+    if report.peer is not None:
+        for heading in ("prefill x", "decode x"):
+            table.add_column(heading, justify="right")
+    for case in report.cases:
+        for side in (case.ours, case.peer):
+            if side is None:
+                continue
+            cells = [
+                str(case.batch) if side is case.ours else "",
+                side.engine,
+                f"{side.ttft_s * 1e3:.1f}",
+                f"{side.prefill_tokens_per_s:.0f}",
+                f"{side.decode_tokens_per_s:.1f}",
+                f"{side.tpot_s * 1e3:.2f}",
+                "-" if side.mbu is None else f"{side.mbu:.0%}",
+            ]
+            if side is case.ours and case.peer is not None:
+                cells += [f"{case.ratio(name):.2f}" for name in ("prefill_tokens_per_s", "decode_tokens_per_s")]
+            table.add_row(*cells, end_section=side is not case.ours or case.peer is None)
+    return table
+
+
+def _costs(report: Any) -> Any:
+    from rich.table import Table
+
+    table = Table(header_style="bold")
+    table.add_column("batch", justify="right")
+    table.add_column("engine")
+    for heading in ("first call s", "of it compile, warm-up s", "peak memory", "beside weights", "read per step"):
+        table.add_column(heading, justify="right")
+    table.add_column("compilation cache")
+    for case in report.cases:
+        for side in (case.ours, case.peer):
+            if side is None:
+                continue
+            cache = side.compile_cache
+            table.add_row(
+                str(case.batch) if side is case.ours else "",
+                side.engine,
+                f"{side.first_call_s:.2f}",
+                f"{side.compile_s:.2f}",
+                _gb(side.peak_bytes),
+                _gb(side.growth_bytes),
+                "-" if side.step_bytes is None else _gb(side.step_bytes),
+                "" if cache is None else f"{cache.state}: {cache.num_hits} of {cache.num_programs} programs",
+                end_section=side is not case.ours or case.peer is None,
+            )
+    return table
+
+
+def _remarks(report: Any) -> list[str]:
+    remarks = []
+    agreed = [f"{case.same_tokens:.0%} at batch {case.batch}" for case in report.cases if case.same_tokens is not None]
+    if agreed:
+        remarks.append(f"tokens the same as the peer's, up to the first difference in a row: {', '.join(agreed)}")
+    load, cores = report.machine.load_average, report.machine.num_cores
+    if load is not None and load > max(1.0, cores / 2):
+        remarks.append(
+            f"note: the machine was busy (load average {load:.1f} on {cores} cores); rates are not to be trusted"
+        )
+    return remarks
+
+
+def _gb(num_bytes: float) -> str:
+    from model_adapters.loading.memory import gigabytes
+
+    return gigabytes(num_bytes)
