@@ -142,7 +142,7 @@ def test_chatbot(run, eager, tokenizer):
     history, transcript = [], ""
     for question in ("Hello!", "What is JAX?"):
         history.append(user(question))
-        answer = eager_answer(eager, tokenizer, history, 1024)
+        answer = eager_answer(eager, tokenizer, history, eager.generation_config.max_new_tokens)
         history.append({"role": "assistant", "content": answer})
         transcript += f"> {answer}\n"
     assert printed == transcript + "> "

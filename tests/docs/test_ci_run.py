@@ -1,0 +1,72 @@
+"""``.ci/run``: the README's second command and the linters, in order, failures kept."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / ".ci" / "run"
+CHECKS = ["pip install .[dev]", "pytest", "ruff check .", "ruff format --check .", "mypy"]
+
+# Stands for python3: makes a virtual environment whose programs write down how they are called.
+FAKE_PYTHON = """#!/bin/sh
+[ "$1 $2 $3" = "-m venv .venv" ] || exit 99
+test -f pyproject.toml || exit 98
+mkdir -p .venv/bin
+for name in pip pytest ruff mypy; do
+    printf '#!/bin/sh\\necho "%s $*" >> "$CALLS"\\n[ "%s $*" != "$FAILING" ] || exit 7\\n' $name $name > .venv/bin/$name
+    chmod +x .venv/bin/$name
+done
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A small project with the real script, and python3 replaced."""
+    folder = tmp_path / "project"
+    (folder / ".ci").mkdir(parents=True)
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / "old").touch()
+    (folder / ".ci" / "run").write_bytes(SCRIPT.read_bytes())
+    (folder / "pyproject.toml").touch()
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "python3").write_text(FAKE_PYTHON)
+    (programs / "python3").chmod(0o755)
+
+    def run(failing=""):
+        calls, scratch = tmp_path / "calls", tmp_path / "scratch"
+        calls.write_text("")
+        scratch.mkdir(exist_ok=True)
+        environment = {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "CALLS": str(calls),
+            "FAILING": failing,
+            "TMPDIR": str(scratch),
+        }
+        done = subprocess.run(["bash", folder / ".ci" / "run"], env=environment, stdin=subprocess.DEVNULL, timeout=60)
+        assert not any(scratch.iterdir()), "the copy is left behind"
+        assert [path.name for path in (folder / ".venv").iterdir()] == ["old"], "the user's environment was touched"
+        return done.returncode, [line.strip() for line in calls.read_text().splitlines()]
+
+    return run
+
+
+def test_the_script_runs_the_second_command_of_the_readme():
+    commands = re.findall(r"^```bash\n(python3 -m venv .*)\n```$", (ROOT / "README.md").read_text(), re.M)
+    assert len(commands) == 2
+    assert commands[1] in SCRIPT.read_text().splitlines()
+    assert os.access(SCRIPT, os.X_OK)
+
+
+def test_all_checks_run_in_order(project):
+    assert project() == (0, CHECKS)
+
+
+@pytest.mark.parametrize("index", range(len(CHECKS)), ids=CHECKS)
+def test_the_first_failure_ends_it_with_its_status(project, index):
+    failing = CHECKS[index] if " " in CHECKS[index] else CHECKS[index] + " "
+    assert project(failing) == (7, CHECKS[: index + 1])

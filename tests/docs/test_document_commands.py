@@ -1,0 +1,106 @@
+"""Every command of the documents runs, by bash and the console script; the few that cannot are checked by parts."""
+
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import typer
+from documents import ROOT, commands
+
+from model_adapters.loading.names import short_name
+from torchax_serve.cli.main import app
+
+SET_UP = "python3 -m venv .venv && .venv/bin/pip install "
+# Needs the hub: the command line is parsed by the program's own parser, and the name must stand in the table of names.
+FROM_THE_HUB = {
+    "torchax-serve run qwen3-0.6b",
+    "torchax-serve verify qwen3-0.6b",
+    "torchax-serve run llama-3.2-1b-instruct --token hf_...",
+    "torchax-serve run qwen3-0.6b --offline",
+    ".venv/bin/torchax-serve bench smollm2-135m-instruct --against hf",
+}
+# At a terminal these talk to a person; here they read from a pipe.
+TYPED = {"torchax-serve run": "Hello!\n"}
+# Runs these tests itself; tests/docs/test_ci_run.py is about it.
+RUNS_THE_TESTS = {".ci/run"}
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+COMMANDS = commands()
+SET_UPS = [command for _, command in COMMANDS if command.startswith(SET_UP)]
+RUN = [
+    command
+    for _, command in COMMANDS
+    if not command.startswith(SET_UP) and command not in FROM_THE_HUB | RUNS_THE_TESTS
+]
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory):
+    """Runs a command line by bash, with ``torchax-serve`` on the path as an installation puts it."""
+    programs = tmp_path_factory.mktemp("programs")
+    module, _, function = PYPROJECT["project"]["scripts"]["torchax-serve"].partition(":")
+    script = f"#!{sys.executable}\nfrom {module} import {function}\n{function}()\n"
+    (programs / "torchax-serve").write_text(script)
+    (programs / "torchax-serve").chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+    def run(command, stdin=""):
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=ROOT,
+            env=environment,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run
+
+
+def test_every_command_is_run_or_checked():
+    listed = {command for _, command in COMMANDS}
+    assert set(TYPED) | FROM_THE_HUB | RUNS_THE_TESTS <= listed, "an exception for a command that nobody writes"
+    assert len(SET_UPS) == 3
+    assert len(RUN) >= 3
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_command_runs(shell, command):
+    done = shell(command, TYPED.get(command, ""))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", sorted(FROM_THE_HUB))
+def test_command_for_the_hub_parses_and_names_a_known_model(command):
+    program, subcommand, *arguments = shlex.split(command.removeprefix(".venv/bin/"))
+    assert program == "torchax-serve"
+    subcommands = typer.main.get_command(app).commands
+    context = subcommands[subcommand].make_context(subcommand, list(arguments))
+    assert short_name(context.params["model"]) is not None
+
+
+@pytest.mark.parametrize("command", SET_UPS)
+def test_set_up_installs_this_project_and_what_follows_runs(shell, command):
+    install, _, rest = command.removeprefix(SET_UP).partition(" && ")
+    *options, target = shlex.split(install)
+    assert options in ([], ["-e"])
+    extra = target.removeprefix(".").strip("[]")
+    assert target in (".", f".[{extra}]")
+    assert not extra or extra in PYPROJECT["project"]["optional-dependencies"]
+    if rest == ".venv/bin/pytest":
+        assert any(each.startswith("pytest>") for each in PYPROJECT["project"]["optional-dependencies"]["dev"])
+    elif rest:
+        done = shell(rest.removeprefix(".venv/bin/"))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()

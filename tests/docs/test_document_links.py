@@ -1,0 +1,35 @@
+"""What the documents point to is there."""
+
+import re
+
+import pytest
+from documents import DOCUMENTS, ROOT, blocks
+
+PACKAGES = ("torchax_serve", "model_adapters", "pytree_registry", "sharding_rules")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_paths_lead_somewhere(path):
+    text = path.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    files = re.findall(r"`([\w./-]+/[\w.-]+\.\w+)`", text)
+    for link in links:
+        assert (path.parent / link).exists(), f"{path.name} links to {link}"
+    for file in files:
+        assert (ROOT / file).exists(), f"{path.name} speaks of {file}"
+
+
+def test_the_picture_of_the_parts_shows_modules_that_exist():
+    picture = blocks("mermaid")[0].text
+    shown = {}
+    for package in ("torchax_serve", "model_adapters"):
+        inside = picture.partition(f"subgraph {package}\n")[2].partition("\n    end")[0]
+        labels = re.findall(r'\["([\w, ]+):', inside)
+        shown[package] = {name for label in labels for name in label.split(", ")}
+    assert {package: len(names) for package, names in shown.items()} == {"torchax_serve": 11, "model_adapters": 8}
+    for package, names in shown.items():
+        for name in names:
+            module = ROOT / package / name
+            assert module.is_dir() or module.with_suffix(".py").is_file(), f"there is no {package}.{name}"
+    for name in PACKAGES:
+        assert name in picture
