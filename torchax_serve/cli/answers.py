@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 
-from torchax_serve.cli.terminal import harmless, is_terminal, note
+from torchax_serve.cli.terminal import harmless, is_terminal, note, passing_note
 from torchax_serve.text.stream import GenerationStats, TextStream
 
 
@@ -43,8 +43,8 @@ def write_answer(answer: TextStream, *, model_name: str, as_json: bool) -> None:
                 _write_pieces(answer)
         except KeyboardInterrupt:
             answer.close()
-            if answer.text and not as_json and is_terminal(sys.stdout):
-                print(flush=True)
+            if is_terminal(sys.stdout):
+                print(flush=True)  # the line holds half an answer, or the ^C that the terminal shows
             note(stats_line(answer.stats))
             raise
     note(stats_line(answer.stats))
@@ -63,9 +63,11 @@ def as_object(answer: TextStream, model_name: str) -> dict[str, object]:
 def _write_pieces(answer: TextStream) -> None:
     on_terminal = is_terminal(sys.stdout)
     last = ""
-    for piece in answer:
-        last = harmless(piece) if on_terminal else piece
-        sys.stdout.write(last)
-        sys.stdout.flush()
+    with passing_note("reading the prompt (a new shape is compiled first) ...") as take_note_away:
+        for piece in answer:
+            take_note_away()
+            last = harmless(piece) if on_terminal else piece
+            sys.stdout.write(last)
+            sys.stdout.flush()
     if not last.endswith("\n"):
         print(flush=True)

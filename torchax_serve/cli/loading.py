@@ -10,7 +10,7 @@ from typing import Any
 from model_adapters.errors import ModelNotFoundError
 from torchax_serve.cli.interrupts import prompt_interrupts
 from torchax_serve.cli.options import LoadOptions
-from torchax_serve.cli.terminal import may_style
+from torchax_serve.cli.terminal import may_style, passing_note
 
 
 @contextlib.contextmanager
@@ -22,8 +22,9 @@ def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
         KeyboardInterrupt: Ctrl-C while it loads.
     """
     with prompt_interrupts(leave_at=1):
-        from model_adapters.loading.progress import RichProgress, SilentProgress
-        from torchax_serve import serve
+        with passing_note("starting torch and jax ..."):
+            from model_adapters.loading.progress import RichProgress, SilentProgress
+            from torchax_serve import serve
 
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # A model may say escape sequences; on a terminal they would move the cursor, set the title or worse.
@@ -27,6 +29,25 @@ def may_style(stream: Any) -> bool:
 def note(text: str) -> None:
     """Writes one dim line to stderr."""
     print(f"\x1b[2m{text}\x1b[0m" if may_style(sys.stderr) else text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def passing_note(text: str) -> Iterator[Callable[[], None]]:
+    """Shows `text` on the line of the cursor, where a person watches, until the function it yields is called."""
+    shown = may_style(sys.stderr)
+    if shown:
+        print(f"\x1b[2m{text}\x1b[0m", end="", file=sys.stderr, flush=True)
+
+    def take_away() -> None:
+        nonlocal shown
+        if shown:
+            shown = False
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield take_away
+    finally:
+        take_away()
 
 
 def harmless(text: str) -> str:
