@@ -114,7 +114,7 @@ def test_the_caller_places_each_array_once(name, tmp_path):
 
 @pytest.mark.parametrize("random_weights", [False, True])
 def test_the_path_of_accelerators(random_weights, tmp_path, monkeypatch):
-    """Copies in place of sharing, few at a time; random values drawn by JAX. Seen from here a CPU is a device as well."""
+    """Copies in place of sharing, few at a time; random values drawn by JAX. A CPU stands in for the device."""
     tiny_folder(tmp_path, "qwen3_moe", torch.bfloat16)
     reference = load_model(tmp_path)
     waiting = []
