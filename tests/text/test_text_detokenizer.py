@@ -1,5 +1,6 @@
 """The pieces of the detokenizer against transformers' own ``decode`` of all tokens at once."""
 
+import contextlib
 import functools
 import itertools
 
@@ -125,6 +126,45 @@ def test_byte_tokens_of_a_wrong_character_stay_exact():
     run = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in [*"é".encode(), 0xFF]]
     end = tokenizer.convert_tokens_to_ids("it")
     assert pieces_of(tokenizer, [end, *run, end]) == ["it", "", "", "", "���it", ""]
+
+
+@pytest.mark.parametrize("num_spaces", [1, 5, 7, 20, 40])
+def test_spaces_that_show_only_when_the_text_goes_on(num_spaces):
+    """A window of spaces alone would strip them all."""
+    tokenizer = tokenizer_of("sentencepiece_in_python")
+    check(tokenizer, tokenizer.convert_tokens_to_ids([*"the", *["▁"] * num_spaces, *"dog"]))
+
+
+class OneMarkPerByte:
+    """Decodes as the SentencePiece library does: each byte of an unfinished character is a character of its own."""
+
+    is_fast = False
+    clean_up_tokenization_spaces = False
+    all_special_ids = ()
+
+    def __len__(self):
+        return 256
+
+    def convert_ids_to_tokens(self, token_id):
+        return f"<{token_id}>"
+
+    def decode(self, token_ids, **kwargs):
+        text, data = [], bytes(token_ids)
+        while data:
+            for length in range(1, 5):
+                with contextlib.suppress(UnicodeDecodeError):
+                    text.append(data[:length].decode())
+                    break
+            else:
+                text, length = [*text, "\N{REPLACEMENT CHARACTER}"], 1
+            data = data[length:]
+        return "".join(text)
+
+
+@few
+@given(st.text(alphabet="a€é😀", max_size=20).map(str.encode) | st.binary(max_size=40))
+def test_several_marks_for_one_unfinished_character(data):
+    check(OneMarkPerByte(), list(data))
 
 
 class Backwards:
