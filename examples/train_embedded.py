@@ -88,12 +88,13 @@ def main(
     tokenizer_conversations: Annotated[
         int, typer.Option(min=100, help="Conversations the tokenizer learns from.")
     ] = 20000,
+    num_layers: Annotated[int, typer.Option(min=3, help="Layers; every third sees all, the others a window.")] = 6,
     eval_per_task: Annotated[int, typer.Option(min=1, help="Held-out questions per task.")] = 200,
 ) -> None:
     """Trains the embedded model, evaluates it, and writes the model folder with its card."""
     corpus = Corpus()
     tokenizer = train_tokenizer(corpus, vocab_size, tokenizer_conversations, seed)
-    overrides = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    overrides = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": num_layers}
     plan = TrainingPlan(steps, rows, row_len, learning_rate, seed=seed)
     model = fresh_model(embedded_config(tokenizer, **overrides), seed)
     num_params = sum(parameter.numel() for parameter in model.parameters())
@@ -107,7 +108,7 @@ def main(
     save(output, trainer, tokenizer, overrides)
     measured = evaluate(output, corpus, eval_per_task)
     command = " ".join(["python", "examples/train_embedded.py", *sys.argv[1:]])
-    write_card(output, AutoModelForCausalLM.from_pretrained(output), plan, trainer.history, measured, command)
+    write_card(output, model, plan, trainer.history, measured, command)
     CONSOLE.print(f"wrote {output}")
 
 

@@ -183,7 +183,7 @@ def test_the_command_writes_an_ordinary_folder(tmp_path):
     app = typer.Typer()
     app.command()(train_embedded.main)
     arguments = f"--output {tmp_path}/out --workdir {tmp_path}/work --steps 2 --rows 1 --row-len 128 --eval-per-task 1"
-    sizes = " --vocab-size 400 --hidden-size 32 --intermediate-size 32 --tokenizer-conversations 300"
+    sizes = " --vocab-size 400 --hidden-size 32 --intermediate-size 32 --num-layers 3 --tokenizer-conversations 300"
     result = CliRunner().invoke(app, (arguments + sizes).split(), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

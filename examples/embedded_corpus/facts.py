@@ -76,8 +76,12 @@ def read_data(name: str) -> dict[str, Any]:
 
 def read_facts(name: str) -> tuple[Fact, ...]:
     """The facts of ``data/<name>.toml``; a key that `Fact` does not have is a ``TypeError``."""
-    tables = read_data(name)["fact"]
-    return tuple(Fact(**{k: v if isinstance(v, str) else tuple(v) for k, v in table.items()}) for table in tables)
+    tables: list[dict[str, Any]] = read_data(name)["fact"]
+    return tuple(Fact(**{key: _frozen(value) for key, value in table.items()}) for table in tables)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def exchanges_of(task: str, facts: tuple[Fact, ...]) -> list[Exchange]:

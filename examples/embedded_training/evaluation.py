@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from embedded_corpus import Exchange
@@ -30,9 +31,10 @@ def answers(
     """The model's greedy answers to single-turn prompts, in order."""
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # little padding in a batch
     found = [""] * len(prompts)
+    generate: Any = model.generate
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        inputs = tokenizer.apply_chat_template(
+        inputs: Any = tokenizer.apply_chat_template(
             [[{"role": "user", "content": prompts[index]}] for index in chosen],
             add_generation_prompt=True,
             return_tensors="pt",
@@ -40,7 +42,7 @@ def answers(
             padding=True,
         )
         with torch.no_grad():
-            output = model.generate(**inputs)
+            output = generate(**inputs)
         texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         for index, text in zip(chosen, texts, strict=True):
             found[index] = text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,9 @@ Loss = Callable[[Params, Batch], jax.Array]
 _LEARNED_EMBEDDING, _TIED_EMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def embedded_config(tokenizer: PreTrainedTokenizerFast, **overrides: object) -> Gemma3TextConfig:
+def embedded_config(tokenizer: PreTrainedTokenizerFast, **overrides: Any) -> Gemma3TextConfig:
     """Gemma 3's architecture at about 2.3 million parameters; `overrides` make it smaller for tests."""
-    shape: dict[str, object] = {
+    shape: dict[str, Any] = {
         "hidden_size": 192,
         "intermediate_size": 320,
         "num_hidden_layers": 6,
@@ -30,9 +31,9 @@ def embedded_config(tokenizer: PreTrainedTokenizerFast, **overrides: object) -> 
         "head_dim": 64,
         "query_pre_attn_scalar": 64,
         "sliding_window": 64,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
         "max_position_embeddings": 1024,
-    }
+    } | overrides
+    every_third_sees_all = ["sliding_attention", "sliding_attention", "full_attention"] * shape["num_hidden_layers"]
     return Gemma3TextConfig(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
@@ -40,7 +41,7 @@ def embedded_config(tokenizer: PreTrainedTokenizerFast, **overrides: object) -> 
         eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=True,
         dtype="float32",
-        **(shape | overrides),
+        **({"layer_types": every_third_sees_all[: shape["num_hidden_layers"]]} | shape),
     )
 
 
@@ -75,6 +76,8 @@ def params_and_loss(model: Gemma3ForCausalLM) -> tuple[Params, Loss]:
     params = {name: jnp.array(array, copy=True) for name, array in weights.items() if name in trainable}
     buffers = {n: jnp.array(a) for n, a in weights.items() if n not in trainable and n != _TIED_EMBEDDING}
     window = model.config.sliding_window
+    if window is None:
+        raise ValueError("expected a model with a sliding window; set sliding_window in its config")
 
     def loss(params: Params, batch: Batch) -> jax.Array:
         full, sliding = _masks(batch, window)
@@ -105,7 +108,8 @@ def _masks(batch: Batch, window: int) -> tuple[jax.Array, jax.Array]:
     full = same & (behind >= 0)
     sliding = full & (behind < window)
     lowest = jnp.finfo(jnp.float32).min
-    return tuple(jnp.where(seen, 0.0, lowest).astype(jnp.float32)[:, None] for seen in (full, sliding))
+    full_mask, sliding_mask = (jnp.where(seen, 0.0, lowest).astype(jnp.float32)[:, None] for seen in (full, sliding))
+    return full_mask, sliding_mask
 
 
 def load_params(model: Gemma3ForCausalLM, params: Mapping[str, jax.Array]) -> None:

@@ -57,7 +57,7 @@ def write_card(
     """Writes README.md and the loss curve into `folder`."""
     draw_loss_curve(history.losses, folder / LOSS_CURVE)
     config = model.config
-    num_global = config.layer_types.count("full_attention")
+    num_global = (config.layer_types or []).count("full_attention")
     rows = [
         f"| {title} | {score.num_right} | {score.num_asked} | {score.accuracy:.1%} |"
         for title, score in measured.rows()
