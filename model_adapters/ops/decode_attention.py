@@ -159,9 +159,10 @@ def reference(
 
 
 def _kernel_refuses(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, *args: Any, **kwargs: Any) -> str | None:
-    for name, array in (("q", q), ("pool", pool)):
-        if array.dtype not in kernels.DTYPES:
-            return f"{name} is {array.dtype}, the kernel has bfloat16, float16 and float32"
+    if (q.dtype, pool.dtype) not in kernels.DECODE_DTYPES:
+        return (
+            f"q is {q.dtype} and pool {pool.dtype}; the kernel has one 16- or 32-bit float for both, or bfloat16 pools"
+        )
     return kernels.missing()
 
 

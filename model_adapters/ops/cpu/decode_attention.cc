@@ -34,42 +34,39 @@ struct Options {
   int64_t window;
 };
 
-int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+int64_t padded(int64_t n, int64_t step = kLanes) { return (n + step - 1) / step * step; }
 
-// scores[g][t] = q[g] . keys[t] for four keys; q is float, zero-padded to whole vectors.
-template <int G, class T>
-void dot_keys(const T* const* keys, const float* q, int64_t q_stride, int64_t dim, float* scores) {
+// scores[g][t] = q[g] . keys[t] for four keys; q is zero-padded to whole steps.
+template <int G, class P, class T>
+void dot_keys(const T* const* keys, const typename P::Other* q, int64_t q_stride, int64_t dim, float* scores) {
   Vec acc[G][4] = {};
   int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) {
-    Vec k[4];
-    for (int t = 0; t < 4; t++) k[t] = load(keys[t] + d);
+  for (; d + P::kStep <= dim; d += P::kStep) {
+    decltype(P::load(keys[0])) k[4];
+    for (int t = 0; t < 4; t++) k[t] = P::load(keys[t] + d);
     for (int g = 0; g < G; g++) {
-      const Vec x = load(q + g * q_stride + d);
-      for (int t = 0; t < 4; t++) acc[g][t] += x * k[t];
+      const auto x = P::load_other(q + g * q_stride + d);
+      for (int t = 0; t < 4; t++) P::accumulate(acc[g][t], k[t], x);
     }
   }
   if (d < dim)
     for (int t = 0; t < 4; t++) {
-      const Vec k = load_first(keys[t] + d, dim - d);
-      for (int g = 0; g < G; g++) acc[g][t] += load(q + g * q_stride + d) * k;
+      const auto k = P::load(keys[t] + d, dim - d);
+      for (int g = 0; g < G; g++) P::accumulate(acc[g][t], k, P::load_other(q + g * q_stride + d));
     }
   for (int g = 0; g < G; g++) sum4(acc[g], scores + g * kBlock);
 }
 
-// acc[g] = acc[g] * keep[g] + sum_t weights[g][t] * values[t], for W vectors of the value's width from `d` on.
-template <int G, int W, class T>
+// acc[g] = acc[g] * keep[g] + sum_t weights[g][t] * values[t], for W vectors of the value's width from `d` on; the last one
+// may be a partial vector.
+template <int G, int W, bool kPartial, class T>
 void add_values(const T* const* values, int num_tokens, int64_t d, int64_t dim, const float* weights, const float* keep, float* acc, int64_t acc_stride) {
   Vec sum[G][W];
   for (int g = 0; g < G; g++)
     for (int w = 0; w < W; w++) sum[g][w] = load(acc + g * acc_stride + d + w * kLanes) * keep[g];
-  const bool whole = d + W * kLanes <= dim;
   for (int t = 0; t < num_tokens; t++) {
     Vec v[W];
-    if (whole)
-      for (int w = 0; w < W; w++) v[w] = load(values[t] + d + w * kLanes);
-    else
-      for (int w = 0; w < W; w++) v[w] = load_first(values[t] + d, dim - d);  // W is 1 here
+    for (int w = 0; w < W; w++) v[w] = kPartial ? load_first(values[t] + d, dim - d) : load(values[t] + d + w * kLanes);
     for (int g = 0; g < G; g++)
       for (int w = 0; w < W; w++) sum[g][w] += weights[g * kBlock + t] * v[w];
   }
@@ -80,8 +77,9 @@ void add_values(const T* const* values, int num_tokens, int64_t d, int64_t dim, 
 template <int G, class T>
 void add_all_values(const T* const* values, int num_tokens, int64_t dim, const float* weights, const float* keep, float* acc, int64_t acc_stride) {
   int64_t d = 0;
-  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) add_values<G, 4>(values, num_tokens, d, dim, weights, keep, acc, acc_stride);
-  for (; d < dim; d += kLanes) add_values<G, 1>(values, num_tokens, d, dim, weights, keep, acc, acc_stride);
+  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) add_values<G, 4, false>(values, num_tokens, d, dim, weights, keep, acc, acc_stride);
+  for (; d + kLanes <= dim; d += kLanes) add_values<G, 1, false>(values, num_tokens, d, dim, weights, keep, acc, acc_stride);
+  if (d < dim) add_values<G, 1, true>(values, num_tokens, d, dim, weights, keep, acc, acc_stride);
 }
 
 // What one split of one (row, kv head) leaves: per query head the largest score, the sum of exponentials, and the weighted values.
@@ -125,21 +123,21 @@ void prefetch(const T* const* rows, int64_t width) {
     for (int64_t d = 0; d < width; d += 64 / sizeof(T)) __builtin_prefetch(rows[t] + d);
 }
 
-template <int G, class T>
-void attend_tile(const T* const* keys, const T* const* values, int num_tokens, bool first, const Shape& shape, const Options& options, const float* q, Partial part) {
-  const int64_t q_stride = padded(shape.key_dim), acc_stride = padded(shape.value_dim);
+template <int G, class P, class T>
+void attend_tile(const T* const* keys, const T* const* values, int num_tokens, bool first, const Shape& shape, const Options& options, const typename P::Other* q, Partial part) {
+  const int64_t q_stride = padded(shape.key_dim, P::kStep), acc_stride = padded(shape.value_dim);
   float scores[G * kBlock], keep[G];
   for (int t = 0; t < num_tokens; t += 4) {
     if (first) prefetch(keys + t + kAhead, shape.width());
-    dot_keys<G>(keys + t, q, q_stride, shape.key_dim, scores + t);
+    dot_keys<G, P>(keys + t, q, q_stride, shape.key_dim, scores + t);
   }
   for (int g = 0; g < G; g++) keep[g] = softmax_step(scores + g * kBlock, num_tokens, options, part.top + g, part.total + g);
   add_all_values<G>(values, num_tokens, shape.value_dim, scores, keep, part.acc, acc_stride);
 }
 
 // Attends the query heads of one group to positions [first, last) of one row.
-template <class T>
-void attend(const T* pool, const int32_t* pages, int64_t head, int64_t first, int64_t last, const Shape& shape, const Options& options, const float* q, Partial part) {
+template <class P, class T>
+void attend(const T* pool, const int32_t* pages, int64_t head, int64_t first, int64_t last, const Shape& shape, const Options& options, const typename P::Other* q, Partial part) {
   const int64_t width = shape.width();
   for (int64_t g = 0; g < shape.group; g++) part.top[g] = kNone, part.total[g] = 0;
   std::fill(part.acc, part.acc + shape.group * padded(shape.value_dim), 0.f);
@@ -157,12 +155,12 @@ void attend(const T* pool, const int32_t* pages, int64_t head, int64_t first, in
     for (int t = known; t < kBlock + kAhead + 4; t++) keys[t] = keys[known - 1];
     for (int64_t g = 0; g < shape.group;) {
       const Partial here{part.top + g, part.total + g, part.acc + g * padded(shape.value_dim)};
-      const float* x = q + g * padded(shape.key_dim);
+      const auto* x = q + g * padded(shape.key_dim, P::kStep);
       const int64_t left = shape.group - g;
-      if (left >= kGroupTile) attend_tile<kGroupTile>(keys, values, n, g == 0, shape, options, x, here), g += kGroupTile;
-      else if (kGroupTile > 3 && left == 3) attend_tile<3>(keys, values, n, g == 0, shape, options, x, here), g += 3;
-      else if (left >= 2) attend_tile<2>(keys, values, n, g == 0, shape, options, x, here), g += 2;
-      else attend_tile<1>(keys, values, n, g == 0, shape, options, x, here), g += 1;
+      if (left >= kGroupTile) attend_tile<kGroupTile, P>(keys, values, n, g == 0, shape, options, x, here), g += kGroupTile;
+      else if (kGroupTile > 3 && left == 3) attend_tile<3, P>(keys, values, n, g == 0, shape, options, x, here), g += 3;
+      else if (left >= 2) attend_tile<2, P>(keys, values, n, g == 0, shape, options, x, here), g += 2;
+      else attend_tile<1, P>(keys, values, n, g == 0, shape, options, x, here), g += 1;
     }
   }
 }
@@ -222,12 +220,15 @@ ffi::Error run(ffi::ThreadPool& threads, const Call<Q>& call, P* pool, const Sha
     }
   };
   auto body = [&](int64_t i) {
+    using Products = Pair<P, Q>;
+    static thread_local std::vector<typename Products::Other> queries;
     static thread_local std::vector<float> scratch;
     const int64_t item = i / splits, split = i % splits, b = item / shape.kv_heads, head = item % shape.kv_heads;
-    const int64_t q_stride = padded(shape.key_dim), q_len = shape.group * q_stride;
-    scratch.assign(q_len + part_len, 0.f);
+    const int64_t q_stride = padded(shape.key_dim, Products::kStep);
+    queries.assign(shape.group * q_stride, {});
+    scratch.resize(part_len);
     for (int64_t g = 0; g < shape.group; g++)
-      for (int64_t d = 0; d < shape.key_dim; d++) scratch[g * q_stride + d] = to_float(call.q[(item * shape.group + g) * shape.key_dim + d]);
+      for (int64_t d = 0; d < shape.key_dim; d++) hold(call.q[(item * shape.group + g) * shape.key_dim + d], &queries[g * q_stride + d]);
     const int32_t* pages = call.page_table + b * shape.pages_per_seq;
     const int64_t end = last_of(b), begin = std::min(first_of(b), end), newest = call.lens[b] - 1;
     if (split == splits - 1 && newest >= 0 && newest < capacity) {  // the one split that sees the new token
@@ -239,8 +240,8 @@ ffi::Error run(ffi::ThreadPool& threads, const Call<Q>& call, P* pool, const Sha
       }
     }
     const int64_t n = std::max<int64_t>(end - begin, 0);
-    const Partial part = part_at(splits > 1 ? partials.data() + i * part_len : scratch.data() + q_len);
-    attend(pool, pages, head, begin + n * split / splits, begin + n * (split + 1) / splits, shape, options, scratch.data(), part);
+    const Partial part = part_at(splits > 1 ? partials.data() + i * part_len : scratch.data());
+    attend<Products>(pool, pages, head, begin + n * split / splits, begin + n * (split + 1) / splits, shape, options, queries.data(), part);
     if (splits == 1) finish_group(&part, item);
   };
   parallel_for(threads, heads * splits, workers, body);
@@ -266,16 +267,6 @@ ffi::Error run_typed(ffi::ThreadPool& threads, Buffers& b, const Shape& shape, c
   return run(threads, call, (P*)b.pool_out->untyped_data(), shape, options);
 }
 
-template <class Q>
-ffi::Error run_query_type(ffi::ThreadPool& threads, Buffers& b, const Shape& shape, const Options& options) {
-  switch (b.pool.element_type()) {
-    case ffi::BF16: return run_typed<Q, bf16>(threads, b, shape, options);
-    case ffi::F16: return run_typed<Q, f16>(threads, b, shape, options);
-    case ffi::F32: return run_typed<Q, float>(threads, b, shape, options);
-    default: return ffi::Error::InvalidArgument("decode_attention: the pool must be bfloat16, float16 or float32");
-  }
-}
-
 // q[B, Hq, D] k[B, H, D] v[B, H, Dv] pool[P, H, page, D + Dv] page_table[B, pages_per_seq] lens[B] starts[B] sinks[Hq or 0]
 // -> out[B, Hq, Dv], pool (aliased). Dtypes and shapes are checked by the caller in Python.
 ffi::Error decode_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pool, ffi::AnyBuffer page_table,
@@ -286,12 +277,12 @@ ffi::Error decode_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyB
   if (pool_out->untyped_data() != pool.untyped_data()) std::memcpy(pool_out->untyped_data(), pool.untyped_data(), pool.size_bytes());
   Buffers buffers{q, k, v, pool, page_table, lens, starts, sinks, out, pool_out};
   const Options options{scale, softcap, window};
-  switch (q.element_type()) {
-    case ffi::BF16: return run_query_type<bf16>(threads, buffers, shape, options);
-    case ffi::F16: return run_query_type<f16>(threads, buffers, shape, options);
-    case ffi::F32: return run_query_type<float>(threads, buffers, shape, options);
-    default: return ffi::Error::InvalidArgument("decode_attention: the query must be bfloat16, float16 or float32");
-  }
+  const auto is = [&](ffi::DataType query, ffi::DataType cache) { return q.element_type() == query && pool.element_type() == cache; };
+  if (is(ffi::BF16, ffi::BF16)) return run_typed<bf16, bf16>(threads, buffers, shape, options);
+  if (is(ffi::F16, ffi::F16)) return run_typed<f16, f16>(threads, buffers, shape, options);
+  if (is(ffi::F32, ffi::F32)) return run_typed<float, float>(threads, buffers, shape, options);
+  if (is(ffi::F32, ffi::BF16)) return run_typed<float, bf16>(threads, buffers, shape, options);
+  return ffi::Error::InvalidArgument("decode_attention: no kernel for these dtypes of query and pool");
 }
 
 }  // namespace

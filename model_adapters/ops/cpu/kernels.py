@@ -23,6 +23,8 @@ from model_adapters.ops.cpu import build
 logger = logging.getLogger("torchax_serve")
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+# What a query and a pool may be together.
+DECODE_DTYPES = (*((dtype, dtype) for dtype in DTYPES), (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)))
 TARGETS = ("tas_decode_attention", "tas_linear", "tas_grouped_linear")
 _lock = threading.Lock()
 

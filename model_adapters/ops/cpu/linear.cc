@@ -15,76 +15,54 @@ namespace tas {
 namespace {
 
 constexpr int64_t kBytesPerChunk = 64 << 10;  // weights a thread takes at a time: small beside a product, large beside an atomic add
-constexpr int kRowTile = kManyRegisters ? 4 : 2;
-
-// How x is held beside weights of type T: as float, or untouched where the processor multiplies pairs of bf16 by itself.
 template <class T>
-struct Held {
-  using type = float;
-  static constexpr int kStep = kLanes;
-  static void accumulate(Vec& acc, Vec w, Vec x) { acc += w * x; }
-  static Vec load_weights(const T* p) { return load(p); }
-  static Vec load_weights(const T* p, int n) { return load_first(p, n); }
-  static Vec load_x(const float* p) { return load(p); }
-};
-
-#if defined(__AVX512BF16__)
-template <>
-struct Held<bf16> {
-  using type = bf16;
-  static constexpr int kStep = 2 * kLanes;
-  static void accumulate(Vec& acc, __m512i w, __m512i x) { acc = (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x); }
-  static __m512i load_weights(const bf16* p) { return _mm512_loadu_si512(p); }
-  static __m512i load_weights(const bf16* p, int n) { return _mm512_maskz_loadu_epi16((1u << n) - 1, p); }
-  static __m512i load_x(const bf16* p) { return _mm512_loadu_si512(p); }
-};
-#endif
+constexpr int64_t kAhead = 1024 / sizeof(T);
+constexpr int kRowTile = kManyRegisters ? 4 : 2;
 
 // out[r][i] = x[r] . weights[i] for R rows of x, zero-padded to whole steps, and four rows of weights.
 template <int R, class T>
-void dot4(const T* const* weights, const typename Held<T>::type* x, int64_t x_stride, int64_t dim, float out[R][4]) {
-  using H = Held<T>;
+void dot4(const T* const* weights, const typename Pair<T>::Other* x, int64_t x_stride, int64_t dim, float out[R][4]) {
+  using P = Pair<T>;
   Vec acc[R][4] = {};
   int64_t d = 0;
-  for (; d + H::kStep <= dim; d += H::kStep) {
-    decltype(H::load_weights(weights[0])) w[4];
+  for (; d + P::kStep <= dim; d += P::kStep) {
+    decltype(P::load(weights[0])) w[4];
+    // Ahead in the row, or behind its end in the next four: there the hardware loses track.
+    const int64_t ahead = d + kAhead<T> + (d + kAhead<T> < dim ? 0 : 3 * dim);
     for (int i = 0; i < 4; i++) {
-      __builtin_prefetch(weights[i] + d + 4 * dim);  // the next four rows: the hardware loses track at the end of each row
-      w[i] = H::load_weights(weights[i] + d);
+      __builtin_prefetch(weights[i] + ahead);
+      w[i] = P::load(weights[i] + d);
     }
     for (int r = 0; r < R; r++) {
-      const auto v = H::load_x(x + r * x_stride + d);
-      for (int i = 0; i < 4; i++) H::accumulate(acc[r][i], w[i], v);
+      const auto v = P::load_other(x + r * x_stride + d);
+      for (int i = 0; i < 4; i++) P::accumulate(acc[r][i], w[i], v);
     }
   }
   if (d < dim)
     for (int i = 0; i < 4; i++) {
-      const auto w = H::load_weights(weights[i] + d, dim - d);
-      for (int r = 0; r < R; r++) H::accumulate(acc[r][i], w, H::load_x(x + r * x_stride + d));
+      const auto w = P::load(weights[i] + d, dim - d);
+      for (int r = 0; r < R; r++) P::accumulate(acc[r][i], w, P::load_other(x + r * x_stride + d));
     }
   for (int r = 0; r < R; r++) sum4(acc[r], out[r]);
 }
 
 template <int R, class T, class Out>
-void rows_tile(const T* const* weights, int count, const typename Held<T>::type* x, int64_t x_stride, int64_t dim, const float* bias, Out* out, int64_t out_stride) {
+void rows_tile(const T* const* weights, int count, const typename Pair<T>::Other* x, int64_t x_stride, int64_t dim, const float* bias, Out* out, int64_t out_stride) {
   float y[R][4];
   dot4<R>(weights, x, x_stride, dim, y);
   for (int r = 0; r < R; r++)
     for (int i = 0; i < count; i++) from_float(y[r][i] + (bias ? bias[i] : 0.f), out + r * out_stride + i);
 }
 
-inline void hold(bf16 x, bf16* out) { *out = x; }
-template <class T>
-void hold(T x, float* out) { *out = to_float(x); }
-
 // The rows of x as the inner loop wants them. The buffer is the thread's own and outlives the product.
 template <class T>
 struct HeldRows {
-  using X = typename Held<T>::type;
+  using X = typename Pair<T>::Other;
   int64_t stride;
   const X* data;
 
-  HeldRows(const T* x, int64_t rows, int64_t k) : stride((k + Held<T>::kStep - 1) / Held<T>::kStep * Held<T>::kStep) {
+  // One step more than needed: rows a multiple of 4 KiB apart would all want the same few lines of the cache.
+  HeldRows(const T* x, int64_t rows, int64_t k) : stride(((k + Pair<T>::kStep - 1) / Pair<T>::kStep + 1) * Pair<T>::kStep) {
     static thread_local std::vector<X> scratch;
     scratch.assign(rows * stride, X{});
     for (int64_t r = 0; r < rows; r++)
@@ -101,7 +79,7 @@ int64_t chunk_rows(int64_t k) {
 
 // out[r, i] = x[r] . weight[i] + bias[i] for `rows` rows of x and i in [begin, end).
 template <class T, class Out>
-void rows_times_weights(const typename Held<T>::type* x, int64_t x_stride, int64_t rows, const T* weight, int64_t k, const float* bias, int64_t begin, int64_t end, Out* out, int64_t out_stride) {
+void rows_times_weights(const typename Pair<T>::Other* x, int64_t x_stride, int64_t rows, const T* weight, int64_t k, const float* bias, int64_t begin, int64_t end, Out* out, int64_t out_stride) {
   for (int64_t i = begin; i < end; i += 4) {
     const int count = std::min<int64_t>(4, end - i);
     const T* weights[4];
@@ -199,7 +177,7 @@ extern "C" int tas_linear_max_rows(int itemsize) {
 #if defined(__AMX_TILE__)
   return 8;
 #elif defined(__AVX512BF16__)
-  return itemsize == 2 ? 16 : 8;
+  return itemsize == 2 ? 32 : 8;
 #else
   return itemsize == 2 ? 4 : 8;
 #endif
