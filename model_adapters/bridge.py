@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 import pytree_registry
+from model_adapters.arrays import share_with_jax
 from model_adapters.compat import import_torchax
 
 torchax = import_torchax()
@@ -62,13 +64,12 @@ def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def to_jax_array(tensor: torch.Tensor) -> jax.Array:
-    """The JAX array of a CPU tensor; shares the memory where alignment and layout allow, else copies."""
-    tensor = tensor.detach()
-    if tensor.device.type != "cpu":
-        raise ValueError(f"expected a tensor on the CPU, got one on {tensor.device}")
-    if tensor.dtype in (torch.int64, torch.float64, torch.bool) or tensor.ndim == 0 or not tensor.is_contiguous():
-        return jax.numpy.asarray(tensor.numpy())
-    return jax.dlpack.from_dlpack(tensor)
+    """The JAX array of a CPU tensor, on JAX's default device; shares memory where that is the CPU and layout allows.
+
+    Without 64-bit types in JAX (its default) int64 becomes int32 and float64 becomes float32.
+    """
+    array = share_with_jax(tensor)
+    return array if jax.default_backend() == "cpu" else jax.device_put(array, jax.devices()[0])
 
 
 def to_torch_tensor(array: jax.Array) -> torch.Tensor:
@@ -81,7 +82,10 @@ def to_torch_tensor(array: jax.Array) -> torch.Tensor:
 @contextlib.contextmanager
 def torch_mode(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Torch code inside computes on JAX, and `module` has the tensors of `state` in the place of its own."""
-    with torchax.default_env(), torch.no_grad(), torch.nn.utils.stateless._reparametrize_module(module, dict(state)):
+    reparametrized = torch.nn.utils.stateless._reparametrize_module(module, dict(state))
+    with torchax.default_env(), torch.no_grad(), reparametrized, warnings.catch_warnings():
+        # Model code asks for int64 everywhere, and JAX without 64-bit types says each time that it gives int32.
+        warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
         yield
 
 

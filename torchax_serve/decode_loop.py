@@ -83,8 +83,9 @@ class DecodeLoop:
     newest: jax.Array  # int32[batch]
     last_logits: jax.Array  # float32[batch, vocab]
 
-    def __init__(self, runtime: Runtime, request: LoopRequest) -> None:
+    def __init__(self, runtime: Runtime, request: LoopRequest, seed: int | None = None) -> None:
         self.runtime, self.request, self.config = runtime, request, request.config
+        self.seed = seed
         self.batch, self.prompt_len = request.input_ids.shape
         assert runtime.program.cache_name is not None
         self.cache: DeviceCache = request.model_kwargs[runtime.program.cache_name]
@@ -167,10 +168,13 @@ class DecodeLoop:
             given["attention_mask"] = mask
         self.last_logits = runtime.forward_arrays(given, CallSpec(), self.cache)["logits"][:, -1].astype(jnp.float32)
         self.plan = SamplingPlan.build(self.config, prompt_len=self.prompt_len, vocab_size=self.last_logits.shape[-1])
+        seed = self.seed
+        if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
+            seed = int(torch.randint(2**63 - 1, ())) if self.config.do_sample else 0
         self.state = sampling.start(
             self.plan,
             request.input_ids.numpy(),
-            seed=int(torch.randint(2**63 - 1, ())) if self.config.do_sample else 0,
+            seed=seed,
             attention_mask=None if mask is None else mask.numpy(),
             capacity=self.cache.capacity,
         )

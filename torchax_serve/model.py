@@ -84,7 +84,7 @@ class ServedModel:
         self._loaded: LoadedModel | None = loaded
         self.name = loaded.source.name
         self.config = loaded.config
-        self.dtype = loaded.dtype
+        self.dtype: torch.dtype = loaded.module.dtype
         self.load_report = loaded.report
         self.torch_model: Any = attach(loaded.module, Runtime(loaded.module, loaded.weights))
 
@@ -148,10 +148,12 @@ class ServedModel:
         generation_config: GenerationConfig | None = None,
         *,
         stop_strings: Sequence[str] | None = None,
+        seed: int | None = None,
     ) -> Iterator[int]:
         """New token ids of one prompt, as they come, the one that ends it included.
 
-        Closing the iterator stops decoding; the model stays usable.
+        Closing the iterator stops decoding; the model stays usable. With a `seed`, sampling draws the same tokens
+        whatever else runs; without one, it goes on from torch's global generator.
         """
         model = self._generator()
         runtime: Runtime = model._jax_runtime
@@ -161,10 +163,10 @@ class ServedModel:
         input_ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
         request = model.generate(input_ids, custom_generate=_as_request, **kwargs)
         if isinstance(request, LoopRequest) and why_not_fast(runtime, request) is None:
-            for token in DecodeLoop(runtime, request).tokens():
+            for token in DecodeLoop(runtime, request, seed).tokens():
                 yield int(token[0])
         else:
-            yield from _tokens_of_plain_loop(model, input_ids, kwargs)
+            yield from _tokens_of_plain_loop(model, input_ids, kwargs, seed)
 
     @overload
     def chat(
@@ -243,13 +245,18 @@ class _QueueStreamer(BaseStreamer):
         pass
 
 
-def _tokens_of_plain_loop(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Iterator[int]:
+def _tokens_of_plain_loop(
+    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None
+) -> Iterator[int]:
     """Tokens of transformers' own loop, which runs in a thread of its own."""
     streamer = _QueueStreamer()
 
     def run() -> None:
         try:
-            model.generate(input_ids, streamer=streamer, **kwargs)
+            with torch.random.fork_rng(enabled=seed is not None):
+                if seed is not None:
+                    torch.manual_seed(seed)
+                model.generate(input_ids, streamer=streamer, **kwargs)
             streamer.tokens.put(None)
         except _Cancelled:
             pass

@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from model_adapters.loading.arrays import host_array, share_with_jax
+from model_adapters.arrays import host_array, share_with_jax
 from model_adapters.loading.memory import PeakMemory, give_back_freed
 
 DevicePut = Callable[[str, Any], jax.Array]

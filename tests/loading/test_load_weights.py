@@ -22,7 +22,7 @@ from model_adapters.bridge import tensors_of
 from model_adapters.errors import CheckpointError, InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from model_adapters.loading import load_model, memory, sink
 from model_adapters.loading import random_weights as random_init
-from model_adapters.loading.arrays import shares_memory
+from model_adapters.arrays import shares_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 
