@@ -6,7 +6,7 @@
 
 Both sides run in one process in turns, with the same random weights. Starts are processes of their own over a
 checkpoint written for the purpose: the first with an empty folder of compiled programs, the second with what the first
-left there. Close everything else before: the load average is noted in the result.
+left there. Close everything else before; what other programs use of the processor is noted in the result.
 """
 
 from __future__ import annotations
@@ -233,6 +233,8 @@ def main() -> None:
         starts = {dtype: measure_starts(options.config, dtype, options)}
         rows += rows_of_starts(dtype, starts[dtype], has_targets=has_targets)
     print_rows(rows)
+    if any(report["machine"]["is_busy"] for report in reports):
+        print("other programs used the machine: measure again on a quiet one")
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps({"rows": rows, "reports": reports, "starts": starts}, indent=1) + "\n")

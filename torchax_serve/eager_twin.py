@@ -53,7 +53,7 @@ class EagerTwin:
         if changed:
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} changes its weights while it runs ({changed[0]}), which it shares with "
-                "the JAX model here: load it with transformers and pass the object"
+                "the JAX model here: load it with transformers and pass the object, which is copied"
             )
 
 

@@ -79,6 +79,7 @@ def test_both_sides_give_the_same_tokens_and_sane_numbers(report):
         assert case.ours.growth_bytes > 0
     assert report.model.num_parameters == weights_by_hand(1)
     assert report.machine.versions["torch"] == torch.__version__
+    assert report.machine.is_busy == (report.machine.cores_in_use > 0.25)
 
 
 def test_bytes_of_a_step_against_a_count_by_hand(report):

@@ -58,8 +58,8 @@ def bench(
     """
     settings, say = settings or Settings(), note or _silent
     has_compile_cache = enable_compile_cache() is not None
-    machine = Machine.here()
     say("measuring the bandwidth of memory")
+    machine = Machine.here()
     bandwidth = measure_bandwidth()
     say("loading")
     loaded = load_model(model, dtype=dtype, random_weights=random_weights, seed=settings.seed, **load_options)

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from model_adapters.loading.memory import free_host_bytes
@@ -23,6 +24,7 @@ from torchax_serve import __version__
 PACKAGES = ("torch", "torchax", "jax", "jaxlib", "transformers", "numpy")
 BUFFER_BYTES = 2**30  # many times the largest caches
 _ROUNDS = 5
+_QUIET_CORES = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +32,7 @@ class Machine:
     """What ran, in words that tell two machines apart.
 
     Attributes:
-        load_average: processes that wanted to run in the minute before, where the system says; well above 0 means that
-            somebody else was using the machine.
+        cores_in_use: by other programs, in the second before.
     """
 
     cpu: str
@@ -42,13 +43,16 @@ class Machine:
     system: str
     versions: dict[str, str]
     date: str
-    load_average: float | None
+    cores_in_use: float
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs took so much of the machine that rates say little."""
+        return self.cores_in_use > _QUIET_CORES
 
     @classmethod
     def here(cls) -> Machine:
         """This machine, now."""
-        import psutil  # type: ignore[import-untyped]
-
         devices = jax.devices()
         return cls(
             cpu=_cpu_model(),
@@ -60,7 +64,7 @@ class Machine:
             versions={"torchax-serve": __version__, "python": platform.python_version()}
             | {name: importlib.metadata.version(name) for name in PACKAGES},
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+            cores_in_use=psutil.cpu_percent(interval=1.0) / 100 * (psutil.cpu_count() or 1),
         )
 
 

@@ -163,6 +163,7 @@ class BenchReport:
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         found = dataclasses.asdict(self)
+        found["machine"]["is_busy"] = self.machine.is_busy
         for case, entry in zip(self.cases, found["cases"], strict=True):
             entry["ours"] = case.ours.as_dict()
             entry["peer"] = None if case.peer is None else case.peer.as_dict()

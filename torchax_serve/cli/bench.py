@@ -112,12 +112,11 @@ def print_report(report: Any) -> None:
 def _heading(report: Any) -> list[str]:
     model, machine, settings = report.model, report.machine, report.settings
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    load = "" if machine.load_average is None else f", load average {machine.load_average:.1f} before"
     weights = ", random weights" if model.random_weights else ""
     return [
         f"{model.name}: {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, {model.dtype}{weights}",
         f"{settings.prompt_len} prompt + {settings.new_tokens} new tokens, greedy, medians of {settings.repeats}",
-        f"machine: {machine.cpu}, {machine.num_cores} cores, {_gb(machine.memory_bytes)}{load}; "
+        f"machine: {machine.cpu}, {machine.num_cores} cores, {_gb(machine.memory_bytes)}; "
         f"JAX on {machine.device} x {machine.num_devices}",
         f"versions: {versions}",
         f"bandwidth: {report.bandwidth.bytes_per_s / 1e9:.1f} GB/s reading ({report.bandwidth.method})",
@@ -191,10 +190,10 @@ def _remarks(report: Any) -> list[str]:
     agreed = [f"{case.same_tokens:.0%} at batch {case.batch}" for case in report.cases if case.same_tokens is not None]
     if agreed:
         remarks.append(f"tokens the same as the peer's, up to the first difference in a row: {', '.join(agreed)}")
-    load, cores = report.machine.load_average, report.machine.num_cores
-    if load is not None and load > max(1.0, cores / 2):
+    if report.machine.is_busy:
+        in_use, cores = report.machine.cores_in_use, report.machine.num_cores
         remarks.append(
-            f"note: the machine was busy (load average {load:.1f} on {cores} cores); rates are not to be trusted"
+            f"note: other programs kept {in_use:.1f} of {cores} cores busy; these rates are not to be trusted"
         )
     return remarks
 
