@@ -162,7 +162,6 @@ def test_greedy_configs_may_switch_sampling_options_off_with_zero(name):
         ({"sequence_bias": [[[3, VOCAB_SIZE], 1.0]]}, "sequence_bias: expected token ids below"),
         ({"forced_bos_token_id": VOCAB_SIZE}, "forced_bos_token_id: expected token ids from 0 to 39"),
         ({"forced_eos_token_id": VOCAB_SIZE}, "forced_eos_token_id: expected token ids from 0 to 39"),
-        ({"bad_words_ids": [[2], [5]]}, "bad_words_ids: expected a word besides the end-of-sequence token"),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused(options, words):

@@ -185,9 +185,10 @@ def _history_fields(config: GenerationConfig, vocab_size: int, eos: list[int]) -
         bias = SequenceBias.build(bias_pairs(config.sequence_bias), vocab_size, "sequence_bias")
     if config.bad_words_ids is not None:
         words = [tuple(word) for word in config.bad_words_ids if not (len(word) == 1 and word[0] in eos)]
-        if not words:
-            raise invalid("bad_words_ids", "a word besides the end-of-sequence token", config.bad_words_ids)
-        bad_words = SequenceBias.build([(word, -np.inf) for word in dict.fromkeys(words)], vocab_size, "bad_words_ids")
+        if words:  # the end-of-sequence token is never a bad word, and there may be no other
+            bad_words = SequenceBias.build(
+                [(word, -np.inf) for word in dict.fromkeys(words)], vocab_size, "bad_words_ids"
+            )
     return {
         "sequence_bias": bias,
         "repetition_penalty": _float(config.repetition_penalty, off=1.0),
