@@ -13,10 +13,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+import pytree_registry
 from model_adapters import lowerings
 from model_adapters.attention import IMPLEMENTATION, goes_through_interface, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view
 from model_adapters.caches import LayerStates, TraceCache
+from model_adapters.errors import UnsupportedModelError
 from model_adapters.trace_config import implementations
 
 Arrays = dict[str, Any]
@@ -47,6 +49,7 @@ class ModelProgram:
 
     def __init__(self, module: PreTrainedModel) -> None:
         lowerings.install()
+        pytree_registry.register_all()  # the modeling file is loaded, with the outputs and caches it defines
         self.module = module
         self.forward_function = type(module).forward
         parameters = inspect.signature(self.forward_function).parameters
@@ -125,12 +128,19 @@ class ModelProgram:
         if last is not None and keep_one:
             kwargs["logits_to_keep"] = torch_view(last[None])
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
+        state = torch_view(dict(weights))
         with (
             implementations(self.module, attention=self._attention(spec), experts="grouped_mm"),
-            torch_mode(self.module, torch_view(dict(weights))),
+            torch_mode(self.module, state),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):
             output = self.forward_function(self.module, **kwargs, **dict(spec.extra), return_dict=True)
+        written = [name for name, tensor in state.items() if jax_view(tensor) is not weights[name]]
+        if written:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} writes into its own weights ({', '.join(written[:3])}) when called; "
+                "a compiled forward cannot"
+            )
         self.output_class = type(output)
         fields = {
             name: jax_view(value) for name, value in output.items() if value is not cache and name != self.cache_name

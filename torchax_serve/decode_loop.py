@@ -129,7 +129,8 @@ class DecodeLoop:
         self._prefill()
         pending = self._pick()
         for index in range(max_new):
-            following = self._decode() if self.look_ahead and index + 1 < max_new else None
+            # Not before the first token is out: that step may have to be compiled.
+            following = self._decode() if self.look_ahead and 0 < index < max_new - 1 else None
             token = _on_host(pending.token)
             if pad is not None:
                 token = token * unfinished + pad * (1 - unfinished)
@@ -142,7 +143,8 @@ class DecodeLoop:
             if not unfinished.any() or index + 1 == max_new:
                 return
             if following is None:
-                self.state = dataclasses.replace(self.state, ended=jnp.asarray(unfinished.numpy() == 0))
+                if not self.device_stops:
+                    self.state = dataclasses.replace(self.state, ended=jnp.asarray(unfinished.numpy() == 0))
                 following = self._decode()
             pending = following
 
