@@ -161,7 +161,7 @@ def reference(
 def _kernel_refuses(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, *args: Any, **kwargs: Any) -> str | None:
     if (q.dtype, pool.dtype) not in kernels.DECODE_DTYPES:
         return (
-            f"q is {q.dtype} and pool {pool.dtype}; the kernel has one 16- or 32-bit float for both, or bfloat16 pools"
+            f"q is {q.dtype} and pool {pool.dtype}; the kernel has one float dtype for both, or float32 over bfloat16"
         )
     return kernels.missing()
 
