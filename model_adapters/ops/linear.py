@@ -1,10 +1,10 @@
 """Matrix products as PyTorch has them: sums in float32, whatever the dtype; on CPU never one row of a 16-bit type.
 
-What XLA does with them on a CPU (2-core AVX-512 server processors): one row of bfloat16 by itself becomes "convert all
-weights, then multiply", 1.5 GB/s of weights instead of the 20 of four rows; a bfloat16 *result* is 9 times slower than a
-float32 one and a cast. From some 32 rows on its products are as good as torch's (128 rows x 3072 x 1024 in bfloat16: 530
-GFLOP/s against 125 to 460), whichever operand is put first. For few rows the C++ stream over the weights of
-`cpu/linear.cc` is better. GB/s of weights (bfloat16) on one core of a processor that can read 34, 1024 to 3072 columns:
+What XLA does with them on a CPU (2-core AVX-512 server processors, best of several on a machine with other load): one
+row of bfloat16 by itself becomes "convert all weights, then multiply", 1.5 GB/s of weights where four rows have 20; a
+bfloat16 *result* is 9 times slower than a float32 one and a cast. With 128 rows of bfloat16 it reaches 590 GFLOP/s
+(3072 x 1024; torch 360) and 330 (1024 x 3072; torch 460), whichever operand is put first. For few rows the C++ stream
+over the weights of `cpu/linear.cc` is better; GB/s of bfloat16 weights on one core, whose plain read makes 34:
 
 =====  =========  ==========
 rows   XLA        C++ stream
