@@ -41,6 +41,10 @@ class CausalMask:
     window: int | None
     starts: jax.Array | None  # int32[batch]; None: no padding
 
+    def key_mask(self, length: int) -> jax.Array | None:
+        """Which of `length` keys are no padding, bool[batch, 1, 1, length]; None if all are."""
+        return None if self.starts is None else (jnp.arange(length) >= self.starts[:, None])[:, None, None]
+
 
 def padding_mask(starts: jax.Array, length: int) -> torch.Tensor:
     """The 2D mask [batch, length] of left padding, annotated; `starts` int32[batch]."""
@@ -130,15 +134,18 @@ def served_attention(
         out: Any = _decode(q, write, note, scale=scale, softcap=softcap, sinks=sinks)
     else:
         mask = None if attention_mask is None else jax_view(attention_mask)
+        is_square = q.shape[2] == key.shape[2]
+        if note is not None and note.window is None and is_square and position_bias is None:
+            # Said this way, the keys behind each query are skipped rather than masked.
+            mask, causal = note.key_mask(q.shape[2]), True
+        else:
+            causal = mask is None and q.shape[2] > 1
+            causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if position_bias is not None:
             bias = jax_view(position_bias)
             mask = bias if mask is None else bias + _additive(mask, bias.dtype)
-        causal = (
-            mask is None and q.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        )
-        out = dense_attention(
-            q, jax_view(key), jax_view(value), mask, sinks, scale=scale, softcap=softcap, causal=causal
-        )
+        keys, values = jax_view(key), jax_view(value)
+        out = dense_attention(q, keys, values, mask, sinks, scale=scale, softcap=softcap, causal=causal)
     return torch_view(jnp.swapaxes(out, 1, 2)), None
 
 

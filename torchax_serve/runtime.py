@@ -71,10 +71,15 @@ class Runtime:
         """An empty cache with room for `capacity` tokens per row."""
         return DeviceCache(self.text_config, capacity)
 
-    def padded_len(self, length: int) -> int:
+    def padded_len(self, length: int, past: int) -> int:
         """Length a query of `length` tokens is padded to: a rung of the ladder, or the same where padding is seen."""
         # A recurrent state would go on through padding on the right.
-        return length if length == 1 or self.is_recurrent else bucket(length)
+        if length == 1 or self.is_recurrent:
+            return length
+        rung = bucket(length)
+        # Nor may padding reach behind the end of a table of positions: what is read there is no number.
+        fits = self.learned_positions is None or past + rung <= self.learned_positions
+        return rung if fits else length
 
     def check_prompt(self, ids: torch.Tensor | None) -> None:
         """Raises InvalidArgumentError for a prompt [batch, len] that is empty or has more tokens than positions."""
@@ -137,7 +142,9 @@ class Runtime:
             self.check_ids(tensor)
         # What padding computes is garbage, and here it would be looked at.
         exact = exact or spec.output_attentions or spec.output_hidden_states
-        query = Query(name, tensor, tensor.shape[1] if exact else self.padded_len(tensor.shape[1]))
+        length = tensor.shape[1]
+        past = 0 if cache is None else cache.length
+        query = Query(name, tensor, length if exact else self.padded_len(length, past))
         return self._forward_padded(query, given, spec, cache)
 
     def _on_device(self, cache: Cache) -> DeviceCache:
@@ -168,12 +175,12 @@ class Runtime:
         inputs = {query.name: _pad_to(query.tensor, query.padded_len, 0)}
         if (positions := given.pop("position_ids", None)) is not None:
             inputs["position_ids"] = _pad_to(positions, query.padded_len, None)
-        elif query.padded_len != query.len and self.program.accepts("position_ids"):
-            inputs["position_ids"] = _pad_to(torch.arange(past, past + query.len)[None], query.padded_len, None)
         mask = given.pop("attention_mask", None)
         padding = Padding.of(mask, past + query.len)
         length = query.padded_len if cache is None or past == 0 else cache.capacity
         inputs |= padding.inputs(length)
+        if past and padding.starts is None and padding.mask is None:
+            inputs["starts"] = jnp.zeros(query.batch, jnp.int32)  # in case the model cannot do without a mask
         inputs |= {k: to_jax_array(v) for k, v in given.items() if isinstance(v, torch.Tensor)}
         rest = tuple(sorted((k, v) for k, v in given.items() if not isinstance(v, torch.Tensor)))
         spec = dataclasses.replace(spec, padded=padding.starts is not None, extra=spec.extra + rest)
