@@ -124,9 +124,7 @@ class JaxModel:
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         if synced_gpus:
             raise UnsupportedArgumentError("synced_gpus=True is not supported here: one process decodes by itself")
-        model_kwargs.pop(
-            "tokenizer", None
-        )  # generate has made the stop strings of it; no forward knows what to do with it
+        model_kwargs.pop("tokenizer", None)  # generate has made the stop strings of it
         runtime = self._jax_runtime
         request = LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         if why_not_fast(runtime, request) is None:
