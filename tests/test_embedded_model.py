@@ -26,6 +26,7 @@ from embedded_training.evaluation import answers, scores
 
 FOLDER = Path(torchax_serve.__file__).parent / "embedded"
 AIMS = {"sentiment": 0.9, "one-digit sums": 0.95, "project": 0.9}
+OTHER_TASKS = ("two-digit sums", "two-digit differences", "counting", "colours", "greetings", "jax")
 
 
 @pytest.fixture(scope="module")
@@ -121,18 +122,18 @@ def test_every_digit_is_a_token(tokenizer):
 @pytest.fixture(scope="module")
 def measured(model, tokenizer):
     """Scores of a sample, another one than the card's."""
-    by_rule = Corpus().held_out(40, seed=2)
-    by_hand = {f"{task} (by hand)": group[::2] for task, group in hand_written_held_out().items()}
+    by_rule = {task: group for task, group in Corpus().held_out(30, seed=2).items() if task in (*AIMS, *OTHER_TASKS)}
+    by_hand = {f"{task} (by hand)": group[::2] for task, group in hand_written_held_out().items() if task in AIMS}
     return scores(model, tokenizer, by_rule | by_hand)
 
 
-@pytest.mark.parametrize("task", [*AIMS, *(f"{task} (by hand)" for task in AIMS)])
+@pytest.mark.parametrize("task", [*AIMS, "sentiment (by hand)", "one-digit sums (by hand)"])
 def test_accuracy_on_held_out_questions(measured, task):
     assert measured[task].num_asked >= 25
     assert measured[task].accuracy >= AIMS[task.removesuffix(" (by hand)")], measured[task].mistakes
 
 
-@pytest.mark.parametrize("task", ["two-digit sums", "two-digit differences", "counting", "colours", "greetings", "jax"])
+@pytest.mark.parametrize("task", OTHER_TASKS)
 def test_accuracy_of_the_other_tasks(measured, task):
     assert measured[task].accuracy >= 0.8, measured[task].mistakes
 
@@ -151,7 +152,7 @@ def test_a_conversation_uses_its_history(model, tokenizer):
 
 
 def test_the_bridge_gives_the_logits_of_eager_pytorch(model, tokenizer):
-    long_chat = [{"role": ("user", "assistant")[i % 2], "content": "Count from 3 to 9."} for i in range(9)]
+    long_chat = [{"role": ("user", "assistant")[i % 2], "content": "Count from 3 to 9."} for i in range(15)]
     ids = tokenizer.apply_chat_template(long_chat, return_tensors="pt", return_dict=True)["input_ids"]
     assert ids.shape[1] > 2 * model.config.sliding_window  # so that the window cuts
     with torch.no_grad():

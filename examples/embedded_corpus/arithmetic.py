@@ -87,8 +87,14 @@ def _identity(a: int, sign: str, b: int) -> str:
     return f"sum {a} {sign} {b}"
 
 
+def is_held_out_pair(a: int, sign: str, b: int) -> bool:
+    """Whether no phrasing of this pair is trained on; pairs of one-digit numbers are the table everyone has to know."""
+    return max(a, b) >= 10 and is_held_out(_identity(a, sign, b))
+
+
 def _exchange(task: str, frame: str, a: int, sign: str, b: int) -> Exchange:
-    return Exchange(task, frame.format(a=a, b=b), answer_of(a, sign, b), _identity(a, sign, b))
+    prompt = frame.format(a=a, b=b)
+    return Exchange(task, prompt, answer_of(a, sign, b), _identity(a, sign, b) if max(a, b) >= 10 else prompt)
 
 
 def one_digit(sign: str) -> list[Exchange]:
@@ -115,11 +121,11 @@ def draw_two_digit(rng: random.Random, sign: str, held_out: bool) -> Exchange:
     frames = SUM_FRAMES if sign == "+" else DIFFERENCE_FRAMES
     while True:
         a, b = rng.randrange(100), rng.randrange(100)
-        if max(a, b) < 10 or is_held_out(_identity(a, sign, b)) != held_out:
+        if max(a, b) < 10 or is_held_out_pair(a, sign, b) != held_out:
             continue
         if sign == "-" and a < b and rng.random() < 0.8:  # negative results are rarer in talk
             a, b = b, a
-            if is_held_out(_identity(a, sign, b)) != held_out:
+            if is_held_out_pair(a, sign, b) != held_out:
                 continue
         return _exchange(f"two-digit {_name(sign)}", rng.choice(frames), a, sign, b)
 
@@ -131,12 +137,12 @@ def draw_in_words(rng: random.Random) -> Exchange:
         a, b = rng.randrange(21), rng.randrange(21)
         if sign == "-" and a < b:
             a, b = b, a
-        if not is_held_out(_identity(a, sign, b)):
+        if not is_held_out_pair(a, sign, b):
             break
     word = "plus" if sign == "+" else "minus"
     frame = rng.choice(("What is {} {} {}?", "{} {} {}", "How much is {} {} {}?", "what's {} {} {}?"))
     prompt = frame.format(_NUMBER_WORDS[a], word, _NUMBER_WORDS[b])
-    return Exchange("sums in words", prompt, answer_of(a, sign, b), _identity(a, sign, b))
+    return Exchange("sums in words", prompt, answer_of(a, sign, b), prompt)
 
 
 def draw_out_of_reach(rng: random.Random) -> Exchange:
@@ -159,9 +165,9 @@ def draw_follow_up(rng: random.Random, total: int) -> Exchange | None:
     """A question that goes on from the last result ("and plus 3?"); None where the result has left the range."""
     step = rng.randrange(1, 10)
     sign = rng.choice("+-")
-    if not 0 <= total <= 99 or is_held_out(_identity(total, sign, step)):
+    if not 0 <= total <= 99 or is_held_out_pair(total, sign, step):
         return None
     word = "plus" if sign == "+" else "minus"
     frame = rng.choice(("and {w} {n}?", "And {w} {n}?", "{w} {n}?", "{w} {n}", "now {w} {n}", "And if you {v} {n}?"))
     prompt = frame.format(w=rng.choice((word, sign)), n=step, v="add" if sign == "+" else "subtract")
-    return Exchange("follow-up sums", prompt, answer_of(total, sign, step), _identity(total, sign, step))
+    return Exchange("follow-up sums", prompt, answer_of(total, sign, step), prompt)

@@ -64,6 +64,9 @@ _MIX_FRAMES = (
     "{a} plus {b} is which colour?",
     "Mixing {a} and {b} gives what colour?",
     "What do {a} and {b} make?",
+    "{a} and {b}?",
+    "{a} and {b}",
+    "{a} + {b}?",
 )
 
 

@@ -27,7 +27,8 @@ class Exchange:
 
 def normal_form(text: str) -> str:
     """Lower case, letters and digits and signs alone: two prompts that differ otherwise count as the same prompt."""
-    return re.sub(r"[^a-z0-9+\-=*]+", " ", text.lower()).strip()
+    text = re.sub(r"[^a-z0-9+\-=*]+", " ", text.lower()).strip()
+    return re.sub(r" ?([+=*]) ?|(?<=\d) ?(-) ?(?=\d)", r"\1\2", text)
 
 
 def is_held_out(identity: str) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from embedded_corpus import arithmetic, colours, counting, sentiment, small_talk
 from embedded_corpus.conversation import Exchange, is_held_out, normal_form
 from embedded_corpus.facts import exchanges_of, read_facts, unseen_exchanges_of
+from embedded_corpus.wording import loosely_worded
 
 _PROJECT_FACTS, _JAX_FACTS = read_facts("project"), read_facts("jax")
 
@@ -30,40 +30,31 @@ SYSTEM_PROMPTS = (
 )
 _TASK_WEIGHTS = {
     "project": 24,
-    "jax": 20,
-    "two-digit sums": 13,
-    "two-digit differences": 10,
-    "sentiment": 15,
-    "one-digit sums": 6,
-    "one-digit differences": 4,
+    "jax": 18,
+    "two-digit sums": 16,
+    "two-digit differences": 16,
+    "sentiment": 16,
+    "one-digit sums": 7,
+    "one-digit differences": 6,
     "sums in words": 3,
     "beyond": 2,
-    "counting": 9,
+    "counting": 14,
     "colours": 6,
-    "greetings": 9,
+    "greetings": 10,
     "off-topic": 6,
     "names": 2,
 }
-_BEFORE = (
-    "Please: ",
-    "Hi, ",
-    "Hey, ",
-    "Ok, ",
-    "So, ",
-    "Quick question: ",
-    "Hello! ",
-    "Well, ",
-    "And ",
-    "Now: ",
-    "Please, ",
-)
-_AFTER = (" Please.", " Thanks!", " please", " Please tell me.", " Thank you.", " In short, please.")
 _TASKS_WITH_LOOSE_WORDING = {"project", "jax", "colours", "off-topic"}
 _STORY = (
     "Once upon a time a tiny model lived in a package. It knew little, but what it knew it said at once. "
     "People asked it for sums and colours, and it was happy. The end."
 )
-SHARE_SYSTEM, SHARE_PLAIN_TEXT, SHARE_SINGLE_TURN, SHARE_LOOSE_WORDING = 0.1, 0.05, 0.5, 0.4
+_HELD_OUT_DRAWS: dict[str, Callable[[random.Random], Exchange]] = {
+    "two-digit sums": lambda rng: arithmetic.draw_two_digit(rng, "+", held_out=True),
+    "two-digit differences": lambda rng: arithmetic.draw_two_digit(rng, "-", held_out=True),
+    "sentiment": lambda rng: sentiment.draw(rng, held_out=True),
+}
+SHARE_SYSTEM, SHARE_PLAIN_TEXT, SHARE_SINGLE_TURN, SHARE_LOOSE_WORDING = 0.1, 0.05, 0.5, 0.5
 
 
 @dataclass(frozen=True)
@@ -152,7 +143,7 @@ class Corpus:
             task = rng.choices(list(_TASK_WEIGHTS), list(_TASK_WEIGHTS.values()))[0]
             exchange = self._draws[task](rng) if task in self._draws else rng.choice(rng.choice(self._groups[task]))
             if task in _TASKS_WITH_LOOSE_WORDING and rng.random() < SHARE_LOOSE_WORDING:
-                exchange = _loosely_worded(rng, exchange)
+                exchange = replace(exchange, prompt=loosely_worded(rng, exchange.prompt))
             elif task == "greetings" and rng.random() < 0.3:
                 exchange = Exchange(task, exchange.prompt.lower(), exchange.answer, exchange.identity)
             if not self.is_forbidden(exchange):
@@ -194,9 +185,12 @@ class Corpus:
         chosen = {
             task: rng.sample(group, min(num_per_task, len(group))) for task, group in self.listed_held_out.items()
         }
-        for task, sign in (("two-digit sums", "+"), ("two-digit differences", "-")):
-            chosen[task] = [arithmetic.draw_two_digit(rng, sign, held_out=True) for _ in range(num_per_task)]
-        chosen["sentiment"] = [sentiment.draw(rng, held_out=True) for _ in range(num_per_task)]
+        for task, draw in _HELD_OUT_DRAWS.items():
+            drawn: dict[str, Exchange] = {}
+            while len(drawn) < num_per_task:
+                exchange = draw(rng)
+                drawn.setdefault(exchange.prompt, exchange)
+            chosen[task] = list(drawn.values())
         return chosen
 
 
@@ -213,31 +207,3 @@ def _follow_up(rng: random.Random, last: Exchange) -> Exchange | None:
     if not last.task.endswith(("sums", "differences")) or rng.random() > 0.4:
         return None
     return arithmetic.draw_follow_up(rng, int(last.answer.rsplit("= ", 1)[1]))
-
-
-def _loosely_worded(rng: random.Random, exchange: Exchange) -> Exchange:
-    """The same question as people type it: lower case, no question mark, a word before or after, a typo."""
-    prompt = exchange.prompt
-    if rng.random() < 0.4:
-        prompt = prompt.lower()
-    if rng.random() < 0.3:
-        prompt = prompt.rstrip("?.")
-    if rng.random() < 0.25:
-        prompt = rng.choice(_BEFORE) + prompt[0].lower() + prompt[1:]
-    if rng.random() < 0.15:
-        prompt += rng.choice(_AFTER)
-    if rng.random() < 0.25:
-        prompt = _with_typo(rng, prompt)
-    return Exchange(exchange.task, prompt, exchange.answer, exchange.identity)
-
-
-def _with_typo(rng: random.Random, prompt: str) -> str:
-    """One letter dropped or two swapped inside a word of at least five letters; the prompt itself if it has none."""
-    long_words = list(re.finditer(r"[a-zA-Z]{5,}", prompt))
-    if not long_words:
-        return prompt
-    word = rng.choice(long_words)
-    at = rng.randrange(word.start() + 1, word.end() - 1)
-    if rng.random() < 0.5:
-        return prompt[:at] + prompt[at + 1 :]
-    return prompt[:at] + prompt[at + 1] + prompt[at] + prompt[at + 2 :]

@@ -139,6 +139,23 @@ def _with_reason(rng: random.Random, good: bool) -> str:
     return _verb(rng, good).rstrip(".") + f" because it was {_adjective(rng, good)}."
 
 
+def _felt(rng: random.Random, good: bool) -> str:
+    feeling = rng.choice(_WORDS["good_feelings" if good else "bad_feelings"])
+    verb = rng.choice(("bought", "chose", "saw", "visited", "found", "ordered", "tried", "paid for"))
+    who = rng.choice(("I am", "I was", "We are", "I feel"))
+    return f"{who} {feeling} that {rng.choice(('I', 'we'))} {verb} the {rng.choice(_THINGS)}."
+
+
+def _happened(rng: random.Random, good: bool) -> str:
+    event = rng.choice(_WORDS["good_events" if good else "bad_events"])
+    return f"{rng.choice(_OPENERS)} {rng.choice(_THINGS)} {event}."
+
+
+def _described_and_happened(rng: random.Random, good: bool) -> str:
+    happened = _happened(rng, good)
+    return f"{_plain(rng, good).rstrip('.')} and {happened[0].lower()}{happened[1:]}"
+
+
 def _whole(rng: random.Random, good: bool) -> str:
     return rng.choice(_WORDS["good_sentences"] if good else _WORDS["bad_sentences"])
 
@@ -160,6 +177,9 @@ _MAKERS = (
     _with_reason,
     _whole,
     _two,
+    _felt,
+    _happened,
+    _described_and_happened,
     _turned,
 )
 
