@@ -18,11 +18,11 @@ from loading_models import edit_json, tiny_folder, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import core_model_loading, modeling_utils
 
+from model_adapters.arrays import shares_memory
 from model_adapters.bridge import tensors_of
 from model_adapters.errors import CheckpointError, InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from model_adapters.loading import load_model, memory, sink
 from model_adapters.loading import random_weights as random_init
-from model_adapters.arrays import shares_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 
