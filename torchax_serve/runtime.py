@@ -181,6 +181,10 @@ class Runtime:
         inputs |= padding.inputs(length)
         if past and padding.starts is None and padding.mask is None:
             inputs["starts"] = jnp.zeros(query.batch, jnp.int32)  # in case the model cannot do without a mask
+            if self.program.accepts("position_ids") and "position_ids" not in inputs:
+                # Without padding every model counts like this; some would do it by a length only the host knows.
+                counted = torch.arange(past, past + query.len)[None].expand(query.batch, -1)
+                inputs["position_ids"] = _pad_to(counted, query.padded_len, None)
         inputs |= {k: to_jax_array(v) for k, v in given.items() if isinstance(v, torch.Tensor)}
         rest = tuple(sorted((k, v) for k, v in given.items() if not isinstance(v, torch.Tensor)))
         spec = dataclasses.replace(spec, padded=padding.starts is not None, extra=spec.extra + rest)
