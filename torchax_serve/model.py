@@ -111,9 +111,7 @@ class ServedModel:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, or None if it came without one."""
-        if self._loaded is None:
-            raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
-        return self._loaded.tokenizer()
+        return self._open().tokenizer()
 
     @property
     def device_description(self) -> str:
@@ -122,9 +120,13 @@ class ServedModel:
         kind = devices[0].device_kind
         return kind if len(devices) == 1 else f"{kind} x {len(devices)}"
 
-    def _generator(self) -> Any:
+    def _open(self) -> LoadedModel:
         if self._loaded is None:
             raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
+        return self._loaded
+
+    def _generator(self) -> Any:
+        self._open()
         if not self.torch_model.can_generate():
             raise UnsupportedModelError(
                 f"{type(self.torch_model).__name__} does not generate text; call the model on its inputs instead"
@@ -138,8 +140,7 @@ class ServedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, torch tensors in and out."""
-        if self._loaded is None:
-            raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
+        self._open()
         return self.torch_model(*args, **kwargs)
 
     def iter_tokens(

@@ -159,8 +159,7 @@ class Runtime:
         return DeviceCache.from_dynamic(cache, self.text_config)
 
     def _forward_as_is(self, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
-        arrays = {k: to_jax_array(v) for k, v in given.items() if isinstance(v, torch.Tensor)}
-        rest = tuple(sorted((k, v) for k, v in given.items() if not isinstance(v, torch.Tensor)))
+        arrays, rest = _arrays_and_rest(given)
         spec = dataclasses.replace(spec, extra=spec.extra + rest)
         fields, _ = self.steps.forward(self.weights, None, None, arrays, spec=spec)
         return fields
@@ -173,20 +172,20 @@ class Runtime:
             cache.reserve(bucket(past + query.padded_len))
         keep = given.pop("logits_to_keep", 0)
         inputs = {query.name: _pad_to(query.tensor, query.padded_len, 0)}
-        if (positions := given.pop("position_ids", None)) is not None:
-            inputs["position_ids"] = _pad_to(positions, query.padded_len, None)
+        positions = given.pop("position_ids", None)
         mask = given.pop("attention_mask", None)
         padding = Padding.of(mask, past + query.len)
         length = query.padded_len if cache is None or past == 0 else cache.capacity
         inputs |= padding.inputs(length)
         if past and padding.starts is None and padding.mask is None:
             inputs["starts"] = jnp.zeros(query.batch, jnp.int32)  # in case the model cannot do without a mask
-            if self.program.accepts("position_ids") and "position_ids" not in inputs:
+            if positions is None and self.program.accepts("position_ids"):
                 # Without padding every model counts like this; some would do it by a length only the host knows.
-                counted = torch.arange(past, past + query.len)[None].expand(query.batch, -1)
-                inputs["position_ids"] = _pad_to(counted, query.padded_len, None)
-        inputs |= {k: to_jax_array(v) for k, v in given.items() if isinstance(v, torch.Tensor)}
-        rest = tuple(sorted((k, v) for k, v in given.items() if not isinstance(v, torch.Tensor)))
+                positions = torch.arange(past, past + query.len)[None].expand(query.batch, -1)
+        if positions is not None:
+            inputs["position_ids"] = _pad_to(positions, query.padded_len, None)
+        arrays, rest = _arrays_and_rest(given)
+        inputs |= arrays
         spec = dataclasses.replace(spec, padded=padding.starts is not None, extra=spec.extra + rest)
         if keep == 1:
             inputs["last"] = jnp.asarray(query.len - 1, jnp.int32)
@@ -206,6 +205,12 @@ def _learned_positions(module: PreTrainedModel, max_positions: int | None) -> in
     # Some tables have a few rows more, for an offset that the model adds.
     is_table = any(max_positions <= t.num_embeddings <= max_positions + 8 for t in tables if t is not words)
     return max_positions if is_table else None
+
+
+def _arrays_and_rest(given: dict[str, Any]) -> tuple[dict[str, jax.Array], tuple[tuple[str, Any], ...]]:
+    """A forward's arguments, cut into those that are traced and those that are static."""
+    arrays = {k: to_jax_array(v) for k, v in given.items() if isinstance(v, torch.Tensor)}
+    return arrays, tuple(sorted((k, v) for k, v in given.items() if not isinstance(v, torch.Tensor)))
 
 
 def _pad_to(tensor: torch.Tensor, length: int, fill: int | None) -> jax.Array:
