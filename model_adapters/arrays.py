@@ -48,9 +48,9 @@ def share_with_jax(tensor: torch.Tensor) -> jax.Array:
     tensor = _plain(tensor)
     if tensor.data_ptr() % XLA_CPU_ALIGNMENT:
         tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch's own buffers start at 64 bytes
-    if tensor.numel() == 0:
-        return jax.device_put(host_array(tensor), jax.devices("cpu")[0])
-    return jax.dlpack.from_dlpack(tensor)
+    # Through numpy rather than DLPack: JAX lets go of a numpy array on a Python thread. A torch tensor taken by DLPack is
+    # freed on the XLA thread that used it last, which brings the process down where the interpreter is ending.
+    return jax.device_put(host_array(tensor), jax.devices("cpu")[0], may_alias=True)
 
 
 def shares_memory(array: jax.Array, tensor: torch.Tensor) -> bool:
