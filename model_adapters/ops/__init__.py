@@ -4,6 +4,7 @@ from model_adapters.ops.decode_attention import decode_attention
 from model_adapters.ops.dense_attention import dense_attention
 from model_adapters.ops.grouped_matmul import grouped_matmul
 from model_adapters.ops.linear import addmm, baddbmm, bmm, einsum, linear, matmul
+from model_adapters.ops.paged_attention import paged_attention
 from model_adapters.ops.registry import list_ops, on_platform, use
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "list_ops",
     "matmul",
     "on_platform",
+    "paged_attention",
     "use",
 ]

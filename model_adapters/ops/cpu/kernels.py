@@ -98,6 +98,9 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    alibi: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`model_adapters.ops.decode_attention`; one fused kernel, the pool in place when it is donated."""
     results = (

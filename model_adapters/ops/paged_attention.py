@@ -1,0 +1,231 @@
+"""Attention of runs of new tokens to a paged cache, with the write of their keys and values.
+
+For prefill, chunks of a prefill, and chunks mixed with rows that decode.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.ops import registry
+from model_adapters.ops.pool import check_arrays, check_features, softmax_times_values, split, whole_numbers, write_at
+
+OP = "paged_attention"
+MAX_BLOCK_LEN = 64
+MAX_SCORES_BYTES = 64 << 20
+
+
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: jax.Array | None = None,
+    prefix_lens: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the new tokens of every sequence to the cache and attends their queries to what they can see.
+
+    The query at position ``p`` of sequence ``s`` sees the keys ``j`` with ``p - window < j <= p``, and those with
+    ``j < prefix_lens[s]``; never one from ``kv_lens[s]`` on. What lies in unused slots, NaN included, reaches no
+    output. Page 0 is the null page: table entries that nothing is to be read from may point at it.
+
+    Args:
+        q: Queries ``[T, Hq, D]``, the new tokens of S sequences one after the other; query head ``i`` reads kv head
+            ``i // (Hq // H)``. Rows from ``cu_q_lens[S]`` on are padding: nothing is written, zeros come out.
+        k: The new tokens' keys ``[T, H, D]``.
+        v: The new tokens' values ``[T, H, Dv]``.
+        pool: Pages ``[P, H, page, W]``, keys at ``[0:D]`` and values at ``[D:D+Dv]`` of the last axis
+            (``W >= D + Dv``), of a float dtype or int8. Donate it: it is updated in place.
+        page_table: ``int32[S, pages_per_seq]``, the page of each run of ``page`` positions.
+        kv_lens: ``int32[S]``, the length of each sequence with its new tokens; 0 for an unused row.
+        cu_q_lens: ``int32[S + 1]``, ascending from 0: sequence ``s`` has the tokens ``cu_q_lens[s]`` to
+            ``cu_q_lens[s + 1]``, the last of them at position ``kv_lens[s] - 1``. A token at a negative position or
+            behind the row's pages writes nothing; one at a negative position gives zeros.
+        sinks: ``[Hq]`` logits that take part in the softmax and carry no value, or None.
+        scale: Multiplies the products of queries and keys.
+        window: A query sees the last `window` positions, its own among them; None for all.
+        softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``; None for none.
+        alibi: ``float32[Hq]`` slopes: ``slope * (key position - query position)`` is added to the scaled scores
+            (Press et al., 2022); None for none. Not together with `softcap`.
+        prefix_lens: ``int32[S]``, the length of the beginning that all queries of a sequence see (prefix language
+            models, images read in both directions); None for none.
+        k_scale: ``float32[H]``, for an int8 pool alone: keys are stored as ``round(x / k_scale)`` within -127 .. 127.
+        v_scale: ``float32[H]``, the same for values.
+
+    Returns:
+        ``[T, Hq, Dv]`` in q's dtype (softmax and sums in float32), and the pool. Page numbers outside the pool are
+        not written to, and read as the nearest page.
+
+    Raises:
+        InvalidArgumentError: shapes that do not fit together, an int8 pool without scales or scales without one, a
+            window or soft cap that is not positive, a soft cap together with alibi.
+    """
+    check_arrays(OP, q, k, v, pool, page_table, k_scale, v_scale)
+    num_seqs = page_table.shape[0]
+    page_table = whole_numbers(OP, "page_table", page_table, page_table.shape)
+    kv_lens = whole_numbers(OP, "kv_lens", kv_lens, (num_seqs,))
+    cu_q_lens = whole_numbers(OP, "cu_q_lens", cu_q_lens, (num_seqs + 1,))
+    if prefix_lens is not None:
+        prefix_lens = whole_numbers(OP, "prefix_lens", prefix_lens, (num_seqs,))
+    check_features(OP, q.shape[1], sinks, window, softcap, alibi)
+    out, pool = registry.call(
+        OP,
+        q,
+        k,
+        v,
+        pool,
+        page_table,
+        kv_lens,
+        cu_q_lens,
+        sinks,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
+        prefix_lens=prefix_lens,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    return out, pool
+
+
+def write_tokens(
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> jax.Array:
+    """The pool with all new keys and values, at the positions that :func:`paged_attention` names."""
+    tokens = jnp.arange(k.shape[0], dtype=jnp.int32)
+    seqs = jnp.searchsorted(cu_q_lens[1:], tokens, side="right").astype(jnp.int32)  # S for padding
+    known = jnp.minimum(seqs, kv_lens.shape[0] - 1)
+    positions = jnp.where(seqs == known, kv_lens[known] - cu_q_lens[known + 1] + tokens, -1)
+    return write_at(pool, page_table, seqs, positions, k, v, k_scale, v_scale)
+
+
+def _block_len(num_tokens: int, query_heads: int, capacity: int) -> int:
+    """Queries at a time: a power of two that keeps their scores within ``MAX_SCORES_BYTES`` where possible."""
+    block = MAX_BLOCK_LEN
+    while block > 1 and (block >= 2 * num_tokens or block * query_heads * capacity * 4 > MAX_SCORES_BYTES):
+        block //= 2
+    return block
+
+
+@registry.define(OP, "runs of new queries on a paged cache, with the write of their keys and values")
+def reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: jax.Array | None = None,
+    prefix_lens: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Blocks of queries of one sequence, one after the other, each on the gathered pages of its sequence, in float32.
+
+    Right for every shape, dtype and platform. Memory: the scores of one block and the keys and values of one sequence.
+    """
+    num_tokens, query_heads, _ = q.shape
+    num_seqs, pages_per_seq = page_table.shape
+    pool = write_tokens(k, v, pool, page_table, kv_lens, cu_q_lens, k_scale, v_scale)
+    out = jnp.zeros((num_tokens, query_heads, v.shape[2]), q.dtype)
+    if num_tokens == 0 or num_seqs == 0:
+        return out, pool
+    length = _block_len(num_tokens, query_heads, pages_per_seq * pool.shape[2])
+    q_lens = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    num_blocks = -(-q_lens // length)  # of each sequence
+    ends = jnp.cumsum(num_blocks)
+    most = min(num_tokens, (num_tokens + num_seqs * (length - 1)) // length)  # however the tokens are shared out
+    attend = partial(_attend, pool, k.shape[1], v.shape[2], sinks, scale, window, softcap, alibi, k_scale, v_scale)
+    # One block of padding, so that a slice that begins at the last token is not moved back.
+    q = jnp.pad(q, ((0, length), (0, 0), (0, 0)))
+
+    def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
+        seq = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
+        begin = cu_q_lens[seq] + (block - ends[seq] + num_blocks[seq]) * length
+        positions = kv_lens[seq] - cu_q_lens[seq + 1] + begin + jnp.arange(length, dtype=jnp.int32)
+        prefix_len = jnp.int32(0) if prefix_lens is None else prefix_lens[seq]
+        queries = jax.lax.dynamic_slice_in_dim(q, begin, length)
+        made = attend(queries, page_table[seq], positions, kv_lens[seq], prefix_len)
+        # What the last block of a sequence makes too much is zeros, and the next sequence writes over it.
+        return jax.lax.dynamic_update_slice_in_dim(out, made, begin, axis=0)
+
+    def step(block: jax.Array, out: jax.Array) -> jax.Array:
+        return jax.lax.cond(block < ends[-1], one_block, lambda _, out: out, block, out)
+
+    out = jnp.pad(out, ((0, length), (0, 0), (0, 0)))
+    return jax.lax.fori_loop(0, most, step, out)[:num_tokens], pool
+
+
+def _attend(
+    pool: jax.Array,
+    heads: int,
+    value_dim: int,
+    sinks: jax.Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    alibi: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    q: jax.Array,
+    pages: jax.Array,
+    positions: jax.Array,
+    kv_len: jax.Array,
+    prefix_len: jax.Array,
+) -> jax.Array:
+    """Attention ``[block, Hq, Dv]`` of the queries at `positions` of one sequence; zeros from ``kv_len`` on."""
+    length, query_heads, dim = q.shape
+    group = query_heads // heads
+    # XLA would convert the whole pool to float32 once, outside of the loop over blocks.
+    gathered = jax.lax.optimization_barrier(jnp.take(pool, pages, axis=0, mode="clip"))  # [pages, H, page, W]
+    gathered = jnp.moveaxis(gathered, 1, 0).reshape(heads, -1, pool.shape[3])
+    keys, values = split(gathered, dim, value_dim, k_scale, v_scale)
+    grouped = jnp.moveaxis(q.reshape(length, heads, group, dim), 0, 2).astype(jnp.float32)
+    rows = grouped.reshape(heads, group * length, dim)  # the query heads of a group are further rows of one product
+    scores = jnp.einsum("hrd,hsd->hrs", rows, keys, precision=jax.lax.Precision.HIGHEST) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    at = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    behind = at - positions[:, None]  # [block, n]
+    if alibi is not None:
+        bias = alibi.astype(jnp.float32).reshape(heads, group, 1, 1) * behind.astype(jnp.float32)
+        scores = scores + bias.reshape(scores.shape)
+    visible = behind <= 0
+    if window is not None:
+        visible &= behind > -window
+    visible = (visible | (at < prefix_len)) & (at < kv_len) & ((positions >= 0) & (positions < kv_len))[:, None]
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(heads, group), length, axis=1)[..., None]
+    out = softmax_times_values(scores, jnp.tile(visible, (group, 1)), values, visible.any(axis=0)[None, :, None], sinks)
+    return (
+        jnp.moveaxis(out.reshape(heads, group, length, value_dim), 2, 0)
+        .reshape(length, query_heads, -1)
+        .astype(q.dtype)
+    )

@@ -1,0 +1,189 @@
+"""The pool of keys and values as both paged ops see it: its layout, its int8 form, the write of new rows.
+
+A pool is ``[P, H, page, W]`` with ``W >= D + Dv``: keys at ``[0:D]``, values at ``[D:D+Dv]``, zeros behind, so that a
+platform that likes its last dimension a multiple of 128 may have it so. An int8 pool holds ``round(x / scale)``,
+clipped to -127 .. 127, with one scale per kv head for keys and one for values (symmetric quantization; -128 stays
+unused so that the range is).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import registry
+
+INT8_LARGEST = 127
+
+
+def expect(op: str, what: str, expected: Any, got: Any) -> None:
+    """Raises InvalidArgumentError where `got` is not `expected`."""
+    if expected != got:
+        raise InvalidArgumentError(f"{op}: expected {what} {expected}, got {got}")
+
+
+def whole_numbers(op: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`array` as int32.
+
+    Raises:
+        InvalidArgumentError: it holds no whole numbers, or its shape is not `shape`.
+    """
+    expect(op, f"{name} of shape", shape, array.shape)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise InvalidArgumentError(f"{op}: expected {name} of an integer dtype, got {array.dtype}")
+    return jnp.asarray(array, jnp.int32)
+
+
+def check_arrays(
+    op: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+) -> None:
+    """Raises InvalidArgumentError where queries, new tokens, pool and its scales do not fit together."""
+    for name, array, rank in (("q", q, 3), ("k", k, 3), ("v", v, 3), ("pool", pool, 4), ("page_table", page_table, 2)):
+        expect(op, f"{name} of rank", rank, array.ndim)
+    num_tokens, query_heads, dim = q.shape
+    heads, value_dim = k.shape[1], v.shape[2]
+    if heads == 0 or query_heads % heads:
+        raise InvalidArgumentError(f"{op}: expected query heads a multiple of kv heads, got {query_heads} and {heads}")
+    expect(op, "k of shape", (num_tokens, heads, dim), k.shape)
+    expect(op, "v of shape", (num_tokens, heads, value_dim), v.shape)
+    if pool.shape[1] != heads or pool.shape[3] < dim + value_dim:
+        raise InvalidArgumentError(
+            f"{op}: expected a pool with [kv heads, page, D + Dv or more] = "
+            f"{(heads, pool.shape[2], dim + value_dim)}, got {pool.shape[1:]}"
+        )
+    if 0 in (pool.shape[0], pool.shape[2], page_table.shape[1]):
+        raise InvalidArgumentError(
+            f"{op}: expected at least one page of at least one position, got pool {pool.shape}, "
+            f"page_table {page_table.shape}"
+        )
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if (pool.dtype == jnp.int8) != (scale is not None):
+            raise InvalidArgumentError(
+                f"{op}: expected {name} with an int8 pool and with no other, got a pool of {pool.dtype} "
+                f"{'without' if scale is None else 'with'} {name}"
+            )
+        if scale is not None:
+            expect(op, f"{name} of shape", (heads,), scale.shape)
+    if pool.dtype != jnp.int8 and not jnp.issubdtype(pool.dtype, jnp.floating):
+        raise InvalidArgumentError(f"{op}: expected a pool of a float dtype or int8, got {pool.dtype}")
+
+
+def check_features(
+    op: str,
+    query_heads: int,
+    sinks: jax.Array | None,
+    window: int | None,
+    softcap: float | None,
+    alibi: jax.Array | None,
+) -> None:
+    """Raises InvalidArgumentError for a feature of the scores that nobody can honour."""
+    for name, array in (("sinks", sinks), ("alibi", alibi)):
+        if array is not None:
+            expect(op, f"{name} of shape", (query_heads,), array.shape)
+    if window is not None and window < 1:
+        raise InvalidArgumentError(f"{op}: expected a window of at least 1 or None, got {window}")
+    if softcap is not None and softcap <= 0:
+        raise InvalidArgumentError(f"{op}: expected a positive softcap or None, got {softcap}")
+    if softcap is not None and alibi is not None:
+        raise InvalidArgumentError(
+            f"{op}: expected softcap or alibi, got both; which of them comes first is not defined, so leave one out"
+        )
+
+
+def quantize(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """``x[..., H, D]`` as int8 by ``scale[H]``: to nearest, ties to even, clipped to -127 .. 127."""
+    steps = jnp.round(x.astype(jnp.float32) / scale.astype(jnp.float32)[:, None])
+    return jnp.clip(steps, -INT8_LARGEST, INT8_LARGEST).astype(jnp.int8)
+
+
+def split(
+    rows: jax.Array, dim: int, value_dim: int, k_scale: jax.Array | None, v_scale: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values in float32 out of pool rows ``[..., H, n, W]``."""
+    keys = rows[..., :dim].astype(jnp.float32)
+    values = rows[..., dim : dim + value_dim].astype(jnp.float32)
+    if k_scale is not None and v_scale is not None:
+        keys = keys * k_scale.astype(jnp.float32)[:, None, None]
+        values = values * v_scale.astype(jnp.float32)[:, None, None]
+    return keys, values
+
+
+def write_at(
+    pool: jax.Array,
+    page_table: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> jax.Array:
+    """The pool with new keys and values written, in place where it is donated.
+
+    Args:
+        pool: ``[P, H, page, W]``.
+        page_table: ``int32[S, pages_per_seq]``.
+        rows: ``int32[T]``, the row of `page_table` that each token belongs to.
+        positions: ``int32[T]``; a negative one, one behind the row's pages, or one on a page outside the pool writes
+            nothing.
+        k: ``[T, H, D]``.
+        v: ``[T, H, Dv]``.
+        k_scale: ``float32[H]`` for an int8 pool.
+        v_scale: ``float32[H]`` for an int8 pool.
+    """
+    num_pages, heads, page, width = pool.shape
+    column = positions // page
+    known = jnp.clip(column, 0, page_table.shape[1] - 1)
+    pages = page_table[jnp.clip(rows, 0, page_table.shape[0] - 1), known]
+    writable = (positions >= 0) & (column < page_table.shape[1]) & (pages >= 0) & (pages < num_pages)
+    flat = (pages[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)) * page + (positions % page)[:, None]
+    flat = jnp.where(writable[:, None], flat, num_pages * heads * page)  # out of bounds, hence dropped
+    if k_scale is not None and v_scale is not None:
+        k, v = quantize(k, k_scale), quantize(v, v_scale)
+    token = jnp.concatenate([k, v], axis=-1).astype(pool.dtype)
+    token = jnp.pad(token, ((0, 0), (0, 0), (0, width - token.shape[2])))
+    dtype = pool.dtype
+    if registry.platform() == "cpu" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+        # XLA's CPU backend scatters narrow floats by way of float32, the whole pool there and back. As whole numbers
+        # it costs one copy of the pool instead of three passes; the C++ kernels have none.
+        bits = jnp.uint16 if dtype.itemsize == 2 else jnp.uint8
+        pool, token = (jax.lax.bitcast_convert_type(x, bits) for x in (pool, token))
+    # One flat row per token and head: XLA keeps this scatter in place, unlike one over (page, :, slot).
+    pool = pool.reshape(-1, width).at[flat].set(token, mode="drop").reshape(pool.shape)
+    return pool if pool.dtype == dtype else jax.lax.bitcast_convert_type(pool, dtype)
+
+
+def softmax_times_values(
+    scores: jax.Array, visible: jax.Array, values: jax.Array, seen: jax.Array, sinks: jax.Array | None
+) -> jax.Array:
+    """Softmax over the visible scores, times the values; zeros where nothing is visible.
+
+    Args:
+        scores: ``float32[..., R, n]``.
+        visible: Booleans that broadcast to `scores`.
+        values: ``float32[..., n, Dv]``.
+        seen: Booleans that broadcast to `values`: False where no query looks, whatever lies there.
+        sinks: float32 logits that broadcast to ``[..., R, 1]`` and carry no value, or None.
+    """
+    scores = jnp.where(visible, scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks)
+    top = jnp.where(jnp.isneginf(top), 0.0, top)  # nothing visible: keeps exp(-inf - -inf) out
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - top)
+    weights = weights / jnp.where(total == 0, 1.0, total)
+    values = jnp.where(seen, values, 0.0)  # a weight of 0 times whatever lies in an unused page
+    return jnp.einsum("...rs,...sd->...rd", weights, values, precision=jax.lax.Precision.HIGHEST)
