@@ -1,0 +1,5 @@
+"""Pallas kernels for TPUs. Importing the package registers them with their ops."""
+
+from model_adapters.ops.tpu import decode
+
+__all__ = ["decode"]

@@ -1,0 +1,121 @@
+"""What a call of a TPU kernel asks for beyond its arrays, and which calls the kernels refuse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from model_adapters.ops.tpu.pages import LANES, MASKED, SUBLANES, Blocks, round_up, tile_rows
+
+NAME = "tpu-pallas"
+LOG2_E = 1.4426950408889634  # the kernels take powers of two, which is what the hardware has
+MAX_TABLE_BYTES = 512 << 10
+MAX_BUFFER_BYTES = 32 << 20
+WORKING_BYTES = 16 << 20
+QUERY_DTYPES = ("float32", "bfloat16")
+POOL_DTYPES = {"float32": ("float32", "bfloat16", "int8"), "bfloat16": ("bfloat16", "int8")}
+
+
+@dataclass(frozen=True)
+class Features:
+    """What is done to scores, and the dtype of the products' operands."""
+
+    dtype: Any
+    window: int | None
+    softcap: float | None
+    has_alibi: bool
+    is_int8: bool
+
+    def score(self, products: jax.Array, constants: jax.Array, distance: jax.Array) -> jax.Array:
+        """Scores for powers of two, out of products ``[R, n]`` and :func:`row_constants` ``[R, 4]``.
+
+        `distance` is the key's position less that of the query, and broadcasts to the products.
+        """
+        scores = products * constants[:, 1:2]
+        if self.softcap is not None:
+            scores = (self.softcap * LOG2_E) * jnp.tanh(scores)
+        if self.has_alibi:
+            scores = scores + constants[:, 2:3] * distance.astype(jnp.float32)
+        return scores
+
+
+def row_constants(
+    query_heads: int,
+    heads: int,
+    sinks: jax.Array | None,
+    alibi: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """``float32[Hq, 4]``, Hq rounded up to 8: of each query head its sink, factor of products, slope, factor of sums.
+
+    The first three for powers of two: what a natural logarithm would be, times log2(e).
+    """
+
+    def column(values: jax.Array | None, default: float, factor: float = 1.0) -> jax.Array:
+        if values is None:
+            return jnp.full((query_heads,), default * factor, jnp.float32)
+        return jnp.repeat(values.astype(jnp.float32), query_heads // values.shape[0]) * factor
+
+    sink = jnp.full((query_heads,), MASKED, jnp.float32) if sinks is None else column(sinks, 0.0, LOG2_E)
+    columns = (
+        jnp.maximum(sink, MASKED),
+        column(k_scale, 1.0, scale * LOG2_E if softcap is None else scale / softcap),
+        column(alibi, 0.0, LOG2_E),
+        column(v_scale, 1.0),
+    )
+    missing = round_up(query_heads, SUBLANES) - query_heads
+    return jnp.pad(jnp.stack(columns, axis=1), ((0, missing), (0, 0)))
+
+
+def product(rows: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
+    """``rows[R, n]`` times ``matrix``, over axis `contract` of it, summed in float32."""
+    return lax.dot_general(
+        rows,
+        matrix,
+        (((1,), (contract,)), ((), ())),
+        precision=lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def compiler_params(blocks: Blocks, pool: jax.Array) -> pltpu.CompilerParams:
+    """One core, blocks one after the other, and memory for the double buffer."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("arbitrary",),
+        vmem_limit_bytes=buffer_bytes(blocks, pool) + WORKING_BYTES,
+        disable_bounds_checks=True,
+    )
+
+
+def buffer_bytes(blocks: Blocks, pool: jax.Array) -> int:
+    """Bytes of the double buffer."""
+    return 2 * blocks.length * pool.shape[1] * pool.shape[3] * pool.dtype.itemsize
+
+
+def why_not(q: jax.Array, pool: jax.Array, page_table: jax.Array) -> str | None:
+    """Why neither kernel can take a call, or None."""
+    if str(q.dtype) not in QUERY_DTYPES or str(pool.dtype) not in POOL_DTYPES[str(q.dtype)]:
+        return f"q is {q.dtype} and pool {pool.dtype}; the kernel has " + ", ".join(
+            f"{one} over {' or '.join(pools)}" for one, pools in POOL_DTYPES.items()
+        )
+    if 0 in q.shape:
+        return f"q{list(q.shape)} has no elements"
+    if pool.shape[3] % LANES:
+        return f"rows of the pool have {pool.shape[3]} elements; the kernel needs a multiple of {LANES}"
+    blocks = Blocks.of(pool, page_table.shape[1])
+    if blocks.piece % tile_rows(pool.dtype):
+        return f"pages of {pool.shape[2]} positions; the kernel needs a multiple of {tile_rows(pool.dtype)}"
+    if page_table.size * 4 > MAX_TABLE_BYTES:
+        return f"a page table of {page_table.size * 4} bytes; {MAX_TABLE_BYTES} fit, larger pages make it smaller"
+    if buffer_bytes(blocks, pool) > MAX_BUFFER_BYTES:
+        return f"two pages of {buffer_bytes(blocks, pool) // 2} bytes; {MAX_BUFFER_BYTES} fit"
+    return None

@@ -1,0 +1,284 @@
+"""Decode attention on TPUs: one query per row, all its heads at once.
+
+The method is attention with a running softmax over blocks (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv
+2205.14135) on pages (Kwon et al., arXiv 2309.06180), as a kernel whose time is that of reading the pages: blocks are
+read ahead across rows, keys and values are the stationary operand of the products, and the scores of all heads lie in
+one array without padding between groups, so that the softmax is done once a block.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from model_adapters.ops import registry
+from model_adapters.ops.decode_attention import OP, write_token
+from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, product, row_constants, why_not
+from model_adapters.ops.tpu.pages import LANES, MASKED, SUBLANES, BlockBuffer, Blocks, Lanes, round_up
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights [R, 128], weighted values [R, lanes]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a row sees: positions ``[begin, end)``, in `num_pieces` pieces from `first` on; no piece: nothing."""
+
+    begin: Any
+    end: Any
+    first: Any
+    num_pieces: Any
+
+
+@dataclass(frozen=True)
+class _Decode:
+    """One call's references and sizes; `heads` kv heads of `group` query heads each."""
+
+    lens: Any  # int32[B]
+    starts: Any  # int32[B]
+    pages_per_seq: int
+    buffer: BlockBuffer
+    lanes: Lanes
+    features: Features
+    heads: int
+    group: int
+    num_rows: int
+
+    @property
+    def blocks(self) -> Blocks:
+        """How rows are cut."""
+        return self.buffer.blocks
+
+    @property
+    def small(self) -> int:
+        """Pieces that the end of a row is computed with where it has no more: a quarter of a block, 0 for never."""
+        return self.blocks.num_pieces // 4
+
+    def row(self, index: Any) -> _Row:
+        """What row `index` sees."""
+        length = self.lens[index]
+        end = jnp.clip(length, 0, self.pages_per_seq * self.blocks.page)
+        begin = jnp.maximum(self.starts[index], 0)
+        if self.features.window is not None:
+            begin = jnp.maximum(begin, length - self.features.window)
+        first = begin // self.blocks.piece
+        num_pieces = jnp.where(begin < end, pl.cdiv(end, self.blocks.piece) - first, 0)
+        return _Row(begin, end, first, num_pieces)
+
+    def next_row(self, index: Any) -> Any:
+        """The first row from `index` on that sees something; `num_rows` if none does."""
+
+        def sees_nothing(i: Any) -> Any:
+            return (i < self.num_rows) & (self.row(jnp.minimum(i, self.num_rows - 1)).num_pieces == 0)
+
+        return lax.while_loop(sees_nothing, lambda i: i + 1, index)
+
+    def fetch(self, index: Any, block: Any, slot: Any) -> Any:
+        """Starts to read block `block` of row `index`; returns its number of pieces, uncapped."""
+        row = self.row(index)
+        before = block * self.blocks.num_pieces
+        per_seq = self.pages_per_seq * (self.blocks.page // self.blocks.piece)
+        self.buffer.start(index * per_seq + row.first + before, row.num_pieces - before, slot)
+        return row.num_pieces - before
+
+    def fetch_very_first(self) -> None:
+        """Starts to read the first block of all and meanwhile empties what that leaves of the buffer."""
+        index = self.next_row(0)
+
+        @pl.when(index < self.num_rows)
+        def _read() -> None:
+            count = self.fetch(index, 0, 0)
+            if not self.features.is_int8:
+                self.buffer.clear(0, jnp.minimum(count, self.blocks.num_pieces), self.lanes)
+                self.buffer.clear(1, 0, self.lanes)
+
+    def clean_ends(self, row: _Row, block: Any, slot: Any) -> None:
+        """Zeroes what lies in front of the row's first and behind its last position in their pieces."""
+        if self.features.is_int8:  # has no NaN
+            return
+        piece = self.blocks.piece
+        last = row.num_pieces - 1 - block * self.blocks.num_pieces
+        offset = row.first * piece
+
+        @pl.when((block == 0) & (row.begin > offset))
+        def _front() -> None:
+            self.buffer.keep(slot, 0, row.begin - offset, row.end - offset, self.lanes)
+
+        @pl.when((last < self.blocks.num_pieces) & (row.end % piece > 0))
+        def _back() -> None:
+            self.buffer.keep(slot, last, 0, row.end % piece, self.lanes)
+
+    def tiles_of(self, head: int) -> tuple[int, int]:
+        """Begin and end of the rows of query heads, in whole tiles of 8, that hold those of kv head `head`."""
+        begin = head * self.group // SUBLANES * SUBLANES
+        return begin, round_up((head + 1) * self.group, SUBLANES)
+
+    def by_head(self, rows: jax.Array, other: Any, contract: int) -> jax.Array:
+        """Row i of ``rows[R, n]`` times the matrix ``other(kv head of i)``, summed in float32.
+
+        The tiles that hold a head's rows are multiplied whole, and of a tile of several heads each keeps its rows:
+        nothing moves between sublanes.
+        """
+        tiles: dict[int, jax.Array] = {}
+        head_of = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0) // self.group
+        for head in range(self.heads):
+            begin, end = self.tiles_of(head)
+            made = product(rows[begin:end].astype(self.features.dtype), other(head), contract)
+            for at in range(begin, end, SUBLANES):
+                new = made[at - begin : at - begin + SUBLANES]
+                if at in tiles:
+                    new = jnp.where(head_of[at : at + SUBLANES] == head, new, tiles[at])
+                tiles[at] = new
+        return jnp.concatenate([tiles[at] for at in sorted(tiles)], axis=0)
+
+    def attend(
+        self, q: jax.Array, constants: jax.Array, row: _Row, block: Any, slot: Any, size: int, carry: Carry
+    ) -> Carry:
+        """`carry` with the first `size` pieces of the block in `slot`."""
+        top, total, out = carry
+        num_keys = size * self.blocks.piece
+        dtype = self.features.dtype
+        scores = self.by_head(q, lambda h: self.buffer.keys(slot, h, size, self.lanes).astype(dtype), 1)
+        begin = row.first * self.blocks.piece + block * self.blocks.length
+        position = begin + lax.broadcasted_iota(jnp.int32, (1, num_keys), 1)
+        scores = self.features.score(scores, constants, position - row.end + 1)
+        scores = jnp.where((position >= row.begin) & (position < row.end), scores, MASKED)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.exp2(scores - new_top[:, :1])
+        shrink = jnp.exp2(top - new_top)
+        total = shrink * total + jnp.sum(weights, axis=1, keepdims=True)
+        values = self.by_head(weights, lambda h: self.buffer.values(slot, h, size, self.lanes).astype(dtype), 0)
+        return new_top, total, shrink[:, :1] * out + values
+
+    def run(self, q: jax.Array, constants: jax.Array, index: Any, slot_ref: Any) -> Carry:
+        """All blocks of row `index`; while each is computed with, the next one is read, of this row or the next."""
+        row, following = self.row(index), self.next_row(index + 1)
+        num_blocks = pl.cdiv(row.num_pieces, self.blocks.num_pieces)
+
+        def step(block: Any, carry: Carry, size: int) -> Carry:
+            slot = slot_ref[0]
+            is_last = block + 1 == num_blocks
+            target = jnp.where(is_last, following, index)
+
+            @pl.when(target < self.num_rows)
+            def _ahead() -> None:
+                self.fetch(target, jnp.where(is_last, 0, block + 1), 1 - slot)
+
+            slot_ref[0] = 1 - slot
+            self.buffer.wait(row.num_pieces - block * self.blocks.num_pieces, slot)
+            self.clean_ends(row, block, slot)
+            return self.attend(q, constants, row, block, slot, size, carry)
+
+        num_query_rows = q.shape[0]
+        sink = jnp.broadcast_to(constants[:, :1], (num_query_rows, LANES))
+        total = jnp.where(sink > MASKED / 2, 1.0, 0.0)
+        width = self.lanes.value_end - self.lanes.value_begin
+        carry = (sink, total, jnp.zeros((num_query_rows, width), jnp.float32))
+        rest = row.num_pieces - (num_blocks - 1) * self.blocks.num_pieces
+        ends_small = (num_blocks > 0) & (rest <= self.small)
+        num_large = num_blocks - ends_small.astype(jnp.int32)
+        carry = lax.fori_loop(0, num_large, lambda i, c: step(i, c, self.blocks.num_pieces), carry)
+        if not self.small:
+            return carry
+        return lax.cond(ends_small, lambda c: step(num_large, c, self.small), lambda c: c, carry)
+
+
+def _kernel(
+    lens: Any,
+    starts: Any,
+    table: Any,
+    q_ref: Any,
+    constants_ref: Any,
+    pool: Any,
+    out_ref: Any,
+    slot_ref: Any,
+    buffer: Any,
+    semaphores: Any,
+    *,
+    lanes: Lanes,
+    features: Features,
+    blocks: Blocks,
+) -> None:
+    index = pl.program_id(0)
+    query_heads, heads = q_ref.shape[1], buffer.shape[2]
+    pages_per_seq = table.shape[0] // lens.shape[0]
+    block_buffer = BlockBuffer(pool, buffer, semaphores, table, blocks)
+    decode = _Decode(
+        lens, starts, pages_per_seq, block_buffer, lanes, features, heads, query_heads // heads, lens.shape[0]
+    )
+
+    @pl.when(index == 0)
+    def _begin() -> None:
+        slot_ref[0] = 0
+        decode.fetch_very_first()
+
+    q = q_ref[0]
+    if missing := lanes.key_end - lanes.dim:
+        q = jnp.concatenate([q, jnp.zeros((query_heads, missing), q.dtype)], axis=1)
+    if missing := constants_ref.shape[0] - query_heads:
+        q = jnp.concatenate([q, jnp.zeros((missing, lanes.key_end), q.dtype)], axis=0)
+    constants = constants_ref[...]
+    _, total, out = decode.run(q, constants, index, slot_ref)
+    out = out * (constants[:, 3:] / jnp.where(total == 0, 1.0, total)[:, :1])
+    out_ref[0] = out[:query_heads, lanes.values_kept].astype(out_ref.dtype)
+
+
+def _refuses(
+    q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array, *args: Any, **kwargs: Any
+) -> str | None:
+    return why_not(q, pool, page_table)
+
+
+@registry.register(OP, NAME, ("tpu",), refuses=_refuses)
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    lens: jax.Array,
+    starts: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The op's Pallas kernel; the new token is written before, by a scatter of rows that XLA keeps in place."""
+    pool = write_token(k, v, pool, page_table, lens, k_scale, v_scale)
+    num_rows, query_heads, dim = q.shape
+    _, heads, _, width = pool.shape
+    lanes, blocks = Lanes(dim, v.shape[2]), Blocks.of(pool, page_table.shape[1])
+    features = Features(q.dtype, window, softcap, alibi is not None, pool.dtype == jnp.int8)
+    constants = row_constants(query_heads, heads, sinks, alibi, k_scale, v_scale, scale=scale, softcap=softcap)
+    call = pl.pallas_call(
+        functools.partial(_kernel, lanes=lanes, features=features, blocks=blocks),
+        out_shape=jax.ShapeDtypeStruct((num_rows, query_heads, v.shape[2]), q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(num_rows,),
+            in_specs=[
+                pl.BlockSpec((1, query_heads, dim), lambda i, *_: (i, 0, 0)),
+                pl.BlockSpec(constants.shape, lambda i, *_: (0, 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=pl.BlockSpec((1, query_heads, v.shape[2]), lambda i, *_: (i, 0, 0)),
+            scratch_shapes=[
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((2, blocks.num_pieces, heads, blocks.piece, width), pool.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        compiler_params=compiler_params(blocks, pool),
+        name="decode_attention",
+    )
+    return call(lens, starts, page_table.reshape(-1), q, constants, pool), pool

@@ -1,0 +1,186 @@
+"""What the TPU kernels share: which lanes hold keys and values, how a row is cut into blocks, their double buffer.
+
+A pool is ``[P, H, page, W]``; a page of all its heads is one contiguous piece of memory and one DMA. Several pages of
+one row make a block, and the next block is on its way while one is computed with, across rows as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+SUBLANES = 8
+MASKED = -1e30  # below every real score; finite, so that the difference of two is no NaN
+MAX_PIECE_LEN = 256
+MAX_BLOCK_LEN = 1024
+MAX_BLOCK_BYTES = 4 << 20
+MAX_UNROLLED = 16
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is no less than `value`."""
+    return -(-value // multiple) * multiple
+
+
+def tile_rows(dtype: Any) -> int:
+    """Rows of a tile of `dtype` in vector memory: 8 of 32 bits, and as many times more as fit into 32 bits."""
+    return SUBLANES * 4 // jnp.dtype(dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Where keys and values lie in the last dimension of a pool, in whole registers of 128 lanes.
+
+    Keys are ``[0, dim)`` and are read as ``[0, key_end)``; the query is zero where that reads too much. Values are
+    ``[dim, dim + value_dim)`` and are read as ``[value_begin, value_end)``; what is too much is cut from the output.
+    """
+
+    dim: int
+    value_dim: int
+
+    @property
+    def key_end(self) -> int:
+        """End of the registers that hold keys."""
+        return round_up(self.dim, LANES)
+
+    @property
+    def value_begin(self) -> int:
+        """Begin of the registers that hold values."""
+        return self.dim // LANES * LANES
+
+    @property
+    def value_end(self) -> int:
+        """End of the registers that hold values."""
+        return round_up(self.dim + self.value_dim, LANES)
+
+    @property
+    def values_read(self) -> slice:
+        """Lanes of the pool that are summed for an output."""
+        return slice(self.value_begin, self.value_end)
+
+    @property
+    def values_kept(self) -> slice:
+        """The values proper within what is summed."""
+        begin = self.dim - self.value_begin
+        return slice(begin, begin + self.value_dim)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the positions of a row are cut: a page into pieces of one DMA each, and pieces put together to a block.
+
+    A page is one piece unless it is long, as that of a cache with one page per row is.
+    """
+
+    page: int
+    piece: int  # positions
+    num_pieces: int  # in a block
+
+    @classmethod
+    def of(cls, pool: jax.Array, pages_per_seq: int) -> Blocks:
+        """Large enough that a block's fixed costs do not count, and no longer than a row."""
+        _, heads, page, width = pool.shape
+        piece = page
+        while piece > MAX_PIECE_LEN and piece % (2 * tile_rows(pool.dtype)) == 0:
+            piece //= 2
+        piece_bytes = heads * piece * width * pool.dtype.itemsize
+        most = min(MAX_BLOCK_BYTES // piece_bytes, MAX_BLOCK_LEN // piece, pages_per_seq * (page // piece))
+        return cls(page, piece, max(1, most))
+
+    @property
+    def length(self) -> int:
+        """Positions in a block."""
+        return self.piece * self.num_pieces
+
+
+@dataclass(frozen=True)
+class BlockBuffer:
+    """The double buffer ``buffer[2, pieces, H, piece, W]``, filled from ``pool[P, H, page, W]``.
+
+    ``table`` is the page table in scalar memory, flat. Each :meth:`start` is followed by one :meth:`wait` with the same
+    `count` and `slot` before what it reads is used or that half is filled again.
+    """
+
+    pool: Any
+    buffer: Any
+    semaphores: Any  # DMA[2]
+    table: Any  # int32[rows * pages_per_seq]
+    blocks: Blocks
+
+    def _copy(self, index: Any, slot: Any, i: Any) -> Any:
+        """The DMA of piece `index`, counted through the flat table, to place `i` of half `slot`."""
+        per_page = self.blocks.page // self.blocks.piece
+        entry = index if per_page == 1 else index // per_page
+        page = jnp.clip(self.table[entry], 0, self.pool.shape[0] - 1)  # a DMA outside of memory stops the device
+        source = self.pool.at[page]
+        if per_page > 1:
+            begin = pl.multiple_of(index % per_page * self.blocks.piece, self.blocks.piece)
+            source = source.at[:, pl.ds(begin, self.blocks.piece)]
+        return pltpu.make_async_copy(source, self.buffer.at[slot, i], self.semaphores.at[slot])
+
+    def start(self, first: Any, count: Any, slot: Any) -> None:
+        """Starts to read `count` pieces, or a block if that is less, from piece `first` of the flat table on."""
+        size = self.blocks.num_pieces
+        step = math.gcd(size, MAX_UNROLLED)
+
+        @pl.when(count >= size)
+        def _whole() -> None:
+            def some(j: Any, _: None) -> None:
+                for i in range(step):
+                    self._copy(first + j * step + i, slot, j * step + i).start()
+
+            some(0, None) if step == size else lax.fori_loop(0, size // step, some, None)
+
+        @pl.when(count < size)
+        def _part() -> None:
+            lax.fori_loop(0, count, lambda i, _: self._copy(first + i, slot, i).start(), None)
+
+    def wait(self, count: Any, slot: Any) -> None:
+        """Waits until `count` pieces, or a block if that is less, are there."""
+
+        @pl.when(count >= self.blocks.num_pieces)
+        def _whole() -> None:
+            here = self.buffer.at[slot]
+            pltpu.make_async_copy(here, here, self.semaphores.at[slot]).wait()  # one wait for the bytes of all
+
+        @pl.when(count < self.blocks.num_pieces)
+        def _part() -> None:
+            here = self.buffer.at[slot, 0]
+            lax.fori_loop(
+                0, count, lambda i, _: pltpu.make_async_copy(here, here, self.semaphores.at[slot]).wait(), None
+            )
+
+    def keys(self, slot: Any, head: Any, num_pieces: int, lanes: Lanes) -> jax.Array:
+        """Keys of the first `num_pieces` pieces ``[n, key lanes]``, in the pool's dtype."""
+        read = self.buffer[slot, pl.ds(0, num_pieces), head, :, pl.ds(0, lanes.key_end)]
+        return read.reshape(num_pieces * self.blocks.piece, -1)
+
+    def values(self, slot: Any, head: Any, num_pieces: int, lanes: Lanes) -> jax.Array:
+        """Values of the first `num_pieces` pieces ``[n, value lanes]``, in the pool's dtype."""
+        width = lanes.value_end - lanes.value_begin
+        read = self.buffer[slot, pl.ds(0, num_pieces), head, :, pl.ds(lanes.value_begin, width)]
+        return read.reshape(num_pieces * self.blocks.piece, -1)
+
+    def clear(self, slot: Any, begin: Any, lanes: Lanes) -> None:
+        """Zeroes the values of pieces `begin` and on: a weight of zero is multiplied with whatever lies there."""
+
+        def one(i: Any, _: None) -> None:
+            shape = (*self.buffer.shape[2:4], lanes.value_end - lanes.value_begin)
+            self.buffer[slot, i, :, :, lanes.values_read] = jnp.zeros(shape, self.buffer.dtype)
+
+        lax.fori_loop(begin, self.blocks.num_pieces, one, None)
+
+    def keep(self, slot: Any, i: Any, begin: Any, end: Any, lanes: Lanes) -> None:
+        """Zeroes the values of piece `i` outside of its positions ``[begin, end)``, which may hold NaN."""
+        values = self.buffer[slot, i, :, :, lanes.values_read]
+        position = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+        kept = jnp.where((position >= begin) & (position < end), values.astype(jnp.float32), 0.0)
+        self.buffer[slot, i, :, :, lanes.values_read] = kept.astype(self.buffer.dtype)
