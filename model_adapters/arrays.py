@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -48,9 +50,14 @@ def share_with_jax(tensor: torch.Tensor) -> jax.Array:
     tensor = _plain(tensor)
     if tensor.data_ptr() % XLA_CPU_ALIGNMENT:
         tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch's own buffers start at 64 bytes
-    # Through numpy rather than DLPack: JAX lets go of a numpy array on a Python thread. A torch tensor taken by DLPack is
-    # freed on the XLA thread that used it last, which brings the process down where the interpreter is ending.
+    # Through numpy rather than DLPack: JAX lets go of a numpy array on a Python thread. A torch tensor taken by DLPack
+    # is freed on the XLA thread that used it last, which brings the process down where the interpreter is ending.
     return jax.device_put(host_array(tensor), jax.devices("cpu")[0], may_alias=True)
+
+
+def from_host(values: Any, dtype: Any) -> jax.Array:
+    """The array of numbers on the host, on the default device; unlike ``jnp.asarray``, compiles nothing."""
+    return jax.device_put(np.array(values, dtype))
 
 
 def shares_memory(array: jax.Array, tensor: torch.Tensor) -> bool:

@@ -60,6 +60,15 @@ class ModelProgram:
         self.needs_mask = False  # found out at the first trace of a decode step
         self.is_float32 = module.dtype == torch.float32
 
+    def found_out(self) -> dict[str, Any]:
+        """What tracing has shown about the model, for `recall` in a process that need not trace."""
+        return {"output_class": self.output_class, "needs_mask": self.needs_mask}
+
+    def recall(self, facts: dict[str, Any]) -> None:
+        """Takes over what `found_out` answered."""
+        self.output_class = facts["output_class"]
+        self.needs_mask = self.needs_mask or facts["needs_mask"]
+
     def accepts(self, name: str) -> bool:
         """Whether the forward names an argument `name`."""
         return name in self.parameters

@@ -38,3 +38,9 @@ def enable_compile_cache(folder: Path | None = None) -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
+
+
+def programs_dir() -> Path | None:
+    """Folder of whole programs beside JAX's own cache; None where nothing is kept."""
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return Path(folder) / "programs" if folder else None

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from model_adapters.arrays import from_host
 from model_adapters.bridge import to_torch_tensor
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError
@@ -22,7 +22,7 @@ from torchax_serve.buckets import bucket
 from torchax_serve.padding import Padding
 from torchax_serve.runtime import Runtime
 from torchax_serve.sampling import CALLER_OPTIONS, NO_VALID_TOKEN, SamplingPlan, SamplingState
-from torchax_serve.steps import Carry, DecodeSpec, pick
+from torchax_serve.steps import Carry, DecodeSpec, of_last_position, pick
 
 # What this loop takes care of, beside what sampling does.
 HONOURED_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation", "max_time"}
@@ -144,7 +144,7 @@ class DecodeLoop:
                 return
             if following is None:
                 if not self.device_stops:
-                    self.state = dataclasses.replace(self.state, ended=jnp.asarray(unfinished.numpy() == 0))
+                    self.state = dataclasses.replace(self.state, ended=from_host(unfinished.numpy() == 0, bool))
                 following = self._decode()
             pending = following
 
@@ -168,23 +168,24 @@ class DecodeLoop:
             given["position_ids"] = positions
         if starts is not None:
             given["attention_mask"] = mask
-        self.last_logits = runtime.forward_arrays(given, CallSpec(), self.cache)["logits"][:, -1].astype(jnp.float32)
+        self.last_logits = of_last_position(runtime.forward_arrays(given, CallSpec(), self.cache)["logits"])
         self.plan = SamplingPlan.build(self.config, prompt_len=self.prompt_len, vocab_size=self.last_logits.shape[-1])
         seed = self.seed
         if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
             seed = int(torch.randint(2**63 - 1, ())) if self.config.do_sample else 0
-        self.state = sampling.start(
+        state = sampling.start(
             self.plan,
             request.input_ids.numpy(),
             seed=seed,
             attention_mask=None if mask is None else mask.numpy(),
             capacity=self.cache.capacity,
         )
+        self.state = jax.device_put(state, self.last_logits.sharding)  # as steps leave it: one program, not two
         self.spec = DecodeSpec(CallSpec(padded=starts is not None), takes_positions)
         self.carry = Carry(
-            position=jnp.asarray(positions[:, -1].numpy() + 1, jnp.int32),
-            offset=jnp.asarray(self.prompt_len, jnp.int32),
-            starts=jnp.asarray(np.zeros(self.batch) if starts is None else starts.numpy(), jnp.int32),
+            position=from_host(positions[:, -1].numpy() + 1, np.int32),
+            offset=from_host(self.prompt_len, np.int32),
+            starts=from_host(np.zeros(self.batch) if starts is None else starts.numpy(), np.int32),
         )
 
     def _decode(self) -> Choice:

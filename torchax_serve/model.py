@@ -17,9 +17,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, Progress, load_model
-from torchax_serve.compile_cache import enable_compile_cache
+from torchax_serve import collector
+from torchax_serve.compile_cache import enable_compile_cache, programs_dir
 from torchax_serve.decode_loop import DecodeLoop, LoopRequest, why_not_fast
 from torchax_serve.drop_in import attach
+from torchax_serve.program_cache import ProgramCache, model_identity
 from torchax_serve.request import SamplingParams
 from torchax_serve.runtime import Runtime
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
@@ -57,19 +59,20 @@ def serve(
         TorchaxServeError: one of its kinds, each saying what was expected, what came, and what to do.
     """
     enable_compile_cache()
-    loaded = load_model(
-        model,
-        revision=revision,
-        token=token,
-        local_files_only=local_files_only,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-        cache_dir=cache_dir,
-        progress=progress,
-        random_weights=random_weights,
-    )
-    return ServedModel(loaded)
+    with collector.paused():
+        loaded = load_model(
+            model,
+            revision=revision,
+            token=token,
+            local_files_only=local_files_only,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+            cache_dir=cache_dir,
+            progress=progress,
+            random_weights=random_weights,
+        )
+        return ServedModel(loaded)
 
 
 class ServedModel:
@@ -86,7 +89,7 @@ class ServedModel:
         self.config = loaded.config
         self.dtype: torch.dtype = loaded.module.dtype
         self.load_report = loaded.report
-        self.torch_model: Any = attach(loaded.module, Runtime(loaded.module, loaded.weights))
+        self.torch_model: Any = attach(loaded.module, Runtime(loaded.module, loaded.weights, _programs_of(loaded)))
 
     def __enter__(self) -> ServedModel:
         return self
@@ -223,6 +226,15 @@ def _as_request(
     for name in ("synced_gpus", "tokenizer", "assistant_model", "streamer"):
         model_kwargs.pop(name, None)
     return LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, None, model_kwargs)
+
+
+def _programs_of(loaded: LoadedModel) -> ProgramCache:
+    """Where the model's programs are kept; in memory alone for an object, whose code anybody may have changed."""
+    folder = programs_dir()
+    if folder is None or loaded.source.kind == "object":
+        return ProgramCache()
+    config_json = loaded.config.to_json_string(use_diff=False)
+    return ProgramCache(folder, model_identity(type(loaded.module), config_json, loaded.weights))
 
 
 class _Cancelled(Exception):

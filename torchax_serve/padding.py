@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import torch
 
+from model_adapters.arrays import from_host
 from model_adapters.errors import InvalidArgumentError
 
 
@@ -48,10 +49,10 @@ class Padding:
     def inputs(self, length: int) -> dict[str, jax.Array]:
         """The arrays a forward over `length` keys needs; positions beyond the mask are causal's business."""
         if self.starts is not None:
-            return {"starts": jnp.asarray(self.starts.numpy(), jnp.int32)}
+            return {"starts": from_host(self.starts.numpy(), np.int32)}
         if self.mask is not None:
             mask = torch.nn.functional.pad(self.mask, (0, length - self.mask.shape[1]), value=True)
-            return {"attention_mask": jnp.asarray(mask.numpy())}
+            return {"attention_mask": from_host(mask.numpy(), bool)}
         return {}
 
 

@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
+from model_adapters.arrays import from_host
 from model_adapters.bridge import to_jax_array, to_torch_tensor
 from model_adapters.caches import AttentionLayer, DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program import CallSpec, ModelProgram
 from torchax_serve.buckets import bucket
 from torchax_serve.padding import Padding
+from torchax_serve.program_cache import ProgramCache
 from torchax_serve.steps import Steps
 
 # Inputs that may be padded along the sequence; with any other tensor a call runs at its exact length.
@@ -46,10 +48,12 @@ class Query:
 class Runtime:
     """One model on JAX: its weights there, its program, its compiled steps."""
 
-    def __init__(self, module: PreTrainedModel, weights: Mapping[str, jax.Array]) -> None:
+    def __init__(
+        self, module: PreTrainedModel, weights: Mapping[str, jax.Array], programs: ProgramCache | None = None
+    ) -> None:
         self.program = ModelProgram(module)
         self.weights = dict(weights)
-        self.steps = Steps(self.program)
+        self.steps = Steps(self.program, programs or ProgramCache())
         self.config = module.config
         self.text_config = module.config.get_text_config(decoder=True)
         self.max_positions: int | None = getattr(self.text_config, "max_position_embeddings", None)
@@ -178,7 +182,7 @@ class Runtime:
         length = query.padded_len if cache is None or past == 0 else cache.capacity
         inputs |= padding.inputs(length)
         if past and padding.starts is None and padding.mask is None:
-            inputs["starts"] = jnp.zeros(query.batch, jnp.int32)  # in case the model cannot do without a mask
+            inputs["starts"] = from_host(np.zeros(query.batch), np.int32)  # in case the model cannot do without a mask
             if positions is None and self.program.accepts("position_ids"):
                 # Without padding every model counts like this; some would do it by a length only the host knows.
                 positions = torch.arange(past, past + query.len)[None].expand(query.batch, -1)
@@ -188,8 +192,8 @@ class Runtime:
         inputs |= arrays
         spec = dataclasses.replace(spec, padded=padding.starts is not None, extra=spec.extra + rest)
         if keep == 1:
-            inputs["last"] = jnp.asarray(query.len - 1, jnp.int32)
-        states, offset = (None, None) if cache is None else (cache.states, jnp.asarray(past, jnp.int32))
+            inputs["last"] = from_host(query.len - 1, np.int32)
+        states, offset = (None, None) if cache is None else (cache.states, from_host(past, np.int32))
         fields, states = self.steps.forward(self.weights, states, offset, inputs, spec=spec)
         if cache is not None:
             cache.states, cache.length = states, past + query.len

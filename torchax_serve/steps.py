@@ -3,7 +3,8 @@
 A decode step is two programs. `Steps.decode` is the model: weights and cache are arguments, the cache is donated, so it
 is updated in place. `pick` is the choice of the next token, the same program for every model with that vocabulary. So
 sampling options that come and go compile a small program anew and never the model. `num_traces` counts compilations of
-a model by function; tests hold it constant from token to token.
+a model by function; tests hold it constant from token to token. A model's programs outlive the process where its
+identity is known (`torchax_serve/program_cache.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from model_adapters.caches import LayerStates
 from model_adapters.program import Arrays, CallSpec, ModelProgram
 from torchax_serve import sampling
+from torchax_serve.program_cache import KeptFunction, ProgramCache
 from torchax_serve.sampling import SamplingPlan, SamplingState
 
 
@@ -42,13 +44,19 @@ class DecodeSpec:
 
 
 class Steps:
-    """Jitted `forward` and `decode` of one model."""
+    """Compiled `forward` and `decode` of one model."""
 
-    def __init__(self, program: ModelProgram) -> None:
+    def __init__(self, program: ModelProgram, cache: ProgramCache) -> None:
         self.program = program
-        self.num_traces: collections.Counter[str] = collections.Counter()
-        self.forward = jax.jit(self._forward, static_argnames="spec", donate_argnames="states")
-        self.decode = jax.jit(self._decode, static_argnames="spec", donate_argnames="states")
+        self.cache = cache
+        kept = partial(KeptFunction, cache, donate=["states"], facts=program.found_out, recall=program.recall)
+        self.forward = kept("forward", self._forward)
+        self.decode = kept("decode", self._decode)
+
+    @property
+    def num_traces(self) -> collections.Counter[str]:
+        """Traces so far, by function."""
+        return self.cache.num_traces
 
     def _forward(
         self,
@@ -59,7 +67,6 @@ class Steps:
         spec: CallSpec,
     ) -> tuple[Arrays, LayerStates | None]:
         """Any forward: prefill, or a call from outside; see `ModelProgram.forward`."""
-        self.num_traces["forward"] += 1
         return self.program.forward(weights, states, offset, inputs, spec)
 
     def _decode(
@@ -71,7 +78,6 @@ class Steps:
         spec: DecodeSpec,
     ) -> tuple[jax.Array, LayerStates, Carry]:
         """Feeds the newest token of every row, int32[batch]; returns float32 logits [batch, vocab] of the next."""
-        self.num_traces["decode"] += 1
         inputs: dict[str, Any] = {"input_ids": token[:, None], "starts": carry.starts}
         if spec.position_ids:
             inputs["position_ids"] = carry.position[:, None]
@@ -79,6 +85,12 @@ class Steps:
         assert new_states is not None
         carry = Carry(carry.position + 1, carry.offset + 1, carry.starts)
         return fields["logits"][:, -1].astype(jnp.float32), new_states, carry
+
+
+@jax.jit
+def of_last_position(logits: jax.Array) -> jax.Array:
+    """float32[batch, vocab] of logits [batch, len, vocab]."""
+    return logits[:, -1].astype(jnp.float32)
 
 
 @partial(jax.jit, static_argnames="keep_scores", donate_argnames="state")

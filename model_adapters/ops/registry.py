@@ -126,6 +126,11 @@ def on_platform(name: str) -> Iterator[None]:
         _PLATFORM.reset(token)
 
 
+def is_overridden() -> bool:
+    """Whether `use` or `on_platform` decides what is traced here."""
+    return bool(_CHOSEN.get()) or _PLATFORM.get() is not None
+
+
 @contextlib.contextmanager
 def use(op: str, implementation: str) -> Iterator[None]:
     """Has calls of `op` traced inside the block go to `implementation`, which then must not refuse them."""

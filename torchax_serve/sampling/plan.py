@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from model_adapters.arrays import from_host
 from torchax_serve.request import bias_pairs, invalid
 from torchax_serve.sampling.options import id_list, unsupported_by_fast_path, validate
 from torchax_serve.sampling.rules import TransformersRules, installed_rules
@@ -46,13 +46,13 @@ class SequenceBias:
                 by_prefix_len.setdefault(len(ids) - 1, []).append((ids, bias))
         groups = tuple(
             (
-                jnp.asarray([ids[:-1] for ids, _ in group], jnp.int32),
-                jnp.asarray([ids[-1] for ids, _ in group], jnp.int32),
-                jnp.asarray([bias for _, bias in group], jnp.float32),
+                from_host([ids[:-1] for ids, _ in group], np.int32),
+                from_host([ids[-1] for ids, _ in group], np.int32),
+                from_host([bias for _, bias in group], np.float32),
             )
             for group in by_prefix_len.values()
         )
-        return cls(jnp.asarray(single), groups)
+        return cls(from_host(single, np.float32), groups)
 
 
 _STATIC: Mapping[str, bool] = {"static": True}
@@ -135,7 +135,7 @@ class SamplingPlan:
             do_sample=bool(config.do_sample),
             rules=installed_rules(),
             max_length=_int(max_length),
-            eos_ids=jnp.asarray(eos, jnp.int32) if eos else None,
+            eos_ids=from_host(eos, np.int32) if eos else None,
             pad_id=_int(eos[0] if config.pad_token_id is None else config.pad_token_id) if eos else None,
             renormalize_logits=config.renormalize_logits is True,
             **_history_fields(config, vocab_size, eos),
@@ -159,18 +159,18 @@ def _max_length(config: GenerationConfig, prompt_len: int) -> int:
 
 
 def _int(value: int) -> jax.Array:
-    return jnp.asarray(value, jnp.int32)
+    return from_host(value, np.int32)
 
 
 def _float(value: float | None, off: float | None = None) -> jax.Array | None:
-    return None if value is None or value == off else jnp.asarray(value, jnp.float32)
+    return None if value is None or value == off else from_host(value, np.float32)
 
 
 def _mask(ids: Iterable[int], vocab_size: int) -> jax.Array:
     """bool[vocab], true at `ids`; ids outside the vocabulary have no column to mark, in transformers as here."""
     mask = np.zeros(vocab_size, bool)
     mask[[i for i in ids if 0 <= i < vocab_size]] = True
-    return jnp.asarray(mask)
+    return from_host(mask, bool)
 
 
 def _inside(name: str, ids: list[int], vocab_size: int) -> list[int]:
@@ -230,7 +230,7 @@ def _decay_weights(factor: float, num_steps: int) -> jax.Array:
     """A table, because transformers raises the factor to its power in double precision."""
     size = 1 << max(num_steps, 1).bit_length()  # a power of two: another max_length seldom means another shape
     with np.errstate(over="ignore"):
-        return jnp.asarray((np.float64(factor) ** np.arange(size) - 1).astype(np.float32))
+        return from_host(np.float64(factor) ** np.arange(size) - 1, np.float32)
 
 
 def _sampling_fields(config: GenerationConfig, vocab_size: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from model_adapters.arrays import from_host
 from torchax_serve.request import MAX_SEED, Limits, invalid
 from torchax_serve.sampling.plan import SamplingPlan
 
@@ -62,11 +63,11 @@ def start(
     tokens = np.zeros((batch, capacity), np.int32)
     tokens[:, :prompt_len] = prompt_ids
     return SamplingState(
-        tokens=jnp.asarray(tokens),
-        length=jnp.asarray(prompt_len, jnp.int32),
-        num_new=jnp.asarray(0, jnp.int32),
+        tokens=from_host(tokens, np.int32),
+        length=from_host(prompt_len, np.int32),
+        num_new=from_host(0, np.int32),
         keys=_row_keys(seed, batch),
-        ended=jnp.zeros(batch, bool),
+        ended=from_host(np.zeros(batch), bool),
         seen=None if plan.repetition_penalty is None else _seen_in_prompt(plan, prompt_ids, attention_mask),
     )
 
@@ -105,13 +106,20 @@ def _row_keys(seed: int | Sequence[int], batch: int) -> jax.Array:
     if isinstance(seed, Sequence):
         if len(seeds) != batch:
             raise invalid("seed", f"one number, or one for each of {batch} rows", len(seeds), "give as many as rows")
-        return jnp.stack([jax.random.fold_in(_key(item), 0) for item in seeds])
-    return jax.vmap(jax.random.fold_in, (None, 0))(_key(seeds[0]), jnp.arange(batch))
+        return _keys(seeds, [0] * batch)
+    return _keys(seeds * batch, range(batch))
 
 
-def _key(seed: int) -> jax.Array:
-    """The upper half is folded in: without 64-bit mode, ``jax.random.key`` would drop it."""
-    return jax.random.fold_in(jax.random.key(seed & 0xFFFFFFFF), np.uint32(seed >> 32))
+def _keys(seeds: Sequence[int], rows: Sequence[int]) -> jax.Array:
+    """key[n]: ``fold_in(key(seed), row)``. A seed's upper half is folded in: ``jax.random.key`` would drop it."""
+    low, high = (np.array([seed >> shift & 0xFFFFFFFF for seed in seeds], np.uint32) for shift in (0, 32))
+    return _fold_keys(low, high, np.array(rows, np.uint32))
+
+
+@jax.jit
+@jax.vmap
+def _fold_keys(low: jax.Array, high: jax.Array, row: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(low), high), row)
 
 
 def _seen_in_prompt(plan: SamplingPlan, prompt_ids: np.ndarray, attention_mask: np.ndarray | None) -> jax.Array:
@@ -122,4 +130,4 @@ def _seen_in_prompt(plan: SamplingPlan, prompt_ids: np.ndarray, attention_mask: 
         first_token = (np.asarray(attention_mask) != 0).argmax(axis=1)  # 0 in a row that is all padding
         columns = np.where(np.arange(prompt_len) < first_token[:, None], plan.vocab_size, columns)
     np.put_along_axis(seen, columns, True, axis=1)
-    return jnp.asarray(seen[:, :-1])
+    return from_host(seen[:, :-1], bool)

@@ -1,0 +1,264 @@
+"""Compiled programs that outlive the process: a second start neither traces nor compiles.
+
+JAX's own persistent cache is looked up by the lowered program, so a model's Python code must be traced to find it. Here
+a program is found by what it was made from: the model's configuration and weights' shapes, the source of its modeling
+code and of this project, the versions of the libraries, the processor, and the arguments. Any of these that differs
+means another entry. The files hold machine code and are as trustworthy as the folder they lie in; they are read from
+the user's own cache folder alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import logging
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+import model_adapters
+import pytree_registry
+import sharding_rules
+import torchax_serve
+from model_adapters.ops import registry
+from model_adapters.ops.cpu import build, kernels
+from torchax_serve import collector
+
+logger = logging.getLogger("torchax_serve")
+
+Facts = Callable[[], dict[str, Any]]
+_LIBRARIES = ("jax", "jaxlib", "torch", "torchax", "transformers")
+_HITS = threading.local()
+
+
+def model_identity(model_class: type, config_json: str, weights: Mapping[str, jax.Array]) -> str:
+    """Names a model for the cache: two models of one identity have the same programs.
+
+    Args:
+        model_class: of the module, whose source is read.
+        config_json: every attribute of its configuration.
+        weights: by name; their shapes and dtypes count.
+    """
+    digest = hashlib.sha256(f"{model_class.__module__}.{model_class.__qualname__}\n{config_json}\n".encode())
+    folder = Path(inspect.getfile(model_class)).parent
+    for file in sorted(folder.glob("*.py")):
+        digest.update(file.read_bytes())
+    for name in sorted(weights):
+        digest.update(f"{name} {weights[name].shape} {weights[name].dtype}\n".encode())
+    return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Signature:
+    """What a call must share with another one to run the same program."""
+
+    tree: Any
+    leaves: tuple[Any, ...]
+    spec: Any
+    precision: str | None  # of products, which callers set by a context
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], spec: Any) -> _Signature:
+        leaves, tree = jax.tree.flatten(args)
+        kinds = tuple((x.shape, x.dtype, getattr(x, "weak_type", False), getattr(x, "sharding", None)) for x in leaves)
+        return cls(tree, kinds, spec, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
+
+
+class ProgramCache:
+    """Where the programs of one model are kept; `folder` None keeps them in memory alone.
+
+    `num_traces` counts traces by function, `num_loaded` programs that came from the folder.
+    """
+
+    def __init__(self, folder: Path | None = None, identity: str | None = None) -> None:
+        self.folder = folder if identity is not None else None
+        self.identity = identity
+        self.num_traces: collections.Counter[str] = collections.Counter()
+        self.num_loaded = 0
+        self._writers: list[threading.Thread] = []
+
+    def path_of(self, name: str, signature: _Signature) -> Path | None:
+        """The file of a program; None where there is none, or where an argument's description is not its own."""
+        described = f"{signature.tree} {signature.leaves} {signature.spec!r}"
+        if self.folder is None or " at 0x" in described or registry.is_overridden():
+            return None
+        digest = hashlib.sha256(f"{self.identity}\n{_environment()}\n{name}\n{described}".encode()).hexdigest()
+        return self.folder / f"{name}-{digest[:40]}"
+
+    def read(self, path: Path) -> tuple[Any, dict[str, Any]] | None:
+        """The program in `path` and its facts; None if there is none that can be used."""
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        try:
+            *serialized, facts = pickle.loads(content)
+            program = serialize_executable.deserialize_and_load(*serialized, execution_devices=_devices())
+        except Exception as error:  # damaged, or nothing for this machine: compile as if it were not there
+            logger.info("a kept program is not used: %s (%s)", path.name, str(error).splitlines()[0:1])
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        self.num_loaded += 1
+        return program, facts
+
+    def write(self, path: Path, program: Any, facts: dict[str, Any]) -> None:
+        """Keeps `program` in `path`; on a thread of its own, so that the first token does not wait."""
+
+        def run() -> None:
+            partial = path.with_suffix(f".{os.getpid()}")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial.write_bytes(pickle.dumps((*serialize_executable.serialize(program), facts)))
+                partial.replace(path)
+            except Exception as error:  # keeping a program costs nothing but time when it fails
+                logger.info("a program is not kept: %s", error)
+                with contextlib.suppress(OSError):
+                    partial.unlink()
+
+        thread = threading.Thread(target=run, name="keep-program")
+        self._writers = [writer for writer in self._writers if writer.is_alive()]
+        self._writers.append(thread)
+        thread.start()
+
+    def flush(self) -> None:
+        """Waits until everything is written."""
+        for writer in self._writers:
+            writer.join()
+
+
+class KeptFunction:
+    """A pure function ``f(weights, *args, spec)`` that is compiled once for each kind of arguments, ever.
+
+    Args:
+        cache: where programs are kept.
+        name: of the function in files, counters and profiles.
+        function: traced with `spec` as a static keyword argument.
+        donate: names of the arguments whose buffers are given away.
+        facts: called after a trace; what it answers is kept beside the program.
+        recall: gets those facts when a program is read from the folder.
+    """
+
+    def __init__(
+        self,
+        cache: ProgramCache,
+        name: str,
+        function: Callable[..., Any],
+        *,
+        donate: Sequence[str] = (),
+        facts: Callable[[], dict[str, Any]] = dict,
+        recall: Callable[[dict[str, Any]], None] = lambda facts: None,
+    ) -> None:
+        self._cache, self._name, self._function = cache, name, function
+        self._donate, self._facts, self._recall = tuple(donate), facts, recall
+        self._programs: dict[_Signature, Any] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_programs(self) -> int:
+        """Programs in memory."""
+        return len(self._programs)
+
+    def __call__(self, weights: Mapping[str, jax.Array], *args: Any, spec: Any) -> Any:
+        """Runs the program of these arguments, compiled at the first call of their kind."""
+        signature = _Signature.of(args, spec)
+        program = self._programs.get(signature)
+        if program is None:
+            with self._lock:
+                program = self._programs.get(signature)
+                if program is None:
+                    with collector.paused():
+                        program = self._obtain(signature, weights, args)
+                    self._programs[signature] = program
+        return program(weights, *args)
+
+    def _obtain(self, signature: _Signature, weights: Mapping[str, jax.Array], args: tuple[Any, ...]) -> Any:
+        path = self._cache.path_of(self._name, signature)
+        if path is not None and (kept := self._cache.read(path)) is not None:
+            self._recall(kept[1])
+            return kept[0]
+
+        def traced(weights: Any, *args: Any) -> Any:
+            self._cache.num_traces[self._name] += 1
+            return self._function(weights, *args, spec=signature.spec)
+
+        # The name tells JAX's own cache apart what this one does: see below.
+        traced.__name__ = self._name if path is None else path.name.replace("-", "_")
+        parameters = list(inspect.signature(self._function).parameters)
+        donated = tuple(parameters.index(name) for name in self._donate)
+        with _counting_hits() as hits:
+            program = jax.jit(traced, donate_argnums=donated).lower(weights, *args).compile()
+        # XLA's CPU client cannot serialize a program that it has itself deserialized: functions are lost.
+        if path is not None and not hits:
+            self._cache.write(path, program, self._facts())
+        return program
+
+
+def _devices() -> list[jax.Device]:
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return [device] if isinstance(device, jax.Device) else jax.devices()[:1]
+
+
+@contextlib.contextmanager
+def _counting_hits() -> Iterator[list[str]]:
+    """Collects the hits of JAX's own compilation cache on this thread."""
+    _listen()
+    before, _HITS.events = getattr(_HITS, "events", None), []
+    try:
+        yield _HITS.events
+    finally:
+        _HITS.events = before
+
+
+def _on_event(event: str, **kwargs: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits" and getattr(_HITS, "events", None) is not None:
+        _HITS.events.append(event)
+
+
+_listening: list[bool] = []
+
+
+def _listen() -> None:
+    if not _listening:
+        _listening.append(True)
+        jax.monitoring.register_event_listener(_on_event)
+
+
+_sources: list[str] = []
+
+
+def _environment() -> str:
+    """Everything outside of model and arguments that a program depends on."""
+    if not _sources:
+        digest = hashlib.sha256()
+        for package in (model_adapters, pytree_registry, sharding_rules, torchax_serve):
+            for file in sorted(Path(package.__path__[0]).rglob("*")):
+                if file.suffix in (".py", ".cc", ".h"):
+                    digest.update(file.read_bytes())
+        _sources.append(digest.hexdigest())
+    settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "log" not in k}
+    device = _devices()[0]
+    return "\n".join(
+        [
+            *_sources,
+            sys.version,
+            *(f"{name} {version(name)}" for name in _LIBRARIES),
+            f"{device.platform} {device.device_kind} {device.client.platform_version}",
+            build._processor() if device.platform == "cpu" else "",
+            f"kernels {kernels.missing() is None}" if device.platform == "cpu" else "",
+            os.environ.get("XLA_FLAGS", ""),
+            os.environ.get("LIBTPU_INIT_ARGS", ""),
+            repr(sorted(settings.items())),
+        ]
+    )
