@@ -1,0 +1,275 @@
+"""The book of the paged cache: which slot's positions are on which pages, over all groups of layers.
+
+Host side only: integers. Prefix sharing by chains of full pages is vLLM's automatic prefix caching; that layers with a
+window need but the end of a prefix is from its hybrid cache; copy-on-write forks are from the PagedAttention paper
+(Kwon et al., 2023).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from torchax_serve.scheduling.config import SchedulerConfig
+from torchax_serve.scheduling.pages import NULL_PAGE, PagePool, expect_equal
+from torchax_serve.scheduling.plan import PageCopy
+from torchax_serve.scheduling.prefix import PageHash, PrefixIndex, PrefixNode, page_hash
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SequencePages:
+    """The pages of the sequence in a slot. Their ids are in row `slot` of the page tables."""
+
+    slot: int
+    salt: str
+    first_live: list[int]  # by group, index of the first page that is not behind the window
+    num_pages: int = 0  # entries of the page table, the same in all groups
+    num_published: int = 0  # full pages that have been entered into the prefix index, or were found there
+    node: PrefixNode | None = None  # the last of those; None: the sequence shares nothing
+
+
+class PrefixMatch(NamedTuple):
+    """The longest prefix of a prompt that is in the cache."""
+
+    nodes: list[PrefixNode]
+    first_live: list[int]  # by group, the first node whose page is needed
+
+
+class GroupUsage(NamedTuple):
+    """Pages of a group, the null page not counted."""
+
+    name: str
+    num_pages: int
+    num_used: int
+    num_cached: int  # not in use, but they hold a prefix
+
+
+class PagedCacheBook:
+    """Opens, grows, forks, publishes and releases the pages and slots of sequences."""
+
+    def __init__(self, config: SchedulerConfig, hash_function: PageHash = page_hash) -> None:
+        self._groups = config.groups
+        self._page_len = config.page_len
+        self._prefix_caching = config.prefix_caching
+        self._index = PrefixIndex(len(config.groups), hash_function)
+        self._pools = [
+            PagePool(group.num_pages, functools.partial(self._evicted, i)) for i, group in enumerate(config.groups)
+        ]
+        self._windowed = [i for i, group in enumerate(config.groups) if group.window is not None]
+        self._free_slots = list(range(config.num_slots))  # a heap: low slots first keep the batch dense
+        self._tables = [np.zeros((config.num_slots, config.pages_per_seq), np.int32) for _ in config.groups]
+        self.page_tables = tuple(table.view() for table in self._tables)
+        for table in self.page_tables:
+            table.flags.writeable = False
+
+    def _evicted(self, group: int, page: int, node: PrefixNode) -> None:
+        self._index.drop(node, group)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that `open` and `fork` can give."""
+        return len(self._free_slots)
+
+    def unfit(self, length: int) -> str | None:
+        """Why a sequence of `length` tokens cannot be held even alone; None if it can."""
+        for group in self._groups:
+            needed = group.most_pages(length, self._page_len)
+            if needed > group.num_pages - 1:
+                return (
+                    f"{needed} pages of {self._page_len} tokens in group {group.name!r}, which has "
+                    f"{group.num_pages - 1} beside the null page"
+                )
+        return None
+
+    def missing(self, pages: SequencePages, length: int) -> list[int]:
+        """By group, pages that `pages` still needs to come to `length` tokens one by one."""
+        grown = -(-length // self._page_len) - pages.num_pages
+        return [
+            min(grown, max(1, group.most_pages(length, self._page_len) - pages.num_pages + first))
+            for group, first in zip(self._groups, pages.first_live, strict=True)
+        ]
+
+    def match(self, tokens: list[int], salt: str, shares: bool) -> PrefixMatch:
+        """The longest prefix of full pages that every group still has, the last token never among them.
+
+        Groups with a window need the pages of the last ``window - 1`` positions only.
+        """
+        nodes: list[PrefixNode] = []
+        if shares and self._prefix_caching:
+            nodes = self._index.walk(salt, tokens, (len(tokens) - 1) // self._page_len, self._page_len)
+        for i, group in enumerate(self._groups):
+            if group.window is None:
+                lacking = (k for k, node in enumerate(nodes) if node.pages[i] == NULL_PAGE)
+                del nodes[next(lacking, len(nodes)) :]
+        while nodes:
+            first_live = [group.first_live_page(len(nodes) * self._page_len, self._page_len) for group in self._groups]
+            gap = -1  # the last node that lacks a page it needs
+            for i in self._windowed:
+                lacking = (k for k in range(len(nodes) - 1, first_live[i] - 1, -1) if nodes[k].pages[i] == NULL_PAGE)
+                gap = max(gap, next(lacking, -1))
+            if gap < 0:
+                return PrefixMatch(nodes, first_live)
+            del nodes[gap:]
+        return PrefixMatch([], [0] * len(self._groups))
+
+    def can_open(self, match: PrefixMatch, length: int, spare: list[int]) -> bool:
+        """Whether `length` tokens that begin with `match` can be held beside `spare` more pages in each group."""
+        total = -(-length // self._page_len)
+        for i, group in enumerate(self._groups):
+            found = [node.pages[i] for node in match.nodes[match.first_live[i] :]]
+            most = group.most_pages(length, self._page_len)
+            needed = min(total - len(match.nodes), max(1, most - len(found)))
+            needed += sum(self._pools[i].num_refs(page) == 0 for page in found)
+            if needed + spare[i] > self._pools[i].num_available:
+                return False
+        return True
+
+    def open(self, match: PrefixMatch, salt: str, shares: bool) -> SequencePages:
+        """A slot for a sequence that begins with `match`; `shares` if its own pages are to be published.
+
+        A slot must be free, and `match` made since the book last changed.
+        """
+        pages = self._take_slot(salt, match.first_live, len(match.nodes))
+        if shares and self._prefix_caching:
+            self._continue_at(pages, match.nodes[-1] if match.nodes else self._index.root(salt))
+        for i, pool in enumerate(self._pools):
+            first = match.first_live[i]
+            found = [node.pages[i] for node in match.nodes[first:]]
+            for page in found:
+                pool.share(page)
+            self._tables[i][pages.slot, first : pages.num_pages] = found
+        return pages
+
+    def fork(self, source: SequencePages, length: int, spare: list[int]) -> tuple[SequencePages, list[PageCopy]] | None:
+        """A slot that begins with the first `length` tokens of `source`, which must be computed.
+
+        Full pages are shared; the last one, where it is not full, is to be copied. A slot must be free.
+
+        Returns:
+            The new sequence's pages and the copies; None if `source` shares nothing, has given a needed page up (it is
+            behind its window), or there is not a page in each group beside `spare` more.
+        """
+        num_full, has_part = length // self._page_len, length % self._page_len > 0
+        first_live = [group.first_live_page(length, self._page_len) for group in self._groups]
+        is_gone = any(held > needed for held, needed in zip(source.first_live, first_live, strict=True))
+        # One page in each group: for the copy, or where there is none, for the token behind the full pages.
+        lacks = any(1 + num > pool.num_available for pool, num in zip(self._pools, spare, strict=True))
+        if source.node is None or is_gone or lacks or source.num_published < num_full:
+            return None
+        node = source.node
+        for _ in range(source.num_published - num_full):
+            assert node.parent is not None
+            node = node.parent
+        pages = self._take_slot(source.salt, first_live, num_full)
+        self._continue_at(pages, node)
+        copies = []
+        for i, (pool, table) in enumerate(zip(self._pools, self._tables, strict=True)):
+            for page in table[source.slot, first_live[i] : num_full].tolist():
+                pool.share(page)
+            table[pages.slot, first_live[i] : num_full] = table[source.slot, first_live[i] : num_full]
+            if has_part:
+                copies.append(PageCopy(i, int(table[source.slot, num_full]), pool.allocate()))
+                table[pages.slot, num_full] = copies[-1].target
+        pages.num_pages += has_part
+        return pages, copies
+
+    def _take_slot(self, salt: str, first_live: list[int], num_pages: int) -> SequencePages:
+        return SequencePages(heapq.heappop(self._free_slots), salt, list(first_live), num_pages, num_pages)
+
+    def _continue_at(self, pages: SequencePages, node: PrefixNode) -> None:
+        self._index.pin(node)
+        pages.node = node
+
+    def growable_len(self, pages: SequencePages, length: int) -> int:
+        """How many tokens up to `length` the sequence can be grown to with the pages that are available."""
+        most = min((pool.num_available for pool in self._pools), default=length)
+        return min(length, (pages.num_pages + most) * self._page_len)
+
+    def grow(self, pages: SequencePages, length: int) -> None:
+        """Gives the sequence pages for `length` tokens, which `growable_len` must allow."""
+        target = -(-length // self._page_len)
+        for pool, table in zip(self._pools, self._tables, strict=True):
+            for i in range(pages.num_pages, target):
+                table[pages.slot, i] = pool.allocate()
+        pages.num_pages = max(pages.num_pages, target)
+
+    def publish(self, pages: SequencePages, tokens: list[int], num_computed: int) -> None:
+        """Enters full pages whose tokens are computed into the prefix index, then frees pages behind windows."""
+        num_full = num_computed // self._page_len
+        while pages.node is not None and pages.num_published < num_full:
+            self._publish_page(pages, tokens)
+        for i in self._windowed:
+            live = self._groups[i].first_live_page(num_computed, self._page_len)
+            if live > pages.first_live[i]:
+                row = self._tables[i][pages.slot]
+                for page in reversed(row[pages.first_live[i] : live].tolist()):
+                    self._pools[i].free(page)
+                row[pages.first_live[i] : live] = NULL_PAGE
+                pages.first_live[i] = live
+
+    def _publish_page(self, pages: SequencePages, tokens: list[int]) -> None:
+        assert pages.node is not None
+        begin = pages.num_published * self._page_len
+        node = self._index.enter(pages.node, tuple(tokens[begin : begin + self._page_len]))
+        if node is None:  # its hash belongs to another prefix: nothing behind can be found, so nothing more is entered
+            self._index.unpin(pages.node)
+            pages.node = None
+            return
+        for i, pool in enumerate(self._pools):
+            page = int(self._tables[i][pages.slot, pages.num_published])
+            if page != NULL_PAGE and node.pages[i] == NULL_PAGE:
+                pool.remember(page, node)
+                self._index.hold(node, i, page)
+        before = pages.node
+        self._continue_at(pages, node)
+        self._index.unpin(before)
+        pages.num_published += 1
+
+    def release(self, pages: SequencePages) -> None:
+        """Gives the slot and all pages back, the last page first."""
+        for i, pool in enumerate(self._pools):
+            row = self._tables[i][pages.slot, : pages.num_pages]
+            for page in reversed(row[pages.first_live[i] :].tolist()):
+                pool.free(page)
+            row[:] = NULL_PAGE
+        if pages.node is not None:
+            self._index.unpin(pages.node)
+        heapq.heappush(self._free_slots, pages.slot)
+
+    def forget_prefixes(self) -> None:
+        """Forgets every published prefix, as when the device has lost what the pages held."""
+        for pool in self._pools:
+            pool.forget_all()
+
+    def usage(self) -> tuple[GroupUsage, ...]:
+        """Pages in use and cached, by group."""
+        return tuple(
+            GroupUsage(group.name, pool.num_usable, pool.num_usable - pool.num_available, pool.num_idle)
+            for group, pool in zip(self._groups, self._pools, strict=True)
+        )
+
+    def check_integrity(self, sequences: Iterable[SequencePages]) -> None:
+        """Checks pools, tables, slots and index against the `sequences` that have been opened and not released.
+
+        Raises:
+            AssertionError: something is lost, held twice, or where it should not be.
+        """
+        sequences = list(sequences)
+        slots = sorted([*self._free_slots, *(pages.slot for pages in sequences)])
+        expect_equal("free and used slots", list(range(len(slots))), slots)
+        for i, (pool, table) in enumerate(zip(self._pools, self._tables, strict=True)):
+            expected = np.zeros_like(table)
+            references: list[int] = []
+            for pages in sequences:
+                live = slice(pages.first_live[i], pages.num_pages)
+                expected[pages.slot, live] = table[pages.slot, live]
+                references += table[pages.slot, live].tolist()
+            expect_equal(f"page table of group {i} outside of sequences", expected.tolist(), table.tolist())
+            pool.check_integrity(references)
+        pins = [pages.node for pages in sequences if pages.node is not None]
+        self._index.check_integrity(pins, [pool.prefixes() for pool in self._pools])

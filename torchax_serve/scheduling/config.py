@@ -1,0 +1,112 @@
+"""What the scheduler is told once: groups of cache pages, slots, budgets. Checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from torchax_serve.request import invalid
+
+
+def check_whole(name: str, value: object, low: int, remedy: str) -> None:
+    """Raises `InvalidArgumentError` unless `value` is a whole number of at least `low`."""
+    if type(value) is not int or value < low:
+        raise invalid(name, f"a whole number >= {low}", value, remedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheGroup:
+    """Attention layers that share page ids: those with the same sliding window.
+
+    A page id addresses its page in the pool of every layer of the group.
+    """
+
+    name: str
+    window: int | None  # positions that a query sees, its own among them; None: all before it
+    num_pages: int  # first dimension of the pools, the null page (page 0) included
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            check_whole(f"group {self.name!r}: window", self.window, 1, "None is full attention")
+        check_whole(f"group {self.name!r}: num_pages", self.num_pages, 2, "page 0 is the null page and holds no tokens")
+
+    def first_live_page(self, num_computed: int, page_len: int) -> int:
+        """Index of the first page that a query at position `num_computed` or later can still see."""
+        if self.window is None:
+            return 0
+        return max(0, num_computed - self.window + 1) // page_len
+
+    def most_pages(self, length: int, page_len: int) -> int:
+        """Pages that a sequence of `length` tokens holds at the most, when computed token by token."""
+        num_pages = -(-length // page_len)
+        if self.window is None:
+            return num_pages
+        return min(num_pages, (self.window + page_len - 2) // page_len + 1)  # the window may begin on a page's last row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Sizes and policy of a `Scheduler`.
+
+    Raises:
+        InvalidArgumentError: a value out of its range, or two that contradict each other.
+    """
+
+    groups: tuple[CacheGroup, ...]  # empty for models whose only state is recurrent
+    page_len: int
+    num_slots: int
+    max_len: int  # prompt and new tokens of one request together
+    token_budget: int  # tokens computed in one step, all rows together
+    max_rows_per_step: int | None = None  # requests that run at once, where that is less than num_slots
+    min_prefill_chunk: int = 16  # beside decode rows, no step prefills fewer tokens of a longer prompt on purpose
+    max_decode_slowdown: float = 2.0  # time per token of running requests under a flood of prompts, over that without
+    prefix_caching: bool = True  # off for models with recurrent states: pages alone do not hold their prefix
+    max_num_steps: int = 1  # decode steps in one dispatch when nothing waits
+    chunk_sizes: tuple[int, ...] | None = None  # the only sizes of prefill chunks, descending to 1; None: any size
+    packed: bool = True  # False: at most one prefill row in a plan
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.groups, tuple) or not all(isinstance(group, CacheGroup) for group in self.groups):
+            raise invalid("groups", "a tuple of CacheGroup", self.groups, "one for each window that layers have")
+        names = [group.name for group in self.groups]
+        if len(set(names)) < len(names):
+            raise invalid("groups", "one name for each group", names, "rename one")
+        for name in ("page_len", "num_slots", "token_budget", "min_prefill_chunk", "max_num_steps"):
+            check_whole(name, getattr(self, name), 1, "give a positive number")
+        check_whole("max_len", self.max_len, 2, "a request has a token of prompt and a new one")
+        if self.max_rows_per_step is not None:
+            check_whole("max_rows_per_step", self.max_rows_per_step, 1, "None leaves it to num_slots")
+        needed = self.max_running - 1 + self.min_prefill_chunk
+        if self.token_budget < needed:
+            expected = f"at least {needed}, one for each other running request and a prefill chunk"
+            raise invalid("token_budget", expected, self.token_budget, "raise it, or lower min_prefill_chunk")
+        if not isinstance(self.max_decode_slowdown, int | float) or not self.max_decode_slowdown > 1:
+            raise invalid("max_decode_slowdown", "a number > 1", self.max_decode_slowdown, "2 is the usual promise")
+        for name in ("prefix_caching", "packed"):
+            if type(getattr(self, name)) is not bool:
+                raise invalid(name, "True or False", getattr(self, name), "give one of them")
+        self._check_chunk_sizes()
+
+    def _check_chunk_sizes(self) -> None:
+        sizes = self.chunk_sizes
+        if sizes is None:
+            return
+        is_tuple = isinstance(sizes, tuple) and all(type(size) is int for size in sizes)
+        if not is_tuple or not sizes or sizes[-1] != 1 or any(a <= b for a, b in itertools.pairwise(sizes)):
+            raise invalid("chunk_sizes", "whole numbers that descend to 1", sizes, "such as (256, 64, 16, 4, 1)")
+
+    @property
+    def max_running(self) -> int:
+        """Requests that run at once."""
+        return self.num_slots if self.max_rows_per_step is None else min(self.num_slots, self.max_rows_per_step)
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Columns of a page table."""
+        return -(-self.max_len // self.page_len)
+
+    def chunk_len(self, limit: int) -> int:
+        """The longest prefill chunk of at most `limit` tokens; 0 where `limit` is."""
+        if self.chunk_sizes is None or limit < 1:
+            return max(limit, 0)
+        return next(size for size in self.chunk_sizes if size <= limit)

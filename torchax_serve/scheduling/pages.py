@@ -1,0 +1,137 @@
+"""The pages of one group: which are in use and by how many, which are idle but remember a prefix, which are free."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from model_adapters.errors import InvalidArgumentError, OutOfMemoryError
+
+NULL_PAGE = 0
+"""Where padding rows write. Never handed out."""
+
+
+def expect_equal(what: str, expected: object, got: object) -> None:
+    """Raises `AssertionError` with both sides unless they are equal: the check of our own invariants."""
+    if expected != got:
+        raise AssertionError(f"{what}: expected {expected}, got {got}")
+
+
+class PagePool:
+    """Reference counts over pages ``1 .. num_pages - 1``, with least-recently-used eviction.
+
+    A page is in one of three states: *used* (one reference or more), *idle* (no reference, but it remembers a prefix
+    and may be used again), *free*. `allocate` takes free pages first, then the page that has been idle longest.
+    As in vLLM, pages of a finished sequence are given back last page first, so that of a chain the end goes first.
+    """
+
+    def __init__(self, num_pages: int, on_evict: Callable[[int, Any], None]) -> None:
+        self.num_pages = num_pages
+        self._on_evict = on_evict
+        self._num_refs = [0] * num_pages
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
+        self._prefix_of: dict[int, Any] = {}  # what a page remembers, for used and idle pages
+
+    @property
+    def num_usable(self) -> int:
+        """Pages that can be handed out at all."""
+        return self.num_pages - 1
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can give: free and idle ones."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Pages with no reference that remember a prefix."""
+        return len(self._idle)
+
+    def num_refs(self, page: int) -> int:
+        """References to `page`."""
+        return self._num_refs[page]
+
+    def allocate(self) -> int:
+        """A page with one reference that remembers nothing; evicts the page longest idle if none is free.
+
+        Raises:
+            OutOfMemoryError: every page is in use.
+        """
+        if self._free:
+            page = self._free.pop()
+        elif self._idle:
+            page, _ = self._idle.popitem(last=False)
+            self._on_evict(page, self._prefix_of.pop(page))
+        else:
+            raise OutOfMemoryError(f"expected a page that is free, got {self.num_usable} in use; free one first")
+        self._num_refs[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """Adds a reference to a page that is used or idle.
+
+        Raises:
+            InvalidArgumentError: the page is free, or no page of this pool.
+        """
+        if not NULL_PAGE < page < self.num_pages or not (self._num_refs[page] or page in self._idle):
+            raise InvalidArgumentError(f"expected a page that is used or idle, got page {page}; allocate it first")
+        if not self._num_refs[page]:
+            del self._idle[page]
+        self._num_refs[page] += 1
+
+    def free(self, page: int) -> None:
+        """Takes a reference away; with the last one the page is idle if it remembers a prefix, else free.
+
+        Raises:
+            InvalidArgumentError: the page has no reference, or is no page of this pool.
+        """
+        if not NULL_PAGE < page < self.num_pages or self._num_refs[page] < 1:
+            raise InvalidArgumentError(f"expected a page in use, got page {page}; it was freed before")
+        self._num_refs[page] -= 1
+        if not self._num_refs[page]:
+            if page in self._prefix_of:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def remember(self, page: int, prefix: Any) -> None:
+        """Lets a used page remember `prefix`, which `on_evict` gets back when the page is given to another.
+
+        Raises:
+            InvalidArgumentError: the page is not in use, or remembers a prefix already.
+        """
+        if not self._num_refs[page] or page in self._prefix_of:
+            raise InvalidArgumentError(f"expected a used page without a prefix, got page {page}; allocate another")
+        self._prefix_of[page] = prefix
+
+    def forget_all(self) -> None:
+        """Evicts every idle page and lets used ones forget their prefix."""
+        for page, prefix in self._prefix_of.items():
+            self._on_evict(page, prefix)
+        self._prefix_of.clear()
+        self._free.extend(self._idle)
+        self._idle.clear()
+
+    def prefixes(self) -> dict[int, Any]:
+        """What each page remembers, by page (a copy)."""
+        return dict(self._prefix_of)
+
+    def check_integrity(self, references: Iterable[int]) -> None:
+        """Checks the pool against all `references` that its users hold (a page as often as it is referred to).
+
+        Raises:
+            AssertionError: they differ, or the three states do not partition the pages.
+        """
+        counts = [0] * self.num_pages
+        for page in references:
+            counts[page] += 1
+        expect_equal("references by page", counts, self._num_refs)
+        expect_equal("references to the null page", 0, counts[NULL_PAGE])
+        used = [page for page, num in enumerate(self._num_refs) if num]
+        everything = sorted([*used, *self._free, *self._idle])
+        expect_equal("used, free and idle pages", list(range(1, self.num_pages)), everything)
+        unknown = [page for page in self._prefix_of if not self._num_refs[page] and page not in self._idle]
+        expect_equal("free pages that remember a prefix", [], unknown)
+        expect_equal("idle pages without a prefix", [], [page for page in self._idle if page not in self._prefix_of])

@@ -1,0 +1,83 @@
+"""What the scheduler hands out: `StepPlan`, the work of one device step in integers, and the `Outcome` of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from torchax_serve.scheduling.request import FinishReason, RequestId
+
+
+class PageCopy(NamedTuple):
+    """Copies a page of a group, in every layer of it, before the step computes."""
+
+    group: int
+    source: int
+    target: int
+
+
+class PlanRow(NamedTuple):
+    """Consecutive tokens of one request.
+
+    Position ``start + i`` is computed for token ``i``; keys and values of the positions before are in the cache.
+    """
+
+    request_id: RequestId
+    slot: int
+    start: int
+    num_tokens: int
+    token_ids: tuple[int, ...] | None  # None: a decode row, its token is the slot's last sampled one, on the device
+    samples: bool  # whether a token is sampled after the row's last one
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the row computes the slot's last sampled token."""
+        return self.token_ids is None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One dispatch to the device.
+
+    In this order: initialise the state of `fresh_slots`; do `page_copies` (all sources as they are before the first
+    copy); compute the rows, `num_steps` times where that is above 1, each time with the token sampled before.
+    """
+
+    step: int
+    rows: tuple[PlanRow, ...]  # decode rows first
+    num_decode: int  # decode rows
+    num_steps: int  # decode steps; above 1 only if every row decodes
+    fresh_slots: tuple[int, ...]  # slots that a request has just been given
+    page_copies: tuple[PageCopy, ...]
+    page_tables: tuple[np.ndarray, ...]
+    """A table for each group, int32[num_slots, pages_per_seq]: page ids by slot and by position // page_len.
+
+    Not a copy, and read-only: valid until the scheduler is called again, so copy what is kept. Entries are 0, the null
+    page, behind the window, beyond what the slot's request has been given, and for slots of nobody.
+    """
+
+    @property
+    def decode_rows(self) -> tuple[PlanRow, ...]:
+        """The rows that compute their slot's last sampled token."""
+        return self.rows[: self.num_decode]
+
+    @property
+    def prefill_rows(self) -> tuple[PlanRow, ...]:
+        """The rows that bring their tokens along."""
+        return self.rows[self.num_decode :]
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of all prefill rows together."""
+        return sum(row.num_tokens for row in self.prefill_rows)
+
+
+class Outcome(NamedTuple):
+    """What a step brought a request."""
+
+    request_id: RequestId
+    row: int | None  # index into the plan's rows; None if the request ended outside of one
+    token_ids: tuple[int, ...]  # accepted tokens, an end-of-sequence token among them; a prefix of what was sampled
+    finish_reason: FinishReason | None  # None: the request goes on

@@ -1,0 +1,225 @@
+"""The policy of a step: which rows, how many tokens of each, who makes room for whom."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torchax_serve.scheduling.cache_book import PagedCacheBook, SequencePages
+from torchax_serve.scheduling.config import SchedulerConfig
+from torchax_serve.scheduling.pacer import PrefillPacer
+from torchax_serve.scheduling.plan import PageCopy, PlanRow, StepPlan
+from torchax_serve.scheduling.request import RequestState, Status
+from torchax_serve.scheduling.roster import Roster
+
+
+@dataclasses.dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    prefill_left: int  # prompt tokens that this step may still take
+    outstanding: list[int]  # by group, pages that running requests still need for their prompts
+    decode: list[tuple[PlanRow, RequestState]] = dataclasses.field(default_factory=list)
+    prefill: list[tuple[PlanRow, RequestState]] = dataclasses.field(default_factory=list)
+    copies: list[PageCopy] = dataclasses.field(default_factory=list)
+    fresh_slots: list[int] = dataclasses.field(default_factory=list)
+    is_short: bool = False  # a running request lacked pages: nobody new is let in
+
+
+class StepPlanner:
+    """Turns the roster into the next plan.
+
+    Running requests come first, in order of rank: each decodes one token or computes a chunk of its prompt. One that
+    lacks a page preempts running requests of lower rank, lowest first, or else waits for a later step. Then waiting
+    requests are let in, strictly in order, while there are slots, tokens, and pages for the whole of their prompt.
+    """
+
+    def __init__(self, config: SchedulerConfig, book: PagedCacheBook, roster: Roster, pacer: PrefillPacer) -> None:
+        self._config = config
+        self._book = book
+        self._roster = roster
+        self._pacer = pacer
+        self._num_planned = 0
+        self.num_prompt_tokens = 0  # of requests let in, each time they were
+        self.num_hit_tokens = 0  # of those, found in the cache
+
+    def plan(self) -> tuple[StepPlan, list[RequestState]] | None:
+        """The next plan and the states of its rows; None if no row can be planned now."""
+        num_decode = sum(state.wants_decode for state in self._roster.running)
+        budget = self._config.token_budget - num_decode
+        limit = self._pacer.limit(num_decode, budget)
+        draft = self._fill(limit)
+        if not draft.decode and not draft.prefill and limit < budget:
+            draft = self._fill(budget)  # nobody decodes after all: nobody's pace to keep
+        if not draft.decode and not draft.prefill:
+            return None
+        num_steps = 1 if draft.prefill else self._stretch(draft.decode)
+        filled = draft.decode + draft.prefill
+        plan = StepPlan(
+            step=self._num_planned,
+            rows=tuple([row for row, _ in filled]),
+            num_decode=len(draft.decode),
+            num_steps=num_steps,
+            fresh_slots=tuple(draft.fresh_slots),
+            page_copies=tuple(draft.copies),
+            page_tables=self._book.page_tables,
+        )
+        self._num_planned += 1
+        self._pacer.planned(plan.num_decode, plan.num_prefill_tokens)
+        return plan, [state for _, state in filled]
+
+    def _fill(self, prefill_limit: int) -> _Draft:
+        draft = _Draft(prefill_limit, [0] * len(self._config.groups))
+        page_len = self._config.page_len
+        for state in tuple(self._roster.running):
+            if state.status is not Status.RUNNING:
+                continue  # it had to make room
+            if state.wants_prefill:
+                self._continue_prefill(draft, state)
+            elif state.wants_decode:
+                pages, start = state.pages, state.num_planned
+                assert pages is not None
+                if start >= pages.num_pages * page_len and not self._grow(draft, state, start + 1):
+                    continue
+                draft.decode.append((PlanRow(state.request.request_id, pages.slot, start, 1, None, True), state))
+                state.num_planned = start + 1
+                state.num_pending += 1
+                state.num_in_flight += 1
+        if not draft.is_short:
+            self._admit(draft)
+        return draft
+
+    def _grow(self, draft: _Draft, state: RequestState, length: int) -> int:
+        """Grows `state` to `length` tokens or as near as it can be, at least by one; returns how near, 0 for not."""
+        assert state.pages is not None
+        grown = self._book.growable_len(state.pages, length)
+        if grown <= state.num_planned:
+            if not self._make_room(state):
+                draft.is_short = True
+                return 0
+            grown = self._book.growable_len(state.pages, length)
+        self._book.grow(state.pages, grown)
+        return grown
+
+    def _make_room(self, state: RequestState) -> bool:
+        """Preempts until `state` can grow by a token; False if it has to wait, or has ended."""
+        assert state.pages is not None
+        needed = state.num_planned + 1
+        while self._book.growable_len(state.pages, needed) < needed:
+            if self._roster.num_leaving:
+                return False  # pages are on their way back
+            last = next(reversed(self._roster.running))
+            if last is not state:
+                self._roster.preempt(last)
+                continue
+            if len(self._roster.running) == 1 and not state.num_in_flight:
+                self._roster.end_outside(state, "length")  # it has all pages there are
+            return False
+        return True
+
+    def _continue_prefill(self, draft: _Draft, state: RequestState) -> None:
+        chunk_len = 0
+        if draft.prefill_left and (self._config.packed or not draft.prefill):
+            wanted = min(draft.prefill_left, state.prefill_len - state.num_planned)
+            grown = self._grow(draft, state, state.num_planned + self._config.chunk_len(wanted))
+            chunk_len = self._config.chunk_len(grown - state.num_planned)
+            if chunk_len:
+                self._add_prefill_row(draft, state, chunk_len)
+        if state.wants_prefill and state.pages is not None:
+            missing = self._book.missing(state.pages, state.prefill_len)
+            draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
+
+    def _add_prefill_row(self, draft: _Draft, state: RequestState, num_tokens: int) -> None:
+        assert state.pages is not None
+        start, end = state.num_planned, state.num_planned + num_tokens
+        samples = end == state.prefill_len
+        ids = tuple(state.tokens[start:end])
+        row = PlanRow(state.request.request_id, state.pages.slot, start, num_tokens, ids, samples)
+        draft.prefill.append((row, state))
+        draft.prefill_left -= num_tokens
+        state.num_planned = end
+        state.num_pending += samples
+        state.num_in_flight += 1
+
+    def _admit(self, draft: _Draft) -> None:
+        for state in () if self._is_full(draft) else tuple(self._roster.waiting):
+            if self._is_full(draft):
+                return
+            if state.pages is not None or state.num_in_flight:
+                return  # preempted, and its last tokens are not known yet; nobody overtakes it
+            if self._book.unfit(len(state.tokens)) is not None:
+                self._roster.end_outside(state, "length")  # preempted when it had all but outgrown the cache
+                continue
+            parent = self._parent(state)
+            if parent is not None and parent.num_computed < state.prompt_len - 1:
+                continue  # it takes no page from those behind it
+            pages = self._open(draft, state, parent)
+            if pages is None:
+                return
+            wanted = min(draft.prefill_left, state.prefill_len - state.num_planned)
+            length = self._book.growable_len(pages, state.num_planned + self._config.chunk_len(wanted))
+            self._book.grow(pages, length)
+            self._add_prefill_row(draft, state, self._config.chunk_len(length - state.num_planned))
+            missing = self._book.missing(pages, state.prefill_len)
+            draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
+
+    def _is_full(self, draft: _Draft) -> bool:
+        has_seat = self._book.num_free_slots and len(self._roster.running) < self._config.max_running
+        return not (has_seat and draft.prefill_left and (self._config.packed or not draft.prefill))
+
+    def _parent(self, state: RequestState) -> RequestState | None:
+        """The request whose computed prompt `state` can begin with, now or later; None if it must begin by itself."""
+        request = state.request
+        can_share = request.cache_prompt and self._config.prefix_caching and 1 < state.prompt_len == len(state.tokens)
+        if request.fork_of is None or not can_share:
+            return None
+        parent = self._roster.find(request.fork_of)
+        is_of_use = parent is not None and parent.request.cache_prompt and parent.status is not Status.PREEMPTED
+        return parent if is_of_use else None
+
+    def _open(self, draft: _Draft, state: RequestState, parent: RequestState | None) -> SequencePages | None:
+        """Seats `state` if there are pages for its tokens beside those that running requests will need."""
+        num_running = len(self._roster.running)
+        spare = [num + num_running for num in draft.outstanding]  # a page for each, or the next step would preempt
+        forked = None
+        if parent is not None and parent.pages is not None:
+            forked = self._book.fork(parent.pages, state.prompt_len - 1, spare)
+        if forked is not None:
+            pages, copies = forked
+            draft.copies += copies
+            num_computed = state.prompt_len - 1
+        else:
+            salt, shares = state.request.salt, state.request.cache_prompt
+            match = self._book.match(state.tokens, salt, shares)
+            if not self._book.can_open(match, len(state.tokens), spare):
+                return None
+            pages = self._book.open(match, salt, shares)
+            num_computed = len(match.nodes) * self._config.page_len
+        self._roster.seat(state, pages, num_computed)
+        draft.fresh_slots.append(pages.slot)
+        self.num_prompt_tokens += len(state.tokens)
+        self.num_hit_tokens += num_computed
+        return pages
+
+    def _stretch(self, decode: list[tuple[PlanRow, RequestState]]) -> int:
+        """Reserves pages for several decode steps if every running request decodes and nothing waits."""
+        num_steps, max_len = self._config.max_num_steps, self._config.max_len
+        states = [state for _, state in decode]
+        if num_steps == 1 or len(self._roster.waiting) or len(states) < len(self._roster.running):
+            return 1
+        if max(state.num_planned for state in states) - 1 + num_steps > max_len:
+            return 1
+        if max(state.end_len - state.num_planned for state in states) < num_steps:
+            return 1  # nobody has so many tokens to come
+        lengths = [state.num_planned - 1 + num_steps for state in states]
+        num_pages = 0
+        for state, length in zip(states, lengths, strict=True):
+            assert state.pages is not None
+            num_pages += max(0, -(-length // self._config.page_len) - state.pages.num_pages)
+        if num_pages > min((usage.num_pages - usage.num_used for usage in self._book.usage()), default=num_pages):
+            return 1
+        for state, length in zip(states, lengths, strict=True):
+            assert state.pages is not None
+            self._book.grow(state.pages, length)
+            state.num_planned += num_steps - 1
+            state.num_pending += num_steps - 1
+        return num_steps

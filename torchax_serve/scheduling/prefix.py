@@ -1,0 +1,123 @@
+"""Which computed prefixes are in the cache: chains of pages, found by hash and compared token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torchax_serve.scheduling.pages import NULL_PAGE, expect_equal
+
+PageHash = Callable[[int, tuple[int, ...], str], int]
+
+
+def page_hash(parent_hash: int, tokens: tuple[int, ...], salt: str) -> int:
+    """Hash of a chain of pages: of the chain before, the last page's tokens, and the salt."""
+    return hash((parent_hash, tokens, salt))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PrefixNode:
+    """The last page of a prefix. Its tokens and those of its parents, back to the root of its salt, are the prefix."""
+
+    key: int
+    salt: str
+    parent: PrefixNode | None  # None: the root of the salt
+    tokens: tuple[int, ...]
+    pages: list[int]  # by group, where this page's keys and values are; NULL_PAGE: not in the cache
+    num_uses: int = 0  # pages held, children, and sequences that continue here
+
+
+class PrefixIndex:
+    """Nodes by the hash of their chain.
+
+    A hash only finds a candidate: it is the wanted node if it has the same tokens and the very same parent. Two chains
+    whose hashes collide therefore never mix; the later one is simply not entered.
+    """
+
+    def __init__(self, num_groups: int, hash_function: PageHash = page_hash) -> None:
+        self._num_groups = num_groups
+        self._hash = hash_function
+        self._nodes: dict[int, PrefixNode] = {}
+        self._roots: dict[str, PrefixNode] = {}
+
+    def __len__(self) -> int:
+        """Nodes, roots not counted."""
+        return len(self._nodes)
+
+    def root(self, salt: str) -> PrefixNode:
+        """The empty prefix of `salt`. Pin it, or it is gone with its last child."""
+        if salt not in self._roots:
+            self._roots[salt] = PrefixNode(0, salt, None, (), [NULL_PAGE] * self._num_groups)
+        return self._roots[salt]
+
+    def find(self, parent: PrefixNode, tokens: tuple[int, ...]) -> PrefixNode | None:
+        """The node of `tokens` behind `parent`, if there is one."""
+        node = self._nodes.get(self._hash(parent.key, tokens, parent.salt))
+        return node if node is not None and node.parent is parent and node.tokens == tokens else None
+
+    def walk(self, salt: str, tokens: list[int], num_pages: int, page_len: int) -> list[PrefixNode]:
+        """The nodes of the first pages of `tokens`, at most `num_pages`, as far as there are any."""
+        nodes: list[PrefixNode] = []
+        node = self._roots.get(salt)
+        while node is not None and len(nodes) < num_pages:
+            begin = len(nodes) * page_len
+            node = self.find(node, tuple(tokens[begin : begin + page_len]))
+            if node is not None:
+                nodes.append(node)
+        return nodes
+
+    def enter(self, parent: PrefixNode, tokens: tuple[int, ...]) -> PrefixNode | None:
+        """The node of `tokens` behind `parent`, made if need be; None if its hash belongs to another chain."""
+        key = self._hash(parent.key, tokens, parent.salt)
+        node = self._nodes.get(key)
+        if node is None:
+            node = PrefixNode(key, parent.salt, parent, tokens, [NULL_PAGE] * self._num_groups)
+            self._nodes[key] = node
+            parent.num_uses += 1
+        return node if node.parent is parent and node.tokens == tokens else None
+
+    def pin(self, node: PrefixNode) -> None:
+        """Keeps `node` while a sequence continues there."""
+        node.num_uses += 1
+
+    def unpin(self, node: PrefixNode) -> None:
+        """Takes a use away; a node without uses is removed, and so are its parents that only it used."""
+        current: PrefixNode | None = node
+        while current is not None:
+            current.num_uses -= 1
+            if current.num_uses:
+                return
+            if current.parent is None:
+                del self._roots[current.salt]
+            else:
+                del self._nodes[current.key]
+            current = current.parent
+
+    def hold(self, node: PrefixNode, group: int, page: int) -> None:
+        """Notes that `page` of `group` has the node's keys and values."""
+        node.pages[group] = page
+        node.num_uses += 1
+
+    def drop(self, node: PrefixNode, group: int) -> None:
+        """Notes that the page of `group` has been given to another."""
+        node.pages[group] = NULL_PAGE
+        self.unpin(node)
+
+    def check_integrity(self, pins: list[PrefixNode], prefixes: list[dict[int, PrefixNode]]) -> None:
+        """Checks uses and pages against all `pins` and what the pool of each group says its pages remember.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        uses: dict[int, int] = {}
+        for node in pins:
+            uses[id(node)] = uses.get(id(node), 0) + 1
+        for node in self._nodes.values():
+            uses[id(node)] = uses.get(id(node), 0) + sum(page != NULL_PAGE for page in node.pages)
+            uses[id(node.parent)] = uses.get(id(node.parent), 0) + 1
+        for node in [*self._nodes.values(), *self._roots.values()]:
+            expect_equal(f"uses of the prefix that ends in {node.tokens}", uses.pop(id(node)), node.num_uses)
+        expect_equal("uses of prefixes that are not in the index", {}, uses)
+        for group, by_page in enumerate(prefixes):
+            held = {node.pages[group]: id(node) for node in self._nodes.values() if node.pages[group] != NULL_PAGE}
+            expect_equal(f"pages of group {group} in the index", {p: id(n) for p, n in by_page.items()}, held)

@@ -1,0 +1,110 @@
+"""A request to the scheduler: what was asked (`Request`), and how far it has come (`RequestState`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from torchax_serve.request import invalid
+from torchax_serve.scheduling.config import check_whole
+
+if TYPE_CHECKING:
+    from torchax_serve.scheduling.cache_book import SequencePages
+
+RequestId = int | str
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+MAX_TOKEN_ID = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of the scheduler. Sampling parameters are not its business.
+
+    Raises:
+        InvalidArgumentError: a value out of its range.
+    """
+
+    request_id: RequestId
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()  # end of sequence and others; the one that ends it is an output
+    min_new_tokens: int = 0  # stop tokens among the first `min_new_tokens` outputs do not end the request
+    priority: int = 0  # lower runs first
+    deadline_s: float | None = None  # on the scheduler's clock; the request ends at the first step at or after it
+    salt: str = ""  # prefixes are shared among requests of equal salt only
+    cache_prompt: bool = True  # False: shares nothing (token ids that do not say all, such as those of images)
+    fork_of: RequestId | None = None  # a live request with the same prompt, whose computed prompt is shared if possible
+
+    def __post_init__(self) -> None:
+        name = f"request {self.request_id!r}"
+        ids = self.prompt_ids
+        # Types are compared, not asked for an interface: prompts may have 100,000 tokens.
+        if not isinstance(ids, list | tuple) or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
+            got = ids if not isinstance(ids, list | tuple) or len(ids) < 9 else f"{ids[:8]} and {len(ids) - 8} more"
+            raise invalid(f"{name}: prompt_ids", "a non-empty list of token ids >= 0", got, "tokenize the prompt first")
+        check_whole(f"{name}: max_new_tokens", self.max_new_tokens, 1, "a request yields at least one token")
+        check_whole(f"{name}: min_new_tokens", self.min_new_tokens, 0, "0 sets no minimum")
+        if self.min_new_tokens > self.max_new_tokens:
+            expected = f"at most max_new_tokens={self.max_new_tokens}"
+            raise invalid(f"{name}: min_new_tokens", expected, self.min_new_tokens, "lower it")
+        if type(self.priority) is not int:
+            raise invalid(f"{name}: priority", "a whole number, lower ones first", self.priority, "0 is usual")
+        deadline = self.deadline_s
+        if deadline is not None and (not isinstance(deadline, int | float) or math.isnan(deadline)):
+            raise invalid(f"{name}: deadline_s", "seconds on the scheduler's clock", deadline, "None sets none")
+        stops = self.stop_token_ids
+        if not isinstance(stops, frozenset) or not all(type(token) is int for token in stops):
+            raise invalid(f"{name}: stop_token_ids", "a frozenset of token ids", stops, "frozenset() stops nowhere")
+        if not isinstance(self.salt, str):
+            raise invalid(f"{name}: salt", "a string", self.salt, "'' shares with all requests that have none")
+
+
+class Status(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waits again; its outputs so far are computed anew as if they were prompt
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RequestState:
+    """How far a request has come. Only the scheduler changes it."""
+
+    request: Request
+    rank: tuple[int, int]  # (priority, order of arrival): the lowest runs first and is preempted last
+    tokens: list[int]  # prompt and outputs
+    prompt_len: int
+    end_len: int  # length of prompt and outputs at which the request ends with "length"
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    pages: SequencePages | None = None  # also holds the slot; kept after the end while steps are in flight
+    prefill_len: int = 0  # tokens known when it was given its slot; those from there on were sampled in the slot
+    num_computed: int = 0  # tokens whose keys and values are in the cache
+    num_planned: int = 0  # the same once all steps in flight are done
+    num_pending: int = 0  # sampled tokens that are not known yet
+    num_in_flight: int = 0  # plans not yet committed that have a row of this request
+
+    @property
+    def slot(self) -> int | None:
+        """Row of the decode batch, None while it has none."""
+        return None if self.pages is None else self.pages.slot
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Accepted tokens (a copy)."""
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def wants_decode(self) -> bool:
+        """Whether the next token to compute was sampled in the slot, and one more may be sampled after it."""
+        return self.prefill_len <= self.num_planned < self.end_len - 1
+
+    @property
+    def wants_prefill(self) -> bool:
+        """Whether tokens known at the start are still to be computed."""
+        return self.num_planned < self.prefill_len

@@ -1,0 +1,191 @@
+"""Who waits, who runs, who is leaving: the states of all requests, in order."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import operator
+from collections.abc import Iterator
+
+from torchax_serve.request import invalid
+from torchax_serve.scheduling.cache_book import PagedCacheBook, SequencePages
+from torchax_serve.scheduling.config import SchedulerConfig
+from torchax_serve.scheduling.pages import expect_equal
+from torchax_serve.scheduling.plan import Outcome
+from torchax_serve.scheduling.request import FinishReason, Request, RequestId, RequestState, Status
+
+_RANK = operator.attrgetter("rank")
+
+
+class RankedList:
+    """Request states in the order of their rank: priority, then arrival."""
+
+    def __init__(self) -> None:
+        self._states: list[RequestState] = []
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states)
+
+    def __reversed__(self) -> Iterator[RequestState]:
+        return reversed(self._states)
+
+    def add(self, state: RequestState) -> None:
+        """Puts `state` in its place."""
+        bisect.insort(self._states, state, key=_RANK)
+
+    def remove(self, state: RequestState) -> None:
+        """Takes `state`, which must be there, out."""
+        index = bisect.bisect_left(self._states, state.rank, key=_RANK)
+        assert self._states[index] is state
+        del self._states[index]
+
+
+class Roster:
+    """Moves requests between waiting, running and ended, and gives their pages back when the device is done with them.
+
+    A request that ends or is preempted while plans with it are in flight is *leaving*: it keeps its slot and pages,
+    which the device still writes to, until the last of those plans is committed.
+    """
+
+    def __init__(self, config: SchedulerConfig, book: PagedCacheBook) -> None:
+        self.waiting = RankedList()
+        self.running = RankedList()
+        self.ended: list[Outcome] = []  # of requests that ended outside of a commit, until they are asked for
+        self.num_preemptions = 0
+        self._config = config
+        self._book = book
+        self._live: dict[RequestId, RequestState] = {}
+        self._leaving: dict[int, RequestState] = {}  # by slot
+        self._deadlines: list[tuple[float, int, RequestState]] = []  # a heap
+        self._num_arrived = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_leaving(self) -> int:
+        """Requests whose pages come back when the plans in flight are committed."""
+        return len(self._leaving)
+
+    def find(self, request_id: RequestId) -> RequestState | None:
+        """The state of a request that has not ended; None if there is no such request."""
+        return self._live.get(request_id)
+
+    def enter(self, request: Request) -> RequestState:
+        """Lets a request wait.
+
+        Raises:
+            InvalidArgumentError: it can never run, its id is taken, or it is no fork of what it says.
+        """
+        name = f"request {request.request_id!r}"
+        if request.request_id in self._live:
+            raise invalid(f"{name}: request_id", "one that no live request has", request.request_id, "choose another")
+        length = len(request.prompt_ids) + 1
+        if length > self._config.max_len:
+            expected = f"a prompt of at most {self._config.max_len - 1} tokens, so that one more fits max_len"
+            raise invalid(name, expected, length - 1, "shorten the prompt or raise max_len")
+        if (reason := self._book.unfit(length)) is not None:
+            expected = "a prompt that fits the cache together with one new token"
+            raise invalid(name, expected, reason, "shorten the prompt or give the cache more pages")
+        if request.fork_of is not None:
+            parent = self._live.get(request.fork_of)
+            asked = (list(request.prompt_ids), request.salt)
+            if parent is None or asked != (parent.tokens[: parent.prompt_len], parent.request.salt):
+                expected = "a live request with the same prompt and salt"
+                raise invalid(f"{name}: fork_of", expected, request.fork_of, "add it first, or leave fork_of None")
+        state = RequestState(
+            request,
+            (request.priority, self._num_arrived),
+            list(request.prompt_ids),
+            length - 1,
+            min(length - 1 + request.max_new_tokens, self._config.max_len),
+        )
+        self._num_arrived += 1
+        self._live[request.request_id] = state
+        self.waiting.add(state)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, state.rank[1], state))
+        return state
+
+    def seat(self, state: RequestState, pages: SequencePages, num_computed: int) -> None:
+        """Lets a waiting request run on `pages`, the first `num_computed` tokens of which are in the cache."""
+        self.waiting.remove(state)
+        state.status, state.pages = Status.RUNNING, pages
+        state.num_computed = state.num_planned = num_computed
+        state.prefill_len = len(state.tokens)
+        self.running.add(state)
+
+    def preempt(self, state: RequestState) -> None:
+        """Lets a running request wait again, in its old place; what it has computed is given up."""
+        self.running.remove(state)
+        state.status = Status.PREEMPTED
+        state.num_computed = state.num_planned = state.prefill_len = 0
+        self.waiting.add(state)
+        self.num_preemptions += 1
+        self._leave(state)
+
+    def end(self, state: RequestState, reason: FinishReason) -> None:
+        """Ends a live request."""
+        is_waiting = state.status is not Status.RUNNING
+        (self.waiting if is_waiting else self.running).remove(state)
+        state.status, state.finish_reason = Status.FINISHED, reason
+        del self._live[state.request.request_id]
+        if state.pages is not None and state.pages.slot not in self._leaving:
+            self._leave(state)
+
+    def land(self, state: RequestState) -> None:
+        """Notes that one of the plans in flight with `state` is done with."""
+        state.num_in_flight -= 1
+        if not state.num_in_flight and state.pages is not None and state.pages.slot in self._leaving:
+            del self._leaving[state.pages.slot]
+            self._vacate(state)
+
+    def _leave(self, state: RequestState) -> None:
+        assert state.pages is not None
+        if state.num_in_flight:
+            self._leaving[state.pages.slot] = state
+        else:
+            self._vacate(state)
+
+    def _vacate(self, state: RequestState) -> None:
+        assert state.pages is not None
+        self._book.release(state.pages)
+        state.pages = None
+
+    def expire(self, now: float) -> None:
+        """Ends every request whose deadline is `now` or before."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            state = heapq.heappop(self._deadlines)[2]
+            if state.status is not Status.FINISHED:
+                self.end_outside(state, "deadline")
+
+    def end_outside(self, state: RequestState, reason: FinishReason) -> None:
+        """Ends a live request outside of a commit and keeps its outcome until it is asked for."""
+        self.end(state, reason)
+        self.ended.append(Outcome(state.request.request_id, None, (), reason))
+
+    def check_integrity(self, in_flight: list[RequestState]) -> None:
+        """Checks the states against each other and against those `in_flight` (each as often as there are plans).
+
+        Raises:
+            AssertionError: a request is lost, listed twice, or holds what it should not.
+        """
+        listed = [*self.waiting, *self.running]
+        expect_equal("live requests", sorted(map(id, self._live.values())), sorted(map(id, listed)))
+        for ranked in (self.waiting, self.running):
+            expect_equal("order of ranks", sorted(state.rank for state in ranked), [state.rank for state in ranked])
+        leaving = list(self._leaving.values())
+        for state in {id(state): state for state in [*listed, *leaving, *in_flight]}.values():
+            what = f"request {state.request.request_id!r}"
+            num = sum(other is state for other in in_flight)
+            expect_equal(f"{what}: plans in flight", num, state.num_in_flight)
+            is_running = state.status is Status.RUNNING
+            holds = is_running or any(other is state for other in leaving)
+            expect_equal(f"{what}: holds pages", holds, state.pages is not None)
+            if is_running:
+                ahead = state.num_computed <= state.num_planned < len(state.tokens) + state.num_pending
+                expect_equal(f"{what}: computed <= planned < known", True, ahead)
+        self._book.check_integrity([s.pages for s in [*self.running, *leaving] if s.pages is not None])

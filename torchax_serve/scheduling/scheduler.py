@@ -1,0 +1,241 @@
+"""The scheduler: who computes what in the next step. Plain integers; it knows no model and no device.
+
+Continuous batching is Orca's (Yu et al., 2022), chunked prefill beside decode Sarathi-Serve's (Agrawal et al., 2024),
+preemption by recomputation vLLM's (Kwon et al., 2023).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.request import invalid
+from torchax_serve.scheduling.cache_book import GroupUsage, PagedCacheBook
+from torchax_serve.scheduling.config import SchedulerConfig
+from torchax_serve.scheduling.pacer import PrefillPacer
+from torchax_serve.scheduling.plan import Outcome, PlanRow, StepPlan
+from torchax_serve.scheduling.planner import StepPlanner
+from torchax_serve.scheduling.prefix import PageHash, page_hash
+from torchax_serve.scheduling.request import FinishReason, Request, RequestId, RequestState, Status
+from torchax_serve.scheduling.roster import Roster
+
+INVALID_TOKEN = -1
+"""What the device reports where it could not sample, as from logits that are not finite: the request fails."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerStats:
+    """Counts of the moment, and since the start where it says so."""
+
+    num_running: int
+    num_waiting: int  # preempted ones among them
+    num_in_flight: int  # plans not yet committed
+    pages: tuple[GroupUsage, ...]
+    num_preemptions: int  # since the start
+    num_prompt_tokens: int  # since the start, of requests let in (again after a preemption)
+    num_hit_tokens: int  # of those, found in the cache
+    num_new_tokens: int  # since the start, accepted
+
+
+class _Flight(NamedTuple):
+    plan: StepPlan
+    states: list[RequestState]  # in the order of the plan's rows
+
+
+class Scheduler:
+    """Plans steps for requests of any mix.
+
+    The caller loops over `schedule`, the device, `commit`, and may run any number of plans ahead of the commits; plans
+    run on the device in the order in which they were made and are committed in that order. Not thread-safe: one
+    thread calls it.
+
+    A request ends with the reason "stop" (a stop token), "length" (its `max_new_tokens`, the model's `max_len`, or
+    alone it has outgrown all pages), "deadline", "abort" or "error".
+    """
+
+    def __init__(self, config: SchedulerConfig, hash_function: PageHash = page_hash) -> None:
+        self.config = config
+        self._book = PagedCacheBook(config, hash_function)
+        self._roster = Roster(config, self._book)
+        self._pacer = PrefillPacer(config.min_prefill_chunk, config.max_decode_slowdown)
+        self._planner = StepPlanner(config, self._book, self._roster, self._pacer)
+        self._flights: deque[_Flight] = deque()
+        self._num_new_tokens = 0
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._roster)
+
+    def add(self, request: Request) -> RequestState:
+        """Lets `request` wait for its turn; the state is for looking at.
+
+        Raises:
+            InvalidArgumentError: it can never run (prompt and one token exceed `max_len`, or all pages of a group),
+                its id is that of a live request, or it is no fork of the request it names.
+        """
+        return self._roster.enter(request)
+
+    def find(self, request_id: RequestId) -> RequestState | None:
+        """The state of a request that has not ended; None if there is none of that id."""
+        return self._roster.find(request_id)
+
+    def abort(self, request_id: RequestId, reason: FinishReason = "abort") -> bool:
+        """Ends a request, wherever it stands; False if none of that id is live. It has no further outcome.
+
+        `reason` is "stop" where the caller has seen a stop string.
+        """
+        state = self._roster.find(request_id)
+        if state is not None:
+            self._roster.end(state, reason)
+        return state is not None
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, at `now` seconds on the scheduler's clock.
+
+        None if there is nothing to do: nobody is there, or everybody waits for a commit. Requests may have ended by
+        their deadline or for want of pages: see `take_ended`.
+        """
+        self._roster.expire(now)
+        planned = self._planner.plan()
+        if planned is None:
+            return None
+        self._flights.append(_Flight(*planned))
+        return planned[0]
+
+    def commit(self, plan: StepPlan, tokens: Any, now: float, duration_s: float | None = None) -> list[Outcome]:
+        """Takes the result of the oldest plan in flight.
+
+        Args:
+            plan: That plan.
+            tokens: Sampled ids, int[num_rows] or int[num_rows, num_steps] in the order of ``plan.rows``; what stands
+                at rows that do not sample is not looked at. `INVALID_TOKEN` fails its request.
+            now: Seconds on the scheduler's clock; requests past their deadline end (see `take_ended`).
+            duration_s: How long the device was busy with the step, from which `PrefillPacer` learns; None where it is
+                not known, or says nothing about later steps because the step was compiled first.
+
+        Returns:
+            An outcome for every row that brought its request tokens or an end.
+
+        Raises:
+            InvalidArgumentError: another plan is the oldest, or `tokens` have another shape.
+        """
+        if not self._flights or self._flights[0].plan is not plan:
+            oldest = f"step {self._flights[0].plan.step}" if self._flights else "none"
+            raise invalid("plan", f"the oldest in flight ({oldest})", f"step {plan.step}", "commit plans in order")
+        sampled = self._checked_tokens(plan, tokens)
+        if duration_s is not None and not duration_s >= 0:
+            raise invalid("duration_s", "seconds >= 0", duration_s, "None if it was not measured")
+        flight = self._flights.popleft()
+        if duration_s is not None:
+            self._pacer.observe(plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
+        outcomes = []
+        for index, (row, state) in enumerate(zip(plan.rows, flight.states, strict=True)):
+            if state.status is not Status.FINISHED:
+                outcome = self._settle(plan, index, row, state, sampled[index])
+                if outcome is not None:
+                    outcomes.append(outcome)
+            self._roster.land(state)
+        self._roster.expire(now)
+        return outcomes
+
+    def _settle(
+        self, plan: StepPlan, index: int, row: PlanRow, state: RequestState, sampled: list[int]
+    ) -> Outcome | None:
+        """Takes a row's result: tokens up to the one that ends the request, and the cache that is now computed."""
+        assert state.pages is not None
+        reason: FinishReason | None = None
+        accepted: list[int] = []
+        if row.samples:
+            state.num_pending -= plan.num_steps
+            accepted, reason = self._accept(state, sampled)
+        num_computed = row.start + row.num_tokens + max(0, len(accepted) - 1)
+        if reason != "error":
+            self._book.publish(state.pages, state.tokens, num_computed)
+        if state.status is Status.RUNNING:
+            state.num_computed = num_computed
+        if reason is not None:
+            self._roster.end(state, reason)
+        return Outcome(row.request_id, index, tuple(accepted), reason) if row.samples else None
+
+    def _accept(self, state: RequestState, sampled: list[int]) -> tuple[list[int], FinishReason | None]:
+        request, tokens = state.request, state.tokens
+        accepted: list[int] = []
+        for token in sampled:
+            if token < 0:
+                return accepted, "error"
+            accepted.append(token)
+            tokens.append(token)
+            self._num_new_tokens += 1
+            if token in request.stop_token_ids and len(tokens) - state.prompt_len > request.min_new_tokens:
+                return accepted, "stop"
+            if len(tokens) >= state.end_len:
+                return accepted, "length"
+        return accepted, None
+
+    @staticmethod
+    def _checked_tokens(plan: StepPlan, tokens: Any) -> list[list[int]]:
+        array = np.asarray(tokens)
+        shape = (len(plan.rows), plan.num_steps)
+        if array.shape == shape[:1] and plan.num_steps == 1:
+            array = array[:, None]
+        if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
+            raise invalid(
+                "tokens", f"whole numbers of shape {shape}", f"{array.dtype}{array.shape}", "a row for each of the plan"
+            )
+        return array.tolist()
+
+    def fail(self, plan: StepPlan, reason: FinishReason = "error") -> list[Outcome]:
+        """Ends the requests of any plan in flight, whose step has raised; all others go on.
+
+        If the device has lost the cache with it, abort the others too and call `forget_prefixes`.
+
+        Raises:
+            InvalidArgumentError: the plan is not in flight.
+        """
+        flight = next((flight for flight in self._flights if flight.plan is plan), None)
+        if flight is None:
+            raise InvalidArgumentError(
+                f"plan: expected one in flight, got step {plan.step}; it was committed or failed"
+            )
+        self._flights.remove(flight)
+        outcomes = []
+        for index, (row, state) in enumerate(zip(plan.rows, flight.states, strict=True)):
+            if state.status is not Status.FINISHED:
+                self._roster.end(state, reason)
+                outcomes.append(Outcome(row.request_id, index, (), reason))
+            self._roster.land(state)
+        return outcomes
+
+    def take_ended(self) -> list[Outcome]:
+        """Outcomes of requests that ended outside of a commit, by deadline or for want of pages; each is given once."""
+        ended, self._roster.ended = self._roster.ended, []
+        return ended
+
+    def forget_prefixes(self) -> None:
+        """Forgets all cached prefixes."""
+        self._book.forget_prefixes()
+
+    def stats(self) -> SchedulerStats:
+        """Counts for people to look at."""
+        return SchedulerStats(
+            num_running=len(self._roster.running),
+            num_waiting=len(self._roster.waiting),
+            num_in_flight=len(self._flights),
+            pages=self._book.usage(),
+            num_preemptions=self._roster.num_preemptions,
+            num_prompt_tokens=self._planner.num_prompt_tokens,
+            num_hit_tokens=self._planner.num_hit_tokens,
+            num_new_tokens=self._num_new_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Checks every invariant of requests, pages, slots and prefixes.
+
+        Raises:
+            AssertionError: one does not hold; with both sides.
+        """
+        self._roster.check_integrity([state for flight in self._flights for state in flight.states])
