@@ -37,7 +37,6 @@ from torchax_serve import collector
 
 logger = logging.getLogger("torchax_serve")
 
-Facts = Callable[[], dict[str, Any]]
 _LIBRARIES = ("jax", "jaxlib", "torch", "torchax", "transformers")
 _HITS = threading.local()
 
@@ -103,8 +102,8 @@ class ProgramCache:
         except OSError:
             return None
         try:
-            *serialized, facts = pickle.loads(content)
-            program = serialize_executable.deserialize_and_load(*serialized, execution_devices=_devices())
+            code, in_tree, out_tree, facts = pickle.loads(content)
+            program = serialize_executable.deserialize_and_load(code, in_tree, out_tree, execution_devices=_devices())
         except Exception as error:  # damaged, or nothing for this machine: compile as if it were not there
             logger.info("a kept program is not used: %s (%s)", path.name, str(error).splitlines()[0:1])
             with contextlib.suppress(OSError):
