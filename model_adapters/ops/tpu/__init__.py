@@ -1,5 +1,5 @@
 """Pallas kernels for TPUs. Importing the package registers them with their ops."""
 
-from model_adapters.ops.tpu import decode
+from model_adapters.ops.tpu import decode, ragged
 
-__all__ = ["decode"]
+__all__ = ["decode", "ragged"]

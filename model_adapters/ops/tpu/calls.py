@@ -16,7 +16,7 @@ NAME = "tpu-pallas"
 LOG2_E = 1.4426950408889634  # the kernels take powers of two, which is what the hardware has
 MAX_TABLE_BYTES = 512 << 10
 MAX_BUFFER_BYTES = 32 << 20
-WORKING_BYTES = 16 << 20
+WORKING_BYTES = 32 << 20
 QUERY_DTYPES = ("float32", "bfloat16")
 POOL_DTYPES = {"float32": ("float32", "bfloat16", "int8"), "bfloat16": ("bfloat16", "int8")}
 
@@ -31,16 +31,16 @@ class Features:
     has_alibi: bool
     is_int8: bool
 
-    def score(self, products: jax.Array, constants: jax.Array, distance: jax.Array) -> jax.Array:
-        """Scores for powers of two, out of products ``[R, n]`` and :func:`row_constants` ``[R, 4]``.
+    def score(self, products: jax.Array, factor: jax.Array, slope: jax.Array, distance: jax.Array) -> jax.Array:
+        """Scores for powers of two, out of products ``[R, n]`` and two of :func:`row_constants`, ``[R, 1]``.
 
         `distance` is the key's position less that of the query, and broadcasts to the products.
         """
-        scores = products * constants[:, 1:2]
+        scores = products * factor
         if self.softcap is not None:
             scores = (self.softcap * LOG2_E) * jnp.tanh(scores)
         if self.has_alibi:
-            scores = scores + constants[:, 2:3] * distance.astype(jnp.float32)
+            scores = scores + slope * distance.astype(jnp.float32)
         return scores
 
 

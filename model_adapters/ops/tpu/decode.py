@@ -95,8 +95,8 @@ class _Decode:
         def _read() -> None:
             count = self.fetch(index, 0, 0)
             if not self.features.is_int8:
-                self.buffer.clear(0, jnp.minimum(count, self.blocks.num_pieces), self.lanes)
-                self.buffer.clear(1, 0, self.lanes)
+                self.buffer.clear(0, jnp.minimum(count, self.blocks.num_pieces), self.lanes.values_read)
+                self.buffer.clear(1, 0, self.lanes.values_read)
 
     def clean_ends(self, row: _Row, block: Any, slot: Any) -> None:
         """Zeroes what lies in front of the row's first and behind its last position in their pieces."""
@@ -108,11 +108,11 @@ class _Decode:
 
         @pl.when((block == 0) & (row.begin > offset))
         def _front() -> None:
-            self.buffer.keep(slot, 0, row.begin - offset, row.end - offset, self.lanes)
+            self.buffer.keep(slot, 0, row.begin - offset, row.end - offset, self.lanes.values_read)
 
         @pl.when((last < self.blocks.num_pieces) & (row.end % piece > 0))
         def _back() -> None:
-            self.buffer.keep(slot, last, 0, row.end % piece, self.lanes)
+            self.buffer.keep(slot, last, 0, row.end % piece, self.lanes.values_read)
 
     def tiles_of(self, head: int) -> tuple[int, int]:
         """Begin and end of the rows of query heads, in whole tiles of 8, that hold those of kv head `head`."""
@@ -147,7 +147,7 @@ class _Decode:
         scores = self.by_head(q, lambda h: self.buffer.keys(slot, h, size, self.lanes).astype(dtype), 1)
         begin = row.first * self.blocks.piece + block * self.blocks.length
         position = begin + lax.broadcasted_iota(jnp.int32, (1, num_keys), 1)
-        scores = self.features.score(scores, constants, position - row.end + 1)
+        scores = self.features.score(scores, constants[:, 1:2], constants[:, 2:3], position - row.end + 1)
         scores = jnp.where((position >= row.begin) & (position < row.end), scores, MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
         weights = jnp.exp2(scores - new_top[:, :1])

@@ -85,14 +85,14 @@ class Blocks:
     num_pieces: int  # in a block
 
     @classmethod
-    def of(cls, pool: jax.Array, pages_per_seq: int) -> Blocks:
+    def of(cls, pool: jax.Array, pages_per_seq: int, max_len: int = MAX_BLOCK_LEN) -> Blocks:
         """Large enough that a block's fixed costs do not count, and no longer than a row."""
         _, heads, page, width = pool.shape
         piece = page
         while piece > MAX_PIECE_LEN and piece % (2 * tile_rows(pool.dtype)) == 0:
             piece //= 2
         piece_bytes = heads * piece * width * pool.dtype.itemsize
-        most = min(MAX_BLOCK_BYTES // piece_bytes, MAX_BLOCK_LEN // piece, pages_per_seq * (page // piece))
+        most = min(MAX_BLOCK_BYTES // piece_bytes, max_len // piece, pages_per_seq * (page // piece))
         return cls(page, piece, max(1, most))
 
     @property
@@ -169,18 +169,18 @@ class BlockBuffer:
         read = self.buffer[slot, pl.ds(0, num_pieces), head, :, pl.ds(lanes.value_begin, width)]
         return read.reshape(num_pieces * self.blocks.piece, -1)
 
-    def clear(self, slot: Any, begin: Any, lanes: Lanes) -> None:
-        """Zeroes the values of pieces `begin` and on: a weight of zero is multiplied with whatever lies there."""
+    def clear(self, slot: Any, begin: Any, lanes: slice) -> None:
+        """Zeroes `lanes` of pieces `begin` and on: a weight of zero is multiplied with whatever lies there."""
 
         def one(i: Any, _: None) -> None:
-            shape = (*self.buffer.shape[2:4], lanes.value_end - lanes.value_begin)
-            self.buffer[slot, i, :, :, lanes.values_read] = jnp.zeros(shape, self.buffer.dtype)
+            shape = (*self.buffer.shape[2:4], lanes.stop - lanes.start)
+            self.buffer[slot, i, :, :, lanes] = jnp.zeros(shape, self.buffer.dtype)
 
         lax.fori_loop(begin, self.blocks.num_pieces, one, None)
 
-    def keep(self, slot: Any, i: Any, begin: Any, end: Any, lanes: Lanes) -> None:
-        """Zeroes the values of piece `i` outside of its positions ``[begin, end)``, which may hold NaN."""
-        values = self.buffer[slot, i, :, :, lanes.values_read]
-        position = lax.broadcasted_iota(jnp.int32, values.shape, 1)
-        kept = jnp.where((position >= begin) & (position < end), values.astype(jnp.float32), 0.0)
-        self.buffer[slot, i, :, :, lanes.values_read] = kept.astype(self.buffer.dtype)
+    def keep(self, slot: Any, i: Any, begin: Any, end: Any, lanes: slice) -> None:
+        """Zeroes `lanes` of piece `i` outside of its positions ``[begin, end)``, which may hold NaN."""
+        there = self.buffer[slot, i, :, :, lanes]
+        position = lax.broadcasted_iota(jnp.int32, there.shape, 1)
+        kept = jnp.where((position >= begin) & (position < end), there.astype(jnp.float32), 0.0)
+        self.buffer[slot, i, :, :, lanes] = kept.astype(self.buffer.dtype)

@@ -1,0 +1,71 @@
+"""The work of a ragged call, cut into items: the tokens of one sequence within one block of queries.
+
+Blocks of queries lie on the packed axis of tokens at multiples of their length, so that they move without shifting;
+a sequence may begin anywhere in one. Items are in the order of tokens, and every block has one at least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from model_adapters.ops.tpu.pages import Blocks
+
+FIELDS = ("begin", "end", "shift", "source", "low", "high", "prefix", "num_pieces", "following")
+
+
+@dataclass(frozen=True)
+class Item:
+    """Tokens ``[begin, end)`` of the packed axis, at positions ``shift`` more, and the keys they are to be shown.
+
+    The keys are positions ``[low, high)``: `num_pieces` pieces, the first of them `source` in the flat page table;
+    none if they see nothing. `following` is the next item that sees something.
+    """
+
+    begin: Any
+    end: Any
+    shift: Any
+    source: Any
+    low: Any
+    high: Any
+    prefix: Any
+    num_pieces: Any
+    following: Any
+
+
+def items_of(
+    num_tokens: int,
+    block_len: int,
+    blocks: Blocks,
+    pages_per_seq: int,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    prefix_lens: jax.Array | None,
+    window: int | None,
+) -> jax.Array:
+    """``int32[num_items, fields]``; `num_tokens` is a multiple of `block_len`."""
+    num_seqs = kv_lens.shape[0]
+    cuts = jnp.concatenate([jnp.arange(0, num_tokens, block_len, dtype=jnp.int32), jnp.clip(cu_q_lens, 0, num_tokens)])
+    begin = jnp.sort(cuts)
+    end = jnp.append(begin[1:], jnp.int32(num_tokens))
+    seq = jnp.searchsorted(cu_q_lens, begin, side="right").astype(jnp.int32) - 1
+    known = jnp.clip(seq, 0, num_seqs - 1)
+    shift = kv_lens[known] - cu_q_lens[known + 1]
+    prefix = jnp.zeros_like(begin) if prefix_lens is None else prefix_lens[known]
+    capacity = jnp.minimum(kv_lens[known], pages_per_seq * blocks.page)
+    high = jnp.minimum(jnp.maximum(end + shift, prefix), capacity)
+    low = jnp.zeros_like(begin)
+    if window is not None:
+        low = jnp.where(prefix > 0, 0, jnp.maximum(begin + shift - window + 1, 0))
+    first = low // blocks.piece
+    sees = (end > begin) & (seq == known) & (end + shift > 0) & (high > low)
+    num_pieces = jnp.where(sees, -(-high // blocks.piece) - first, 0)
+    source = known * (pages_per_seq * (blocks.page // blocks.piece)) + first
+    num_items = begin.shape[0]
+    index = jnp.where(num_pieces > 0, jnp.arange(num_items, dtype=jnp.int32), num_items)
+    following = jnp.append(lax.cummin(index, reverse=True)[1:], jnp.int32(num_items))
+    return jnp.stack([begin, end, shift, source, low, high, prefix, num_pieces, following], axis=1)

@@ -1,0 +1,374 @@
+"""Attention of runs of new tokens on TPUs: prefill, chunks of one, and chunks beside rows that decode.
+
+The method is that of FlashAttention (Dao et al., arXiv 2205.14135): a running softmax over blocks of keys, of which a
+block of queries is shown those alone that it can see. Query heads of one kv head are further rows of its products.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from model_adapters.ops import registry
+from model_adapters.ops.paged_attention import OP, write_tokens
+from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, product, row_constants, why_not
+from model_adapters.ops.tpu.items import FIELDS, Item, items_of
+from model_adapters.ops.tpu.pages import LANES, MASKED, BlockBuffer, Blocks, Lanes, round_up
+
+NARROW = 16  # queries that an item is computed with where it has no more: rows that decode, ends of chunks
+MAX_QUERIES = 128
+MAX_SUMS_BYTES = 4 << 20
+MAX_KEYS = 512
+
+
+@dataclass(frozen=True)
+class _Ragged:
+    """One call's references and sizes; `heads` kv heads of `group` query heads each."""
+
+    items: Any  # int32[num_items * fields]
+    constants: Any  # float32[rows * 4]
+    q: Any  # [Hq, queries, key lanes]
+    out: Any  # [Hq, queries, Dv]
+    mask: Any  # float32[queries, keys]
+    top: Any  # float32[H, group * queries, 128]
+    total: Any  # the same
+    sums: Any  # float32[H, group * queries, value lanes]
+    buffer: BlockBuffer
+    lanes: Lanes
+    features: Features
+    heads: int
+    group: int
+    has_prefix: bool
+
+    @property
+    def blocks(self) -> Blocks:
+        """How rows are cut."""
+        return self.buffer.blocks
+
+    @property
+    def num_items(self) -> int:
+        """Items, empty ones among them."""
+        return self.items.shape[0] // len(FIELDS)
+
+    def item(self, index: Any) -> Item:
+        """Item `index`."""
+        return Item(*(self.items[index * len(FIELDS) + i] for i in range(len(FIELDS))))
+
+    def fetch(self, item: Item, block: Any, slot: Any) -> None:
+        """Starts to read block `block` of the keys of `item`."""
+        before = block * self.blocks.num_pieces
+        self.buffer.start(item.source + before, item.num_pieces - before, slot)
+
+    def fetch_very_first(self) -> None:
+        """Starts to read the first block of all and meanwhile empties what that leaves of the buffer."""
+        own = self.item(0)
+        index = jnp.where(own.num_pieces > 0, 0, own.following)
+
+        @pl.when(index < self.num_items)
+        def _read() -> None:
+            item = self.item(index)
+            self.fetch(item, 0, 0)
+            if not self.features.is_int8:
+                everything = slice(0, self.buffer.buffer.shape[4])
+                self.buffer.clear(0, jnp.minimum(item.num_pieces, self.blocks.num_pieces), everything)
+                self.buffer.clear(1, 0, everything)
+
+    def clean_ends(self, item: Item, block: Any, slot: Any) -> None:
+        """Zeroes what lies in front of the first and behind the last key in their pieces."""
+        if self.features.is_int8:  # has no NaN
+            return
+        piece = self.blocks.piece
+        everything = slice(0, self.buffer.buffer.shape[4])
+        last = item.num_pieces - 1 - block * self.blocks.num_pieces
+        front = item.low % piece
+
+        @pl.when((block == 0) & (front > 0))
+        def _front() -> None:
+            self.buffer.keep(slot, 0, front, front + item.high - item.low, everything)
+
+        @pl.when((last < self.blocks.num_pieces) & (item.high % piece > 0))
+        def _back() -> None:
+            self.buffer.keep(slot, last, 0, item.high % piece, everything)
+
+    def column(self, head: Any, field: int, num_queries: int) -> jax.Array:
+        """Constant `field` of each query head of kv head `head`, ``[group * num_queries, 1]``."""
+        first = head * self.group
+        columns = [
+            jnp.full((num_queries, 1), self.constants[(first + g) * 4 + field], jnp.float32) for g in range(self.group)
+        ]
+        return jnp.concatenate(columns, axis=0)
+
+    def begin(self, num_queries: int) -> None:
+        """An empty softmax for `num_queries` queries of all heads."""
+        rows = self.group * num_queries
+
+        def one(head: Any, _: None) -> None:
+            sink = jnp.broadcast_to(self.column(head, 0, num_queries), (rows, LANES))
+            self.top[head, :rows] = sink
+            self.total[head, :rows] = jnp.where(sink > MASKED / 2, 1.0, 0.0)
+            self.sums[head, :rows] = jnp.zeros((rows, self.sums.shape[2]), jnp.float32)
+
+        lax.fori_loop(0, self.heads, one, None)
+
+    def positions(self, item: Item, block: Any, first: Any, num_queries: int) -> tuple[jax.Array, jax.Array]:
+        """Positions of the keys ``[1, keys]`` and of the queries ``[queries, 1]``, of which row 0 is token `first`."""
+        begin = item.low // self.blocks.piece * self.blocks.piece + block * self.blocks.length
+        keys = begin + lax.broadcasted_iota(jnp.int32, (1, self.blocks.length), 1)
+        queries = first + item.shift + lax.broadcasted_iota(jnp.int32, (num_queries, 1), 0)
+        return keys, queries
+
+    def write_mask(self, item: Item, keys: jax.Array, queries: jax.Array) -> None:
+        """What is added to scores: 0 where a query sees a key."""
+        visible = keys <= queries
+        if self.features.window is not None:
+            visible &= keys > queries - self.features.window
+        if self.has_prefix:
+            visible |= keys < item.prefix
+        visible &= keys < item.high
+        self.mask[: queries.shape[0]] = jnp.where(visible, 0.0, MASKED)
+
+    def needs_mask(self, item: Item, block: Any) -> Any:
+        """Whether some query of the item does not see some key of the block."""
+        begin = item.low // self.blocks.piece * self.blocks.piece + block * self.blocks.length
+        sees_all = begin + self.blocks.length - 1 <= item.begin + item.shift
+        if self.features.window is not None:
+            sees_all &= begin > item.end - 1 + item.shift - self.features.window
+        return ~sees_all
+
+    def attend(
+        self, head: Any, slot: Any, row: Any, num_queries: int, distance: jax.Array | None, masked: bool
+    ) -> None:
+        """Adds the block in `slot` to the softmax of one kv head's queries, of `num_queries` from row `row` on."""
+        rows, dtype = self.group * num_queries, self.features.dtype
+        q = self.q[pl.ds(head * self.group, self.group), pl.ds(row, num_queries)].reshape(rows, -1)
+        keys = self.buffer.keys(slot, head, self.blocks.num_pieces, self.lanes).astype(dtype)
+        scores = product(q, keys, 1)
+        factor, slope = self.column(head, 1, num_queries), self.column(head, 2, num_queries)
+        if distance is not None:
+            distance = jnp.concatenate([distance] * self.group, axis=0)
+        scores = self.features.score(scores, factor, slope, distance)
+        if masked:
+            scores = scores + jnp.concatenate([self.mask[:num_queries]] * self.group, axis=0)
+        top = self.top[head, :rows]
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.exp2(scores - new_top[:, :1])
+        shrink = jnp.exp2(top - new_top)
+        self.top[head, :rows] = new_top
+        self.total[head, :rows] = shrink * self.total[head, :rows] + jnp.sum(weights, axis=1, keepdims=True)
+        values = self.buffer.values(slot, head, self.blocks.num_pieces, self.lanes).astype(dtype)
+        self.sums[head, :rows] = shrink[:, :1] * self.sums[head, :rows] + product(weights.astype(dtype), values, 0)
+
+    def finish(self, item: Item, first: Any, row: Any, num_queries: int) -> None:
+        """Writes the item's rows of the output; those of other items stay."""
+        rows = self.group * num_queries
+        token = first + lax.broadcasted_iota(jnp.int32, (1, num_queries, 1), 1)
+        own = (token >= item.begin) & (token < item.end) & (token + item.shift >= 0)
+
+        def one(head: Any, _: None) -> None:
+            total = self.total[head, :rows, :1]
+            seen = (self.top[head, :rows, :1] > MASKED / 2) & (total > 0)
+            factor = jnp.where(seen, self.column(head, 3, num_queries) / jnp.where(seen, total, 1.0), 0.0)
+            made = (self.sums[head, :rows] * factor)[:, self.lanes.values_kept]
+            place = (pl.ds(head * self.group, self.group), pl.ds(row, num_queries))
+            old = self.out[place].astype(jnp.float32)
+            self.out[place] = jnp.where(own, made.reshape(old.shape), old).astype(self.out.dtype)
+
+        lax.fori_loop(0, self.heads, one, None)
+
+    def run(self, item: Item, slot_ref: Any, first: Any, row: Any, num_queries: int) -> None:
+        """All blocks of an item, computed as `num_queries` rows of which the first is token `first`, row `row`."""
+        self.begin(num_queries)
+        num_blocks = pl.cdiv(item.num_pieces, self.blocks.num_pieces)
+
+        def step(block: Any, _: None) -> None:
+            slot = slot_ref[0]
+            is_last = block + 1 == num_blocks
+            target = jnp.where(is_last, item.following, pl.program_id(0))
+
+            @pl.when(target < self.num_items)
+            def _ahead() -> None:
+                self.fetch(self.item(target), jnp.where(is_last, 0, block + 1), 1 - slot)
+
+            slot_ref[0] = 1 - slot
+            self.buffer.wait(item.num_pieces - block * self.blocks.num_pieces, slot)
+            self.clean_ends(item, block, slot)
+            keys, queries = self.positions(item, block, first, num_queries)
+            distance = keys - queries if self.features.has_alibi else None
+
+            def heads(masked: bool) -> None:
+                lax.fori_loop(
+                    0, self.heads, lambda h, _: self.attend(h, slot, row, num_queries, distance, masked), None
+                )
+
+            needs_mask = self.needs_mask(item, block)
+
+            @pl.when(needs_mask)
+            def _masked() -> None:
+                self.write_mask(item, keys, queries)
+                heads(True)
+
+            @pl.when(~needs_mask)
+            def _whole() -> None:
+                heads(False)
+
+        lax.fori_loop(0, num_blocks, step, None)
+        self.finish(item, first, row, num_queries)
+
+
+def _kernel(
+    items: Any,
+    table: Any,
+    constants: Any,
+    q: Any,
+    pool: Any,
+    out: Any,
+    slot_ref: Any,
+    mask: Any,
+    top: Any,
+    total: Any,
+    sums: Any,
+    buffer: Any,
+    semaphores: Any,
+    *,
+    lanes: Lanes,
+    features: Features,
+    blocks: Blocks,
+    num_tokens: int,
+    has_prefix: bool,
+) -> None:
+    heads = buffer.shape[2]
+    ragged = _Ragged(
+        items,
+        constants,
+        q,
+        out,
+        mask,
+        top,
+        total,
+        sums,
+        BlockBuffer(pool, buffer, semaphores, table, blocks),
+        lanes,
+        features,
+        heads,
+        q.shape[0] // heads,
+        has_prefix,
+    )
+    index, num_queries = pl.program_id(0), q.shape[1]
+    item = ragged.item(index)
+
+    @pl.when(index == 0)
+    def _begin() -> None:
+        slot_ref[0] = 0
+        ragged.fetch_very_first()
+
+    row = item.begin % num_queries
+
+    @pl.when((row == 0) & (item.begin < num_tokens))
+    def _new_block() -> None:
+        out[...] = jnp.zeros(out.shape, out.dtype)
+
+    tile = pl.multiple_of(row // NARROW * NARROW, NARROW)
+    is_narrow = row + item.end - item.begin <= tile + NARROW
+
+    @pl.when((item.num_pieces > 0) & is_narrow)
+    def _narrow() -> None:
+        ragged.run(item, slot_ref, item.begin - row + tile, tile, NARROW)
+
+    if num_queries > NARROW:
+
+        @pl.when((item.num_pieces > 0) & ~is_narrow)
+        def _wide() -> None:
+            ragged.run(item, slot_ref, item.begin - row, 0, num_queries)
+
+
+def _num_queries(num_tokens: int, query_heads: int, width: int) -> int:
+    """Queries in a block: a power of two, as many as the sums of all heads may take."""
+    most = MAX_QUERIES
+    while most > NARROW and (most >= 2 * num_tokens or most * query_heads * width * 4 > MAX_SUMS_BYTES):
+        most //= 2
+    return most
+
+
+def _refuses(
+    q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array, *args: Any, **kwargs: Any
+) -> str | None:
+    return why_not(q, pool, page_table)
+
+
+@registry.register(OP, NAME, ("tpu",), refuses=_refuses)
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: jax.Array | None = None,
+    prefix_lens: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The op's Pallas kernel; new tokens are written before, by a scatter of rows that XLA keeps in place."""
+    pool = write_tokens(k, v, pool, page_table, kv_lens, cu_q_lens, k_scale, v_scale)
+    num_tokens, query_heads, dim = q.shape
+    _, heads, _, width = pool.shape
+    lanes, blocks = Lanes(dim, v.shape[2]), Blocks.of(pool, page_table.shape[1], MAX_KEYS)
+    features = Features(q.dtype, window, softcap, alibi is not None, pool.dtype == jnp.int8)
+    constants = row_constants(query_heads, heads, sinks, alibi, k_scale, v_scale, scale=scale, softcap=softcap)
+    value_lanes = lanes.value_end - lanes.value_begin
+    num_queries = _num_queries(num_tokens, query_heads, value_lanes)
+    padded = round_up(num_tokens, num_queries)
+    items = items_of(padded, num_queries, blocks, page_table.shape[1], kv_lens, cu_q_lens, prefix_lens, window)
+    rows = query_heads // heads * num_queries
+    # Heads first: a block of queries of one head is then a matrix, and any of them begins a tile.
+    q = jnp.pad(jnp.swapaxes(q, 0, 1), ((0, 0), (0, padded - num_tokens), (0, lanes.key_end - dim)))
+
+    def block_at(i: Any, items: Any, *_: Any) -> tuple[Any, int, int]:
+        return 0, jnp.minimum(items[i * len(FIELDS)] // num_queries, padded // num_queries - 1), 0
+
+    call = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            lanes=lanes,
+            features=features,
+            blocks=blocks,
+            num_tokens=padded,
+            has_prefix=prefix_lens is not None,
+        ),
+        out_shape=jax.ShapeDtypeStruct((query_heads, padded, v.shape[2]), q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(items.shape[0],),
+            in_specs=[
+                pl.BlockSpec((query_heads, num_queries, lanes.key_end), lambda i, *s: (block_at(i, *s))),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=pl.BlockSpec((query_heads, num_queries, v.shape[2]), lambda i, *s: (block_at(i, *s))),
+            scratch_shapes=[
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((num_queries, blocks.length), jnp.float32),
+                pltpu.VMEM((heads, rows, LANES), jnp.float32),
+                pltpu.VMEM((heads, rows, LANES), jnp.float32),
+                pltpu.VMEM((heads, rows, value_lanes), jnp.float32),
+                pltpu.VMEM((2, blocks.num_pieces, heads, blocks.piece, width), pool.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        compiler_params=compiler_params(blocks, pool),
+        name="paged_attention",
+    )
+    out = call(items.reshape(-1), page_table.reshape(-1), constants.reshape(-1), q, pool)
+    return jnp.swapaxes(out[:, :num_tokens], 0, 1), pool
