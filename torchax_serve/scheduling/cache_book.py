@@ -55,6 +55,7 @@ class PagedCacheBook:
     def __init__(self, config: SchedulerConfig, hash_function: PageHash = page_hash) -> None:
         self._groups = config.groups
         self._page_len = config.page_len
+        self._num_slots = config.num_slots
         self._prefix_caching = config.prefix_caching
         self._index = PrefixIndex(len(config.groups), hash_function)
         self._pools = [
@@ -261,7 +262,7 @@ class PagedCacheBook:
         """
         sequences = list(sequences)
         slots = sorted([*self._free_slots, *(pages.slot for pages in sequences)])
-        expect_equal("free and used slots", list(range(len(slots))), slots)
+        expect_equal("free and used slots", list(range(self._num_slots)), slots)
         for i, (pool, table) in enumerate(zip(self._pools, self._tables, strict=True)):
             expected = np.zeros_like(table)
             references: list[int] = []

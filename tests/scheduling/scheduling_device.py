@@ -1,0 +1,167 @@
+"""A device that a person can compute, and a loop that runs a scheduler on it.
+
+Every group of pages is a layer, as in a transformer: it stores its input at the token's place in the pool, and its
+output is a hash of what its window shows. The device reads all that back from the pages that the plan names, so a
+wrong page table, a page reused too early, a wrong prefix hit or a forgotten copy gives other tokens than `Oracle`,
+which computes the same function on a plain list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+import numpy as np
+
+from torchax_serve.scheduling import Outcome, PlanRow, Scheduler, SchedulerConfig, StepPlan
+
+VOCAB = 50
+PRIME = 1_000_003
+GARBAGE = 999_999  # what rows that do not sample hand back: nobody may look at it
+
+
+def _mix(values: np.ndarray, first: int) -> int:
+    """Hash of the visible `values`, the first of which stands at position `first`."""
+    positions = np.arange(first, first + len(values))
+    return int((values * (positions * 7919 + 13) % PRIME).sum() % PRIME)
+
+
+class Oracle:
+    """The tokens of a request that is alone in the world."""
+
+    def __init__(self, windows: tuple[int | None, ...]) -> None:
+        self.windows = windows
+
+    def answer(self, prompt: list[int], num: int, stops: frozenset[int] = frozenset(), min_new: int = 0) -> list[int]:
+        """At most `num` tokens, up to the first of `stops` behind the first `min_new`."""
+        tokens = list(prompt)
+        inputs: list[list[int]] = [[] for _ in self.windows]
+        for position in range(len(prompt) + num):
+            value = tokens[position]
+            for window, layer in zip(self.windows, inputs, strict=True):
+                layer.append(value)
+                first = 0 if window is None else max(0, position + 1 - window)
+                value = _mix(np.array(layer[first:]), first)
+            if position >= len(prompt) - 1:
+                tokens.append(value % VOCAB)
+                output = tokens[len(prompt) :]
+                if len(output) == num or (output[-1] in stops and len(output) > min_new):
+                    return output
+        raise AssertionError
+
+
+class FakeDevice:
+    """Runs plans in order, and holds that no page has two writers among the plans in flight."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.page_len = config.page_len
+        self.windows = tuple(group.window for group in config.groups)
+        self.pools = [np.full((group.num_pages, config.page_len), -7) for group in config.groups]
+        self.last = [-7] * config.num_slots
+        self.writers: deque[dict] = deque()  # of each plan in flight, request by (group, page)
+        self.num_copies = 0
+
+    def run(self, plan: StepPlan) -> np.ndarray:
+        """Tokens int[num_rows, num_steps]."""
+        tables = [table.copy() for table in plan.page_tables]  # a scheduler may change them after the dispatch
+        for slot in plan.fresh_slots:
+            self.last[slot] = -7
+        sources = [self.pools[copy.group][copy.source].copy() for copy in plan.page_copies]
+        for copy, source in zip(plan.page_copies, sources, strict=True):
+            self.pools[copy.group][copy.target] = source
+            self.num_copies += 1
+        self._note_writers(plan, tables)
+        sampled = np.full((len(plan.rows), plan.num_steps), GARBAGE)
+        for step in range(plan.num_steps):
+            for index, row in enumerate(plan.rows):
+                ids = (self.last[row.slot],) if row.token_ids is None else row.token_ids
+                assert len(ids) == row.num_tokens
+                for i, token in enumerate(ids):
+                    value = self._compute(row, row.start + step + i, token, tables)
+                if row.samples:
+                    sampled[index, step] = self.last[row.slot] = value % VOCAB
+        return sampled
+
+    def _compute(self, row: PlanRow, position: int, value: int, tables: list[np.ndarray]) -> int:
+        for window, pool, table in zip(self.windows, self.pools, tables, strict=True):
+            first = 0 if window is None else max(0, position + 1 - window)
+            positions = np.arange(first, position + 1)
+            pages = table[row.slot, positions // self.page_len]
+            assert (pages > 0).all(), "what a token sees and writes has pages"
+            pool[pages[-1], position % self.page_len] = value
+            value = _mix(pool[pages, positions % self.page_len], first)
+        return value
+
+    def _note_writers(self, plan: StepPlan, tables: list[np.ndarray]) -> None:
+        writers: dict = {}
+        for row in plan.rows:
+            last = row.start + row.num_tokens + plan.num_steps - 2
+            for group, table in enumerate(tables):
+                for page in table[row.slot, row.start // self.page_len : last // self.page_len + 1].tolist():
+                    others = [other.get((group, page), row.request_id) for other in (*self.writers, writers)]
+                    assert set(others) <= {row.request_id}, f"page {page} of group {group} has two writers"
+                    writers[group, page] = row.request_id
+        self.writers.append(writers)
+
+    def landed(self) -> None:
+        """The oldest plan in flight is done with."""
+        self.writers.popleft()
+
+
+@dataclasses.dataclass
+class Loop:
+    """A scheduler, its device, and what requests have received."""
+
+    scheduler: Scheduler
+    depth: int = 1  # plans ahead of the commit
+    now: float = 0.0
+    flights: deque = dataclasses.field(default_factory=deque)
+    tokens: dict = dataclasses.field(default_factory=dict)
+    reasons: dict = dataclasses.field(default_factory=dict)
+    plans: list[StepPlan] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.device = FakeDevice(self.scheduler.config)
+
+    def note(self, outcomes: list[Outcome]) -> None:
+        """Collects tokens and ends; a request ends once and gets nothing after."""
+        for outcome in outcomes:
+            assert outcome.request_id not in self.reasons
+            self.tokens.setdefault(outcome.request_id, []).extend(outcome.token_ids)
+            if outcome.finish_reason is not None:
+                self.reasons[outcome.request_id] = outcome.finish_reason
+
+    def schedule(self) -> StepPlan | None:
+        """Plans a step and dispatches it."""
+        was_idle = not self.flights
+        plan = self.scheduler.schedule(self.now)
+        self.note(ended := self.scheduler.take_ended())
+        if plan is not None:
+            self.plans.append(plan)
+            self.flights.append((plan, self.device.run(plan)))
+        assert plan or ended or not was_idle or not len(self.scheduler), "work is left, and nothing is planned"
+        return plan
+
+    def commit(self, duration_s: float | None = None) -> None:
+        """Commits the oldest plan."""
+        plan, sampled = self.flights.popleft()
+        self.note(self.scheduler.commit(plan, sampled, self.now, duration_s))
+        self.note(self.scheduler.take_ended())
+        self.device.landed()
+
+    def step(self) -> StepPlan | None:
+        """One turn of an engine's loop."""
+        plan = self.schedule()
+        while self.flights and (plan is None or len(self.flights) > self.depth):
+            self.commit()
+            plan = plan or self.flights  # an empty plan commits one
+        self.scheduler.check_integrity()
+        return plan
+
+    def drain(self) -> None:
+        """Runs until nobody is left, then holds that every page is back."""
+        while len(self.scheduler) or self.flights:
+            self.step()
+        stats = self.scheduler.stats()
+        assert [usage.num_used for usage in stats.pages] == [0] * len(stats.pages)
+        assert (stats.num_running, stats.num_waiting, stats.num_in_flight) == (0, 0, 0)
