@@ -150,24 +150,8 @@ def reference(
     return out.reshape(batch, query_heads, -1).astype(q.dtype), pool
 
 
-def _kernel_refuses(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pool: jax.Array,
-    *args: Any,
-    alibi: jax.Array | None = None,
-    **kwargs: Any,
-) -> str | None:
-    if (q.dtype, pool.dtype) not in kernels.DECODE_DTYPES:
-        return (
-            f"q is {q.dtype} and pool {pool.dtype}; the kernel has one float dtype for both, or float32 over bfloat16"
-        )
-    if alibi is not None:
-        return "it has no alibi"
-    if pool.shape[3] != q.shape[2] + v.shape[2]:
-        return f"the pool's rows of {pool.shape[3]} are longer than keys and values"
-    return kernels.missing()
+def _kernel_refuses(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, *args: Any, **kwargs: Any) -> str | None:
+    return kernels.refuses_attention(q, k, v, pool)
 
 
 registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)(kernels.decode_attention)

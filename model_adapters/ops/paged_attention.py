@@ -6,11 +6,13 @@ For prefill, chunks of a prefill, and chunks mixed with rows that decode.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from model_adapters.ops import registry
+from model_adapters.ops.cpu import kernels
 from model_adapters.ops.pool import check_arrays, check_features, softmax_times_values, split, whole_numbers, write_at
 
 OP = "paged_attention"
@@ -229,3 +231,10 @@ def _attend(
         .reshape(length, query_heads, -1)
         .astype(q.dtype)
     )
+
+
+def _kernel_refuses(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, *args: Any, **kwargs: Any) -> str | None:
+    return kernels.refuses_attention(q, k, v, pool)
+
+
+registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)(kernels.paged_attention)

@@ -89,7 +89,7 @@ def decode_case(
 def exact_decode(case):
     """What decode_attention is to give, position by position: (out, pool) in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (case.q, case.k, case.v))
-    token = np.asarray(jnp.concatenate([case.k, case.v], -1).astype(case.pool.dtype), np.float64)
+    token = np.concatenate([case.k, case.v], -1).astype(case.pool.dtype).astype(np.float64)
     pool, table = np.array(case.pool, np.float64), np.asarray(case.page_table)
     batch, query_heads, dim = q.shape
     heads, page = k.shape[1], pool.shape[2]

@@ -76,12 +76,66 @@ def test_value_dim_differs(implementation, dim, value_dim):
     [
         ("cpu-ffi", "float16", "float16"),
         ("cpu-ffi", "float32", "bfloat16"),
+        ("cpu-ffi", "bfloat16", "float32"),
         ("reference", "float32", "bfloat16"),
         ("reference", "bfloat16", "float32"),
     ],
 )
 def test_pool_dtype_may_differ(implementation, dtype, pool_dtype):
     check(implementation, decode_case(dtype=dtype, pool_dtype=pool_dtype, group=4))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_pools(implementation, dtype):
+    """Quantized by numpy here: what is read is steps times scale, and the new token is stored in steps."""
+    case = decode_case(dtype=dtype, dim=80, group=4, sinks=True)
+    rng = np.random.default_rng(1)
+    steps = rng.integers(-127, 128, case.pool.shape)
+    k_scale, v_scale = (rng.uniform(0.01, 0.03, 2).astype(np.float32) for _ in "kv")
+    parts = ((case.k, k_scale), (case.v, v_scale))
+    new = [np.clip(np.rint(np.asarray(x, np.float32) / by[:, None]), -127, 127) for x, by in parts]
+    exact = decode_case(dtype=dtype, dim=80, group=4, sinks=True)
+    by = np.repeat(np.stack([k_scale, v_scale], 1), 80, axis=1)  # [H, D + Dv]
+    exact.pool = steps * by.astype(np.float64)[:, None]
+    exact.k, exact.v = (x * scale.astype(np.float64)[:, None] for x, (_, scale) in zip(new, parts, strict=True))
+    case.pool = jnp.asarray(steps, jnp.int8)
+    with use("decode_attention", implementation):
+        out, pool = decode_attention(
+            *case.args, **case.options, k_scale=jnp.asarray(k_scale), v_scale=jnp.asarray(v_scale)
+        )
+    expected, expected_pool = exact_decode(exact)
+    assert_close(out, expected)
+    assert pool.dtype == jnp.int8
+    np.testing.assert_array_equal(np.asarray(pool), np.rint(expected_pool / by[:, None]))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_alibi(implementation):
+    case = decode_case(batch=4, group=3, starts=True, window=20)
+    slopes = np.float32(2.0) ** -np.arange(1, 7, dtype=np.float32)
+    with use("decode_attention", implementation):
+        out, _ = decode_attention(*case.args, **case.options, alibi=jnp.asarray(slopes))
+    # The bias as one more dimension: the position of a key times the slope of a query head.
+    positions = np.zeros((*np.asarray(case.pool).shape[:3], 1))
+    for b, row in enumerate(np.asarray(case.page_table)):
+        for p in range(case.pool.shape[2] * len(row)):
+            positions[row[p // 16], :, p % 16] = p - int(case.lens[b]) + 1
+    exact = decode_case(batch=4, group=3, starts=True, window=20)
+    extra = np.broadcast_to(slopes[:, None] / case.options["scale"], (4, 6, 1))
+    exact.q = np.concatenate([np.asarray(case.q, np.float64), extra], -1)
+    exact.k = np.concatenate([np.asarray(case.k, np.float64), np.zeros((4, 2, 1))], -1)
+    keys, values = np.split(np.asarray(case.pool, np.float64), 2, axis=-1)
+    exact.pool = np.concatenate([keys, positions, values], -1)
+    assert_close(out, exact_decode(exact)[0])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_pool_with_longer_rows(implementation):
+    case = decode_case(dim=24)
+    expected = run(implementation, case)[0]
+    case.pool = jnp.pad(case.pool, ((0, 0), (0, 0), (0, 0), (0, 80)), constant_values=jnp.nan)
+    np.testing.assert_array_equal(run(implementation, case)[0], expected)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -200,6 +254,11 @@ def test_a_pool_that_is_not_donated_keeps_its_values():
         ({"sinks": jnp.zeros((2,))}, r"sinks of shape \(4,\), got \(2,\)"),
         ({"options": {"scale": 1.0, "window": 0}}, "a window of at least 1 or None, got 0"),
         ({"options": {"scale": 1.0, "softcap": -1.0}}, "a positive softcap or None, got -1.0"),
+        ({"options": {"scale": 1.0, "softcap": 1.0, "alibi": jnp.zeros(4)}}, "softcap or alibi, got both"),
+        ({"options": {"scale": 1.0, "alibi": jnp.zeros(2)}}, r"alibi of shape \(4,\), got \(2,\)"),
+        ({"options": {"scale": 1.0, "k_scale": jnp.zeros(2)}}, "k_scale with an int8 pool and with no other"),
+        ({"pool": jnp.zeros((14, 2, 16, 128), jnp.int8)}, "got a pool of int8 without k_scale"),
+        ({"lens": jnp.zeros((3,))}, "lens of an integer dtype, got float32"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
@@ -214,5 +273,7 @@ def test_a_dtype_the_kernel_lacks_goes_to_the_reference_and_is_refused_when_it_i
     case = decode_case(pool_dtype="float8_e4m3fn")
     out, _ = decode_attention(*case.args, **case.options)
     np.testing.assert_allclose(out, exact_decode(case)[0], rtol=2e-5, atol=2e-5)
-    with pytest.raises(InvalidArgumentError, match="q is float32 and pool float8_e4m3fn; the kernel has"):
+    with pytest.raises(
+        InvalidArgumentError, match="pool is float8_e4m3fn; the kernel has bfloat16, float16, float32, int8"
+    ):
         run("cpu-ffi", case)

@@ -23,9 +23,8 @@ from model_adapters.ops.cpu import build
 logger = logging.getLogger("torchax_serve")
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
-# What a query and a pool may be together.
-DECODE_DTYPES = (*((dtype, dtype) for dtype in DTYPES), (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)))
-TARGETS = ("tas_decode_attention", "tas_linear", "tas_grouped_linear")
+POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8))
+TARGETS = ("tas_decode_attention", "tas_paged_attention", "tas_linear", "tas_grouped_linear")
 _lock = threading.Lock()
 
 
@@ -85,6 +84,14 @@ def _or_empty(array: jax.Array | None) -> jax.Array:
     return jnp.zeros((0,), jnp.float32) if array is None else array.astype(jnp.float32)
 
 
+def refuses_attention(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array) -> str | None:
+    """Why the attention kernels cannot take these arrays, or None."""
+    for name, array, dtypes in (("q", q, DTYPES), ("k", k, DTYPES), ("v", v, DTYPES), ("pool", pool, POOL_DTYPES)):
+        if array.dtype not in dtypes:
+            return f"{name} is {array.dtype}; the kernel has {', '.join(str(dtype) for dtype in dtypes)}"
+    return missing()
+
+
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
@@ -103,24 +110,58 @@ def decode_attention(
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`model_adapters.ops.decode_attention`; one fused kernel, the pool in place when it is donated."""
+    floats = [_or_empty(array) for array in (sinks, alibi, k_scale, v_scale)]
+    whole = [array.astype(jnp.int32) for array in (page_table, lens, starts)]
+    return _attend("tas_decode_attention", q, k, v, pool, [*whole, *floats], scale, window, softcap)
+
+
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: jax.Array | None = None,
+    prefix_lens: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See :func:`model_adapters.ops.paged_attention`; one fused kernel, the pool in place when it is donated.
+
+    A token's result is the same to the last bit whatever else is in the batch, however its prompt was cut into chunks
+    and on however many threads; and the same as that of :func:`decode_attention`.
+    """
+    prefix_lens = jnp.zeros((0,), jnp.int32) if prefix_lens is None else prefix_lens
+    floats = [_or_empty(array) for array in (sinks, alibi, k_scale, v_scale)]
+    whole = [array.astype(jnp.int32) for array in (page_table, kv_lens, cu_q_lens, prefix_lens)]
+    return _attend("tas_paged_attention", q, k, v, pool, [*whole, *floats], scale, window, softcap)
+
+
+def _attend(
+    target: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    arrays: list[jax.Array],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array]:
     results = (
         jax.ShapeDtypeStruct((*q.shape[:2], v.shape[2]), q.dtype),
         jax.ShapeDtypeStruct(pool.shape, pool.dtype),
     )
-    call = _call("tas_decode_attention", results, input_output_aliases={3: 1})
-    out, pool = call(
-        q,
-        k.astype(q.dtype),
-        v.astype(q.dtype),
-        pool,
-        page_table.astype(jnp.int32),
-        lens.astype(jnp.int32),
-        starts.astype(jnp.int32),
-        _or_empty(sinks),
-        scale=np.float32(scale),
-        softcap=np.float32(softcap or 0.0),
-        window=np.int64(window or 0),
-    )
+    call = _call(target, results, input_output_aliases={3: 1})
+    options = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0), "window": np.int64(window or 0)}
+    out, pool = call(q, k, v, pool, *arrays, **options)
     return out, pool
 
 

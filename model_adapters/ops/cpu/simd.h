@@ -23,6 +23,7 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IVec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t UVec __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t HVec __attribute__((vector_size(kLanes * 2)));
+typedef int8_t BVec __attribute__((vector_size(kLanes)));
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
@@ -39,6 +40,7 @@ inline Vec splat(float x) { return x - Vec{}; }
 
 // ---- one number
 inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return x; }
 inline float to_float(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
 inline float to_float(f16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
@@ -86,6 +88,11 @@ inline Vec load(const f16* p) {
   return v;
 #endif
 }
+inline Vec load(const int8_t* p) {
+  BVec b;
+  std::memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(b, Vec);
+}
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
 // The first n < kLanes numbers, zeros behind: never reads past p + n.
@@ -131,6 +138,96 @@ inline void sum4(const Vec* v, float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
 #else
   for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
+#endif
+}
+
+// The first `num_bytes` of a vector's worth of 32-bit words, zeros behind: never reads past p + num_bytes.
+inline Vec load_words(const void* p, int64_t num_bytes) {
+  Vec v{};
+  if (num_bytes >= int64_t(sizeof v)) {
+    std::memcpy(&v, p, sizeof v);
+    return v;
+  }
+#if defined(__AVX512BW__)
+  return (Vec)_mm512_maskz_loadu_epi8((uint64_t(1) << num_bytes) - 1, p);
+#else
+  std::memcpy(&v, p, num_bytes);
+  return v;
+#endif
+}
+
+// Number i of those that lie side by side in each 32-bit word, the lowest bits first.
+template <class T>
+inline Vec unpack(Vec words, int i);
+template <>
+inline Vec unpack<float>(Vec words, int) { return words; }
+template <>
+inline Vec unpack<bf16>(Vec words, int i) {
+  const UVec u = bit_cast<UVec>(words);
+  return bit_cast<Vec>(i == 0 ? u << 16 : u & 0xffff0000u);
+}
+template <>
+inline Vec unpack<f16>(Vec words, int i) {
+  const HVec half = __builtin_convertvector(bit_cast<UVec>(words) >> (16 * i), HVec);
+  f16 numbers[kLanes];
+  std::memcpy(numbers, &half, sizeof half);
+  return load(numbers);
+}
+template <>
+inline Vec unpack<int8_t>(Vec words, int i) { return __builtin_convertvector(bit_cast<IVec>(words) << (24 - 8 * i) >> 24, Vec); }
+
+// 0, 1, 2, ...
+inline IVec int_iota() {
+  IVec v;
+  for (int i = 0; i < kLanes; i++) v[i] = i;
+  return v;
+}
+
+// Turns a square of kLanes vectors over its diagonal.
+inline void transpose_square(Vec* v) {
+#if defined(__AVX512F__)
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
+  }
+  const auto pairs = [](__m512 x, __m512 y, bool high) {
+    const __m512d p = _mm512_castps_pd(x), q = _mm512_castps_pd(y);
+    return _mm512_castpd_ps(high ? _mm512_unpackhi_pd(p, q) : _mm512_unpacklo_pd(p, q));
+  };
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 4; j++) b[i + j] = pairs(a[i + j / 2], a[i + j / 2 + 2], j % 2);
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < 2; j++) {
+      a[8 * j + i] = _mm512_shuffle_f32x4(b[8 * j + i], b[8 * j + i + 4], 0x88);
+      a[8 * j + i + 4] = _mm512_shuffle_f32x4(b[8 * j + i], b[8 * j + i + 4], 0xdd);
+    }
+  for (int i = 0; i < 8; i++) {
+    v[i] = (Vec)_mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
+    v[i + 8] = (Vec)_mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
+  }
+#elif defined(__AVX__)
+  __m256 a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]);
+    a[i + 1] = _mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      b[i + 2 * j] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0x44);
+      b[i + 2 * j + 1] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0xee);
+    }
+  for (int i = 0; i < 4; i++) {
+    v[i] = (Vec)_mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
+    v[i + 4] = (Vec)_mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
+  }
+#else
+  for (int i = 0; i < kLanes; i++)
+    for (int j = 0; j < i; j++) {
+      const float x = v[i][j];
+      v[i][j] = v[j][i];
+      v[j][i] = x;
+    }
 #endif
 }
 

@@ -1,0 +1,298 @@
+// Attention of a tile of query rows to one kv head of a paged context.
+//
+// Positions are taken in blocks of 64 from multiples of 64 on, whatever the page size: each block's keys are transposed and
+// its values converted to float once for all rows of the tile, which meet them in tiles of registers. Softmax is the online
+// one (Milakov and Gimelshein, 2018); at multiples of 512 positions it begins anew, and the spans are joined in order by
+// their log-sum-exp, as in Flash-Decoding (Dao et al., 2023), so that they may be computed on several threads.
+//
+// What a row gets depends on nothing but the row and what it sees, to the last bit: every sum runs in one order over the
+// positions, and a position, block or span that a row does not see leaves its sums as they are.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+
+namespace tas {
+
+constexpr int kBlock = 64;                    // positions per softmax step
+constexpr int64_t kSpan = 8 * kBlock;         // positions after which sums begin anew
+constexpr int kRowTile = 6;                   // rows whose accumulators are held in registers
+constexpr int kWide = kManyRegisters ? 4 : 2; // vectors of each of them
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+// A pool [num_pages, kv_heads, page, width], keys at [0, key_dim) and values at [key_dim, key_dim + value_dim) of each row.
+struct Shape {
+  int64_t kv_heads, group, key_dim, value_dim, page, width, pages_per_seq, num_pages;
+  int64_t capacity() const { return page * pages_per_seq; }
+};
+
+// Query rows of one sequence and kv head: the `group` query heads of each of some consecutive tokens.
+struct Tile {
+  int64_t rows, group, position;     // of the first token
+  int64_t start, end, prefix, window;  // visible: [start, end), of these those below `prefix` and the last `window`; 0: all
+  const float* q;                    // [rows, num_words * kPerWord], zeros behind key_dim
+  float scale, softcap;
+  const float* alibi;                // [group] or null
+
+  int64_t at(int64_t row) const { return position + row / group; }
+  int64_t first(int64_t row) const { return window > 0 ? std::max(start, at(row) + 1 - window) : start; }
+  int64_t last(int64_t row) const { return std::min(at(row) + 1, end); }
+  bool sees(int64_t row_begin, int64_t row_end, int64_t begin, int64_t stop) const {
+    return begin < prefix || (begin < last(row_end - 1) && stop > first(row_begin));
+  }
+};
+
+// What a span of positions leaves: per row the largest score, the sum of exponentials, and the weighted values.
+struct Sums {
+  float *top, *total, *acc;  // [rows], [rows], [rows, padded(value_dim)]
+  static int64_t size(int64_t rows, int64_t value_dim) { return rows * (2 + padded(value_dim)); }
+  static Sums at(float* base, int64_t rows) { return {base, base + rows, base + 2 * rows}; }
+  void clear(int64_t rows, int64_t value_dim) const {
+    std::fill(top, top + rows, kNone);
+    std::fill(total, acc + rows * padded(value_dim), 0.f);
+  }
+};
+
+// Asks for the cache line at p, once for each line that is read in steps of `step` bytes from `offset` on.
+inline void ask_for(const void* p, int64_t offset, int64_t step) {
+  if (step >= 64 || offset % 64 < step) __builtin_prefetch(p);
+}
+
+// Numbers of T that share a 32-bit word. Keys are transposed by the word, as they are; products unpack them.
+template <class T>
+constexpr int64_t kPerWord = 4 / sizeof(T);
+
+// Words of a key, and the row of floats that a query takes: zeros stand where a key ends within a word.
+template <class T>
+int64_t num_words(int64_t dim) { return (dim + kPerWord<T> - 1) / kPerWord<T>; }
+
+// out[i][t] = word i of rows[t] for kLanes rows. Meanwhile `next` is asked for.
+template <class T>
+void transpose(const T* const* rows, const T* const* next, int64_t dim, float* out) {
+  const int64_t words = num_words<T>(dim);
+  for (int64_t i = 0; i < words; i += kLanes) {
+    const int64_t d = i * kPerWord<T>;
+    Vec v[kLanes];
+    for (int t = 0; t < kLanes; t++) {
+      ask_for(next[t] + d, d * int64_t(sizeof(T)), sizeof(Vec));
+      v[t] = load_words(rows[t] + d, (dim - d) * int64_t(sizeof(T)));
+    }
+    transpose_square(v);
+    const int n = int(std::min<int64_t>(kLanes, words - i));
+    if (n == kLanes)
+      for (int j = 0; j < kLanes; j++) store(out + (i + j) * kBlock, v[j]);
+    else
+      for (int j = 0; j < n; j++) store(out + (i + j) * kBlock, v[j]);
+  }
+}
+
+// scores[r][t] = q[r] . keys[t] for the kBlock keys of a transposed block, each product summed from the first dimension on.
+template <int R, class T>
+void dot_keys(const float* keys, const float* q, int64_t words, float* scores) {
+  for (int t = 0; t < kBlock; t += kWide * kLanes) {
+    Vec sum[R][kWide] = {};
+    for (int64_t i = 0; i < words; i++)
+      for (int j = 0; j < kPerWord<T>; j++) {
+        Vec k[kWide];
+        for (int w = 0; w < kWide; w++) k[w] = unpack<T>(load(keys + i * kBlock + t + w * kLanes), j);
+        for (int r = 0; r < R; r++) {
+          const Vec x = splat(q[(r * words + i) * kPerWord<T> + j]);
+          for (int w = 0; w < kWide; w++) sum[r][w] += x * k[w];
+        }
+      }
+    for (int r = 0; r < R; r++)
+      for (int w = 0; w < kWide; w++) store(scores + r * kBlock + t + w * kLanes, sum[r][w]);
+  }
+}
+
+// The rows of a block's values, and those of the next block to be asked for meanwhile; null: none.
+template <class T>
+struct Values {
+  const T *const *rows, *const *next;
+};
+
+// acc[r] = acc[r] * keep[r] + sum over t in [first, last) of weights[r][t] * values[t], for W vectors from `d` on.
+template <int R, int W, bool kPartial, class T>
+void add_values(const Values<T>& values, int first, int last, int64_t d, int64_t dim, const float* weights, const float* keep, float* acc, int64_t acc_stride) {
+  Vec sum[R][W];
+  for (int r = 0; r < R; r++)
+    for (int w = 0; w < W; w++) sum[r][w] = load(acc + r * acc_stride + d + w * kLanes) * keep[r];
+  for (int t = first; t < last; t++) {
+    Vec v[W];
+    const T* row = values.rows[t] + d;
+    if (values.next) // of these W vectors, each line once
+      for (int64_t i = 0; i < W * kLanes * int64_t(sizeof(T)); i += 64) ask_for((const char*)(values.next[t] + d) + i, d * int64_t(sizeof(T)), W * kLanes * sizeof(T));
+    for (int w = 0; w < W; w++) v[w] = kPartial ? load_first(row, int(dim - d)) : load(row + w * kLanes);
+    for (int r = 0; r < R; r++) {
+      const Vec x = splat(weights[r * kBlock + t]);
+      for (int w = 0; w < W; w++) sum[r][w] += x * v[w];
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int w = 0; w < W; w++) store(acc + r * acc_stride + d + w * kLanes, sum[r][w]);
+}
+
+template <int R, class T>
+void add_all_values(const Values<T>& values, int first, int last, int64_t dim, const float* weights, const float* keep, float* acc, int64_t acc_stride) {
+  int64_t d = 0;
+  for (; d + kWide * kLanes <= dim; d += kWide * kLanes) add_values<R, kWide, false>(values, first, last, d, dim, weights, keep, acc, acc_stride);
+  for (; d + kLanes <= dim; d += kLanes) add_values<R, 1, false>(values, first, last, d, dim, weights, keep, acc, acc_stride);
+  if (d < dim) add_values<R, 1, true>(values, first, last, d, dim, weights, keep, acc, acc_stride);
+}
+
+// Turns one row's products with the block at `begin` into weights, in place; returns what the earlier sums are to be
+// multiplied by. Not a template: one order of operations for all tiles.
+inline float softmax_step(const Tile& tile, int64_t row, int64_t begin, float* scores, float* top, float* total) {
+  const int64_t first = tile.first(row) - begin, last = tile.last(row) - begin, prefix = tile.prefix - begin;
+  const bool all_seen = (first <= 0 && last >= kBlock) || prefix >= kBlock;
+  const float slope = tile.alibi ? tile.alibi[row % tile.group] : 0.f;
+  Vec high = splat(*top);
+  for (int t = 0; t < kBlock; t += kLanes) {
+    Vec s = load(scores + t) * tile.scale;
+    if (tile.softcap != 0) s = tile.softcap * tanh(s / tile.softcap);
+    if (tile.alibi) s += slope * __builtin_convertvector(int_iota() + int32_t(begin + t - tile.at(row)), Vec);
+    if (!all_seen) {
+      const auto clip = [](int64_t n) { return IVec{} + int32_t(std::clamp<int64_t>(n, -1, kBlock + 1)); };
+      const IVec i = int_iota() + t;
+      s = ((i >= clip(first)) & (i < clip(last))) | (i < clip(prefix)) ? s : splat(kNone);
+    }
+    store(scores + t, s);
+    high = max(high, s);
+  }
+  const float now = largest(high);
+  const float base = now == kNone ? 0.f : now;  // nothing seen yet: keeps -inf - -inf out
+  Vec sums = {};
+  for (int t = 0; t < kBlock; t += kLanes) {
+    const Vec x = load(scores + t) - base;
+    const Vec e = x < splat(-87.f) ? Vec{} : exp(x);  // exactly nothing for what is not seen
+    store(scores + t, e);
+    sums += e;
+  }
+  const float keep = *top == now ? 1.f : std::exp(*top - base);
+  *top = now;
+  *total = *total * keep + sum(sums);
+  return keep;
+}
+
+// Where the rows of a block's positions lie, keys and values.
+template <class T>
+struct Block {
+  const T *keys[kBlock], *values[kBlock];
+
+  // Positions [begin + skipped, begin + known) of the page list; those before stand for the first of them, those behind for
+  // the last.
+  void find(const T* pool, const int32_t* pages, int64_t head, const Shape& shape, int64_t begin, int skipped, int known) {
+    for (int t = skipped; t < known;) {
+      const int64_t at = begin + t, slot = at % shape.page;
+      const int64_t page = std::clamp<int64_t>(pages[at / shape.page], 0, shape.num_pages - 1);
+      const T* row = pool + ((page * shape.kv_heads + head) * shape.page + slot) * shape.width;
+      for (const int end = int(std::min<int64_t>(known, t + shape.page - slot)); t < end; t++, row += shape.width) keys[t] = row;
+    }
+    std::fill(keys, keys + skipped, keys[skipped]);
+    std::fill(keys + known, keys + kBlock, keys[known - 1]);
+    for (int t = 0; t < kBlock; t++) values[t] = keys[t] + shape.key_dim;
+  }
+};
+
+template <int R, class K, class V>
+void attend_rows(const Tile& tile, int64_t row, int64_t begin, const float* keys, const Values<V>& values, int64_t value_dim, const Sums& sums, int64_t words) {
+  float scores[R * kBlock], keep[R];
+  const int64_t acc_stride = padded(value_dim);
+  dot_keys<R, K>(keys, tile.q + row * words * kPerWord<K>, words, scores);
+  for (int r = 0; r < R; r++) keep[r] = softmax_step(tile, row + r, begin, scores + r * kBlock, sums.top + row + r, sums.total + row + r);
+  const auto within = [&](int64_t n) { return int(std::clamp<int64_t>(n - begin, 0, kBlock)); };
+  // What some of these rows see, in one or two runs: between them may lie anything, and 0 times anything may be NaN.
+  int first = within(tile.first(row)), last = within(tile.last(row + R - 1));
+  const int prefix = within(tile.prefix);
+  if (last <= first) first = last = prefix;
+  float* acc = sums.acc + row * acc_stride;
+  if (prefix > 0 && prefix < first) {
+    add_all_values<R>(values, 0, prefix, value_dim, scores, keep, acc, acc_stride);
+    std::fill(keep, keep + R, 1.f);
+  } else if (prefix > 0) {
+    first = 0, last = std::max(last, prefix);
+  }
+  add_all_values<R>(values, first, last, value_dim, scores, keep, acc, acc_stride);
+}
+
+template <class K, class V>
+void attend_tile(const Tile& tile, int64_t begin, const float* keys, const Values<V>& values, int64_t value_dim, const Sums& sums, int64_t words) {
+  for (int64_t row = 0; row < tile.rows;) {
+    const int n = int(std::min<int64_t>(kRowTile, tile.rows - row));
+    if (tile.sees(row, row + n, begin, begin + kBlock)) switch (n) {
+        case 1: attend_rows<1, K>(tile, row, begin, keys, values, value_dim, sums, words); break;
+        case 2: attend_rows<2, K>(tile, row, begin, keys, values, value_dim, sums, words); break;
+        case 3: attend_rows<3, K>(tile, row, begin, keys, values, value_dim, sums, words); break;
+        case 4: attend_rows<4, K>(tile, row, begin, keys, values, value_dim, sums, words); break;
+        case 5: attend_rows<5, K>(tile, row, begin, keys, values, value_dim, sums, words); break;
+        default: attend_rows<kRowTile, K>(tile, row, begin, keys, values, value_dim, sums, words);
+      }
+    row += n;
+  }
+}
+
+// The sums of a tile over the positions [begin, stop), which lie in one span.
+template <class T>
+void attend_span(const T* pool, const int32_t* pages, int64_t head, const Shape& shape, const Tile& tile, int64_t begin, int64_t stop, const Sums& sums) {
+  static thread_local std::vector<float> scratch;
+  const int64_t value_stride = padded(shape.value_dim);
+  const int64_t words = num_words<T>(shape.key_dim);
+  scratch.resize((words + value_stride) * kBlock);
+  float* keys = scratch.data();
+  float* converted = keys + words * kBlock;
+  const float* converted_rows[kBlock];
+  for (int t = 0; t < kBlock; t++) converted_rows[t] = converted + t * value_stride;
+  sums.clear(tile.rows, shape.value_dim);
+  const int64_t lowest = tile.prefix > 0 ? 0 : tile.first(0), highest = std::max(tile.last(tile.rows - 1), tile.prefix);
+  if (highest <= lowest) return;
+  const auto skip_unseen = [&](int64_t at) {
+    while (at < stop && !tile.sees(0, tile.rows, at, at + kBlock)) at += kBlock;
+    return at;
+  };
+  const auto skipped_of = [&](int64_t at) { return int(std::clamp<int64_t>(lowest - at, 0, kBlock - 1)); };
+  const auto known_of = [&](int64_t at) { return int(std::min<int64_t>(kBlock, highest - at)); };
+  Block<T> blocks[2];
+  begin = skip_unseen(begin);
+  if (begin < stop) blocks[0].find(pool, pages, head, shape, begin, skipped_of(begin), known_of(begin));
+  for (int current = 0; begin < stop; current ^= 1) {
+    // While a block is read, the next is asked for: pages lie anywhere, and the hardware follows no list of them.
+    const int64_t after = skip_unseen(begin + kBlock);
+    const Block<T>& block = blocks[current];
+    Block<T>& next = blocks[current ^ 1];
+    if (after < stop) next.find(pool, pages, head, shape, after, skipped_of(after), known_of(after));
+    else next = block;
+    const int known = known_of(begin);
+    for (int t = 0; t < known; t += kLanes) transpose(block.keys + t, next.keys + t, shape.key_dim, keys + t);
+    if (tile.rows <= kRowTile) {
+      attend_tile<T>(tile, begin, keys, Values<T>{block.values, next.values}, shape.value_dim, sums, words);
+    } else {
+      for (int t = skipped_of(begin); t < known; t++)
+        for (int64_t d = 0; d < value_stride; d += kLanes) {
+          ask_for(next.values[t] + d, d * int64_t(sizeof(T)), kLanes * sizeof(T));
+          store(converted + t * value_stride + d, d + kLanes <= shape.value_dim ? load(block.values[t] + d) : load_first(block.values[t] + d, int(shape.value_dim - d)));
+        }
+      attend_tile<T>(tile, begin, keys, Values<float>{converted_rows, nullptr}, shape.value_dim, sums, words);
+    }
+    begin = after;
+  }
+}
+
+// Adds the sums of the next span to those before it. A span in which a row sees nothing changes nothing.
+inline void join(const Sums& sums, const Sums& next, int64_t rows, int64_t value_dim) {
+  const int64_t stride = padded(value_dim);
+  for (int64_t r = 0; r < rows; r++) {
+    const float now = std::max(sums.top[r], next.top[r]);
+    if (now == kNone) continue;
+    const float mine = std::exp(sums.top[r] - now), theirs = std::exp(next.top[r] - now);
+    sums.top[r] = now;
+    sums.total[r] = sums.total[r] * mine + next.total[r] * theirs;
+    for (int64_t d = 0; d < stride; d += kLanes) store(sums.acc + r * stride + d, load(sums.acc + r * stride + d) * mine + load(next.acc + r * stride + d) * theirs);
+  }
+}
+
+}  // namespace tas

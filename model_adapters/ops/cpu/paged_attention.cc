@@ -1,0 +1,301 @@
+// Attention on a paged cache with the write of the new tokens: runs of tokens of several sequences, or one token of each.
+//
+// First all new keys and values are written. Then a work item is (some consecutive tokens of a sequence, kv head), or one
+// span of its positions where there are fewer items than threads; `attend.h` has what is done in it. Which thread takes
+// which item, and how tokens are cut into items, changes no result.
+#include <cstring>
+#include <numeric>
+#include <type_traits>
+#include <vector>
+
+#include "attend.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace tas {
+namespace {
+
+constexpr int64_t kTileRows = 16 * kRowTile;        // query rows that share one reading of keys and values
+constexpr int64_t kProductsPerWorker = 64 << 10;    // less than this is not worth waking a thread for
+constexpr int64_t kTokensPerWrite = 32;             // that a thread writes at a time
+
+// Numbers of any of the float types, by the row.
+struct Rows {
+  const void* data;
+  ffi::DataType dtype;
+
+  template <class T>
+  const T* as() const { return static_cast<const T*>(data); }
+
+  void read(int64_t begin, int64_t n, float* out) const {
+    const auto convert = [&](const auto* x) {
+      for (int64_t i = 0; i < n; i++) out[i] = to_float(x[begin + i]);
+    };
+    if (dtype == ffi::F32) convert(as<float>());
+    else if (dtype == ffi::BF16) convert(as<bf16>());
+    else convert(as<f16>());
+  }
+};
+
+void write_rows(void* data, ffi::DataType dtype, int64_t begin, const float* row, int64_t n, float factor) {
+  const auto convert = [&](auto* out) {
+    for (int64_t i = 0; i < n; i++) from_float(row[i] * factor, out + begin + i);
+  };
+  if (dtype == ffi::F32) convert(static_cast<float*>(data));
+  else if (dtype == ffi::BF16) convert(static_cast<bf16*>(data));
+  else convert(static_cast<f16*>(data));
+}
+
+// As a pool keeps a number: an int8 one in steps of `scale`, to nearest, ties to even.
+template <class T>
+void put(float x, float, T* out) { from_float(x, out); }
+void put(float x, float scale, int8_t* out) {
+  const float steps = std::nearbyint(x / scale);
+  *out = x != x ? 0 : int8_t(std::clamp(steps, -127.f, 127.f));
+}
+
+struct Call {
+  Rows q, k, v;
+  const int32_t *page_table, *kv_lens, *cu_q_lens, *starts, *prefix_lens;  // the last three or null
+  const float *sinks, *alibi, *k_scale, *v_scale;                         // or null
+  void* out;
+  int64_t num_tokens, num_seqs, query_heads, window;
+  float scale, softcap;
+
+  // Without cu_q_lens every sequence has one new token.
+  int64_t begin(int64_t s) const { return cu_q_lens ? cu_q_lens[s] : s; }
+  int64_t position(int64_t s, int64_t token) const { return int64_t(kv_lens[s]) - begin(s + 1) + token; }
+  // The tokens of a sequence that are there and have a position.
+  int64_t first_token(int64_t s) const { return std::max<int64_t>({begin(s), begin(s + 1) - kv_lens[s], 0}); }
+  int64_t last_token(int64_t s) const { return std::min(begin(s + 1), num_tokens); }
+};
+
+// Consecutive tokens of one sequence, and the positions that some of them see.
+struct Piece {
+  int64_t seq, token, count, lowest, highest;
+  int64_t first_span() const { return lowest / kSpan; }
+  int64_t num_spans() const { return std::max<int64_t>(1, (highest + kSpan - 1) / kSpan - first_span()); }
+};
+
+Tile tile_of(const Call& call, const Shape& shape, int64_t s, int64_t token, int64_t count) {
+  Tile tile{};
+  tile.rows = count * shape.group, tile.group = shape.group, tile.position = call.position(s, token);
+  tile.start = call.starts ? std::max(call.starts[s], 0) : 0;
+  tile.end = std::min<int64_t>(call.kv_lens[s], shape.capacity());
+  tile.prefix = call.prefix_lens ? std::clamp<int64_t>(call.prefix_lens[s], 0, tile.end) : 0;
+  tile.window = call.window, tile.softcap = call.softcap, tile.scale = call.scale;
+  return tile;
+}
+
+std::vector<Piece> pieces_of(const Call& call, const Shape& shape) {
+  const int64_t most = std::max<int64_t>(1, kTileRows / shape.group);
+  std::vector<Piece> pieces;
+  for (int64_t s = 0; s < call.num_seqs; s++)
+    for (int64_t token = call.first_token(s); token < call.last_token(s); token += most) {
+      const int64_t count = std::min(most, call.last_token(s) - token);
+      const Tile tile = tile_of(call, shape, s, token, count);
+      const int64_t highest = std::max(tile.last(tile.rows - 1), tile.prefix);
+      pieces.push_back({s, token, count, std::min(tile.prefix > 0 ? 0 : tile.first(0), highest), highest});
+    }
+  // The largest first: a thread that is left with one at the end keeps the others waiting.
+  const auto work = [](const Piece& p) { return p.count * (p.highest - p.lowest); };
+  std::stable_sort(pieces.begin(), pieces.end(), [&](const Piece& a, const Piece& b) { return work(a) > work(b); });
+  return pieces;
+}
+
+template <class T>
+class Attention {
+ public:
+  Attention(ffi::ThreadPool& threads, const Call& call, T* pool, const Shape& shape) : threads_(threads), call_(call), pool_(pool), shape_(shape) {}
+
+  void run() {
+    write();
+    const std::vector<Piece> pieces = pieces_of(call_, shape_);
+    clear_outputs(pieces);
+    const int64_t num_items = int64_t(pieces.size()) * shape_.kv_heads;
+    int64_t products = 0, most_spans = 1;
+    for (const Piece& p : pieces) {
+      products += p.count * call_.query_heads * (p.highest - p.lowest) * (shape_.key_dim + shape_.value_dim);
+      most_spans = std::max(most_spans, p.num_spans());
+    }
+    const int64_t workers = std::min<int64_t>(threads_.num_threads(), 1 + products / kProductsPerWorker);
+    if (workers > 1 && most_spans > 1 && num_items < 2 * workers) return run_spans(pieces, workers);
+    parallel_for(threads_, num_items, workers, [&](int64_t i) {
+      const Piece& piece = pieces[i / shape_.kv_heads];
+      const int64_t head = i % shape_.kv_heads, rows = piece.count * shape_.group;
+      static thread_local std::vector<float> scratch;
+      scratch.resize(2 * Sums::size(rows, shape_.value_dim));
+      const Sums sums = Sums::at(scratch.data(), rows), next = Sums::at(scratch.data() + Sums::size(rows, shape_.value_dim), rows);
+      for (int64_t n = 0; n < piece.num_spans(); n++) {
+        attend(piece, head, n, n == 0 ? sums : next);
+        if (n > 0) join(sums, next, rows, shape_.value_dim);
+      }
+      finish(piece, head, sums);
+    });
+  }
+
+ private:
+  void write() {
+    for (int64_t s = 0; s < call_.num_seqs; s++) {
+      const int64_t first = call_.first_token(s), last = call_.last_token(s), chunks = (last - first + kTokensPerWrite - 1) / kTokensPerWrite;
+      if (last <= first) continue;
+      parallel_for(threads_, chunks, chunks, [&](int64_t c) {
+        for (int64_t t = first + c * kTokensPerWrite; t < std::min(last, first + (c + 1) * kTokensPerWrite); t++) write(s, t);
+      });
+    }
+  }
+
+  void write(int64_t s, int64_t token) {
+    const int64_t position = call_.position(s, token);
+    if (position >= shape_.capacity()) return;
+    const int64_t page = call_.page_table[s * shape_.pages_per_seq + position / shape_.page];
+    if (page < 0 || page >= shape_.num_pages) return;
+    for (int64_t head = 0; head < shape_.kv_heads; head++) {
+      T* slot = pool_ + ((page * shape_.kv_heads + head) * shape_.page + position % shape_.page) * shape_.width;
+      const int64_t at = token * shape_.kv_heads + head;
+      store(call_.k, at * shape_.key_dim, shape_.key_dim, call_.k_scale ? call_.k_scale[head] : 1.f, slot);
+      store(call_.v, at * shape_.value_dim, shape_.value_dim, call_.v_scale ? call_.v_scale[head] : 1.f, slot + shape_.key_dim);
+      std::fill(slot + shape_.key_dim + shape_.value_dim, slot + shape_.width, T{});
+    }
+  }
+
+  static void store(const Rows& from, int64_t begin, int64_t n, float scale, T* out) {
+    static thread_local std::vector<float> row;
+    row.resize(n);
+    from.read(begin, n, row.data());
+    for (int64_t d = 0; d < n; d++) put(row[d], scale, out + d);
+  }
+
+  // Zeros for padding and for tokens before position 0.
+  void clear_outputs(const std::vector<Piece>& pieces) {
+    const int64_t covered = std::accumulate(pieces.begin(), pieces.end(), int64_t{0}, [](int64_t n, const Piece& p) { return n + p.count; });
+    const int64_t item = call_.q.dtype == ffi::F32 ? 4 : 2;
+    if (covered < call_.num_tokens) std::memset(call_.out, 0, call_.num_tokens * call_.query_heads * shape_.value_dim * item);
+  }
+
+  // The sums of one piece and kv head over its n-th span.
+  void attend(const Piece& piece, int64_t head, int64_t n, const Sums& sums) const {
+    static thread_local std::vector<float> queries;
+    Tile tile = tile_of(call_, shape_, piece.seq, piece.token, piece.count);
+    if (call_.k_scale) tile.scale *= call_.k_scale[head];
+    if (call_.alibi) tile.alibi = call_.alibi + head * shape_.group;
+    const int64_t stride = num_words<T>(shape_.key_dim) * kPerWord<T>;
+    queries.assign(tile.rows * stride, 0.f);
+    for (int64_t r = 0; r < tile.rows; r++)
+      call_.q.read(((piece.token + r / shape_.group) * call_.query_heads + head * shape_.group + r % shape_.group) * shape_.key_dim, shape_.key_dim, &queries[r * stride]);
+    tile.q = queries.data();
+    const int64_t begin = (piece.first_span() + n) * kSpan;
+    attend_span(pool_, call_.page_table + piece.seq * shape_.pages_per_seq, head, shape_, tile, begin, std::min(begin + kSpan, piece.highest), sums);
+  }
+
+  // Each span of each item on whatever thread is free; then they are joined in order.
+  void run_spans(const std::vector<Piece>& pieces, int64_t workers) {
+    struct Unit {
+      int64_t piece, head, span, offset;
+    };
+    std::vector<Unit> units;
+    int64_t size = 0;
+    for (int64_t p = 0; p < int64_t(pieces.size()); p++)
+      for (int64_t head = 0; head < shape_.kv_heads; head++)
+        for (int64_t n = 0; n < pieces[p].num_spans(); n++) {
+          units.push_back({p, head, n, size});
+          size += Sums::size(pieces[p].count * shape_.group, shape_.value_dim);
+        }
+    std::vector<float> partials(size);
+    const auto sums_of = [&](const Unit& unit) { return Sums::at(partials.data() + unit.offset, pieces[unit.piece].count * shape_.group); };
+    parallel_for(threads_, int64_t(units.size()), workers, [&](int64_t i) {
+      const Unit& unit = units[i];
+      attend(pieces[unit.piece], unit.head, unit.span, sums_of(unit));
+    });
+    for (size_t i = 0; i < units.size();) {
+      const Unit& first = units[i];
+      const Piece& piece = pieces[first.piece];
+      const Sums sums = sums_of(first);
+      for (i++; i < units.size() && units[i].span > 0; i++) join(sums, sums_of(units[i]), piece.count * shape_.group, shape_.value_dim);
+      finish(piece, first.head, sums);
+    }
+  }
+
+  // Takes the sink in (a logit without a value) and writes the rows of the result. No position seen: zeros.
+  void finish(const Piece& piece, int64_t head, const Sums& sums) const {
+    for (int64_t r = 0; r < piece.count * shape_.group; r++) {
+      const int64_t query_head = head * shape_.group + r % shape_.group, token = piece.token + r / shape_.group;
+      const float sink = call_.sinks ? call_.sinks[query_head] : kNone, top = std::max(sums.top[r], sink);
+      const float share = sums.top[r] == kNone ? 0.f : std::exp(sums.top[r] - top);
+      const float total = sums.total[r] * share + (sink == kNone ? 0.f : std::exp(sink - top));
+      const float factor = (total == 0 ? 0.f : share / total) * (call_.v_scale ? call_.v_scale[head] : 1.f);
+      write_rows(call_.out, call_.q.dtype, (token * call_.query_heads + query_head) * shape_.value_dim, sums.acc + r * padded(shape_.value_dim), shape_.value_dim, factor);
+    }
+  }
+
+  ffi::ThreadPool& threads_;
+  const Call& call_;
+  T* pool_;
+  const Shape& shape_;
+};
+
+template <class T>
+const T* data_or_null(ffi::AnyBuffer& buffer) {
+  return buffer.element_count() ? static_cast<const T*>(buffer.untyped_data()) : nullptr;
+}
+
+Rows rows_of(ffi::AnyBuffer& buffer) { return {buffer.untyped_data(), buffer.element_type()}; }
+
+// Dtypes and shapes are checked by the caller in Python. Arrays of no element are arguments that are not there.
+ffi::Error run(ffi::ThreadPool& threads, Call& call, ffi::AnyBuffer& q, ffi::AnyBuffer& k, ffi::AnyBuffer& v, ffi::AnyBuffer& pool, ffi::AnyBuffer& page_table,
+               ffi::AnyBuffer& sinks, ffi::AnyBuffer& alibi, ffi::AnyBuffer& k_scale, ffi::AnyBuffer& v_scale, ffi::Result<ffi::AnyBuffer>& out, ffi::Result<ffi::AnyBuffer>& pool_out) {
+  const auto qd = q.dimensions(), pd = pool.dimensions();
+  call.q = rows_of(q), call.k = rows_of(k), call.v = rows_of(v);
+  call.page_table = static_cast<const int32_t*>(page_table.untyped_data());
+  call.sinks = data_or_null<float>(sinks), call.alibi = data_or_null<float>(alibi);
+  call.k_scale = data_or_null<float>(k_scale), call.v_scale = data_or_null<float>(v_scale);
+  call.out = out->untyped_data();
+  call.num_tokens = qd[0], call.num_seqs = page_table.dimensions()[0], call.query_heads = qd[1];
+  const Shape shape{pd[1], qd[1] / pd[1], qd[2], v.dimensions()[2], pd[2], pd[3], page_table.dimensions()[1], pd[0]};
+  if (pool_out->untyped_data() != pool.untyped_data()) std::memcpy(pool_out->untyped_data(), pool.untyped_data(), pool.size_bytes());
+  const auto start = [&](auto* pages) {
+    Attention<std::remove_pointer_t<decltype(pages)>>(threads, call, pages, shape).run();
+    return ffi::Error::Success();
+  };
+  void* pages = pool_out->untyped_data();
+  switch (pool.element_type()) {
+    case ffi::BF16: return start(static_cast<bf16*>(pages));
+    case ffi::F16: return start(static_cast<f16*>(pages));
+    case ffi::F32: return start(static_cast<float*>(pages));
+    case ffi::S8: return start(static_cast<int8_t*>(pages));
+    default: return ffi::Error::InvalidArgument("paged attention: no kernel for this dtype of the pool");
+  }
+}
+
+// q[T, Hq, D] k[T, H, D] v[T, H, Dv] pool[P, H, page, W] page_table[S, pages_per_seq] kv_lens[S] cu_q_lens[S + 1]
+// prefix_lens[S or 0] sinks[Hq or 0] alibi[Hq or 0] k_scale[H or 0] v_scale[H or 0] -> out[T, Hq, Dv], pool (aliased).
+ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pool, ffi::AnyBuffer page_table, ffi::AnyBuffer kv_lens,
+                           ffi::AnyBuffer cu_q_lens, ffi::AnyBuffer prefix_lens, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale,
+                           float scale, float softcap, int64_t window, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pool_out) {
+  Call call{};
+  call.kv_lens = data_or_null<int32_t>(kv_lens), call.cu_q_lens = data_or_null<int32_t>(cu_q_lens), call.prefix_lens = data_or_null<int32_t>(prefix_lens);
+  call.scale = scale, call.softcap = softcap, call.window = window;
+  return run(threads, call, q, k, v, pool, page_table, sinks, alibi, k_scale, v_scale, out, pool_out);
+}
+
+// The same for one new token of each of B sequences, with the first visible position of each: starts[B].
+ffi::Error decode_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pool, ffi::AnyBuffer page_table, ffi::AnyBuffer lens,
+                            ffi::AnyBuffer starts, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, float scale, float softcap, int64_t window,
+                            ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pool_out) {
+  Call call{};
+  call.kv_lens = data_or_null<int32_t>(lens), call.starts = data_or_null<int32_t>(starts);
+  call.scale = scale, call.softcap = softcap, call.window = window;
+  return run(threads, call, q, k, v, pool, page_table, sinks, alibi, k_scale, v_scale, out, pool_out);
+}
+
+}  // namespace
+}  // namespace tas
+
+#define TAS_ARGS_6 Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>
+#define TAS_OPTIONS Attr<float>("scale").Attr<float>("softcap").Attr<int64_t>("window").Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_paged_attention, tas::paged_attention, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().TAS_ARGS_6().TAS_OPTIONS());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_decode_attention, tas::decode_attention,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().TAS_OPTIONS());

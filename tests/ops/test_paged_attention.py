@@ -1,0 +1,264 @@
+"""Paged attention of ragged queries: every implementation against a float64 loop."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops_oracle import assert_close
+from paged_oracle import exact_paged, paged_case
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import paged_attention, registry, use
+
+IMPLEMENTATIONS = ("reference", "cpu-ffi")
+FEATURES = (
+    {},
+    {"window": 9},
+    {"softcap": 3.0, "padding": 4},
+    {"sinks": True},
+    {"alibi": True},
+    {"prefix_lens": (5, 0, 40, 3)},
+    {"window": 7, "prefix_lens": (3, 2, 30, 10), "sinks": True},
+    {"window": 21, "softcap": 10.0, "sinks": True, "free_behind_window": True},
+    {"alibi": True, "window": 30, "sinks": True, "padding": 1, "spare": 24},
+)
+DTYPES = (("float32", None), ("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "int8"), ("float32", "int8"))
+GRID = list(itertools.product((64, 80, 96, 128, 256), (1, 2, 3, 4, 8, 16), (16, 32, 64)))
+TRACED = ("alibi", "prefix_lens", "k_scale", "v_scale")
+
+
+@functools.cache
+def compiled(implementation, **options):
+    return jax.jit(functools.partial(paged_attention, **options))
+
+
+def run(implementation, case):
+    static = {name: value for name, value in case.options.items() if name not in TRACED}
+    traced = {name: value for name, value in case.options.items() if name in TRACED}
+    with use("paged_attention", implementation):  # asked at the first call, when it is traced
+        return compiled(implementation, **static)(*case.args, **traced)
+
+
+def check(implementation, case):
+    out, pool = run(implementation, case)
+    expected, expected_pool = exact_paged(case)
+    assert out.dtype == case.q.dtype
+    assert_close(out, expected)
+    assert pool.dtype == case.pool.dtype
+    np.testing.assert_array_equal(np.asarray(pool, np.float64), np.asarray(expected_pool, np.float64))
+
+
+@pytest.mark.parametrize(("dim", "group", "page"), GRID)
+def test_kernel_over_dims_groups_and_pages(dim, group, page):
+    index = GRID.index((dim, group, page))
+    dtype, pool_dtype = DTYPES[index % len(DTYPES)]
+    features = FEATURES[index % len(FEATURES)]
+    heads = 1 if group > 4 else 2
+    check(
+        "cpu-ffi",
+        paged_case(
+            dim=dim, group=group, heads=heads, page=page, dtype=dtype, pool_dtype=pool_dtype, seed=index, **features
+        ),
+    )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("features", FEATURES, ids=lambda f: ",".join(f) or "plain")
+def test_features(implementation, features):
+    check(implementation, paged_case(dim=24, group=3, **features))
+
+
+@pytest.mark.parametrize(("dtype", "pool_dtype"), [*DTYPES[1:], ("float16", None), ("bfloat16", "float32")])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_dtypes(implementation, dtype, pool_dtype):
+    check(implementation, paged_case(dtype=dtype, pool_dtype=pool_dtype, dim=80, page=32, sinks=True))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("dim", "value_dim"), [(24, 16), (40, 72), (17, 3), (64, 128)])
+def test_value_dim_differs(implementation, dim, value_dim):
+    check(implementation, paged_case(dim=dim, value_dim=value_dim, dtype="bfloat16", spare=5))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("page", [16, 32, 64])
+def test_lengths_at_the_edges_of_pages(implementation, page):
+    kv_lens = (1, page - 1, page, page + 1, 2 * page, 2 * page, 1, 3 * page)
+    check(implementation, paged_case(q_lens=(1, page - 1, page, 1, page, 1, 1, 2), kv_lens=kv_lens, page=page, dim=16))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_long_chunk_among_rows_that_decode(implementation):
+    q_lens, kv_lens = (1, 1, 150, 1, 1), (70, 1, 600, 129, 64)
+    check(implementation, paged_case(q_lens=q_lens, kv_lens=kv_lens, heads=1, group=4, dim=16, page=32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_window_and_a_prefix_far_apart(implementation):
+    """The pages between them have been given back: NaN lies where the table points."""
+    case = paged_case(q_lens=(3,), kv_lens=(300,), window=40, prefix_lens=(10,), dim=16)
+    table = np.array(case.page_table)
+    table[0, 1 : (300 - 3 - 40) // 16] = 0
+    case.page_table = jnp.asarray(table)
+    check(implementation, case)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_unused_rows_and_padding_give_zeros_and_write_nothing(implementation):
+    case = paged_case(q_lens=(0, 3, 0, 2, 4, 0), kv_lens=(0, 3, 20, 0, 30, 0), padding=6, sinks=True)
+    check(implementation, case)
+    out, pool = run(implementation, case)
+    np.testing.assert_array_equal(out[9:], 0)
+    np.testing.assert_array_equal(out[3:5], 0)  # the row of length 0 that has tokens
+    assert (np.asarray(pool) != np.asarray(case.pool)).any(axis=(1, 3)).sum() > 7  # NaN differs from itself too
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_tokens_without_a_place_write_nothing(implementation):
+    """Before position 0, behind the row's pages, and on pages outside the pool."""
+    case = paged_case(q_lens=(6, 4, 3), kv_lens=(4, 32, 3), page=16)
+    pool = jnp.nan_to_num(case.pool)
+    table = np.array(case.page_table)[:, :1]
+    table[1, 0], table[2, 0] = 2, 1000
+    case = case.with_(pool=pool, page_table=jnp.asarray(table))
+    out, after = run(implementation, case)
+    expected, expected_pool = exact_paged(case)
+    np.testing.assert_array_equal(out[:2], 0)
+    assert_close(out[:10], expected[:10])
+    np.testing.assert_array_equal(after, expected_pool)
+    np.testing.assert_array_equal(after[2], pool[2])
+
+
+def test_int8_pools_hold_what_numpy_quantizes():
+    case = paged_case(dtype="float32", pool_dtype="int8", dim=48, heads=3, group=1)
+    case.options["k_scale"] = jnp.array([2**-6, 2**-5, 2**-7], jnp.float32)  # so that ties are ties
+    scale = np.asarray(case.options["k_scale"])
+    # Ties, both ends of the range and beyond.
+    steps = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.0, 127.5, 400.0, -127.0, -128.0, -1e30], np.float32)
+    case.k = case.k.at[0, :, : len(steps)].set(steps * scale[:, None])
+    expected = exact_paged(case)[1]
+    for implementation in IMPLEMENTATIONS:
+        pool = np.asarray(run(implementation, case)[1])
+        assert pool.dtype == np.int8
+        np.testing.assert_array_equal(pool, expected)
+    assert expected.min() == -127
+    assert expected.max() == 127
+
+
+CASE = paged_case(q_lens=(4, 4, 4, 4), kv_lens=(30, 30, 30, 30), page=8, group=3, dim=16, sinks=True)
+CASE.pool = jnp.nan_to_num(CASE.pool)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_kernel_and_reference_agree_on_ragged_rows(data):
+    cuts = sorted(data.draw(st.integers(0, 16)) for _ in range(4))
+    q_lens = np.diff([0, *cuts])
+    kv_lens = [data.draw(st.integers(max(0, n - 1), 41)) for n in q_lens]
+    case = CASE.with_(
+        cu_q_lens=jnp.array([0, *cuts], jnp.int32),
+        kv_lens=jnp.array(kv_lens, jnp.int32),
+        page_table=jnp.array(data.draw(st.permutations(range(23))), jnp.int32)[:20].reshape(4, 5),
+        options={
+            "scale": 0.25,
+            "window": data.draw(st.sampled_from([None, 1, 9])),
+            "prefix_lens": jnp.array([data.draw(st.integers(0, 20)) for _ in q_lens], jnp.int32),
+        },
+    )
+    (out, pool), (expected, expected_pool) = (run(name, case) for name in reversed(IMPLEMENTATIONS))
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(pool, expected_pool)
+
+
+def test_a_prompt_matches_torch_attention():
+    case = paged_case(q_lens=(100,), kv_lens=(100,), heads=2, group=4, dim=32)
+    q, k, v = (torch.from_numpy(np.array(x)).transpose(0, 1)[None] for x in (case.q, case.k, case.v))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=case.options["scale"], enable_gqa=True
+    )[0].transpose(0, 1)
+    for implementation in IMPLEMENTATIONS:
+        np.testing.assert_allclose(run(implementation, case)[0], expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_donated_pool_stays_where_it_is(implementation, pool_dtype):
+    case = paged_case(pool_dtype=pool_dtype, page=64, heads=8, dim=64)
+    pool = jnp.array(case.pool, copy=True)  # one made from numpy shares its memory, which JAX cannot give away
+
+    def step(pool):
+        return paged_attention(*case.args[:3], pool, *case.args[4:], **case.options)
+
+    with use("paged_attention", implementation):
+        program = jax.jit(step, donate_argnums=0).lower(pool).compile()
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == pool.nbytes
+    if implementation == "cpu-ffi":
+        assert memory.temp_size_in_bytes < pool.nbytes // 20
+    where = pool.unsafe_buffer_pointer()
+    assert program(pool)[1].unsafe_buffer_pointer() == where
+
+
+def test_a_pool_that_is_not_donated_keeps_its_values():
+    case = paged_case()
+    before = np.array(case.pool)
+    run("cpu-ffi", case)
+    np.testing.assert_array_equal(case.pool, before)
+
+
+def test_the_reference_does_not_gather_for_every_token():
+    """Its memory is that of one sequence, whatever the number of tokens."""
+    q_lens, kv_lens = (250, *[1] * 6), (512,) * 7
+    case = paged_case(q_lens=q_lens, kv_lens=kv_lens, page=64, dim=32, heads=2, group=1)
+    with use("paged_attention", "reference"):
+        program = jax.jit(functools.partial(paged_attention, **case.options)).lower(*case.args).compile()
+    one_sequence = case.page_table.shape[1] * 64 * 2 * 64 * 4
+    per_token = len(case.q) * one_sequence
+    assert program.memory_analysis().temp_size_in_bytes < case.pool.nbytes + 12 * one_sequence < per_token // 4
+
+
+REFUSED = [
+    ({"q": jnp.zeros((24, 5, 32))}, "query heads a multiple of kv heads, got 5 and 2"),
+    ({"q": jnp.zeros((24, 4, 1, 32))}, "q of rank 3, got 4"),
+    ({"k": jnp.zeros((24, 2, 16))}, r"k of shape \(24, 2, 32\), got \(24, 2, 16\)"),
+    ({"v": jnp.zeros((23, 2, 32))}, r"v of shape \(24, 2, 32\), got \(23, 2, 32\)"),
+    ({"pool": jnp.zeros((9, 2, 16, 63))}, r"D \+ Dv or more\] = \(2, 16, 64\), got \(2, 16, 63\)"),
+    ({"pool": jnp.zeros((0, 2, 16, 64))}, "at least one page of at least one position"),
+    (
+        {"pool": jnp.zeros((9, 2, 16, 64), jnp.int8)},
+        "k_scale with an int8 pool and with no other, got a pool of int8 w",
+    ),
+    ({"pool": jnp.zeros((9, 2, 16, 64), jnp.int32)}, "a pool of a float dtype or int8, got int32"),
+    ({"kv_lens": jnp.zeros((3,), jnp.int32)}, r"kv_lens of shape \(4,\), got \(3,\)"),
+    ({"kv_lens": jnp.zeros((4,))}, "kv_lens of an integer dtype, got float32"),
+    ({"cu_q_lens": jnp.zeros((4,), jnp.int32)}, r"cu_q_lens of shape \(5,\), got \(4,\)"),
+    ({"page_table": jnp.zeros((4, 3))}, "page_table of an integer dtype, got float32"),
+    ({"sinks": jnp.zeros((2,))}, r"sinks of shape \(4,\), got \(2,\)"),
+    ({"options": {"scale": 1.0, "window": 0}}, "a window of at least 1 or None, got 0"),
+    ({"options": {"scale": 1.0, "softcap": -1.0}}, "a positive softcap or None, got -1.0"),
+    ({"options": {"scale": 1.0, "alibi": jnp.zeros(2)}}, r"alibi of shape \(4,\), got \(2,\)"),
+    ({"options": {"scale": 1.0, "alibi": jnp.zeros(4), "softcap": 1.0}}, "softcap or alibi, got both"),
+    ({"options": {"scale": 1.0, "prefix_lens": jnp.zeros(3, jnp.int32)}}, r"prefix_lens of shape \(4,\), got \(3,\)"),
+    ({"options": {"scale": 1.0, "v_scale": jnp.zeros(2)}}, "v_scale with an int8 pool and with no other"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(change, message):
+    case = paged_case().with_(**change)
+    with pytest.raises(InvalidArgumentError, match=message):
+        paged_attention(*case.args, **case.options)
+
+
+def test_a_dtype_the_kernel_lacks_goes_to_the_reference():
+    case = paged_case(pool_dtype="float8_e4m3fn")
+    assert registry.implementation_for("paged_attention", *case.args, **case.options).name == "reference"
+    check("reference", case)
+    with pytest.raises(InvalidArgumentError, match="pool is float8_e4m3fn; the kernel has"):
+        run("cpu-ffi", case)
