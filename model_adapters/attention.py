@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from model_adapters.bridge import jax_view, torch_view
 from model_adapters.caches import CacheWrite
 from model_adapters.ops import decode_attention, dense_attention
+from model_adapters.paged import NotPackableError, PagedWrite, attend_paged
 
 IMPLEMENTATION = "torchax_serve"
 
@@ -126,9 +127,14 @@ def served_attention(
     if dropout:
         raise ValueError(f"expected dropout 0 in a served model, got {dropout}; call model.eval() first")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    note: CausalMask | None = getattr(attention_mask, "causal_mask", None)
+    paged: PagedWrite | None = getattr(key, "paged_write", None)
+    if paged is not None:
+        if note is None or note.starts is not None or position_bias is not None or value is not paged.values:
+            raise NotPackableError("attention with a mask that is more than causal, or over changed values")
+        return attend_paged(query, key, paged, note.window, scale=scale, softcap=softcap, sinks=s_aux), None
     sinks = None if s_aux is None else jax_view(s_aux)
     write: CacheWrite | None = getattr(key, "cache_write", None)
-    note: CausalMask | None = getattr(attention_mask, "causal_mask", None)
     q = jax_view(query)
     if q.shape[2] == 1 and write is not None and write.pool_before is not None and note and position_bias is None:
         out: Any = _decode(q, write, note, scale=scale, softcap=softcap, sinks=sinks)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from model_adapters import ops
+from model_adapters import ops, torch_ops
 from model_adapters.bridge import TorchView, jax_view, lower, lowering_of, torch_view
 
 
@@ -27,6 +27,7 @@ def install() -> None:
     lower(torch.ops.aten.baddbmm, ops.baddbmm)
     lower(torch.ops.aten._grouped_mm, _grouped_mm)
     _mend_copy()
+    torch_ops.install()
 
 
 def _grouped_mm(

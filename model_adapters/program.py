@@ -19,6 +19,7 @@ from model_adapters.attention import IMPLEMENTATION, goes_through_interface, pad
 from model_adapters.bridge import jax_view, torch_mode, torch_view
 from model_adapters.caches import LayerStates, TraceCache
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache
 from model_adapters.trace_config import implementations
 
 Arrays = dict[str, Any]
@@ -137,13 +138,56 @@ class ModelProgram:
         if last is not None and keep_one:
             kwargs["logits_to_keep"] = torch_view(last[None])
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
+        output = self._run(weights, {**kwargs, **dict(spec.extra)}, self._attention(spec))
+        fields = {
+            name: jax_view(value) for name, value in output.items() if value is not cache and name != self.cache_name
+        }
+        if last is not None and not keep_one:
+            fields["logits"] = jax.lax.dynamic_slice_in_dim(fields["logits"], last, 1, axis=1)
+        return fields, None if cache is None else jax_view(cache.states())
+
+    def forward_packed(
+        self,
+        weights: Mapping[str, jax.Array],
+        pools: tuple[jax.Array, ...],
+        batch: PackedBatch,
+        layout: PagedLayout,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """One forward of many sequences packed into one row, on the paged cache; to be traced.
+
+        Returns:
+            Logits [S, vocab] of each sequence's last token ([T, vocab] with `all_logits`), and the new pools.
+
+        Raises:
+            NotPackableError: something in the model's code does not let sequences be packed.
+        """
+        if not (self.cache_name and self.accepts("position_ids") and goes_through_interface(self.module)):
+            raise NotPackableError("the forward takes no positions, or attends past transformers' attention interface")
+        cache = PagedTraceCache(pools, batch, layout)
+        kwargs = {
+            "input_ids": torch_view(batch.token_ids[None]),
+            "position_ids": torch_view(batch.positions[None]),
+            self.cache_name: cache,
+            "use_cache": True,
+        }
+        keep_last = self.accepts("logits_to_keep") and not layout.all_logits
+        if keep_last:
+            kwargs["logits_to_keep"] = torch_view(batch.last)
+        output = self._run(weights, kwargs, IMPLEMENTATION)
+        logits = jax_view(output["logits"])[0]
+        if not keep_last and not layout.all_logits:
+            logits = logits[batch.last]
+        return logits, cache.pools()
+
+    def _run(self, weights: Mapping[str, jax.Array], kwargs: dict[str, Any], attention: str | None) -> ModelOutput:
+        """The unmodified forward, with `weights` in the place of the module's own tensors."""
         state = torch_view(dict(weights))
         with (
-            implementations(self.module, attention=self._attention(spec), experts="grouped_mm"),
+            implementations(self.module, attention=attention, experts="grouped_mm"),
             torch_mode(self.module, state),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):
-            output = self.forward_function(self.module, **kwargs, **dict(spec.extra), return_dict=True)
+            output = self.forward_function(self.module, **kwargs, return_dict=True)
         written = [name for name, tensor in state.items() if jax_view(tensor) is not weights[name]]
         if written:
             raise UnsupportedModelError(
@@ -151,12 +195,7 @@ class ModelProgram:
                 "a compiled forward cannot"
             )
         self.output_class = type(output)
-        fields = {
-            name: jax_view(value) for name, value in output.items() if value is not cache and name != self.cache_name
-        }
-        if last is not None and not keep_one:
-            fields["logits"] = jax.lax.dynamic_slice_in_dim(fields["logits"], last, 1, axis=1)
-        return fields, None if cache is None else jax_view(cache.states())
+        return output
 
     def _attention(self, spec: CallSpec) -> str | None:
         if spec.output_attentions:

@@ -1,0 +1,54 @@
+"""Our operators as torch operators, ``torch.ops.torchax_serve.*``, lowered to the JAX ops of `model_adapters.ops`.
+
+They have no eager implementation: unmodified model code reaches them while it is traced, through transformers'
+attention interface.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from model_adapters import ops
+from model_adapters.bridge import lower
+
+_FEATURES = "*, float scale, int? window=None, float? softcap=None"
+_SCHEMAS = (
+    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
+    f"Tensor? sinks=None, {_FEATURES}) -> (Tensor, Tensor)",
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
+    f"Tensor cu_q_lens, Tensor? sinks=None, {_FEATURES}) -> (Tensor, Tensor)",
+)
+
+
+def _decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    starts = jnp.zeros_like(kv_lens)
+    return ops.decode_attention(
+        q, k, v, pool, page_table, kv_lens, starts, sinks, scale=scale, window=window, softcap=softcap
+    )
+
+
+@functools.cache
+def install() -> torch.library.Library:
+    """Defines the operators and their lowerings."""
+    library = torch.library.Library("torchax_serve", "DEF")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    lower(torch.ops.torchax_serve.decode_attention.default, _decode_attention)
+    lower(torch.ops.torchax_serve.paged_attention.default, ops.paged_attention)
+    return library
