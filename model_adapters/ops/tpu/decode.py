@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from model_adapters.ops import registry
 from model_adapters.ops.decode_attention import OP, write_token
 from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, product, row_constants, why_not
-from model_adapters.ops.tpu.pages import LANES, MASKED, SUBLANES, BlockBuffer, Blocks, Lanes, round_up
+from model_adapters.ops.tpu.pages import LANES, MASKED, SUBLANES, BlockBuffer, Blocks, Lanes, across, round_up
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights [R, 128], weighted values [R, lanes]
 
@@ -150,11 +150,11 @@ class _Decode:
         scores = self.features.score(scores, constants[:, 1:2], constants[:, 2:3], position - row.end + 1)
         scores = jnp.where((position >= row.begin) & (position < row.end), scores, MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.exp2(scores - new_top[:, :1])
+        weights = jnp.exp2(scores - across(new_top, num_keys))
         shrink = jnp.exp2(top - new_top)
         total = shrink * total + jnp.sum(weights, axis=1, keepdims=True)
         values = self.by_head(weights, lambda h: self.buffer.values(slot, h, size, self.lanes).astype(dtype), 0)
-        return new_top, total, shrink[:, :1] * out + values
+        return new_top, total, across(shrink, out.shape[1]) * out + values
 
     def run(self, q: jax.Array, constants: jax.Array, index: Any, slot_ref: Any) -> Carry:
         """All blocks of row `index`; while each is computed with, the next one is read, of this row or the next."""

@@ -35,6 +35,14 @@ def tile_rows(dtype: Any) -> int:
     return SUBLANES * 4 // jnp.dtype(dtype).itemsize
 
 
+def across(column: jax.Array, width: int) -> jax.Array:
+    """``column[R, 128]``, one value per row in every lane, as ``[R, width]``; nothing moves between lanes."""
+    if width <= LANES:
+        return column[:, :width]
+    whole = jnp.concatenate([column] * -(-width // LANES), axis=1)
+    return whole if width % LANES == 0 else whole[:, :width]
+
+
 @dataclass(frozen=True)
 class Lanes:
     """Where keys and values lie in the last dimension of a pool, in whole registers of 128 lanes.

@@ -20,12 +20,13 @@ from model_adapters.ops import registry
 from model_adapters.ops.paged_attention import OP, write_tokens
 from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, product, row_constants, why_not
 from model_adapters.ops.tpu.items import FIELDS, Item, items_of
-from model_adapters.ops.tpu.pages import LANES, MASKED, BlockBuffer, Blocks, Lanes, round_up
+from model_adapters.ops.tpu.pages import LANES, MASKED, BlockBuffer, Blocks, Lanes, across, round_up
 
 NARROW = 16  # queries that an item is computed with where it has no more: rows that decode, ends of chunks
 MAX_QUERIES = 128
 MAX_SUMS_BYTES = 4 << 20
-MAX_KEYS = 512
+MAX_KEYS = 1024
+ROWS = 64  # of one product
 
 
 @dataclass(frozen=True)
@@ -143,27 +144,43 @@ class _Ragged:
         return ~sees_all
 
     def attend(
-        self, head: Any, slot: Any, row: Any, num_queries: int, distance: jax.Array | None, masked: bool
+        self, head: Any, slot: Any, row: Any, num_queries: int, distance: jax.Array | None, mask: Any | None
     ) -> None:
         """Adds the block in `slot` to the softmax of one kv head's queries, of `num_queries` from row `row` on."""
-        rows, dtype = self.group * num_queries, self.features.dtype
-        q = self.q[pl.ds(head * self.group, self.group), pl.ds(row, num_queries)].reshape(rows, -1)
+        dtype, length = self.features.dtype, self.blocks.length
         keys = self.buffer.keys(slot, head, self.blocks.num_pieces, self.lanes).astype(dtype)
-        scores = product(q, keys, 1)
-        factor, slope = self.column(head, 1, num_queries), self.column(head, 2, num_queries)
-        if distance is not None:
-            distance = jnp.concatenate([distance] * self.group, axis=0)
-        scores = self.features.score(scores, factor, slope, distance)
-        if masked:
-            scores = scores + jnp.concatenate([self.mask[:num_queries]] * self.group, axis=0)
-        top = self.top[head, :rows]
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.exp2(scores - new_top[:, :1])
-        shrink = jnp.exp2(top - new_top)
-        self.top[head, :rows] = new_top
-        self.total[head, :rows] = shrink * self.total[head, :rows] + jnp.sum(weights, axis=1, keepdims=True)
         values = self.buffer.values(slot, head, self.blocks.num_pieces, self.lanes).astype(dtype)
-        self.sums[head, :rows] = shrink[:, :1] * self.sums[head, :rows] + product(weights.astype(dtype), values, 0)
+        at_once = self.heads_at_once(num_queries)
+
+        def products(begin: int) -> jax.Array:
+            q = self.q[pl.ds(head * self.group + begin, at_once), pl.ds(row, num_queries)]
+            return product(q.reshape(at_once * num_queries, -1), keys, 1)
+
+        following = products(0)
+        for begin in range(0, self.group, at_once):  # the products of some query heads beside the softmax of others
+            scores = following
+            if begin + at_once < self.group:
+                following = products(begin + at_once)
+            parts = []
+            for g in range(at_once):
+                at = (head * self.group + begin + g) * 4
+                part = scores[g * num_queries : (g + 1) * num_queries]
+                part = self.features.score(part, self.constants[at + 1], self.constants[at + 2], distance)
+                parts.append(part if mask is None else part + mask[:num_queries])
+            scores = jnp.concatenate(parts, axis=0)
+            rows = slice(begin * num_queries, (begin + at_once) * num_queries)
+            top = self.top[head, rows]
+            new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
+            weights = jnp.exp2(scores - across(new_top, length))
+            shrink = jnp.exp2(top - new_top)
+            self.top[head, rows] = new_top
+            self.total[head, rows] = shrink * self.total[head, rows] + jnp.sum(weights, axis=1, keepdims=True)
+            sums = self.sums[head, rows]
+            self.sums[head, rows] = across(shrink, sums.shape[1]) * sums + product(weights.astype(dtype), values, 0)
+
+    def heads_at_once(self, num_queries: int) -> int:
+        """Query heads whose rows make one product: a divisor of the group."""
+        return max(n for n in range(1, self.group + 1) if self.group % n == 0 and (n == 1 or n * num_queries <= ROWS))
 
     def finish(self, item: Item, first: Any, row: Any, num_queries: int) -> None:
         """Writes the item's rows of the output; those of other items stay."""
@@ -202,21 +219,18 @@ class _Ragged:
             keys, queries = self.positions(item, block, first, num_queries)
             distance = keys - queries if self.features.has_alibi else None
 
-            def heads(masked: bool) -> None:
+            masked = self.needs_mask(item, block)
+
+            @pl.when(masked)
+            def _some_hidden() -> None:
+                self.write_mask(item, keys, queries)
                 lax.fori_loop(
-                    0, self.heads, lambda h, _: self.attend(h, slot, row, num_queries, distance, masked), None
+                    0, self.heads, lambda h, _: self.attend(h, slot, row, num_queries, distance, self.mask), None
                 )
 
-            needs_mask = self.needs_mask(item, block)
-
-            @pl.when(needs_mask)
-            def _masked() -> None:
-                self.write_mask(item, keys, queries)
-                heads(True)
-
-            @pl.when(~needs_mask)
-            def _whole() -> None:
-                heads(False)
+            @pl.when(~masked)
+            def _all_visible() -> None:
+                lax.fori_loop(0, self.heads, lambda h, _: self.attend(h, slot, row, num_queries, distance, None), None)
 
         lax.fori_loop(0, num_blocks, step, None)
         self.finish(item, first, row, num_queries)
@@ -353,10 +367,10 @@ def paged_attention(
             num_scalar_prefetch=3,
             grid=(items.shape[0],),
             in_specs=[
-                pl.BlockSpec((query_heads, num_queries, lanes.key_end), lambda i, *s: (block_at(i, *s))),
+                pl.BlockSpec((query_heads, num_queries, lanes.key_end), lambda i, *s: block_at(i, *s)),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
-            out_specs=pl.BlockSpec((query_heads, num_queries, v.shape[2]), lambda i, *s: (block_at(i, *s))),
+            out_specs=pl.BlockSpec((query_heads, num_queries, v.shape[2]), lambda i, *s: block_at(i, *s)),
             scratch_shapes=[
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.VMEM((num_queries, blocks.length), jnp.float32),
