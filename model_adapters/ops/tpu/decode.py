@@ -19,9 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
-from model_adapters.ops.decode_attention import OP, write_token
+from model_adapters.ops.decode_attention import OP
 from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, product, row_constants, why_not
 from model_adapters.ops.tpu.pages import LANES, MASKED, SUBLANES, BlockBuffer, Blocks, Lanes, across, round_up
+from model_adapters.ops.tpu.write import write_tokens
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights [R, 128], weighted values [R, lanes]
 
@@ -253,8 +254,9 @@ def decode_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The op's Pallas kernel; the new token is written before, by a scatter of rows that XLA keeps in place."""
-    pool = write_token(k, v, pool, page_table, lens, k_scale, v_scale)
+    """The op's Pallas kernel; the new tokens are written before, in place."""
+    rows = jnp.arange(lens.shape[0], dtype=jnp.int32)
+    pool = write_tokens(pool, page_table, rows, lens - 1, k, v, k_scale, v_scale, in_runs=False)
     num_rows, query_heads, dim = q.shape
     _, heads, _, width = pool.shape
     lanes, blocks = Lanes(dim, v.shape[2]), Blocks.of(pool, page_table.shape[1])

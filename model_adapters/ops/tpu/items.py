@@ -69,3 +69,11 @@ def items_of(
     index = jnp.where(num_pieces > 0, jnp.arange(num_items, dtype=jnp.int32), num_items)
     following = jnp.append(lax.cummin(index, reverse=True)[1:], jnp.int32(num_items))
     return jnp.stack([begin, end, shift, source, low, high, prefix, num_pieces, following], axis=1)
+
+
+def positions_of(num_tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sequence and the position of each token of the packed axis, ``int32[num_tokens]``; -1 behind the last."""
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    seqs = jnp.searchsorted(cu_q_lens, tokens, side="right").astype(jnp.int32) - 1
+    known = jnp.clip(seqs, 0, kv_lens.shape[0] - 1)
+    return known, jnp.where(seqs == known, kv_lens[known] - cu_q_lens[known + 1] + tokens, -1)

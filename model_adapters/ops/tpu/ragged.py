@@ -17,10 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
-from model_adapters.ops.paged_attention import OP, write_tokens
+from model_adapters.ops.paged_attention import OP
 from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, product, row_constants, why_not
-from model_adapters.ops.tpu.items import FIELDS, Item, items_of
+from model_adapters.ops.tpu.items import FIELDS, Item, items_of, positions_of
 from model_adapters.ops.tpu.pages import LANES, MASKED, BlockBuffer, Blocks, Lanes, across, round_up
+from model_adapters.ops.tpu.write import write_tokens
 
 NARROW = 16  # queries that an item is computed with where it has no more: rows that decode, ends of chunks
 MAX_QUERIES = 128
@@ -335,8 +336,9 @@ def paged_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The op's Pallas kernel; new tokens are written before, by a scatter of rows that XLA keeps in place."""
-    pool = write_tokens(k, v, pool, page_table, kv_lens, cu_q_lens, k_scale, v_scale)
+    """The op's Pallas kernel; the new tokens are written before, in place."""
+    seqs, positions = positions_of(q.shape[0], kv_lens, cu_q_lens)
+    pool = write_tokens(pool, page_table, seqs, positions, k, v, k_scale, v_scale, in_runs=True)
     num_tokens, query_heads, dim = q.shape
     _, heads, _, width = pool.shape
     lanes, blocks = Lanes(dim, v.shape[2]), Blocks.of(pool, page_table.shape[1], MAX_KEYS)
