@@ -5,7 +5,7 @@ For prefill, chunks of a prefill, and chunks mixed with rows that decode.
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -122,6 +122,19 @@ def write_tokens(
     return write_at(pool, page_table, seqs, positions, k, v, k_scale, v_scale)
 
 
+@dataclass(frozen=True)
+class _Features:
+    """What shapes the scores of a call, the same for all its queries; None: not asked for."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    alibi: jax.Array | None  # float32[Hq]
+    sinks: jax.Array | None  # [Hq]
+    k_scale: jax.Array | None  # float32[H]
+    v_scale: jax.Array | None  # float32[H]
+
+
 def _block_len(num_tokens: int, query_heads: int, capacity: int) -> int:
     """Queries at a time: a power of two that keeps their scores within ``MAX_SCORES_BYTES`` where possible."""
     block = MAX_BLOCK_LEN
@@ -164,7 +177,7 @@ def reference(
     num_blocks = -(-q_lens // length)  # of each sequence
     ends = jnp.cumsum(num_blocks)
     most = min(num_tokens, (num_tokens + num_seqs * (length - 1)) // length)  # however the tokens are shared out
-    attend = partial(_attend, pool, k.shape[1], v.shape[2], sinks, scale, window, softcap, alibi, k_scale, v_scale)
+    features = _Features(scale, window, softcap, alibi, sinks, k_scale, v_scale)
     # One block of padding, so that a slice that begins at the last token is not moved back.
     q = jnp.pad(q, ((0, length), (0, 0), (0, 0)))
 
@@ -174,7 +187,7 @@ def reference(
         positions = kv_lens[seq] - cu_q_lens[seq + 1] + begin + jnp.arange(length, dtype=jnp.int32)
         prefix_len = jnp.int32(0) if prefix_lens is None else prefix_lens[seq]
         queries = jax.lax.dynamic_slice_in_dim(q, begin, length)
-        made = attend(queries, page_table[seq], positions, kv_lens[seq], prefix_len)
+        made = _attend(queries, pool, page_table[seq], positions, kv_lens[seq], prefix_len, v.shape[2], features)
         # What the last block of a sequence makes too much is zeros, and the next sequence writes over it.
         return jax.lax.dynamic_update_slice_in_dim(out, made, begin, axis=0)
 
@@ -186,51 +199,48 @@ def reference(
 
 
 def _attend(
-    pool: jax.Array,
-    heads: int,
-    value_dim: int,
-    sinks: jax.Array | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    alibi: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
     q: jax.Array,
+    pool: jax.Array,
     pages: jax.Array,
     positions: jax.Array,
     kv_len: jax.Array,
     prefix_len: jax.Array,
+    value_dim: int,
+    features: _Features,
 ) -> jax.Array:
-    """Attention ``[block, Hq, Dv]`` of the queries at `positions` of one sequence; zeros from ``kv_len`` on."""
+    """Attention ``[n, Hq, Dv]`` of queries ``q[n, Hq, D]`` at ``positions[n]`` to the `pages` of their sequence.
+
+    Zeros for those at a negative position, or from `kv_len` on.
+    """
     length, query_heads, dim = q.shape
+    heads = pool.shape[1]
     group = query_heads // heads
-    # XLA would convert the whole pool to float32 once, outside of the loop over blocks.
-    gathered = jax.lax.optimization_barrier(jnp.take(pool, pages, axis=0, mode="clip"))  # [pages, H, page, W]
+    gathered = jnp.take(pool, pages, axis=0, mode="clip")  # [pages, H, page, W]
     gathered = jnp.moveaxis(gathered, 1, 0).reshape(heads, -1, pool.shape[3])
-    keys, values = split(gathered, dim, value_dim, k_scale, v_scale)
-    grouped = jnp.moveaxis(q.reshape(length, heads, group, dim), 0, 2).astype(jnp.float32)
-    rows = grouped.reshape(heads, group * length, dim)  # the query heads of a group are further rows of one product
-    scores = jnp.einsum("hrd,hsd->hrs", rows, keys, precision=jax.lax.Precision.HIGHEST) * scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    keys, values = split(gathered, dim, value_dim, features.k_scale, features.v_scale)
+    # The query heads of a group are further rows of one product with their kv head: [H, group * n, D].
+    rows = jnp.moveaxis(q.reshape(length, heads, group, dim), 0, 2).reshape(heads, group * length, dim)
+    exact = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("hrd,hsd->hrs", rows.astype(jnp.float32), keys, precision=exact) * features.scale
+    if features.softcap is not None:
+        scores = features.softcap * jnp.tanh(scores / features.softcap)
     at = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    behind = at - positions[:, None]  # [block, n]
-    if alibi is not None:
-        bias = alibi.astype(jnp.float32).reshape(heads, group, 1, 1) * behind.astype(jnp.float32)
+    behind = at - positions[:, None]  # [n, S]
+    if features.alibi is not None:
+        bias = features.alibi.astype(jnp.float32).reshape(heads, group, 1, 1) * behind.astype(jnp.float32)
         scores = scores + bias.reshape(scores.shape)
     visible = behind <= 0
-    if window is not None:
-        visible &= behind > -window
-    visible = (visible | (at < prefix_len)) & (at < kv_len) & ((positions >= 0) & (positions < kv_len))[:, None]
+    if features.window is not None:
+        visible &= behind > -features.window
+    there = ((positions >= 0) & (positions < kv_len))[:, None]
+    visible = (visible | (at < prefix_len)) & (at < kv_len) & there
+    sinks = features.sinks
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(heads, group), length, axis=1)[..., None]
-    out = softmax_times_values(scores, jnp.tile(visible, (group, 1)), values, visible.any(axis=0)[None, :, None], sinks)
-    return (
-        jnp.moveaxis(out.reshape(heads, group, length, value_dim), 2, 0)
-        .reshape(length, query_heads, -1)
-        .astype(q.dtype)
-    )
+    seen = visible.any(axis=0)[None, :, None]
+    out = softmax_times_values(scores, jnp.tile(visible, (group, 1)), values, seen, sinks)
+    out = jnp.moveaxis(out.reshape(heads, group, length, value_dim), 2, 0)
+    return out.reshape(length, query_heads, value_dim).astype(q.dtype)
 
 
 def _kernel_refuses(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, *args: Any, **kwargs: Any) -> str | None:

@@ -151,11 +151,14 @@ def test_the_kernels_are_right_without_the_widest_instructions(flag):
     environment = {**os.environ, "CXX": f"{build.find_compiler()[0]} {flag}"}
     shapes = [f"{shape}-{dtype}" for shape in ("24-3", "80-8", "256-1", "16-16") for dtype in ("float32", "bfloat16")]
     grid = HERE / "test_ops_decode_attention.py::test_kernel_over_dims_and_groups"
-    tests = [f"{grid}[{shape}]" for shape in shapes] + [str(HERE / "test_ops_linear.py::test_kernel")]
+    paged = HERE / "test_paged_attention.py::test_kernel_over_dims_groups_and_pages"
+    pages = ("64-1-16", "80-2-32", "80-4-16", "96-3-64", "128-8-16", "256-16-32")
+    tests = [f"{grid}[{shape}]" for shape in shapes] + [f"{paged}[{shape}]" for shape in pages]
+    tests.append(str(HERE / "test_ops_linear.py::test_kernel"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "26 passed" in done.stdout
+    assert "32 passed" in done.stdout
 
 
 def test_the_sources_are_part_of_the_package():
