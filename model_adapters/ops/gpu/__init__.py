@@ -1,0 +1,5 @@
+"""Pallas kernels for GPUs. Importing the package registers them with their ops."""
+
+from model_adapters.ops.gpu import decode, ragged
+
+__all__ = ["decode", "ragged"]

@@ -1,0 +1,263 @@
+"""The attention kernel for GPUs, through Pallas' Triton lowering: queries of one sequence on its pages.
+
+Attention with a running softmax over blocks of keys (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv
+2205.14135) on pages (Kwon et al., arXiv 2309.06180). One program computes an item (see :mod:`items`) for one kv head:
+its rows are the item's queries times the query heads of the group, so that a key is read once for all of them
+(packing, as in arXiv 2511.11581). The keys of an item may be cut into splits, computed by programs of their own and
+put together afterwards (Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from model_adapters.ops.gpu.items import FIELDS, Item
+
+LOG2_E = 1.4426950408889634  # the kernel takes powers of two, which is what the hardware has
+MASKED = -1e30  # below every real score; finite, so that the difference of two is no NaN
+NOTHING = MASKED / 2  # where maxima begin: above what is masked, whose weight is therefore zero
+
+Carry = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]  # largest score [R], sum of weights [R], weighted values
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Columns ``[begin, begin + size)`` of a row; those from `end` on are no part of it."""
+
+    begin: int
+    size: int
+    end: int
+
+
+def pieces(dim: int) -> tuple[Piece, ...]:
+    """`dim` columns as one or two powers of two, the only sizes there are, of 16 at least, the least of a product."""
+    first = max(16, 1 << (dim.bit_length() - 1))
+    rest = dim - first
+    if rest <= 0:
+        return (Piece(0, first, dim),)
+    second = max(16, 1 << (rest - 1).bit_length())
+    if second >= first:
+        return (Piece(0, 2 * first, dim),)
+    return Piece(0, first, dim), Piece(first, second, dim)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What is done to scores, and the dtype of the products' operands."""
+
+    dtype: Any
+    scale: float
+    window: int | None
+    softcap: float | None
+    has_prefix: bool
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The share of one program: `num_rows` rows, `num_keys` keys at a time, and how it is compiled."""
+
+    num_rows: int
+    num_queries: int  # of an item; all their heads of one group are rows
+    num_keys: int
+    group: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """References of a call; None for what it does not have."""
+
+    items: Any  # int32[num_items, fields]
+    table: Any  # int32[S * pages_per_seq]
+    q: Any  # [T, Hq, D]
+    pool: Any  # [P * H * page, W]
+    sinks: Any = None  # [Hq]
+    alibi: Any = None  # [Hq]
+    k_scale: Any = None  # [H]
+    v_scale: Any = None  # [H]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of each of a program's rows: its token, query head and position, and whether it is the item's own."""
+
+    token: jax.Array
+    head: jax.Array
+    position: jax.Array
+    own: jax.Array
+
+
+def load_columns(ref: Any, index: tuple[jax.Array, ...], piece: Piece, offset: int, mask: jax.Array) -> jax.Array:
+    """``[len(mask), piece.size]`` at ``ref[*index, offset + column]``; zeros where `mask` is not and beyond the piece.
+
+    What is masked is not read, NaN or not.
+    """
+    column = piece.begin + lax.broadcasted_iota(jnp.int32, (1, piece.size), 1)
+    keep = mask[:, None]
+    if piece.begin + piece.size > piece.end:
+        keep = keep & (column < piece.end)
+    keep = jnp.broadcast_to(keep, (mask.shape[0], piece.size))
+    return plgpu.load(ref.at[*(i[:, None] for i in index), offset + column], mask=keep, other=0)
+
+
+def product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    """The product of two matrices, summed in float32; float32 operands are not rounded on the way in."""
+    precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    return plgpu.dot(rows, matrix, precision=precision)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program of the kernel: an item, a kv head and a split."""
+
+    refs: Inputs
+    features: Features
+    tile: Tile
+    heads: int
+    page: int
+    pages_per_seq: int
+    dim: int
+    value_dim: int
+
+    def rows(self, item: Item, head: Any) -> Rows:
+        """The rows of `item` for kv head `head`: query by query, the heads of a group side by side."""
+        row = lax.iota(jnp.int32, self.tile.num_rows)
+        query = lax.div(row, jnp.int32(self.tile.group))
+        token = item.begin + query
+        own = (token < item.end) & (query < self.tile.num_queries)
+        token = jnp.where(own, token, self.refs.q.shape[0])  # out of bounds where masked, so that no two coincide
+        return Rows(token, head * self.tile.group + row - query * self.tile.group, token + item.shift, own)
+
+    def block_list(self, item: Item) -> tuple[Any, Any, Any, Any]:
+        """The item's blocks are those of the prefix and then those from `low` to `high`, none twice.
+
+        Returns begin and end of this split in that list, how many of the list are prefix, and the block after those.
+        """
+        num_keys = jnp.int32(self.tile.num_keys)
+
+        def blocks(length: Any) -> Any:
+            return lax.div(jnp.maximum(length, 0) + (num_keys - 1), num_keys)
+
+        num_prefix = blocks(jnp.minimum(item.prefix, item.high)) if self.features.has_prefix else jnp.int32(0)
+        rest = jnp.maximum(lax.div(item.low, num_keys), num_prefix)
+        total = num_prefix + jnp.maximum(blocks(item.high) - rest, 0)
+        if self.tile.num_splits == 1:
+            return jnp.int32(0), total, num_prefix, rest
+        share = lax.div(total + (self.tile.num_splits - 1), jnp.int32(self.tile.num_splits))
+        begin = pl.program_id(2) * share
+        return begin, jnp.minimum(begin + share, total), num_prefix, rest
+
+    def visible(self, item: Item, key: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Which keys ``[n]`` the item is to be shown, and which of them ``[R, n]`` each row sees."""
+        seen = key >= item.low
+        if self.features.has_prefix:
+            seen = seen | (key < item.prefix)
+        seen = seen & (key < item.high)
+        by_row = jnp.broadcast_to(seen[None, :], (self.tile.num_rows, self.tile.num_keys))
+        if self.tile.num_queries == 1:  # the range of the item is that of its one query
+            return seen, by_row
+        behind = key[None, :] - position[:, None]
+        causal = behind <= 0
+        if self.features.window is not None:
+            causal = causal & (behind > -self.features.window)
+        if self.features.has_prefix:
+            causal = causal | (key < item.prefix)[None, :]
+        return seen, by_row & causal & (position >= 0)[:, None]
+
+    def scores(self, products: jax.Array, head: Any, rows: Rows, key: jax.Array) -> jax.Array:
+        """Scores for powers of two, out of the products of queries and keys."""
+        scale = self.features.scale
+        factor = jnp.float32(scale if self.features.softcap is None else scale / self.features.softcap)
+        if self.refs.k_scale is not None:
+            factor = factor * self.refs.k_scale[head].astype(jnp.float32)
+        if self.features.softcap is not None:
+            return (self.features.softcap * LOG2_E) * jnp.tanh(products * factor)
+        scores = products * (factor * LOG2_E)
+        if self.refs.alibi is not None:
+            slope = plgpu.load(self.refs.alibi.at[rows.head], mask=rows.own, other=0).astype(jnp.float32) * LOG2_E
+            scores = scores + slope[:, None] * (key[None, :] - rows.position[:, None]).astype(jnp.float32)
+        return scores
+
+    def run(self, item: Item, head: Any, rows: Rows) -> Carry:
+        """All blocks of this split."""
+        refs, tile, dtype = self.refs, self.tile, self.features.dtype
+        key_pieces, value_pieces = pieces(self.dim), pieces(self.value_dim)
+        queries = [load_columns(refs.q, (rows.token, rows.head), p, 0, rows.own).astype(dtype) for p in key_pieces]
+        begin, end, num_prefix, rest = self.block_list(item)
+        last_page = refs.pool.shape[0] // (self.heads * self.page) - 1
+
+        def step(index: Any, carry: Carry) -> Carry:
+            top, total, sums = carry
+            block = jnp.where(index < num_prefix, index, index - num_prefix + rest)
+            key = block * tile.num_keys + lax.iota(jnp.int32, tile.num_keys)
+            seen, visible = self.visible(item, key, rows.position)
+            column = lax.div(key, jnp.int32(self.page))
+            page = plgpu.load(refs.table.at[item.seq * self.pages_per_seq + column], mask=seen, other=0)
+            page = jnp.clip(page, 0, last_page)
+            row = (page * self.heads + head) * self.page + (key - column * self.page)
+            products = jnp.zeros((tile.num_rows, tile.num_keys), jnp.float32)
+            for query, piece in zip(queries, key_pieces, strict=True):
+                keys = load_columns(refs.pool, (row,), piece, 0, seen).astype(dtype)
+                products = products + product(query, keys.T)
+            scores = jnp.where(visible, self.scores(products, head, rows, key), MASKED)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+            weights = jnp.exp2(scores - new_top[:, None])
+            shrink = jnp.exp2(top - new_top)
+            total = shrink * total + jnp.sum(weights, axis=1)
+            weights = weights.astype(dtype)
+            new_sums = []
+            for piece, old in zip(value_pieces, sums, strict=True):
+                values = load_columns(refs.pool, (row,), piece, self.dim, seen).astype(dtype)
+                new_sums.append(shrink[:, None] * old + product(weights, values))
+            return new_top, total, tuple(new_sums)
+
+        sums = tuple(jnp.zeros((tile.num_rows, piece.size), jnp.float32) for piece in value_pieces)
+        top = jnp.full((tile.num_rows,), NOTHING, jnp.float32)
+        return lax.fori_loop(begin, end, step, (top, jnp.zeros((tile.num_rows,), jnp.float32), sums))
+
+    def store(self, ref: Any, index: tuple[Any, ...], rows: Rows, parts: list[jax.Array]) -> None:
+        """Writes rows of values at ``ref[*index, token, head]``."""
+        for piece, part in zip(pieces(self.value_dim), parts, strict=True):
+            column = piece.begin + lax.broadcasted_iota(jnp.int32, (1, piece.size), 1)
+            keep = jnp.broadcast_to(rows.own[:, None] & (column < self.value_dim), part.shape)
+            at = ref.at[*index, rows.token[:, None], rows.head[:, None], column]
+            plgpu.store(at, part.astype(ref.dtype), mask=keep)
+
+
+def kernel(program: Program, out: Any, logs: Any) -> None:
+    """Attention of one item and kv head.
+
+    Without splits the output ``[T, Hq, Dv]`` is written. Else `out` is ``float32[splits, T, Hq, Dv]`` and gets that of
+    the split alone, and `logs` ``float32[splits, T, Hq]`` the logarithm, to base 2, of its sum of weights.
+    """
+    index, head = pl.program_id(0), pl.program_id(1)
+    item = Item(*(program.refs.items[index, i] for i in range(len(FIELDS))))
+    rows = program.rows(item, head)
+    top, total, sums = program.run(item, head, rows)
+    if logs is None and program.refs.sinks is not None:
+        sink = plgpu.load(program.refs.sinks.at[rows.head], mask=rows.own, other=0).astype(jnp.float32) * LOG2_E
+        new_top = jnp.maximum(top, sink)
+        shrink = jnp.exp2(top - new_top)
+        total = shrink * total + jnp.exp2(sink - new_top)
+        sums = tuple(shrink[:, None] * part for part in sums)
+    is_seen = total > 0
+    factor = jnp.where(is_seen, 1.0 / jnp.where(is_seen, total, 1.0), 0.0)
+    if program.refs.v_scale is not None:
+        factor = factor * program.refs.v_scale[head].astype(jnp.float32)
+    parts = [part * factor[:, None] for part in sums]
+    if logs is None:
+        program.store(out, (), rows, parts)
+        return
+    split = pl.program_id(2)
+    program.store(out, (split,), rows, parts)
+    log = jnp.where(is_seen, top + jnp.log(jnp.where(is_seen, total, 1.0)) * LOG2_E, MASKED)
+    plgpu.store(logs.at[split, rows.token, rows.head], log, mask=rows.own)

@@ -1,0 +1,80 @@
+"""The work of a call, cut into items: a run of queries of one sequence, and the keys that they are to be shown.
+
+A GPU has many multiprocessors and no order among them, so every item stands for itself: it carries all that a program
+of the kernel has to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+FIELDS = ("seq", "begin", "end", "shift", "low", "high", "prefix")
+
+
+@dataclass(frozen=True)
+class Item:
+    """Tokens ``[begin, end)`` of the packed axis, of sequence `seq`, at positions ``shift`` more.
+
+    The keys are positions ``[low, high)``, and ``[0, prefix)`` as far as that is below `high`.
+    """
+
+    seq: Any
+    begin: Any
+    end: Any
+    shift: Any
+    low: Any
+    high: Any
+    prefix: Any
+
+
+def decode_items(lens: jax.Array, starts: jax.Array, capacity: int, window: int | None) -> jax.Array:
+    """``int32[B, fields]``: one query per row, at position ``lens - 1``, on rows that hold `capacity` positions."""
+    rows = jnp.arange(lens.shape[0], dtype=jnp.int32)
+    low = jnp.maximum(starts, 0)
+    if window is not None:
+        low = jnp.maximum(low, lens - window)
+    return jnp.stack([rows, rows, rows + 1, lens - 1 - rows, low, jnp.minimum(lens, capacity), jnp.zeros_like(rows)], 1)
+
+
+def ragged_items(
+    num_tokens: int,
+    block_len: int,
+    capacity: int,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    prefix_lens: jax.Array | None,
+    window: int | None,
+) -> jax.Array:
+    """``int32[num_items, fields]``: at most `block_len` queries each, all tokens covered, padding among them.
+
+    Padding counts as one more sequence, at positions below zero: it sees nothing and gets zeros. There are as many
+    items as any split of the tokens into sequences may need; those that are not needed are empty.
+    """
+    num_seqs = kv_lens.shape[0]
+    ends = jnp.clip(jnp.append(cu_q_lens[1:], jnp.int32(num_tokens)), 0, num_tokens)
+    begins = jnp.clip(jnp.append(cu_q_lens[:-1], cu_q_lens[-1]), 0, num_tokens)
+    last = jnp.cumsum(-(-jnp.maximum(ends - begins, 0) // block_len))  # blocks up to and with each sequence
+    first = jnp.concatenate([jnp.zeros(1, jnp.int32), last[:-1].astype(jnp.int32)])
+    num_items = min(num_tokens, (num_tokens + (num_seqs + 1) * (block_len - 1)) // block_len)
+    index = jnp.arange(num_items, dtype=jnp.int32)
+    seq = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
+    is_used = seq <= num_seqs
+    seq = jnp.minimum(seq, num_seqs)
+    begin = jnp.where(is_used, begins[seq] + (index - first[seq]) * block_len, num_tokens)
+    end = jnp.where(is_used, jnp.minimum(begin + block_len, ends[seq]), num_tokens)
+    known = jnp.minimum(seq, num_seqs - 1)
+    is_seq = seq < num_seqs
+    shift = jnp.where(is_seq, kv_lens[known] - cu_q_lens[known + 1], -num_tokens)
+    prefix = jnp.zeros_like(begin)
+    if prefix_lens is not None:
+        prefix = jnp.where(is_seq, jnp.clip(prefix_lens[known], 0, capacity), 0)
+    high = jnp.minimum(jnp.maximum(end + shift, prefix), jnp.minimum(kv_lens[known], capacity))
+    high = jnp.where(is_seq & (end > begin) & (end + shift > 0), high, 0)
+    low = jnp.zeros_like(begin)
+    if window is not None:
+        low = jnp.maximum(begin + shift - window + 1, 0)
+    return jnp.stack([known, begin, end, shift, low, high, prefix], 1)
