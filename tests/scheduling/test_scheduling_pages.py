@@ -301,7 +301,9 @@ def test_without_the_end_of_the_window_a_shorter_prefix_is_found():
     book.check_integrity([filler])
 
 
-@pytest.mark.parametrize(("length", "num_shared", "has_copy"), [(8, 2, False), (9, 2, True), (11, 2, True), (3, 0, True)])
+@pytest.mark.parametrize(
+    ("length", "num_shared", "has_copy"), [(8, 2, False), (9, 2, True), (11, 2, True), (3, 0, True)]
+)
 def test_a_fork_shares_full_pages_and_copies_the_last(length, num_shared, has_copy):
     book = make_book()
     source, _ = compute(book, list(range(13)))

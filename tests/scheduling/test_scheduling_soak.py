@@ -33,7 +33,7 @@ CONFIGS = {  # the longest request has 59 tokens to compute: 15 pages
     "windows only": {"groups": (CacheGroup("one", 5, 8), CacheGroup("more", 13, 11))},
     "recurrent": {
         "groups": (CacheGroup("full", None, 17),),
-        "chunk_sizes": (16, 4, 1),
+        "chunk_sizes": (16, 8, 4, 1),
         "packed": False,
         "prefix_caching": False,
     },
@@ -44,9 +44,7 @@ CONFIGS = {  # the longest request has 59 tokens to compute: 15 pages
 @pytest.mark.parametrize(("name", "num_requests"), list(zip(CONFIGS, (2000, 2000, 300, 300, 300), strict=True)))
 def test_every_finished_request_is_token_exact(name: str, num_requests: int) -> None:
     rng = random.Random(name)
-    config = SchedulerConfig(
-        page_len=4, num_slots=8, max_len=64, token_budget=40, min_prefill_chunk=8, **CONFIGS[name]
-    )
+    config = SchedulerConfig(page_len=4, num_slots=8, max_len=64, token_budget=40, min_prefill_chunk=8, **CONFIGS[name])
     scheduler = Scheduler(config)
     loop = Loop(scheduler)
     requests: dict[int, Request] = {}
@@ -98,7 +96,7 @@ def test_every_finished_request_is_token_exact(name: str, num_requests: int) -> 
     assert stats.num_preemptions > num_requests / 100, "pages were meant to be scarce"
     if config.prefix_caching:
         assert stats.num_hit_tokens > stats.num_prompt_tokens / 10
-        assert loop.device.num_copies > num_requests / 50, "forks were meant to copy pages"
+        assert loop.device.num_copies > num_requests / 100, "forks were meant to copy pages"
     else:
         assert stats.num_hit_tokens == loop.device.num_copies == 0
     if config.max_num_steps > 1:

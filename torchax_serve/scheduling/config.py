@@ -94,6 +94,8 @@ class SchedulerConfig:
         is_tuple = isinstance(sizes, tuple) and all(type(size) is int for size in sizes)
         if not is_tuple or not sizes or sizes[-1] != 1 or any(a <= b for a, b in itertools.pairwise(sizes)):
             raise invalid("chunk_sizes", "whole numbers that descend to 1", sizes, "such as (256, 64, 16, 4, 1)")
+        if self.min_prefill_chunk not in sizes:
+            raise invalid("min_prefill_chunk", f"one of chunk_sizes={sizes}", self.min_prefill_chunk, "choose one")
 
     @property
     def max_running(self) -> int:

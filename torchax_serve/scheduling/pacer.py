@@ -6,6 +6,7 @@ import statistics
 from collections import deque
 
 WINDOW = 16  # steps that a median is taken over; compilations among them do no harm
+MARGIN = 0.95  # of the seconds allowed: a median of so few steps may be off by this much
 PROBE_EVERY = 64  # steps with prefill after which one without measures the pace anew
 
 
@@ -14,21 +15,22 @@ class PrefillPacer:
 
     A step without prefill takes ``d`` seconds (a running median for each power of two of decode rows, as steps are
     padded); a prompt token beside decode rows takes ``c`` more (a running median). Every step with decode rows earns
-    ``(max_slowdown - 1) * d`` seconds of credit, prefill spends ``c`` a token, and what a step really took is charged
-    when it is known. So the mean time per token stays within `max_slowdown` times ``d`` even where the shortest chunk
-    takes longer than ``d``: it waits for a few steps, and then always comes. Credit is capped at what a step earns, or
-    what the shortest chunk costs if that is more, so that a quiet time buys no burst.
+    nearly ``(max_slowdown - 1) * d`` seconds of credit, prefill spends ``c`` a token, and what a step really took is
+    charged when it is known. So the mean time per token stays within `max_slowdown` times ``d`` even where the shortest
+    chunk takes longer than ``d``: it waits for a few steps, and then always comes. Credit is capped at what a step
+    earns, or what the shortest chunk costs if that is more, so that a quiet time buys no burst.
 
     The budget is a token bucket; limiting prefill beside decode is Sarathi-Serve's (Agrawal et al., 2024).
     """
 
     def __init__(self, min_chunk: int, max_slowdown: float) -> None:
         self._min_chunk = min_chunk
-        self._earning = max_slowdown - 1
+        self._earning = MARGIN * (max_slowdown - 1)
         self._decode_s: dict[int, deque[float]] = {}
         self._token_s: deque[float] = deque(maxlen=WINDOW)
         self._since_probe: dict[int, int] = {}
         self._credit_s = 0.0
+        self._charged_s: dict[int, float] = {}  # by step in flight
 
     @staticmethod
     def _bucket(num_decode: int) -> int:
@@ -77,14 +79,18 @@ class PrefillPacer:
         cap = max(earned, self._min_chunk * (self.prefill_token_s or 0.0))
         self._credit_s = min(self._credit_s + earned, cap)
 
-    def planned(self, num_decode: int, num_prefill_tokens: int) -> None:
+    def planned(self, step: int, num_decode: int, num_prefill_tokens: int) -> None:
         """Spends the expected cost of a step that has just been planned."""
-        if num_decode:
-            self._credit_s -= num_prefill_tokens * (self.prefill_token_s or 0.0)
+        if num_decode and num_prefill_tokens:
+            self._charged_s[step] = num_prefill_tokens * (self.prefill_token_s or 0.0)
+            self._credit_s -= self._charged_s[step]
 
-    def observe(self, num_decode: int, num_prefill_tokens: int, num_steps: int, duration_s: float) -> None:
-        """Learns from a step that took `duration_s` seconds (all `num_steps` of it together)."""
-        if not num_decode:
+    def observe(
+        self, step: int, num_decode: int, num_prefill_tokens: int, num_steps: int, duration_s: float | None
+    ) -> None:
+        """Learns from a step that took `duration_s` seconds (all `num_steps` of it together); None: not known."""
+        expected = self._charged_s.pop(step, 0.0)
+        if not num_decode or duration_s is None:
             return
         if not num_prefill_tokens:
             durations = self._decode_s.setdefault(self._bucket(num_decode), deque(maxlen=WINDOW))
@@ -94,7 +100,6 @@ class PrefillPacer:
         if base is None:
             return
         extra = max(0.0, duration_s - base)
-        expected = num_prefill_tokens * (self.prefill_token_s or 0.0)
         self._token_s.append(extra / num_prefill_tokens)
         # A step that compiled may have taken a thousand times as long: it must not stop prefill for a minute.
         lowest = -4 * max(base, self._min_chunk * statistics.median(self._token_s))

@@ -64,7 +64,7 @@ class StepPlanner:
             page_tables=self._book.page_tables,
         )
         self._num_planned += 1
-        self._pacer.planned(plan.num_decode, plan.num_prefill_tokens)
+        self._pacer.planned(plan.step, plan.num_decode, plan.num_prefill_tokens)
         return plan, [state for _, state in filled]
 
     def _fill(self, prefill_limit: int) -> _Draft:
@@ -150,7 +150,9 @@ class StepPlanner:
                 self._roster.end_outside(state, "length")  # preempted when it had all but outgrown the cache
                 continue
             parent = self._parent(state)
-            if parent is not None and parent.num_computed < state.prompt_len - 1:
+            # The whole prompt, though its last token is computed again: a parent that is a fork itself has the page
+            # that is to be copied only once a step of its own is committed.
+            if parent is not None and parent.num_computed < state.prompt_len:
                 continue  # it takes no page from those behind it
             pages = self._open(draft, state, parent)
             if pages is None:

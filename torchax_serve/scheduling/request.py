@@ -58,6 +58,11 @@ class Request:
         stops = self.stop_token_ids
         if not isinstance(stops, frozenset) or not all(type(token) is int for token in stops):
             raise invalid(f"{name}: stop_token_ids", "a frozenset of token ids", stops, "frozenset() stops nowhere")
+        for field, value in (("request_id", self.request_id), ("fork_of", self.fork_of)):
+            if type(value) not in (int, str) and (field == "request_id" or value is not None):
+                raise invalid(f"{name}: {field}", "a whole number or a string", value, "name a request by one of them")
+        if type(self.cache_prompt) is not bool:
+            raise invalid(f"{name}: cache_prompt", "True or False", self.cache_prompt, "False shares nothing")
         if not isinstance(self.salt, str):
             raise invalid(f"{name}: salt", "a string", self.salt, "'' shares with all requests that have none")
 

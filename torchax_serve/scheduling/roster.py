@@ -7,6 +7,7 @@ import heapq
 import operator
 from collections.abc import Iterator
 
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.request import invalid
 from torchax_serve.scheduling.cache_book import PagedCacheBook, SequencePages
 from torchax_serve.scheduling.config import SchedulerConfig
@@ -88,8 +89,10 @@ class Roster:
             expected = f"a prompt of at most {self._config.max_len - 1} tokens, so that one more fits max_len"
             raise invalid(name, expected, length - 1, "shorten the prompt or raise max_len")
         if (reason := self._book.unfit(length)) is not None:
-            expected = "a prompt that fits the cache together with one new token"
-            raise invalid(name, expected, reason, "shorten the prompt or give the cache more pages")
+            raise InvalidArgumentError(
+                f"{name}: expected a prompt that fits the cache together with one new token, got {length - 1} tokens, "
+                f"which need {reason}; shorten the prompt or give the cache more pages"
+            )
         if request.fork_of is not None:
             parent = self._live.get(request.fork_of)
             asked = (list(request.prompt_ids), request.salt)

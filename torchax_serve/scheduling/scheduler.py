@@ -130,8 +130,7 @@ class Scheduler:
         if duration_s is not None and not duration_s >= 0:
             raise invalid("duration_s", "seconds >= 0", duration_s, "None if it was not measured")
         flight = self._flights.popleft()
-        if duration_s is not None:
-            self._pacer.observe(plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
+        self._pacer.observe(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
         outcomes = []
         for index, (row, state) in enumerate(zip(plan.rows, flight.states, strict=True)):
             if state.status is not Status.FINISHED:
@@ -202,6 +201,7 @@ class Scheduler:
                 f"plan: expected one in flight, got step {plan.step}; it was committed or failed"
             )
         self._flights.remove(flight)
+        self._pacer.observe(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, None)
         outcomes = []
         for index, (row, state) in enumerate(zip(plan.rows, flight.states, strict=True)):
             if state.status is not Status.FINISHED:

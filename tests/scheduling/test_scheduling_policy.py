@@ -1,0 +1,506 @@
+"""Who runs when, and how requests end."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scheduling_device import Loop, Oracle
+
+from torchax_serve import InvalidArgumentError
+from torchax_serve.scheduling import INVALID_TOKEN, CacheGroup, Request, Scheduler, SchedulerConfig, Status
+
+
+def make_config(*groups, **options):
+    defaults = {"page_len": 4, "num_slots": 4, "max_len": 64, "token_budget": 32, "min_prefill_chunk": 4}
+    return SchedulerConfig(groups=groups or (CacheGroup("full", None, 65),), **(defaults | options))
+
+
+def make_loop(*groups, depth=0, **options):
+    return Loop(Scheduler(make_config(*groups, **options)), depth)
+
+
+def request(request_id, prompt_len=6, max_new=5, **options):
+    return Request(
+        request_id=request_id,
+        prompt_ids=[request_id] * prompt_len,
+        max_new_tokens=max_new,
+        cache_prompt=False,
+        **options,
+    )
+
+
+def truth(loop, asked):
+    return Oracle(loop.device.windows).answer(
+        asked.prompt_ids, asked.max_new_tokens, asked.stop_token_ids, asked.min_new_tokens
+    )
+
+
+def test_neither_jax_nor_torch_is_imported():
+    code = (
+        "import sys, torchax_serve.scheduling; "
+        "print({'jax', 'torch', 'transformers', 'torchax', 'pandas'} & {name.split('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# Order
+
+
+def test_the_first_plans_of_one_request():
+    loop = make_loop(token_budget=8)
+    loop.scheduler.add(request(7, prompt_len=10, max_new=2))
+    first = loop.step()
+    assert [row[:4] for row in first.rows] == [(7, 0, 0, 8)]
+    assert first.rows[0].token_ids == (7,) * 8
+    assert not first.rows[0].samples
+    assert first.fresh_slots == (0,)
+    second = loop.step()
+    assert second.rows[0][:4] == (7, 0, 8, 2)
+    assert second.rows[0].samples
+    assert second.fresh_slots == ()
+    third = loop.step()
+    assert third.rows == ((7, 0, 10, 1, None, True),)
+    assert third.num_decode == third.num_steps == 1
+    assert third.rows[0].is_decode
+    assert loop.step() is None
+    assert loop.reasons == {7: "length"}
+
+
+def test_more_requests_than_slots_wait_and_come_first_come_first_served():
+    loop = make_loop(num_slots=2, depth=1)
+    asked = [request(i, max_new=3 + i % 3) for i in range(9)]
+    for each in asked:
+        loop.scheduler.add(each)
+    assert loop.scheduler.stats().num_waiting == 9
+    loop.drain()
+    assert loop.tokens == {each.request_id: truth(loop, each) for each in asked}
+    begun = [row.request_id for plan in loop.plans for row in plan.rows if row.start == 0]
+    assert begun == sorted(begun)
+    assert max(len(plan.rows) for plan in loop.plans) == 2
+
+
+def test_lower_priorities_run_first_and_ties_by_arrival():
+    loop = make_loop(num_slots=1)
+    for i, priority in enumerate([5, 0, 5, -1, 0]):
+        loop.scheduler.add(request(i, priority=priority))
+    loop.drain()
+    assert list(loop.reasons) == [3, 1, 4, 0, 2]
+
+
+def test_rows_per_step_can_be_fewer_than_slots():
+    loop = make_loop(max_rows_per_step=2)
+    for i in range(5):
+        loop.scheduler.add(request(i))
+    loop.drain()
+    assert max(len(plan.rows) for plan in loop.plans) == 2
+    assert len(loop.reasons) == 5
+
+
+def test_prefill_is_cut_into_chunks_beside_decode_rows_under_the_budget():
+    loop = make_loop(token_budget=12)
+    loop.scheduler.add(request(0, max_new=30))
+    loop.step()
+    loop.scheduler.add(request(1, prompt_len=25))
+    loop.drain()
+    mixed = [plan for plan in loop.plans if plan.decode_rows and plan.prefill_rows]
+    assert mixed
+    assert all(plan.num_decode + plan.num_prefill_tokens <= 12 for plan in loop.plans)
+    chunks = [(row.start, row.num_tokens) for plan in loop.plans for row in plan.prefill_rows if row.request_id == 1]
+    assert len(chunks) > 1
+    assert [start for start, _ in chunks] == [sum(num for _, num in chunks[:i]) for i in range(len(chunks))]
+    assert sum(num for _, num in chunks) == 25
+
+
+def test_chunks_of_exact_sizes_and_one_prefill_row_a_plan():
+    loop = make_loop(chunk_sizes=(8, 4, 1), packed=False, prefix_caching=False)
+    asked = [request(i, prompt_len=length) for i, length in enumerate([1, 8, 13, 23])]
+    for each in asked:
+        loop.scheduler.add(each)
+    loop.drain()
+    assert loop.tokens == {each.request_id: truth(loop, each) for each in asked}
+    assert all(len(plan.prefill_rows) <= 1 for plan in loop.plans)
+    loop.scheduler.add(request(4, prompt_len=23))
+    loop.drain()  # alone, it has the whole budget
+    sizes = [row.num_tokens for plan in loop.plans for row in plan.prefill_rows if row.request_id == 4]
+    assert sizes == [8, 8, 4, 1, 1, 1]
+
+
+@pytest.mark.parametrize("prompt_len", [1, 3, 4, 5, 8, 31, 32, 33, 63])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_prompts_at_the_edges_of_pages_budget_and_length(prompt_len, depth):
+    loop = make_loop(CacheGroup("full", None, 18), CacheGroup("window", 7, 18), depth=depth)
+    asked = request(1, prompt_len=prompt_len, max_new=70)
+    loop.scheduler.add(asked)
+    loop.drain()
+    assert loop.tokens[1] == truth(loop, asked)[: 64 - prompt_len]
+    assert loop.reasons[1] == "length"
+
+
+# Ends
+
+
+def test_stop_tokens_end_a_request_but_not_before_the_minimum():
+    loop = make_loop(depth=1)
+    free = request(3, max_new=20)
+    output = truth(loop, free)
+    stop = output[4]
+    first = output.index(stop)
+    loop.scheduler.add(Request(**{**vars(free), "request_id": 0, "stop_token_ids": frozenset([stop])}))
+    minimum = Request(
+        **{**vars(free), "request_id": 1, "stop_token_ids": frozenset(output), "min_new_tokens": 3, "max_new_tokens": 9}
+    )
+    loop.scheduler.add(minimum)
+    loop.drain()
+    assert loop.tokens == {0: output[: first + 1], 1: output[:4]}
+    assert loop.reasons == {0: "stop", 1: "stop"}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_abort_at_any_moment(depth):
+    for moment in range(12):
+        loop = make_loop(depth=depth, token_budget=8)
+        loop.scheduler.add(request(0, prompt_len=20, max_new=6))
+        loop.scheduler.add(other := request(1, prompt_len=5, max_new=8))
+        for _ in range(moment):
+            loop.step()
+        if 0 not in loop.reasons:
+            assert loop.scheduler.abort(0)
+        assert not loop.scheduler.abort(0)
+        assert not loop.scheduler.abort("nobody")
+        loop.scheduler.check_integrity()
+        loop.drain()
+        assert loop.tokens[1] == truth(loop, other)
+
+
+def test_pages_and_slot_of_the_ended_come_back_when_nothing_in_flight_writes_to_them():
+    loop = make_loop(CacheGroup("full", None, 5), num_slots=1, depth=1)
+    loop.scheduler.add(request(0, prompt_len=6))
+    loop.step()
+    loop.schedule()
+    assert len(loop.flights) == 2
+    loop.scheduler.abort(0)
+    loop.scheduler.add(request(1, prompt_len=10))
+    for used in (2, 2, 0):
+        assert loop.scheduler.stats().pages[0].num_used == used
+        if loop.flights:
+            assert loop.schedule() is None
+            loop.commit()
+        loop.scheduler.check_integrity()
+    assert loop.schedule().rows[0].slot == 0
+    loop.drain()
+    assert 0 not in loop.reasons  # the caller has aborted it, and knows
+
+
+def test_a_stop_in_flight_discards_the_next_token():
+    loop = make_loop(depth=1)
+    asked = request(2, max_new=9)
+    stop = truth(loop, asked)[2]
+    loop.scheduler.add(Request(**{**vars(asked), "stop_token_ids": frozenset([stop])}))
+    loop.drain()
+    output = truth(loop, asked)
+    assert loop.tokens[2] == output[: output.index(stop) + 1]
+    assert loop.scheduler.stats().num_new_tokens == len(loop.tokens[2])
+    assert sum(row.samples for plan in loop.plans for row in plan.rows) == len(loop.tokens[2]) + 1
+
+
+def test_known_ends_are_not_planned_beyond():
+    loop = make_loop(depth=2)
+    loop.scheduler.add(request(0, max_new=3))
+    loop.drain()
+    assert sum(row.samples for plan in loop.plans for row in plan.rows) == 3
+
+
+def test_deadlines_end_waiting_and_running_requests():
+    loop = make_loop(num_slots=1, depth=1)
+    loop.scheduler.add(request(0, max_new=50, deadline_s=10.0))
+    loop.scheduler.add(request(1, deadline_s=5.0))
+    loop.scheduler.add(request(2, deadline_s=100.0))
+    loop.scheduler.add(request(3, deadline_s=math.inf))
+    for _ in range(4):
+        loop.step()
+    loop.now = 4.99
+    loop.step()
+    assert loop.reasons == {}
+    loop.now = 5.0
+    loop.step()
+    assert loop.reasons == {1: "deadline"}
+    loop.now = 10.5
+    loop.drain()
+    assert loop.reasons == {1: "deadline", 0: "deadline", 2: "length", 3: "length"}
+    assert 0 < len(loop.tokens[0]) < 50
+
+
+def test_a_failing_step_ends_its_requests_and_no_others():
+    loop = make_loop(num_slots=2, depth=1)
+    for i in range(4):
+        loop.scheduler.add(request(i))
+    loop.step()
+    plan, _ = loop.flights.pop()
+    loop.device.landed()
+    outcomes = loop.scheduler.fail(plan)
+    assert [(outcome.request_id, outcome.finish_reason) for outcome in outcomes] == [(0, "error"), (1, "error")]
+    loop.scheduler.check_integrity()
+    loop.drain()
+    assert loop.reasons == {2: "length", 3: "length"}
+    assert loop.tokens[3] == truth(loop, request(3))
+
+
+def test_a_row_that_cannot_sample_fails_alone():
+    loop = make_loop()
+    for i in range(2):
+        loop.scheduler.add(request(i))
+    loop.schedule()
+    loop.flights[0][1][0, 0] = INVALID_TOKEN
+    loop.commit()
+    assert loop.reasons == {0: "error"}
+    loop.drain()
+    assert loop.tokens == {0: [], 1: truth(loop, request(1))}
+
+
+# Pages run out
+
+
+def test_the_last_of_the_lowest_priority_makes_room_and_loses_nothing():
+    loop = make_loop(CacheGroup("full", None, 11), num_slots=3)
+    asked = [request(0, max_new=20, priority=1), request(1, max_new=20), request(2, max_new=20)]
+    states = [loop.scheduler.add(each) for each in asked]
+    evicted: list[int] = []
+    while len(loop.scheduler):
+        loop.step()
+        evicted += [i for i, state in enumerate(states) if state.status is Status.PREEMPTED and i not in evicted]
+        for state in states:
+            if state.status is Status.PREEMPTED:
+                assert loop.tokens[state.request.request_id] == state.output_ids
+    assert evicted[0] == 0
+    assert 1 not in evicted
+    assert loop.tokens == {each.request_id: truth(loop, each) for each in asked}
+    assert next(iter(loop.reasons)) == 1
+    loop.drain()
+
+
+def test_what_a_preempted_request_had_published_is_found_again():
+    loop = make_loop(CacheGroup("full", None, 9), num_slots=2)
+    for i in range(2):
+        loop.scheduler.add(Request(request_id=i, prompt_ids=[i] * 9, max_new_tokens=12))
+    loop.drain()
+    stats = loop.scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_hit_tokens > 0
+    again = [row for plan in loop.plans for row in plan.prefill_rows if row.request_id == 1][-1]
+    assert again.start > 0
+    assert again.start + again.num_tokens > 9  # outputs so far are computed as prompt
+
+
+def test_who_alone_outgrows_all_pages_ends_with_length():
+    for depth in (0, 1):
+        loop = make_loop(CacheGroup("full", None, 4), depth=depth)
+        asked = request(0, prompt_len=6, max_new=30)
+        loop.scheduler.add(asked)
+        loop.drain()
+        # 12 positions hold the prompt and 6 outputs; the 7th is sampled behind them and cannot be computed further.
+        assert loop.tokens[0] == truth(loop, asked)[:7]
+        assert loop.reasons[0] == "length"
+
+
+# Forks and prefixes
+
+
+def test_a_prefix_is_computed_once():
+    loop = make_loop()
+    for i in range(3):
+        loop.scheduler.add(Request(request_id=i, prompt_ids=[9] * 20 + [i], max_new_tokens=2))
+        loop.drain()
+    computed = [
+        sum(row.num_tokens for plan in loop.plans for row in plan.prefill_rows if row.request_id == i) for i in range(3)
+    ]
+    assert computed == [21, 1, 1]
+    assert loop.scheduler.stats().num_hit_tokens == 40
+
+
+def test_forks_share_the_prompt_and_copy_its_last_page():
+    loop = make_loop(depth=1)
+    asked = [Request(request_id=0, prompt_ids=[3] * 11, max_new_tokens=9)]
+    asked += [Request(request_id=i, prompt_ids=[3] * 11, max_new_tokens=9, fork_of=0) for i in (1, 2)]
+    for each in asked:
+        loop.scheduler.add(each)
+    loop.drain()
+    assert loop.tokens == dict.fromkeys(range(3), truth(loop, asked[0]))
+    assert [row.num_tokens for plan in loop.plans for row in plan.prefill_rows] == [11, 1, 1]
+    copies = [copy for plan in loop.plans for copy in plan.page_copies]
+    assert len(copies) == 2
+    assert len({copy.source for copy in copies}) == 1
+    assert len({copy.target for copy in copies}) == 2
+
+
+def test_forks_of_forks_copy_pages_that_are_there():
+    loop = make_loop(depth=1)
+    for i in range(4):
+        fork_of = i - 1 if i else None
+        loop.scheduler.add(Request(request_id=i, prompt_ids=[3] * 11, max_new_tokens=9, fork_of=fork_of))
+    loop.drain()
+    assert loop.tokens == dict.fromkeys(range(4), Oracle((None,)).answer([3] * 11, 9))
+    assert loop.device.num_copies == 3
+
+
+def test_forks_do_not_hold_up_those_behind_them():
+    loop = make_loop(token_budget=8)
+    loop.scheduler.add(Request(request_id=0, prompt_ids=[3] * 30, max_new_tokens=2))
+    loop.scheduler.add(Request(request_id=1, prompt_ids=[3] * 30, max_new_tokens=2, fork_of=0))
+    loop.scheduler.add(request(2, prompt_len=2))
+    loop.drain()
+    first = {
+        i: next(k for k, plan in enumerate(loop.plans) if i in [row.request_id for row in plan.rows]) for i in (1, 2)
+    }
+    assert first[2] < first[1]
+
+
+# Several steps in one dispatch
+
+
+def test_several_decode_steps_when_nothing_waits_and_stops_inside_are_cut():
+    loop = make_loop(max_num_steps=4, depth=1)
+    asked = [request(i, max_new=17 + i) for i in range(3)]
+    stop = truth(loop, asked[1])[5]
+    asked[1] = Request(**{**vars(asked[1]), "stop_token_ids": frozenset([stop])})
+    for each in asked:
+        loop.scheduler.add(each)
+    loop.drain()
+    assert loop.tokens == {each.request_id: truth(loop, each) for each in asked}
+    assert {plan.num_steps for plan in loop.plans} == {1, 4}
+    assert all(plan.num_steps == 1 for plan in loop.plans if plan.prefill_rows)
+
+
+def test_one_step_at_a_time_while_somebody_waits_or_pages_are_short():
+    loop = make_loop(max_num_steps=4, num_slots=1)
+    loop.scheduler.add(request(0, max_new=12))
+    loop.scheduler.add(request(1, max_new=12))
+    while 0 not in loop.reasons:
+        assert loop.step().num_steps == 1
+    loop.drain()
+    assert any(plan.num_steps == 4 for plan in loop.plans)
+    short = make_loop(CacheGroup("full", None, 4), max_num_steps=8)
+    short.scheduler.add(request(0, prompt_len=8, max_new=12))
+    short.drain()
+    assert {plan.num_steps for plan in short.plans} == {1}
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_ids": []}, "prompt_ids: expected a non-empty list of token ids >= 0, got"),
+        ({"prompt_ids": [1, -1]}, r"token ids >= 0, got \[1, -1\]; tokenize"),
+        ({"prompt_ids": [1.0]}, "token ids"),
+        ({"prompt_ids": [True]}, "token ids"),
+        ({"prompt_ids": "text"}, "token ids"),
+        ({"prompt_ids": np.array([1])}, "token ids"),
+        ({"prompt_ids": [-1] * 20}, "and 12 more"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected a whole number >= 1, got 0"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens"),
+        ({"min_new_tokens": 6}, "min_new_tokens: expected at most max_new_tokens=5, got 6"),
+        ({"min_new_tokens": -1}, "min_new_tokens"),
+        ({"priority": 0.5}, "priority"),
+        ({"deadline_s": math.nan}, "deadline_s"),
+        ({"deadline_s": "soon"}, "deadline_s"),
+        ({"stop_token_ids": [1]}, "stop_token_ids"),
+        ({"salt": None}, "salt"),
+        ({"cache_prompt": 1}, "cache_prompt"),
+        ({"request_id": None}, "request_id"),
+        ({"request_id": True}, "request_id"),
+    ],
+)
+def test_requests_out_of_range_are_refused(options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        Request(**({"request_id": 1, "prompt_ids": [1, 2], "max_new_tokens": 5} | options))
+
+
+@pytest.mark.parametrize(
+    ("groups", "prompt_len", "message"),
+    [
+        (
+            (CacheGroup("full", None, 5),),
+            16,
+            "got 16 tokens, which need 5 pages of 4 tokens in group 'full', which has 4 beside the null page",
+        ),
+        ((CacheGroup("full", None, 5), CacheGroup("w", 9, 3)), 11, "3 pages of 4 tokens in group 'w'"),
+        ((CacheGroup("full", None, 99),), 64, "expected a prompt of at most 63 tokens, .*, got 64; shorten the prompt"),
+    ],
+)
+def test_a_request_that_can_never_fit_is_refused(groups, prompt_len, message):
+    scheduler = Scheduler(make_config(*groups))
+    with pytest.raises(InvalidArgumentError, match=message):
+        scheduler.add(request(0, prompt_len=prompt_len))
+    assert len(scheduler) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page_len": 0}, "page_len: expected a whole number >= 1, got 0"),
+        ({"num_slots": 0}, "num_slots"),
+        ({"num_slots": 2.0}, "num_slots"),
+        ({"max_len": 1}, "max_len"),
+        ({"token_budget": 6}, "token_budget: expected at least 7, .*, got 6"),
+        ({"min_prefill_chunk": 0}, "min_prefill_chunk"),
+        ({"max_rows_per_step": 0}, "max_rows_per_step"),
+        ({"max_num_steps": 0}, "max_num_steps"),
+        ({"max_decode_slowdown": 1}, "max_decode_slowdown"),
+        ({"max_decode_slowdown": math.nan}, "max_decode_slowdown"),
+        ({"chunk_sizes": (4, 2)}, "descend to 1"),
+        ({"chunk_sizes": (1, 4)}, "descend to 1"),
+        ({"chunk_sizes": (8, 2, 1)}, r"min_prefill_chunk: expected one of chunk_sizes=\(8, 2, 1\), got 4"),
+        ({"chunk_sizes": ()}, "descend to 1"),
+        ({"packed": None}, "packed"),
+        ({"prefix_caching": "yes"}, "prefix_caching"),
+        ({"groups": [CacheGroup("full", None, 9)]}, "a tuple of CacheGroup"),
+        ({"groups": (CacheGroup("a", None, 9), CacheGroup("a", 4, 9))}, "one name for each group"),
+    ],
+)
+def test_configurations_out_of_range_are_refused(options, message):
+    defaults = {"groups": (), "page_len": 4, "num_slots": 4, "max_len": 64, "token_budget": 32, "min_prefill_chunk": 4}
+    with pytest.raises(InvalidArgumentError, match=message):
+        SchedulerConfig(**(defaults | options))
+
+
+def test_zero_pages_and_windows_of_nothing_are_refused():
+    for num_pages in (0, 1):
+        with pytest.raises(InvalidArgumentError, match=f"num_pages: expected a whole number >= 2, got {num_pages}"):
+            CacheGroup("full", None, num_pages)
+    with pytest.raises(InvalidArgumentError, match="window: expected a whole number >= 1, got 0"):
+        CacheGroup("full", 0, 9)
+
+
+def test_forks_of_nobody_or_of_another_prompt_are_refused():
+    scheduler = Scheduler(make_config())
+    scheduler.add(Request(request_id=0, prompt_ids=[1, 2], max_new_tokens=1))
+    for options in ({"fork_of": 5}, {"fork_of": 0, "prompt_ids": [1, 3]}, {"fork_of": 0, "salt": "x"}):
+        with pytest.raises(
+            InvalidArgumentError, match="fork_of: expected a live request with the same prompt and salt"
+        ):
+            scheduler.add(Request(**({"request_id": 1, "prompt_ids": [1, 2], "max_new_tokens": 1} | options)))
+    assert len(scheduler) == 1
+
+
+def test_commits_out_of_order_or_of_another_shape_change_nothing():
+    loop = make_loop(depth=2)
+    loop.scheduler.add(request(0))
+    loop.schedule()
+    loop.schedule()
+    (first, sampled), (second, _) = loop.flights
+    with pytest.raises(InvalidArgumentError, match=r"plan: expected the oldest in flight \(step 0\), got 'step 1'"):
+        loop.scheduler.commit(second, [[1]], 0.0)
+    for tokens in ([], [[1, 2]], [[0.5]], [1, 2]):
+        with pytest.raises(InvalidArgumentError, match=r"tokens: expected whole numbers of shape \(1, 1\)"):
+            loop.scheduler.commit(first, tokens, 0.0)
+    for duration_s in (-1.0, math.nan):
+        with pytest.raises(InvalidArgumentError, match="duration_s"):
+            loop.scheduler.commit(first, sampled, 0.0, duration_s)
+    loop.drain()
+    assert loop.tokens[0] == truth(loop, request(0))
+    with pytest.raises(InvalidArgumentError, match=r"oldest in flight \(none\)"):
+        loop.scheduler.commit(first, sampled, 0.0)
