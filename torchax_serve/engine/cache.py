@@ -1,0 +1,158 @@
+"""The pages on the device: pools by layer, sized from the memory there is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.arrays import from_host
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.paged import PagedLayout
+from torchax_serve.scheduling import CacheGroup, PageCopy
+
+
+@dataclasses.dataclass(frozen=True)
+class PageShape:
+    """What one attention layer keeps of a token, and how far back it looks."""
+
+    num_heads: int
+    width: int  # of a key and a value side by side
+    dtype: np.dtype
+    window: int | None  # None: full attention
+
+    def page_bytes(self, page_len: int) -> int:
+        """Bytes of a page of this layer."""
+        return self.num_heads * page_len * self.width * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePlan:
+    """How much of what: made from a budget, before anything is allocated.
+
+    Attributes:
+        shapes: by layer.
+        groups: layers that share page ids, one for each window.
+        page_len: tokens of a page.
+        max_len: tokens of a sequence at the most.
+    """
+
+    shapes: tuple[PageShape, ...]
+    groups: tuple[CacheGroup, ...]
+    page_len: int
+    max_len: int
+
+    @classmethod
+    def from_budget(cls, shapes: Sequence[PageShape], budget_bytes: int, page_len: int, max_len: int) -> CachePlan:
+        """The most pages in `budget_bytes`, groups in the proportion in which a sequence of `max_len` needs them.
+
+        Raises:
+            InvalidArgumentError: there is not even room for one sequence of a page.
+        """
+        windows = sorted({shape.window for shape in shapes}, key=lambda window: (window is not None, window or 0))
+        probe = [CacheGroup(_name(window), window, 2) for window in windows]
+        needs = [group.most_pages(max_len, page_len) for group in probe]
+        page_bytes = [
+            sum(shape.page_bytes(page_len) for shape in shapes if shape.window == window) for window in windows
+        ]
+        unit = sum(need * size for need, size in zip(needs, page_bytes, strict=True))  # a sequence of max_len
+        counts = [int(budget_bytes * need / unit) for need in needs]
+        if min(counts) < 2:
+            least = sum(2 * size for size in page_bytes)
+            raise InvalidArgumentError(
+                f"expected room for at least two pages in each of {len(windows)} groups of layers ({least} bytes), got "
+                f"{budget_bytes} bytes; raise kv_cache_bytes, or lower page_len"
+            )
+        # What rounding left goes to the group with the smallest pages.
+        left = budget_bytes - sum(n * size for n, size in zip(counts, page_bytes, strict=True))
+        smallest = page_bytes.index(min(page_bytes))
+        counts[smallest] += left // page_bytes[smallest]
+        groups = tuple(CacheGroup(_name(w), w, n) for w, n in zip(windows, counts, strict=True))
+        return cls(tuple(shapes), groups, page_len, max_len)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pools."""
+        pages = {group.window: group.num_pages for group in self.groups}
+        return sum(pages[shape.window] * shape.page_bytes(self.page_len) for shape in self.shapes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the group with the fewest pages for its need can hold."""
+        return min((group.num_pages - 1) * self.page_len for group in self.groups if group.window is None or self._only)
+
+    @property
+    def _only(self) -> bool:
+        return all(group.window is not None for group in self.groups)
+
+    def num_requests(self, length: int) -> int:
+        """Requests of `length` tokens that fit at once."""
+        return min((group.num_pages - 1) // group.most_pages(length, self.page_len) for group in self.groups)
+
+    @property
+    def layout(self) -> PagedLayout:
+        """What a packed trace has to know."""
+        windows = [group.window for group in self.groups]
+        return PagedLayout(
+            groups=tuple(windows.index(shape.window) for shape in self.shapes),
+            windows=tuple(shape.window for shape in self.shapes),
+            max_len=self.max_len,
+        )
+
+
+def _name(window: int | None) -> str:
+    return "full attention" if window is None else f"window of {window}"
+
+
+class PagedCache:
+    """The pools of a `CachePlan`: by layer, ``[num_pages, num_heads, page_len, width]``."""
+
+    def __init__(self, plan: CachePlan) -> None:
+        self.plan = plan
+        self.layout = plan.layout
+        self.pages_per_seq = -(-plan.max_len // plan.page_len)
+        self.pools: tuple[jax.Array, ...] = ()
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes the pools anew, all zeros: also after a step has failed and taken them with it."""
+        self.pools = ()
+        self.pools = tuple(
+            jax.device_put(jnp.zeros(self._shape(layer), shape.dtype), jax.devices()[0])
+            for layer, shape in enumerate(self.plan.shapes)
+        )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a pool has been given to a step that did not give it back."""
+        return any(pool.is_deleted() for pool in self.pools)
+
+    def _shape(self, layer: int) -> tuple[int, int, int, int]:
+        shape, group = self.plan.shapes[layer], self.plan.groups[self.layout.groups[layer]]
+        return group.num_pages, shape.num_heads, self.plan.page_len, shape.width
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copies pages, all at once as if every source were read first."""
+        for group in sorted({copy.group for copy in copies}):
+            pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
+            pairs += [(0, 0)] * (_power_of_two(len(pairs)) - len(pairs))  # the null page onto itself
+            sources, targets = (from_host(column, np.int32) for column in zip(*pairs, strict=True))
+            layers = [layer for layer, owner in enumerate(self.layout.groups) if owner == group]
+            copied = _copy_pages(tuple(self.pools[layer] for layer in layers), sources, targets)
+            pools = list(self.pools)
+            for layer, pool in zip(layers, copied, strict=True):
+                pools[layer] = pool
+            self.pools = tuple(pools)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@partial(jax.jit, donate_argnums=0)
+def _copy_pages(pools: tuple[jax.Array, ...], sources: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(pool.at[targets].set(pool[sources]) for pool in pools)

@@ -1,0 +1,253 @@
+"""The engine: any mix of requests on one model. `step` is schedule, execute, commit; the rest is the door to it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from torchax_serve.engine.runner import Flight, ModelRunner, RowRequest
+from torchax_serve.engine.ticket import NewTokens, Ticket
+from torchax_serve.scheduling import FinishReason, Outcome, RequestId, Scheduler, SchedulerStats, StepPlan
+
+logger = logging.getLogger("torchax_serve")
+
+MAX_IN_FLIGHT = 2
+"""Plans on the device: one computes while the host prepares the next."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """Counts of the moment, and since the start where it says so."""
+
+    scheduler: SchedulerStats
+    num_programs: int  # compiled steps of the model in memory
+    num_steps: int  # since the start
+    tokens_per_s: float  # new tokens over the last seconds
+    host_s: float  # since the start, spent by the engine's thread outside of waiting for the device
+    busy_s: float  # since the start, time in which something was in flight
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Part of all prompt tokens that were in the cache already."""
+        return self.scheduler.num_hit_tokens / max(1, self.scheduler.num_prompt_tokens)
+
+    def __str__(self) -> str:
+        """One line for people."""
+        scheduler = self.scheduler
+        pages = ", ".join(f"{group.num_used}/{group.num_pages} pages ({group.name})" for group in scheduler.pages)
+        return (
+            f"{scheduler.num_running} running, {scheduler.num_waiting} waiting, {pages or 'no pages'}, "
+            f"prefix hits {self.prefix_hit_rate:.0%}, {scheduler.num_preemptions} preempted, "
+            f"{self.num_programs} programs, {self.tokens_per_s:.0f} tokens/s"
+        )
+
+
+class Engine:
+    """Owns scheduler and runner and the thread that drives them. Its methods may be called from any thread."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self._scheduler, self._runner = scheduler, runner
+        self._requests: dict[RequestId, tuple[RowRequest, Ticket]] = {}
+        self._flights: collections.deque[tuple[Flight, float, bool]] = collections.deque()
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._wake = threading.Condition()
+        self._ids = itertools.count()
+        self._closed: str | None = None  # why, once it is
+        self._rate: collections.deque[tuple[float, int]] = collections.deque(maxlen=512)
+        self._num_steps = 0
+        self._wait_s = self._busy_s = 0.0
+        self._landed_s = 0.0
+        self.check_integrity = False  # after every step: for tests
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: RowRequest) -> Ticket:
+        """Takes a request; its tokens come through the ticket.
+
+        Raises:
+            InvalidArgumentError: it can never run.
+            TorchaxServeError: the engine is closed.
+        """
+        request_id = next(self._ids)
+        ticket = Ticket(request_id, len(request.prompt_ids), lambda reason: self._cancel(request_id, reason))
+        scheduled = request.to_scheduler(request_id, time.monotonic())
+        error: list[InvalidArgumentError] = []
+        done = threading.Event()
+
+        def enter() -> None:
+            try:
+                self._scheduler.add(scheduled)
+                self._requests[request_id] = (request, ticket)
+            except InvalidArgumentError as refusal:
+                error.append(refusal)
+            finally:
+                done.set()
+
+        self._command(enter, done.set)
+        done.wait()
+        if error:
+            raise error[0]
+        if self._closed is not None and request_id not in self._requests:
+            raise TorchaxServeError(f"expected an open model, this one is closed ({self._closed}); call serve() again")
+        return ticket
+
+    def _command(self, command: Callable[[], None], abandon: Callable[[], None] = lambda: None) -> None:
+        """Has the engine's thread call `command` between two steps; `abandon` is called if there is no thread."""
+        with self._wake:
+            if self._closed is None:
+                self._commands.append(command)
+                self._wake.notify()
+                return
+        abandon()
+
+    def _cancel(self, request_id: RequestId, reason: FinishReason) -> None:
+        def end() -> None:
+            if self._scheduler.abort(request_id, reason):
+                self._deliver(Outcome(request_id, None, (), reason))
+
+        self._command(end)
+
+    def stats(self) -> EngineStats:
+        """Counts; cheap, and right between two steps."""
+        now = time.monotonic()
+        recent = [(when, count) for when, count in list(self._rate) if now - when < 10]
+        span = now - recent[0][0] if recent else 0.0
+        return EngineStats(
+            scheduler=self._scheduler.stats(),
+            num_programs=self._runner.num_programs,
+            num_steps=self._num_steps,
+            tokens_per_s=sum(count for _, count in recent) / span if span > 0 else 0.0,
+            host_s=max(0.0, self._busy_s - self._wait_s),
+            busy_s=self._busy_s,
+        )
+
+    def close(self, why: str = "close() was called") -> None:
+        """Ends all requests with an error and the thread; closing twice is fine."""
+        with self._wake:
+            if self._closed is None:
+                self._closed = why
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self.step()
+        except BaseException as error:  # a fault of ours: nobody may wait for a thread that has died
+            logger.exception("the engine has stopped")
+            self._closed = f"{type(error).__name__}: {error}"
+        finally:
+            self._end_all()
+
+    def _wait_for_work(self) -> bool:
+        """Runs commands, and waits for some while there is nothing else to do; False when the engine is closed."""
+        with self._wake:
+            while not (self._closed or self._commands or len(self._scheduler) or self._flights):
+                self._wake.wait()
+            if self._closed:
+                return False
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command()
+        return True
+
+    def step(self) -> None:
+        """One round: plan the next step, send it to the device, take the oldest one's tokens."""
+        began = time.monotonic()
+        plan = self._scheduler.schedule(began)
+        if plan is not None:
+            self._execute(plan)
+        for outcome in self._scheduler.take_ended():
+            self._deliver(outcome)
+        if len(self._flights) >= MAX_IN_FLIGHT or (plan is None and self._flights):
+            self._land()
+        if self.check_integrity:
+            self._scheduler.check_integrity()
+        self._busy_s += time.monotonic() - began
+
+    def _execute(self, plan: StepPlan) -> None:
+        num_programs = self._runner.num_programs
+        try:
+            requests = {row.slot: self._requests[row.request_id][0] for row in plan.rows}
+            outputs = {row.slot: self._output_ids(row.request_id) for row in plan.rows if row.slot in plan.fresh_slots}
+            flight = self._runner.execute(plan, requests, outputs)
+        except Exception as error:
+            self._fail(plan, error)
+            return
+        self._flights.append((flight, time.monotonic(), self._runner.num_programs > num_programs))
+
+    def _output_ids(self, request_id: RequestId) -> list[int]:
+        state = self._scheduler.find(request_id)
+        return [] if state is None else state.output_ids
+
+    def _land(self) -> None:
+        flight, launched_s, has_compiled = self._flights.popleft()
+        waits_from = time.monotonic()
+        try:
+            tokens = self._runner.read(flight)
+        except Exception as error:
+            self._fail(flight.plan, error)
+            return
+        now = time.monotonic()
+        self._wait_s += now - waits_from
+        duration = None if has_compiled else now - max(launched_s, self._landed_s)
+        self._landed_s = now
+        outcomes = self._scheduler.commit(flight.plan, tokens, now, duration)
+        self._num_steps += 1
+        self._rate.append((now, sum(len(outcome.token_ids) for outcome in outcomes)))
+        for outcome in outcomes:
+            try:
+                self._deliver(outcome, flight)
+            except Exception:  # what one reader's data does may not stop the others
+                logger.exception("a request's tokens could not be handed out")
+
+    def _deliver(self, outcome: Outcome, flight: Flight | None = None) -> None:
+        if outcome.request_id not in self._requests:
+            return
+        request, ticket = self._requests[outcome.request_id]
+        if outcome.finish_reason is not None:
+            del self._requests[outcome.request_id]
+        error = "its logits were not finite numbers" if outcome.finish_reason == "error" else None
+        details = {} if flight is None else self._runner.details(flight, outcome, request)
+        ticket.put(NewTokens(outcome.token_ids, finish_reason=outcome.finish_reason, error=error, **details))
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        """Ends the requests of a plan whose step has raised; if the cache went with it, all that have any of it."""
+        logger.error("a step has failed: %s: %s", type(error).__name__, error)
+        message = f"its step failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        outcomes = self._scheduler.fail(plan)
+        if self._runner.cache_is_lost:
+            for flight, *_ in self._flights:
+                outcomes += self._scheduler.fail(flight.plan)
+            self._flights.clear()
+            for request_id in list(self._requests):
+                state = self._scheduler.find(request_id)
+                if state is not None and state.slot is not None and self._scheduler.abort(request_id, "error"):
+                    outcomes.append(Outcome(request_id, None, (), "error"))
+            self._runner.reset()
+            self._scheduler.forget_prefixes()
+        for outcome in outcomes:
+            if outcome.request_id in self._requests:
+                _, ticket = self._requests.pop(outcome.request_id)
+                ticket.put(NewTokens((), finish_reason="error", error=message))
+
+    def _end_all(self) -> None:
+        """The engine's thread ends: everybody who waits is told."""
+        with self._wake:
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command()  # a submission is entered, and told below
+        for request_id, (_, ticket) in list(self._requests.items()):
+            self._scheduler.abort(request_id, "error")
+            ticket.put(NewTokens((), finish_reason="error", error=f"the engine was closed ({self._closed})"))
+        self._requests.clear()
+        self._flights.clear()

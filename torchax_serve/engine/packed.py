@@ -1,0 +1,207 @@
+"""The model on a paged cache, packed: one program per bucket of tokens and rows.
+
+Decode is a program of its own, one token a row. Every other step, chunks of prompts with or without decode rows beside
+them, is a packed run of tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.arrays import from_host
+from model_adapters.paged import PackedBatch, PagedLayout
+from model_adapters.program import ModelProgram
+from torchax_serve.buckets import bucket
+from torchax_serve.engine.cache import PagedCache
+from torchax_serve.program_cache import KeptFunction, ProgramCache
+from torchax_serve.scheduling import PlanRow
+
+ON_DEVICE = -1
+"""Stands for a token id that was sampled in the row's slot and that the host may not know yet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedSpec:
+    """The static part of a packed step."""
+
+    num_tokens: int  # T
+    num_rows: int  # S
+    pages_per_seq: int
+    layout: PagedLayout
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Lengths of the parts of a step's one array of integers, in order; tables last."""
+        tokens, rows = self.num_tokens, self.num_rows
+        num_groups = max(self.layout.groups) + 1
+        return (tokens, tokens, tokens, rows + 1, rows, rows, *[rows * self.pages_per_seq] * num_groups)
+
+    def unpack(self, numbers: jax.Array, last_tokens: jax.Array) -> PackedBatch:
+        """The batch in `numbers`; ids that are `ON_DEVICE` are taken from `last_tokens` int32[num_slots]."""
+        parts = jnp.split(numbers, np.cumsum(self.sizes)[:-1])
+        ids, slots, positions, cu_q_lens, kv_lens, last, *tables = parts
+        return PackedBatch(
+            token_ids=jnp.where(ids == ON_DEVICE, last_tokens[slots], ids),
+            positions=positions,
+            cu_q_lens=cu_q_lens,
+            kv_lens=kv_lens,
+            last=last,
+            page_tables=tuple(table.reshape(self.num_rows, self.pages_per_seq) for table in tables),
+        )
+
+
+def ladder(top: int, base: int = 2, start: int = 1) -> tuple[int, ...]:
+    """`start` times powers of `base` below `top`, and `top`."""
+    rungs = []
+    while start < top:
+        rungs.append(start)
+        start *= base
+    return (*rungs, top)
+
+
+def rung(rungs: Sequence[int], size: int) -> int:
+    """The first of `rungs` that holds `size`."""
+    return next(r for r in rungs if r >= size)
+
+
+class PackedModel:
+    """Runs the rows of a plan on a `PagedCache`.
+
+    Args:
+        program: of the model.
+        weights: by name.
+        cache: the pools, replaced by each step.
+        programs: where compiled steps are kept.
+        num_slots: most rows of a step.
+        token_budget: most tokens of a step.
+    """
+
+    def __init__(
+        self,
+        program: ModelProgram,
+        weights: Mapping[str, jax.Array],
+        cache: PagedCache,
+        programs: ProgramCache,
+        *,
+        num_slots: int,
+        token_budget: int,
+    ) -> None:
+        self._program, self._weights, self._cache = program, weights, cache
+        self._decode_rungs = ladder(num_slots)
+        self._row_rungs = ladder(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
+        self._token_rungs = tuple(sorted({min(bucket(n), bucket(token_budget)) for n in range(1, token_budget + 1)}))
+        self._step = KeptFunction(
+            programs, "packed", self._run, donate=["pools"], facts=program.found_out, recall=program.recall
+        )
+
+    def _run(
+        self,
+        weights: Mapping[str, jax.Array],
+        pools: tuple[jax.Array, ...],
+        last_tokens: jax.Array,
+        numbers: jax.Array,
+        spec: PackedSpec,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """float32[S, vocab] (or [T, vocab]) logits, and the pools."""
+        batch = spec.unpack(numbers, last_tokens)
+        logits, pools = self._program.forward_packed(weights, pools, batch, spec.layout)
+        return logits.astype(jnp.float32), pools
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled steps."""
+        return self._step.num_programs
+
+    def run(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        last_tokens: jax.Array,
+        *,
+        ahead: int = 0,
+        all_logits: bool = False,
+    ) -> jax.Array:
+        """Computes `rows` of a plan; the first ``len(rows)`` rows of the logits float32[S, vocab] are theirs.
+
+        Args:
+            rows: at most `num_slots`, of `token_budget` tokens at most.
+            tables: by group, int32[num_slots, pages_per_seq].
+            last_tokens: int32[num_slots], sampled last in each slot.
+            ahead: decode steps since the plan's first one.
+            all_logits: logits of every token, float32[T, vocab], in the order of the rows.
+        """
+        spec = self._spec(rows, all_logits)
+        logits, self._cache.pools = self._step(
+            self._weights,
+            self._cache.pools,
+            last_tokens,
+            from_host(self._numbers(spec, rows, tables, ahead), np.int32),
+            spec=spec,
+        )
+        return logits
+
+    def _spec(self, rows: Sequence[PlanRow], all_logits: bool) -> PackedSpec:
+        is_decode = all(row.num_tokens == 1 for row in rows) and not all_logits
+        if is_decode:
+            num_rows = num_tokens = rung(self._decode_rungs, len(rows))
+        else:
+            num_rows = rung(self._row_rungs, len(rows))
+            num_tokens = rung(self._token_rungs, sum(row.num_tokens for row in rows))
+        return self._spec_of(num_tokens, num_rows, is_decode, all_logits)
+
+    def _spec_of(self, num_tokens: int, num_rows: int, is_decode: bool, all_logits: bool = False) -> PackedSpec:
+        layout = dataclasses.replace(self._cache.layout, is_decode=is_decode, all_logits=all_logits)
+        return PackedSpec(num_tokens, num_rows, self._cache.pages_per_seq, layout)
+
+    @staticmethod
+    def _numbers(spec: PackedSpec, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
+        numbers = np.zeros(sum(spec.sizes), np.int32)
+        parts = np.split(numbers, np.cumsum(spec.sizes)[:-1])  # views
+        ids, token_slots, positions, cu_q_lens, kv_lens, last = parts[:6]
+        slots = [row.slot for row in rows]
+        num_tokens = [row.num_tokens for row in rows]
+        starts = np.array([row.start for row in rows]) + ahead
+        ends = np.cumsum(num_tokens)
+        for row, start, end, position in zip(rows, ends - num_tokens, ends, starts, strict=True):
+            ids[start:end] = ON_DEVICE if row.token_ids is None else row.token_ids
+            token_slots[start:end] = row.slot
+            positions[start:end] = np.arange(position, position + row.num_tokens)
+        cu_q_lens[1 : len(rows) + 1] = ends
+        cu_q_lens[len(rows) + 1 :] = ends[-1] if len(rows) else 0
+        kv_lens[: len(rows)] = starts + num_tokens
+        last[: len(rows)] = ends - 1
+        for part, table in zip(parts[6:], tables, strict=True):
+            part.reshape(spec.num_rows, -1)[: len(rows)] = table[slots]
+        return numbers
+
+    def specs(self) -> Iterator[PackedSpec]:
+        """Every step there can be, of those that mixed traffic meets."""
+        for num_rows in self._decode_rungs:
+            yield self._spec_of(num_rows, num_rows, True)
+        for num_rows in self._row_rungs:
+            for num_tokens in self._token_rungs:
+                yield self._spec_of(num_tokens, num_rows, False)
+
+    def temporary_bytes(self) -> int:
+        """What the largest step takes beside weights, cache and results, as the compiler plans it."""
+        spec = self._spec_of(self._token_rungs[-1], self._row_rungs[-1], False)
+        program = self._step.compiled(
+            self._weights,
+            self._cache.pools,
+            from_host(np.zeros(self._row_rungs[-1]), np.int32),
+            from_host(np.zeros(sum(spec.sizes)), np.int32),
+            spec=spec,
+        )
+        analysis = program.memory_analysis()
+        return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+
+    def warm_up(self, spec: PackedSpec, last_tokens: jax.Array) -> jax.Array:
+        """Compiles and runs one step that writes nothing; returns its logits."""
+        numbers = from_host(np.zeros(sum(spec.sizes)), np.int32)
+        logits, self._cache.pools = self._step(self._weights, self._cache.pools, last_tokens, numbers, spec=spec)
+        return logits

@@ -1,0 +1,105 @@
+"""What a caller holds of a request in the engine: its tokens as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from model_adapters.errors import TorchaxServeError
+from torchax_serve.scheduling import FinishReason, RequestId
+
+
+class RequestError(TorchaxServeError):
+    """A request that was taken has failed; the message says why. Others are not concerned."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one token under the model, before any sampling option."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), the likeliest first
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTokens:
+    """What one step brought a request."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, if they were asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with the first tokens; None for the first one
+    finish_reason: FinishReason | None = None  # None: more will come
+    error: str | None = None  # with the reason "error"
+
+
+class Ticket:
+    """A request on its way. Iterate over it (`for`, or `async for`), or wait for all of it with `result`.
+
+    Nothing is held up by a ticket that nobody reads. One reader at a time.
+    """
+
+    def __init__(self, request_id: RequestId, prompt_len: int, cancel: Callable[[FinishReason], None]) -> None:
+        self.request_id = request_id
+        self.prompt_len = prompt_len
+        self.token_ids: list[int] = []  # so far read
+        self.finish_reason: FinishReason | None = None  # once the end was read
+        self._cancel = cancel
+        self._arrivals: queue.SimpleQueue[NewTokens] = queue.SimpleQueue()
+        self._wake: Callable[[], None] | None = None
+
+    def put(self, new: NewTokens) -> None:
+        """Called by the engine's thread."""
+        self._arrivals.put(new)
+        wake = self._wake
+        if wake is not None:
+            try:
+                wake()
+            except RuntimeError:  # the reader's event loop has been closed
+                self._wake = None
+
+    def cancel(self, reason: FinishReason = "abort") -> None:
+        """Ends the request; what it has computed stays readable. Cancelling twice, or after the end, does nothing."""
+        if self.finish_reason is None:
+            self._cancel(reason)
+
+    def _take(self, new: NewTokens) -> NewTokens:
+        self.token_ids += new.token_ids
+        self.finish_reason = new.finish_reason
+        if new.finish_reason == "error":
+            raise RequestError(f"request {self.request_id}: {new.error}")
+        return new
+
+    def __iter__(self) -> Iterator[NewTokens]:
+        """Blocks for each arrival; ends after the one with a finish reason.
+
+        Raises:
+            RequestError: the request failed.
+        """
+        while self.finish_reason is None:
+            yield self._take(self._arrivals.get())
+
+    async def __aiter__(self) -> AsyncIterator[NewTokens]:
+        """As iteration, without blocking the event loop; leaving the loop early cancels the request."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        self._wake = lambda: loop.call_soon_threadsafe(event.set)
+        try:
+            while self.finish_reason is None:
+                try:
+                    new = self._arrivals.get_nowait()
+                except queue.Empty:
+                    await event.wait()
+                    event.clear()
+                    continue
+                yield self._take(new)
+        finally:
+            self._wake = None
+            self.cancel()
+
+    def result(self) -> list[int]:
+        """All new token ids, once the request has ended."""
+        for _ in self:
+            pass
+        return self.token_ids
