@@ -31,8 +31,8 @@ class Features:
     has_alibi: bool
     is_int8: bool
 
-    def score(self, products: jax.Array, factor: jax.Array, slope: jax.Array, distance: jax.Array) -> jax.Array:
-        """Scores for powers of two, out of products ``[R, n]`` and two of :func:`row_constants`, ``[R, 1]``.
+    def score(self, products: jax.Array, factor: Any, slope: Any, distance: Any) -> jax.Array:
+        """Scores for powers of two, out of products ``[R, n]`` and two of :func:`row_constants`, scalars or ``[R, 1]``.
 
         `distance` is the key's position less that of the query, and broadcasts to the products.
         """

@@ -39,7 +39,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Decode:
-    """One call's references and sizes; `heads` kv heads of `group` query heads each."""
+    """One call's references and sizes; `heads` kv heads, or pairs of them, of `group` query heads each."""
 
     lens: Any  # int32[B]
     starts: Any  # int32[B]
@@ -57,9 +57,10 @@ class _Decode:
         return self.buffer.blocks
 
     @property
-    def small(self) -> int:
-        """Pieces that the end of a row is computed with where it has no more: a quarter of a block, 0 for never."""
-        return self.blocks.num_pieces // 4
+    def part(self) -> int:
+        """Pieces that a block that is not full is computed with at a time: a quarter, where it can be cut so."""
+        size = self.blocks.num_pieces
+        return size // 4 if size % 4 == 0 else size
 
     def row(self, index: Any) -> _Row:
         """What row `index` sees."""
@@ -139,30 +140,32 @@ class _Decode:
         return jnp.concatenate([tiles[at] for at in sorted(tiles)], axis=0)
 
     def attend(
-        self, q: jax.Array, constants: jax.Array, row: _Row, block: Any, slot: Any, size: int, carry: Carry
+        self, q: jax.Array, constants: jax.Array, row: _Row, first: Any, slot: Any, place: Any, size: int, carry: Carry
     ) -> Carry:
-        """`carry` with the first `size` pieces of the block in `slot`."""
+        """`carry` with `size` pieces from place `place` of `slot` on, the row's pieces from `first` on."""
         top, total, out = carry
         num_keys = size * self.blocks.piece
         dtype = self.features.dtype
-        scores = self.by_head(q, lambda h: self.buffer.keys(slot, h, size, self.lanes).astype(dtype), 1)
-        begin = row.first * self.blocks.piece + block * self.blocks.length
-        position = begin + lax.broadcasted_iota(jnp.int32, (1, num_keys), 1)
+        scores = self.by_head(q, lambda h: self.buffer.keys(slot, h, place, size, self.lanes, dtype), 1)
+        position = (row.first + first) * self.blocks.piece + lax.broadcasted_iota(jnp.int32, (1, num_keys), 1)
         scores = self.features.score(scores, constants[:, 1:2], constants[:, 2:3], position - row.end + 1)
         scores = jnp.where((position >= row.begin) & (position < row.end), scores, MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
         weights = jnp.exp2(scores - across(new_top, num_keys))
         shrink = jnp.exp2(top - new_top)
         total = shrink * total + jnp.sum(weights, axis=1, keepdims=True)
-        values = self.by_head(weights, lambda h: self.buffer.values(slot, h, size, self.lanes).astype(dtype), 0)
+        values = self.by_head(weights, lambda h: self.buffer.values(slot, h, place, size, self.lanes, dtype), 0)
         return new_top, total, across(shrink, out.shape[1]) * out + values
 
     def run(self, q: jax.Array, constants: jax.Array, index: Any, slot_ref: Any) -> Carry:
         """All blocks of row `index`; while each is computed with, the next one is read, of this row or the next."""
         row, following = self.row(index), self.next_row(index + 1)
-        num_blocks = pl.cdiv(row.num_pieces, self.blocks.num_pieces)
+        size = self.blocks.num_pieces
+        num_blocks = pl.cdiv(row.num_pieces, size)
+        num_whole = row.num_pieces // size
 
-        def step(block: Any, carry: Carry, size: int) -> Carry:
+        def receive(block: Any) -> Any:
+            """The half of the buffer that has the block, once it is there."""
             slot = slot_ref[0]
             is_last = block + 1 == num_blocks
             target = jnp.where(is_last, following, index)
@@ -172,22 +175,51 @@ class _Decode:
                 self.fetch(target, jnp.where(is_last, 0, block + 1), 1 - slot)
 
             slot_ref[0] = 1 - slot
-            self.buffer.wait(row.num_pieces - block * self.blocks.num_pieces, slot)
+            self.buffer.wait(row.num_pieces - block * size, slot)
             self.clean_ends(row, block, slot)
-            return self.attend(q, constants, row, block, slot, size, carry)
+            return slot
+
+        def whole(block: Any, carry: Carry) -> Carry:
+            return self.attend(q, constants, row, block * size, receive(block), 0, size, carry)
+
+        def rest(carry: Carry) -> Carry:
+            slot = receive(num_whole)
+
+            def one(i: Any, carry: Carry) -> Carry:
+                place = i * self.part
+                return self.attend(q, constants, row, num_whole * size + place, slot, place, self.part, carry)
+
+            return lax.fori_loop(0, pl.cdiv(row.num_pieces - num_whole * size, self.part), one, carry)
 
         num_query_rows = q.shape[0]
         sink = jnp.broadcast_to(constants[:, :1], (num_query_rows, LANES))
         total = jnp.where(sink > MASKED / 2, 1.0, 0.0)
         width = self.lanes.value_end - self.lanes.value_begin
         carry = (sink, total, jnp.zeros((num_query_rows, width), jnp.float32))
-        rest = row.num_pieces - (num_blocks - 1) * self.blocks.num_pieces
-        ends_small = (num_blocks > 0) & (rest <= self.small)
-        num_large = num_blocks - ends_small.astype(jnp.int32)
-        carry = lax.fori_loop(0, num_large, lambda i, c: step(i, c, self.blocks.num_pieces), carry)
-        if not self.small:
-            return carry
-        return lax.cond(ends_small, lambda c: step(num_large, c, self.small), lambda c: c, carry)
+        carry = lax.fori_loop(0, num_whole, whole, carry)
+        return lax.cond(num_blocks > num_whole, rest, lambda c: c, carry)
+
+    def spread(self, q: jax.Array) -> jax.Array:
+        """Queries ``[R, D]`` in the lanes of their keys, zero in the others."""
+        zeros = jnp.zeros((q.shape[0], self.lanes.key_end - self.lanes.dim), q.dtype)
+        first = jnp.concatenate([q, zeros], axis=1) if zeros.size else q
+        if self.lanes.num_packed == 1:
+            return first
+        second = jnp.concatenate([zeros, q], axis=1)
+        chosen = jnp.where(self.is_second(q.shape[0]), second.astype(jnp.float32), first.astype(jnp.float32))
+        return chosen.astype(q.dtype)
+
+    def gather(self, sums: jax.Array) -> jax.Array:
+        """Values ``[R, Dv]`` out of the lanes of :meth:`run`'s weighted values."""
+        if self.lanes.num_packed == 1:
+            return sums[:, self.lanes.values_kept]
+        dim = self.lanes.value_dim
+        return jnp.where(self.is_second(sums.shape[0]), sums[:, :dim], sums[:, dim:])
+
+    def is_second(self, num_query_rows: int) -> jax.Array:
+        """Which rows belong to the second of two packed heads, ``[R, 1]``."""
+        row = lax.broadcasted_iota(jnp.int32, (num_query_rows, 1), 0)
+        return row // (self.group // 2) % 2 == 1
 
 
 def _kernel(
@@ -207,7 +239,7 @@ def _kernel(
     blocks: Blocks,
 ) -> None:
     index = pl.program_id(0)
-    query_heads, heads = q_ref.shape[1], buffer.shape[2]
+    query_heads, heads = q_ref.shape[1], buffer.shape[2] // lanes.num_packed
     pages_per_seq = table.shape[0] // lens.shape[0]
     block_buffer = BlockBuffer(pool, buffer, semaphores, table, blocks)
     decode = _Decode(
@@ -220,14 +252,12 @@ def _kernel(
         decode.fetch_very_first()
 
     q = q_ref[0]
-    if missing := lanes.key_end - lanes.dim:
-        q = jnp.concatenate([q, jnp.zeros((query_heads, missing), q.dtype)], axis=1)
     if missing := constants_ref.shape[0] - query_heads:
-        q = jnp.concatenate([q, jnp.zeros((missing, lanes.key_end), q.dtype)], axis=0)
+        q = jnp.concatenate([q, jnp.zeros((missing, q.shape[1]), q.dtype)], axis=0)
     constants = constants_ref[...]
-    _, total, out = decode.run(q, constants, index, slot_ref)
-    out = out * (constants[:, 3:] / jnp.where(total == 0, 1.0, total)[:, :1])
-    out_ref[0] = out[:query_heads, lanes.values_kept].astype(out_ref.dtype)
+    _, total, sums = decode.run(decode.spread(q), constants, index, slot_ref)
+    sums = sums * (constants[:, 3:] / jnp.where(total == 0, 1.0, total)[:, :1])
+    out_ref[0] = decode.gather(sums)[:query_heads].astype(out_ref.dtype)
 
 
 def _refuses(
@@ -259,7 +289,7 @@ def decode_attention(
     pool = write_tokens(pool, page_table, rows, lens - 1, k, v, k_scale, v_scale, in_runs=False)
     num_rows, query_heads, dim = q.shape
     _, heads, _, width = pool.shape
-    lanes, blocks = Lanes(dim, v.shape[2]), Blocks.of(pool, page_table.shape[1])
+    lanes, blocks = Lanes.packing(dim, v.shape[2], heads), Blocks.of(pool, page_table.shape[1])
     features = Features(q.dtype, window, softcap, alibi is not None, pool.dtype == jnp.int8)
     constants = row_constants(query_heads, heads, sinks, alibi, k_scale, v_scale, scale=scale, softcap=softcap)
     call = pl.pallas_call(

@@ -20,7 +20,7 @@ LANES = 128
 SUBLANES = 8
 MASKED = -1e30  # below every real score; finite, so that the difference of two is no NaN
 MAX_PIECE_LEN = 256
-MAX_BLOCK_LEN = 1024
+MAX_BLOCK_LEN = 2048
 MAX_BLOCK_BYTES = 4 << 20
 MAX_UNROLLED = 16
 
@@ -53,6 +53,12 @@ class Lanes:
 
     dim: int
     value_dim: int
+    num_packed: int = 1  # heads side by side in one matrix of keys or values
+
+    @classmethod
+    def packing(cls, dim: int, value_dim: int, heads: int) -> Lanes:
+        """Two heads at once where both keys and values of one fill half of the lanes."""
+        return cls(dim, value_dim, 2 if dim == value_dim == LANES // 2 and heads % 2 == 0 else 1)
 
     @property
     def key_end(self) -> int:
@@ -166,16 +172,34 @@ class BlockBuffer:
                 0, count, lambda i, _: pltpu.make_async_copy(here, here, self.semaphores.at[slot]).wait(), None
             )
 
-    def keys(self, slot: Any, head: Any, num_pieces: int, lanes: Lanes) -> jax.Array:
-        """Keys of the first `num_pieces` pieces ``[n, key lanes]``, in the pool's dtype."""
-        read = self.buffer[slot, pl.ds(0, num_pieces), head, :, pl.ds(0, lanes.key_end)]
-        return read.reshape(num_pieces * self.blocks.piece, -1)
+    def keys(self, slot: Any, head: Any, first: Any, count: int, lanes: Lanes, dtype: Any) -> jax.Array:
+        """Keys ``[n, key lanes]`` of `count` pieces from `first` on."""
+        if lanes.num_packed == 1:
+            return self._rows(slot, head, first, count, slice(0, lanes.key_end)).astype(dtype)
+        return self._packed(slot, head, first, count, dtype, keys=True)
 
-    def values(self, slot: Any, head: Any, num_pieces: int, lanes: Lanes) -> jax.Array:
-        """Values of the first `num_pieces` pieces ``[n, value lanes]``, in the pool's dtype."""
-        width = lanes.value_end - lanes.value_begin
-        read = self.buffer[slot, pl.ds(0, num_pieces), head, :, pl.ds(lanes.value_begin, width)]
-        return read.reshape(num_pieces * self.blocks.piece, -1)
+    def values(self, slot: Any, head: Any, first: Any, count: int, lanes: Lanes, dtype: Any) -> jax.Array:
+        """Values ``[n, value lanes]`` of `count` pieces from `first` on."""
+        if lanes.num_packed == 1:
+            return self._rows(slot, head, first, count, lanes.values_read).astype(dtype)
+        return self._packed(slot, head, first, count, dtype, keys=False)
+
+    def _rows(self, slot: Any, head: Any, first: Any, count: int, lanes: slice) -> jax.Array:
+        read = self.buffer[slot, pl.ds(first, count), head, :, lanes]
+        return read.reshape(count * self.blocks.piece, -1)
+
+    def _packed(self, slot: Any, pair: Any, first: Any, count: int, dtype: Any, *, keys: bool) -> jax.Array:
+        """Keys of two heads side by side, or their values, those of the second head first: ``[n, 128]``.
+
+        Turned by half its lanes, the second head has its keys beside those of the first, and its values too.
+        """
+        a, b = (self._rows(slot, 2 * pair + i, first, count, slice(0, LANES)).astype(dtype) for i in range(2))
+        if packs := jnp.dtype(dtype).itemsize == 2:  # lanes are turned and chosen 32 bits at a time
+            a, b = pltpu.bitcast(a, jnp.int32), pltpu.bitcast(b, jnp.int32)
+        b = pltpu.roll(b, LANES // 2, 1)
+        is_low = lax.broadcasted_iota(jnp.int32, a.shape, 1) < LANES // 2
+        both = jnp.where(is_low, a, b) if keys else jnp.where(is_low, b, a)
+        return pltpu.bitcast(both, dtype) if packs else both
 
     def clear(self, slot: Any, begin: Any, lanes: slice) -> None:
         """Zeroes `lanes` of pieces `begin` and on: a weight of zero is multiplied with whatever lies there."""

@@ -144,13 +144,11 @@ class _Ragged:
             sees_all &= begin > item.end - 1 + item.shift - self.features.window
         return ~sees_all
 
-    def attend(
-        self, head: Any, slot: Any, row: Any, num_queries: int, distance: jax.Array | None, mask: Any | None
-    ) -> None:
+    def attend(self, head: Any, slot: Any, row: Any, num_queries: int, distance: Any, mask: Any | None) -> None:
         """Adds the block in `slot` to the softmax of one kv head's queries, of `num_queries` from row `row` on."""
         dtype, length = self.features.dtype, self.blocks.length
-        keys = self.buffer.keys(slot, head, self.blocks.num_pieces, self.lanes).astype(dtype)
-        values = self.buffer.values(slot, head, self.blocks.num_pieces, self.lanes).astype(dtype)
+        keys = self.buffer.keys(slot, head, 0, self.blocks.num_pieces, self.lanes, dtype)
+        values = self.buffer.values(slot, head, 0, self.blocks.num_pieces, self.lanes, dtype)
         at_once = self.heads_at_once(num_queries)
 
         def products(begin: int) -> jax.Array:
@@ -352,7 +350,7 @@ def paged_attention(
     # Heads first: a block of queries of one head is then a matrix, and any of them begins a tile.
     q = jnp.pad(jnp.swapaxes(q, 0, 1), ((0, 0), (0, padded - num_tokens), (0, lanes.key_end - dim)))
 
-    def block_at(i: Any, items: Any, *_: Any) -> tuple[Any, int, int]:
+    def block_at(i: Any, items: Any, *_: Any) -> tuple[Any, ...]:
         return 0, jnp.minimum(items[i * len(FIELDS)] // num_queries, padded // num_queries - 1), 0
 
     call = pl.pallas_call(
