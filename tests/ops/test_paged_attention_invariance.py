@@ -140,3 +140,24 @@ print(digest())
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == digest()
+
+
+def test_a_request_of_nan_stays_by_itself():
+    """Its neighbours' results are the same to the last bit as beside a request of numbers."""
+    q_lens, kv_lens = (1, 70, 1, 90), (130, 70, 200, 90)
+    case = paged_case(q_lens=q_lens, kv_lens=kv_lens, heads=2, group=4, dim=64, dtype="bfloat16")
+    tokens = slice(0, sum(q_lens))
+    bad = slice(1, 71)
+    with_nan = case.with_(**{name: getattr(case, name).at[bad].set(jnp.nan) for name in "qkv"})
+    expected, _ = attend(case, jnp.array(case.pool, copy=True), tokens, kv_lens, q_lens, range(4))
+    got, _ = attend(with_nan, jnp.array(case.pool, copy=True), tokens, kv_lens, q_lens, range(4))
+    assert np.isnan(np.asarray(got[bad], np.float32)).all()
+    for kept in (slice(0, 1), slice(71, 162)):
+        assert_same_bits(np.asarray(got[kept]), np.asarray(expected[kept]))
+
+
+def test_no_tokens_at_all():
+    case = prompt("float32", None, {})
+    out, pool = attend(case, jnp.array(case.pool, copy=True), slice(0, 0), [0], [0], [0])
+    assert out.shape == (0, 6, 40)
+    assert_same_bits(np.asarray(pool), np.asarray(case.pool))

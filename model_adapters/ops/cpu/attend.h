@@ -197,6 +197,11 @@ struct Block {
     std::fill(keys + known, keys + kBlock, keys[known - 1]);
     for (int t = 0; t < kBlock; t++) values[t] = keys[t] + shape.key_dim;
   }
+
+  void ask_for(int known, int64_t width) const {
+    for (int t = 0; t < known; t++)
+      for (int64_t d = 0; d < width; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(keys[t] + d);
+  }
 };
 
 template <int R, class K, class V>
@@ -258,7 +263,10 @@ void attend_span(const T* pool, const int32_t* pages, int64_t head, const Shape&
   const auto known_of = [&](int64_t at) { return int(std::min<int64_t>(kBlock, highest - at)); };
   Block<T> blocks[2];
   begin = skip_unseen(begin);
-  if (begin < stop) blocks[0].find(pool, pages, head, shape, begin, skipped_of(begin), known_of(begin));
+  if (begin < stop) {
+    blocks[0].find(pool, pages, head, shape, begin, skipped_of(begin), known_of(begin));
+    blocks[0].ask_for(known_of(begin), shape.key_dim + shape.value_dim);
+  }
   for (int current = 0; begin < stop; current ^= 1) {
     // While a block is read, the next is asked for: pages lie anywhere, and the hardware follows no list of them.
     const int64_t after = skip_unseen(begin + kBlock);
