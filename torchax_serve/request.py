@@ -14,7 +14,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -80,6 +80,30 @@ LIMITS: Mapping[str, Limits] = {
 }
 """Each option that is one number, under transformers' name. Wider than useful, never wider than defined."""
 
+ENGINE_LIMITS: Mapping[str, Limits] = {
+    "presence_penalty": Limits(-2, 2),
+    "frequency_penalty": Limits(-2, 2),
+    "logprobs": Limits(0, 20, whole=True),
+    "prompt_logprobs": Limits(0, 20, whole=True),
+    "priority": Limits(-(2**31), 2**31 - 1, whole=True),
+    "timeout_s": Limits(0, low_open=True),
+}
+"""Each option that is one number and that transformers does not have; ranges of log-probabilities and penalties are
+those of OpenAI's interface."""
+
+ENGINE_ONLY: Mapping[str, Any] = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "allowed_token_ids": None,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "priority": 0,
+    "timeout_s": None,
+    "cache_salt": "",
+}
+"""Options that a generation config has no place for, each with the value that asks for nothing."""
+
 SAMPLING_ONLY: Mapping[str, float | None] = {
     "temperature": 1.0,
     "top_k": 0,
@@ -101,6 +125,11 @@ REMEDIES: Mapping[str, str] = {
     "eta_cutoff": "0 switches it off",
     "repetition_penalty": "1.0 switches it off",
     "no_repeat_ngram_size": "0 switches it off",
+    "presence_penalty": "0 switches it off",
+    "frequency_penalty": "0 switches it off",
+    "logprobs": "0 gives that of the chosen token alone, None none",
+    "prompt_logprobs": "0 gives those of the prompt's tokens alone, None none",
+    "priority": "0 is usual, lower runs first",
 }
 
 
@@ -110,9 +139,10 @@ def invalid(name: str, expected: object, got: object, remedy: str | None = None)
 
 
 def check_number(name: str, value: object) -> None:
-    """Raises `InvalidArgumentError` when `value` lies outside ``LIMITS[name]``; None (unset) passes."""
-    if value is not None and value not in LIMITS[name]:
-        raise invalid(name, LIMITS[name], value, REMEDIES.get(name))
+    """Raises `InvalidArgumentError` when `value` lies outside the option's limits; None (unset) passes."""
+    limits = LIMITS[name] if name in LIMITS else ENGINE_LIMITS[name]
+    if value is not None and value not in limits:
+        raise invalid(name, limits, value, REMEDIES.get(name))
 
 
 def check_token_ids(name: str, value: object, *, may_be_empty: bool = False) -> None:
@@ -152,7 +182,18 @@ def bias_pairs(value: object) -> list[tuple[tuple[int, ...], float]]:
     return list({tuple(int(i) for i in ids): float(bias) for ids, bias in pairs}.items())
 
 
+def check_logit_bias(value: object) -> None:
+    """Raises `InvalidArgumentError` unless `value` maps token ids to biases from -100 to 100, as OpenAI's does."""
+    expected = "{token id: bias from -100 to 100}"
+    if not isinstance(value, Mapping):
+        raise invalid("logit_bias", expected, value)
+    for token_id, bias in value.items():
+        if token_id not in _TOKEN_ID or bias not in _LOGIT_BIAS:
+            raise invalid("logit_bias", expected, {token_id: bias}, "use whole token ids and clip the biases")
+
+
 _TOKEN_ID = Limits(0, 2**31 - 1, whole=True)
+_LOGIT_BIAS = Limits(-100, 100)
 
 
 def _is_pair(item: object) -> bool:
@@ -165,6 +206,8 @@ class SamplingParams:
 
     A temperature above zero, or any other option that only matters when tokens are drawn, turns sampling on; a
     temperature of zero is greedy decoding.
+
+    The last group of fields is honoured where requests run on the engine, and refused by name elsewhere.
 
     Raises:
         InvalidArgumentError: a value outside its range, or an unknown name (near matches are listed).
@@ -191,6 +234,16 @@ class SamplingParams:
     n: int | None = None  # answers to one prompt
     seed: int | None = None  # same seed, same request, same tokens, whatever runs beside it
 
+    presence_penalty: float | None = None  # taken off the logits of tokens among the outputs, -2 to 2
+    frequency_penalty: float | None = None  # the same once for each time they are there, -2 to 2
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of token ids, -100 to 100
+    allowed_token_ids: Sequence[int] | None = None  # no other is chosen
+    logprobs: int | None = None  # log-probabilities of chosen tokens, and of so many likeliest ones (0 to 20)
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    priority: int | None = None  # lower runs first
+    timeout_s: float | None = None  # seconds from submission after which the request ends
+    cache_salt: str | None = None  # computed prefixes are shared among requests of equal salt only
+
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Refuses names that are no field, with near matches."""
         names = [field.name for field in dataclasses.fields(cls)]
@@ -201,7 +254,8 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in LIMITS.keys() & {field.name for field in dataclasses.fields(self)}:
+        fields = {field.name for field in dataclasses.fields(self)}
+        for name in [name for name in (*LIMITS, *ENGINE_LIMITS) if name in fields]:
             if not (name == "temperature" and self.is_greedy):
                 check_number(name, getattr(self, name))
         if self.do_sample not in (None, True, False):
@@ -221,6 +275,12 @@ class SamplingParams:
         is_list = self.stop is None or isinstance(self.stop, Sequence)
         if not is_list or not all(isinstance(text, str) and text for text in self.stop_strings):
             raise invalid("stop", "a non-empty string, or a list of them", self.stop)
+        if self.logit_bias is not None:
+            check_logit_bias(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            check_token_ids("allowed_token_ids", self.allowed_token_ids)
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise invalid("cache_salt", "a string", self.cache_salt, "None shares with all requests that have none")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -249,17 +309,32 @@ class SamplingParams:
         given = {name: getattr(self, name) for name in SAMPLING_ONLY}
         return {name: value for name, value in given.items() if value is not None and value != SAMPLING_ONLY[name]}
 
+    def engine_only(self) -> dict[str, Any]:
+        """The options set here, name to value, that a generation config has no place for and the engine honours."""
+        given = {name: getattr(self, name) for name in ENGINE_ONLY}
+        return {name: value for name, value in given.items() if value is not None and value != ENGINE_ONLY[name]}
+
+    def without_engine_only(self) -> SamplingParams:
+        """The same with all that `engine_only` names unset, for whoever honours those itself."""
+        return dataclasses.replace(self, **dict.fromkeys(ENGINE_ONLY))
+
     def to_generation_config(self, base: GenerationConfig) -> GenerationConfig:
         """A copy of `base` with what is given here in its place; `seed` has no place there and stays here.
 
         Raises:
+            UnsupportedArgumentError: an option is set that only the engine honours (`engine_only`).
             InvalidArgumentError: several answers (`n`) of greedy decoding, which would all be the same.
         """
+        if engine_only := self.engine_only():
+            raise UnsupportedArgumentError(
+                f"{', '.join(engine_only)}: expected options that a generation config has a place for, "
+                f"got {engine_only}; leave them out, or send the request to the engine"
+            )
         config = copy.deepcopy(base)
         renamed = {"n": "num_return_sequences", "stop": "stop_strings"}
         for field in dataclasses.fields(self):
             value = self.stop_strings if field.name == "stop" else getattr(self, field.name)
-            if field.name == "seed" or value is None or value == ():
+            if field.name in ("seed", *ENGINE_ONLY) or value is None or value == ():
                 continue
             setattr(config, renamed.get(field.name, field.name), _as_transformers_takes_it(field.name, value))
         if self.max_new_tokens is not None:

@@ -1,0 +1,1 @@
+"""The engine: many requests on one device, a step at a time."""

@@ -1,0 +1,231 @@
+"""Choosing the tokens of a step on the device: a batch whose rows are requests with parameters of their own.
+
+What each row gets is what `torchax_serve.sampling` gives that request alone, in transformers' order of processors, with
+the penalties of OpenAI's interface in between. A row's result is a function of that row: what runs beside it decides
+which branches of the program run, never what they compute for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from model_adapters.arrays import from_host
+from torchax_serve.engine.sampler_cuts import cut
+from torchax_serve.sampling.pipeline import draw, first_argmax
+from torchax_serve.sampling.processors import penalise_repetition
+from torchax_serve.scheduling import INVALID_TOKEN
+
+Level = Literal["greedy", "sampled", "full"]
+LEVELS: tuple[Level, ...] = ("greedy", "sampled", "full")
+NUM_TOP_RUNGS = (0, 5, 20)
+"""How many top log-probabilities a program returns; the host hands out as many of them as were asked for."""
+
+INT_COLUMNS = ("slot", "top_k", "num_new", "min_new_tokens", "seed_low", "seed_high")
+FLOAT_COLUMNS = (
+    "temperature",
+    "top_p_tail",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+IN_PROMPT, IS_STOP = 1, 2  # bits of `SamplerTables.flags`
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerSpec:
+    """Which program chooses the tokens of a batch; hashable.
+
+    Three levels and the three rungs of `NUM_TOP_RUNGS` are all there are, so that warm-up can compile them.
+    """
+
+    level: Level  # the lowest that covers every row
+    num_top: int = 0  # top log-probabilities to return, a rung
+    logprobs: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowOptions:
+    """What each row of a batch asks for, in two arrays so that a step makes two small transfers."""
+
+    ints: jax.Array  # int32[n, len(INT_COLUMNS)]; a slot of num_slots marks a row that is padding or does not sample
+    floats: jax.Array  # float32[n, len(FLOAT_COLUMNS)]
+
+    def int_column(self, name: str) -> jax.Array:
+        """int32[n]: one of `INT_COLUMNS`."""
+        return self.ints[:, INT_COLUMNS.index(name)]
+
+    def float_column(self, name: str) -> jax.Array:
+        """float32[n]: one of `FLOAT_COLUMNS`."""
+        return self.floats[:, FLOAT_COLUMNS.index(name)]
+
+    def after(self, num_steps: jax.Array | int) -> RowOptions:
+        """The options of the same rows, all of which decode, `num_steps` steps later."""
+        column = INT_COLUMNS.index("num_new")
+        step = (jnp.arange(len(INT_COLUMNS)) == column).astype(jnp.int32)
+        return dataclasses.replace(self, ints=self.ints + step * num_steps)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplerTables:
+    """What the level "full" knows of each slot's request. A slot's rows are written when a request is given it."""
+
+    counts: jax.Array  # int32[num_slots, vocab], how often a token is among the outputs
+    flags: jax.Array  # uint8[num_slots, vocab], bits: the token is in the prompt, the token is a stop token
+    bias: jax.Array  # float32[num_slots, vocab], added to the logits; -inf where a token may not be chosen
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplerState:
+    """What stays on the device between steps; donate it."""
+
+    last_tokens: jax.Array  # int32[num_slots], what was chosen last: the input of the next decode step
+    tables: SamplerTables | None  # None until a request needs them
+
+    @classmethod
+    def empty(cls, num_slots: int) -> SamplerState:
+        """The state before the first request, on the default device."""
+        return cls(from_host(np.zeros(num_slots), np.int32), None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities under the model's own logits, before any processing."""
+
+    chosen: jax.Array  # float32[n]
+    top_ids: jax.Array | None  # int32[n, num_top], likeliest first
+    top: jax.Array | None  # float32[n, num_top]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What a step brings to the host."""
+
+    tokens: jax.Array  # int32[n]; INVALID_TOKEN where a row has nothing to choose from
+    logprobs: Logprobs | None
+
+
+def sample(
+    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array
+) -> tuple[Sampled, SamplerState]:
+    """Chooses a token for each row. Pure: jit it with `spec` static and `state` donated.
+
+    A row of nan, or with no finite score left, gives `INVALID_TOKEN`. Rows whose slot is out of range write nothing.
+    Tables of the state are read and written by the level "full" alone and passed through by the others, whose program
+    need not know them: `torchax_serve.engine.sampler_programs.Sampler` leaves them out.
+
+    Args:
+        spec: covers every row (`SlotOptions.rows` gives it).
+        options: of the n rows.
+        state: of all slots.
+        logits: float32[n, vocab], of each row's last token.
+    """
+    logits = logits.astype(jnp.float32)
+    scores, tables = logits, state.tables
+    if spec.level == "full":
+        assert tables is not None, "rows of the level full come with their tables"
+        scores = adjust(options, tables, scores)
+    tokens = greedy_tokens(scores)
+    if spec.level != "greedy":
+        tokens = _draw_some(options, scores, tokens, full=spec.level == "full")
+    slot = options.int_column("slot")
+    # The next step embeds the last token, so even a failed row's must be one.
+    last_tokens = state.last_tokens.at[slot].set(jnp.maximum(tokens, 0), mode="drop")
+    if spec.level == "full":
+        assert tables is not None
+        column = jnp.where(tokens < 0, logits.shape[1], tokens)  # a negative index would count from the end
+        tables = dataclasses.replace(tables, counts=tables.counts.at[slot, column].add(1, mode="drop"))
+    logprobs = logprobs_of(logits, tokens, num_top=spec.num_top) if spec.logprobs else None
+    return Sampled(tokens, logprobs), SamplerState(last_tokens, tables)
+
+
+def adjust(options: RowOptions, tables: SamplerTables, scores: jax.Array) -> jax.Array:
+    """float32[n, vocab]: biases, penalties and the ban on ending early, as every decoding mode has them.
+
+    Biases come first, as transformers' sequence bias does; presence and frequency penalties (OpenAI's: over outputs
+    alone) right behind the repetition penalty (transformers': over prompt and outputs).
+    """
+    slot = options.int_column("slot")
+
+    def rows_of(table: jax.Array) -> jax.Array:
+        return table.at[slot].get(mode="clip")  # a row that is padding gets another's, and nobody looks
+
+    def column(name: str) -> jax.Array:
+        return options.float_column(name)[:, None]
+
+    flags = rows_of(tables.flags)
+    scores = scores + rows_of(tables.bias)
+
+    def penalise(scores: jax.Array) -> jax.Array:
+        counts = rows_of(tables.counts)
+        seen = (counts > 0) | (flags & IN_PROMPT > 0)
+        scores = penalise_repetition(column("repetition_penalty"), seen, scores)
+        return scores - (column("frequency_penalty") * counts + column("presence_penalty") * (counts > 0))
+
+    off = (column("repetition_penalty") == 1) & (column("frequency_penalty") == 0) & (column("presence_penalty") == 0)
+    scores = lax.cond(off.all(), lambda scores: scores, penalise, scores)
+    too_early = options.int_column("num_new") < options.int_column("min_new_tokens")
+    return jnp.where((flags & IS_STOP > 0) & too_early[:, None], -jnp.inf, scores)
+
+
+def logprobs_of(logits: jax.Array, tokens: jax.Array, *, num_top: int) -> Logprobs:
+    """Log-probabilities of `tokens` int32[n] under `logits` [n, vocab], and of the `num_top` likeliest.
+
+    That of an invalid token is nan.
+    """
+    logits = logits.astype(jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    column = jnp.where(tokens < 0, logits.shape[1], tokens)[:, None]
+    chosen = jnp.take_along_axis(logits, column, axis=1, mode="fill", fill_value=jnp.nan) - total
+    if not num_top:
+        return Logprobs(chosen[:, 0], None, None)
+    best, ids = lax.top_k(logits, min(num_top, logits.shape[1]))
+    return Logprobs(chosen[:, 0], ids, best - total)
+
+
+def greedy_tokens(scores: jax.Array) -> jax.Array:
+    """int32[n]: the first of each row's best; `INVALID_TOKEN` where a row has nan or nothing finite."""
+    tokens = first_argmax(scores)
+    best = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0]
+    # nan counts as a maximum, so a finite best says it all; only an infinite one has the row looked through.
+    all_finite = functools.partial(jnp.isfinite, best)
+    any_finite = lax.cond((best == jnp.inf).any(), lambda: jnp.isfinite(scores).any(-1), all_finite)
+    return jnp.where(any_finite & ~jnp.isnan(best), tokens, INVALID_TOKEN)
+
+
+def row_keys(options: RowOptions) -> jax.Array:
+    """key[n], with which a row draws its next token: that of `torchax_serve.sampling` for a request by itself."""
+
+    def key_of(low: jax.Array, high: jax.Array, num_new: jax.Array) -> jax.Array:
+        request = jax.random.fold_in(jax.random.fold_in(jax.random.key(low), high), 0)
+        return jax.random.fold_in(request, num_new)
+
+    low, high = (lax.bitcast_convert_type(options.int_column(name), jnp.uint32) for name in ("seed_low", "seed_high"))
+    return jax.vmap(key_of)(low, high, options.int_column("num_new"))
+
+
+def _draw_some(options: RowOptions, scores: jax.Array, greedy: jax.Array, *, full: bool) -> jax.Array:
+    """int32[n]: drawn where a row's temperature is above zero, `greedy` elsewhere."""
+    is_drawn = options.float_column("temperature") > 0
+
+    def drawn() -> jax.Array:
+        tokens = draw(row_keys(options), cut(options, scores, full=full))
+        return jnp.where(is_drawn & (greedy != INVALID_TOKEN), tokens, greedy)
+
+    return lax.cond(is_drawn.any(), drawn, lambda: greedy)

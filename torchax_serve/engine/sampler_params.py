@@ -1,0 +1,202 @@
+"""What one request asks of the choice of its tokens, merged with the model's own defaults and checked: `RowParams`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from model_adapters.errors import UnsupportedArgumentError
+from torchax_serve.engine.sampler import FLOAT_COLUMNS, Level
+from torchax_serve.request import MAX_SEED, Limits, SamplingParams, bias_pairs, invalid
+from torchax_serve.sampling import CALLER_OPTIONS, SamplingPlan, unsupported_by_fast_path, validate
+from torchax_serve.sampling.options import id_list
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+ENGINE_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation"}
+"""Options of a generation config outside of sampling that mean nothing to an engine, or that it honours elsewhere."""
+
+NEUTRAL: Mapping[str, float] = {**dict.fromkeys(FLOAT_COLUMNS, 0.0), "typical_p": 1.0, "repetition_penalty": 1.0}
+"""Each column's value that asks for nothing. A temperature of 0 is greedy decoding."""
+
+_LONE_SWITCHES = ("no_repeat_ngram_size", "remove_invalid_values", "renormalize_logits")
+_LONE_VALUES = (
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "begin_suppress_tokens",
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowParams:
+    """How one request chooses its tokens, every default filled in.
+
+    Attributes:
+        floats: by the names of `FLOAT_COLUMNS`.
+        top_k: 0 is off.
+        seed: of this request; its tokens depend on nothing else.
+        min_new_tokens: outputs before one of `stop_ids` may be chosen.
+        min_len: the same in tokens of prompt and outputs together.
+        stop_ids: tokens that end the request.
+        bias: float32[vocab], added to the logits, -inf at tokens never to be chosen; None: nothing is. That of a
+            lone row has only what its config does not know.
+        logprobs: top log-probabilities to return beside the chosen token's; None: none at all.
+        lone: the config of a row that is chosen by itself, because an option depends on its whole history.
+    """
+
+    vocab_size: int
+    floats: Mapping[str, float]
+    top_k: int
+    seed: int
+    min_new_tokens: int
+    min_len: int
+    stop_ids: tuple[int, ...]
+    bias: np.ndarray | None
+    logprobs: int | None
+    lone: GenerationConfig | None
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        config: GenerationConfig,
+        *,
+        vocab_size: int,
+        seed: int,
+        stop_ids: Collection[int] | None = None,
+        honoured: Collection[str] = ENGINE_OPTIONS,
+    ) -> RowParams:
+        """Merges and checks what a request asks for; nothing of it is ignored.
+
+        Args:
+            params: what the caller asked.
+            config: the model's own generation config; or the one that ``params.without_engine_only()`` has already been
+                merged with, which changes nothing any more.
+            vocab_size: columns of the logits.
+            seed: ``params.seed``, or one drawn for this request.
+            stop_ids: tokens that end the request; None takes the config's ``eos_token_id``.
+            honoured: options outside of sampling that the caller takes care of.
+
+        Raises:
+            InvalidArgumentError: a value out of its range, a token outside the vocabulary.
+            UnsupportedArgumentError: an option is set that nobody here honours.
+        """
+        config = params.without_engine_only().to_generation_config(config)
+        validate(config)
+        if unsupported := unsupported_by_fast_path(config, honoured):
+            raise UnsupportedArgumentError(
+                f"{', '.join(unsupported)}: expected options that requests of a batch can have each for itself, got "
+                f"{ {name: getattr(config, name) for name in unsupported} }; leave them out, or call generate()"
+            )
+        if seed not in Limits(0, MAX_SEED, whole=True):
+            raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", seed, "draw one with secrets.randbits(63)")
+        eos = id_list(config.eos_token_id)
+        stops = tuple(sorted(eos if stop_ids is None else stop_ids))
+        lone = config if _is_lone(config) else None
+        if lone:  # what is wrong with its options is said here and not when its turn comes
+            SamplingPlan.build(lone, prompt_len=1, vocab_size=vocab_size, eos_token_ids=list(stops))
+        return cls(
+            vocab_size=vocab_size,
+            floats=_floats(params, config),
+            top_k=min(int(config.top_k or 0), vocab_size) if config.do_sample else 0,
+            seed=int(seed),
+            min_new_tokens=int(config.min_new_tokens or 0),
+            min_len=int(config.min_length or 0),
+            stop_ids=stops,
+            bias=_bias(params, _NO_BIAS if lone else _ConfigBias.of(config, eos, vocab_size), vocab_size),
+            logprobs=params.logprobs,
+            lone=lone,
+        )
+
+    @property
+    def level(self) -> Level:
+        """The lowest level that covers the request once it may end."""
+        given = {name for name in FLOAT_COLUMNS if self.floats[name] != NEUTRAL[name]}
+        if self.bias is not None or given - {"temperature", "top_p_tail", "min_p"}:
+            return "full"
+        return "sampled" if self.floats["temperature"] > 0 else "greedy"
+
+    def needs_tables(self, prompt_len: int) -> bool:
+        """Whether rows of `SamplerTables` have to be written for it."""
+        return self.lone is None and (self.level == "full" or self.num_early(prompt_len) > 0)
+
+    def num_early(self, prompt_len: int) -> int:
+        """Outputs before the request may end."""
+        return max(self.min_new_tokens, self.min_len - prompt_len) if self.stop_ids else 0
+
+
+def _floats(params: SamplingParams, config: GenerationConfig) -> dict[str, float]:
+    floats = dict(NEUTRAL)
+    if config.repetition_penalty is not None:
+        floats["repetition_penalty"] = float(config.repetition_penalty)
+    for name in ("presence_penalty", "frequency_penalty"):
+        floats[name] = float(getattr(params, name) or 0)
+    if not config.do_sample:
+        return floats
+    floats["temperature"] = 1.0
+    for name in ("temperature", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+        if getattr(config, name) is not None:
+            floats[name] = float(getattr(config, name))
+    if config.top_p is not None:
+        floats["top_p_tail"] = 1 - float(config.top_p)
+    return floats
+
+
+class _ConfigBias(NamedTuple):
+    """What a config adds to a logit whatever came before."""
+
+    added: list[tuple[int, float]]
+    banned: list[int]
+
+    @classmethod
+    def of(cls, config: GenerationConfig, eos: list[int], vocab_size: int) -> _ConfigBias:
+        pairs = [] if config.sequence_bias is None else bias_pairs(config.sequence_bias)
+        # The end-of-sequence token is never a bad word.
+        words = [word[0] for word in config.bad_words_ids or () if word[0] not in eos]
+        _check_inside("sequence_bias", [ids[0] for ids, _ in pairs], vocab_size)
+        _check_inside("bad_words_ids", words, vocab_size)
+        # Tokens to suppress that the vocabulary has not are none to transformers either.
+        suppressed = [token for token in config.suppress_tokens or () if token < vocab_size]
+        return cls([(ids[0], value) for ids, value in pairs], words + suppressed)
+
+
+_NO_BIAS = _ConfigBias([], [])
+
+
+def _bias(params: SamplingParams, given: _ConfigBias, vocab_size: int) -> np.ndarray | None:
+    """float32[vocab], or None if it would be zero throughout."""
+    _check_inside("logit_bias", params.logit_bias or {}, vocab_size)
+    _check_inside("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    bias = np.zeros(vocab_size, np.float32)
+    for token, value in [*given.added, *(params.logit_bias or {}).items()]:
+        bias[token] += value
+    if params.allowed_token_ids is not None:
+        allowed = np.zeros(vocab_size, bool)
+        allowed[list(params.allowed_token_ids)] = True
+        bias[~allowed] = -math.inf
+    bias[given.banned] = -math.inf
+    return bias if bias.any() else None
+
+
+def _check_inside(name: str, ids: Collection[int], vocab_size: int) -> None:
+    beyond = [token for token in ids if token >= vocab_size]
+    if beyond:
+        remedy = "take ids from the model's own tokenizer"
+        raise invalid(name, f"token ids below the vocabulary size {vocab_size}", beyond, remedy)
+
+
+def _is_lone(config: GenerationConfig) -> bool:
+    """Whether the choice depends on more of the history than how often each token is in it."""
+    if any(getattr(config, name) for name in _LONE_SWITCHES):
+        return True
+    if any(getattr(config, name) is not None for name in _LONE_VALUES):
+        return True
+    sequences = [] if config.sequence_bias is None else [ids for ids, _ in bias_pairs(config.sequence_bias)]
+    sequences += config.bad_words_ids or []
+    return any(len(ids) > 1 for ids in sequences) or bool(config.do_sample and config.top_h is not None)

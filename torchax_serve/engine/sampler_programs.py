@@ -1,0 +1,176 @@
+"""`Sampler`: the choice of tokens as the runner sees it, host's tables, device's state and programs in one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from torchax_serve.engine.sampler import (
+    LEVELS,
+    NUM_TOP_RUNGS,
+    Logprobs,
+    RowOptions,
+    Sampled,
+    SamplerSpec,
+    SamplerState,
+    SamplerTables,
+    logprobs_of,
+    sample,
+)
+from torchax_serve.engine.sampler_lone import LoneSampler
+from torchax_serve.engine.sampler_params import RowParams
+from torchax_serve.engine.slot_options import SlotOptions, TableRow
+from torchax_serve.scheduling import PlanRow
+
+
+class Sampler:
+    """Chooses the tokens of each step.
+
+    For logits of one shape there are three programs of choosing, one for each level, and three of log-probabilities;
+    whatever requests ask for, no other is compiled. Lone requests (`LoneSampler`) are the exception.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self.num_traces = 0  # programs compiled so far, those of lone requests not among them
+        self._sample = jax.jit(self._counted_sample, static_argnums=0, donate_argnums=2)
+        self._logprobs = jax.jit(self._counted_logprobs, static_argnames="num_top")
+        self._num_slots, self._vocab_size = num_slots, vocab_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all requests; keeps the programs."""
+        self.slots = SlotOptions(self._num_slots, self._vocab_size)
+        self.state = SamplerState.empty(self._num_slots)
+        self._lone: dict[int, LoneSampler] = {}
+
+    @property
+    def last_tokens(self) -> jax.Array:
+        """int32[num_slots]: what each slot has chosen last. Given up at the next `choose`: ask again for each step."""
+        return self.state.last_tokens
+
+    @property
+    def tables_bytes(self) -> int:
+        """What the tables of the level "full" take on the device, from the first request on that needs them."""
+        return self._num_slots * self._vocab_size * sum(dtype.itemsize for dtype in _TABLE_DTYPES.values())
+
+    def set(self, slot: int, params: RowParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()) -> None:
+        """Gives `slot` to a request, before the first step with a row of it.
+
+        Args:
+            slot: row of the decode batch.
+            params: of the request.
+            prompt_ids: the prompt.
+            outputs: tokens the request has been given before it was preempted.
+        """
+        self._lone.pop(slot, None)
+        if params.lone is not None:
+            self._lone[slot] = LoneSampler(params, prompt_ids, outputs)
+        table_row = self.slots.set(slot, params, prompt_ids, outputs)
+        if table_row is not None:
+            tables = self.state.tables or self._empty_tables()
+            self.state = dataclasses.replace(self.state, tables=_write(tables, np.int32(slot), table_row))
+
+    def choose(self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0) -> Sampled:
+        """Sends the choice of a token for each row to the device and returns at once.
+
+        Args:
+            plan_rows: of the plan; those that do not sample get a token that means nothing.
+            logits: float[n, vocab], of each row's last token; n may exceed the number of rows.
+            ahead: which of the plan's steps it is, from 0.
+        """
+        options, spec = self.slots.rows(plan_rows, len(logits), ahead)
+        sampled = self._run(SamplerSpec(spec.level), options, logits)
+        for index, row in enumerate(plan_rows):
+            if row.samples and row.slot in self._lone:
+                token = self._lone[row.slot].pick(_row_of(logits, np.int32(index)))
+                sampled = self._place(sampled, token, index, row.slot)
+        if spec.logprobs:
+            sampled = dataclasses.replace(sampled, logprobs=self.logprobs(logits, sampled.tokens, spec.num_top))
+        return sampled
+
+    def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
+        """Log-probabilities of `tokens` int32[n] under `logits` [n, vocab], such as those of a prompt.
+
+        At least `num_top` of the likeliest tokens come along: a rung of `NUM_TOP_RUNGS`.
+        """
+        rung = next(rung for rung in NUM_TOP_RUNGS if rung >= num_top)
+        return self._logprobs(logits, tokens, num_top=rung)
+
+    def warm_up(self, logits: jax.Array) -> None:
+        """Compiles every program for logits of this shape [n, vocab], dtype and sharding; no request notices.
+
+        The tables of the level "full" exist meanwhile (`tables_bytes`).
+        """
+        options, _ = self.slots.rows((), len(logits))
+        before = self.state.tables
+        for level in LEVELS:
+            if level == "full" and before is None:
+                self.state = dataclasses.replace(self.state, tables=self._empty_tables())
+            sampled = self._run(SamplerSpec(level), options, logits)
+        if before is None:
+            self.state = dataclasses.replace(self.state, tables=None)
+        for rung in NUM_TOP_RUNGS:
+            self.logprobs(logits, sampled.tokens, rung)
+
+    def _run(self, spec: SamplerSpec, options: RowOptions, logits: jax.Array) -> Sampled:
+        # Where tables are not used they are not an argument either: the program is the same with and without them.
+        tables = self.state.tables
+        given = self.state if spec.level == "full" else dataclasses.replace(self.state, tables=None)
+        sampled, state = self._sample(spec, options, given, logits)
+        self.state = state if spec.level == "full" else dataclasses.replace(state, tables=tables)
+        return sampled
+
+    def _place(self, sampled: Sampled, token: jax.Array, index: int, slot: int) -> Sampled:
+        tokens, last_tokens = _place(sampled.tokens, self.state.last_tokens, token, np.int32(index), np.int32(slot))
+        self.state = dataclasses.replace(self.state, last_tokens=last_tokens)
+        return dataclasses.replace(sampled, tokens=tokens)
+
+    def _empty_tables(self) -> SamplerTables:
+        shape, sharding = (self._num_slots, self._vocab_size), self.state.last_tokens.sharding
+        return SamplerTables(
+            **{name: jnp.zeros(shape, dtype, device=sharding) for name, dtype in _TABLE_DTYPES.items()}
+        )
+
+    def _counted_sample(
+        self, spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array
+    ) -> tuple[Sampled, SamplerState]:
+        self.num_traces += 1
+        return sample(spec, options, state, logits)
+
+    def _counted_logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
+        self.num_traces += 1
+        return logprobs_of(logits, tokens, num_top=num_top)
+
+
+_TABLE_DTYPES: dict[str, np.dtype] = {
+    "counts": np.dtype(np.int32),
+    "flags": np.dtype(np.uint8),
+    "bias": np.dtype(np.float32),
+}
+
+
+@jax.jit
+def _row_of(logits: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_slice_in_dim(logits, index, 1)
+
+
+@jax.jit
+def _place(
+    tokens: jax.Array, last_tokens: jax.Array, token: jax.Array, index: jax.Array, slot: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return tokens.at[index].set(token[0]), last_tokens.at[slot].set(jnp.maximum(token[0], 0))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(tables: SamplerTables, slot: jax.Array, row: TableRow) -> SamplerTables:
+    return SamplerTables(
+        counts=tables.counts.at[slot].set(row.counts),
+        flags=tables.flags.at[slot].set(row.flags),
+        bias=tables.bias.at[slot].set(row.bias),
+    )
