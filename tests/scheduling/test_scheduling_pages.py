@@ -307,7 +307,7 @@ def test_without_the_end_of_the_window_a_shorter_prefix_is_found():
 def test_a_fork_shares_full_pages_and_copies_the_last(length, num_shared, has_copy):
     book = make_book()
     source, _ = compute(book, list(range(13)))
-    forked = book.fork(source, length, [0])
+    forked = book.fork(source, length)
     assert forked is not None
     pages, copies = forked
     ours, theirs = table(book, source), table(book, pages)
@@ -333,11 +333,10 @@ def test_a_fork_shares_full_pages_and_copies_the_last(length, num_shared, has_co
 def test_a_fork_of_what_is_gone_or_not_shared_is_refused():
     book = make_book(CacheGroup("window", 6, 20))
     source, _ = compute(book, list(range(30)))
-    assert book.fork(source, 29, [0]) is not None
-    assert book.fork(source, 9, [0]) is None
+    assert book.fork(source, 29) is not None
+    assert book.fork(source, 9) is None
     private, _ = compute(book, list(range(30)), shares=False)
-    assert book.fork(private, 29, [0]) is None
-    assert book.fork(source, 29, [book._pools[0].num_available]) is None
+    assert book.fork(private, 29) is None
 
 
 def test_forgotten_prefixes_are_not_found():

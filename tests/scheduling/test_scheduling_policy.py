@@ -231,6 +231,19 @@ def test_deadlines_end_waiting_and_running_requests():
     loop.drain()
     assert loop.reasons == {1: "deadline", 0: "deadline", 2: "length", 3: "length"}
     assert 0 < len(loop.tokens[0]) < 50
+    loop.now = 200.0  # past the deadline of one that has long ended
+    loop.step()
+    assert loop.reasons[2] == "length"
+
+
+def test_deadlines_end_requests_at_a_commit_too():
+    loop = make_loop()
+    loop.scheduler.add(request(0, deadline_s=2.0))
+    loop.schedule()
+    loop.now = 3.0
+    loop.commit()
+    assert loop.reasons == {0: "deadline"}
+    assert len(loop.tokens[0]) == 1
 
 
 def test_a_failing_step_ends_its_requests_and_no_others():
@@ -258,6 +271,29 @@ def test_a_row_that_cannot_sample_fails_alone():
     assert loop.reasons == {0: "error"}
     loop.drain()
     assert loop.tokens == {0: [], 1: truth(loop, request(1))}
+
+
+def test_what_could_not_be_sampled_from_is_not_found_by_others():
+    loop = make_loop()
+    asked = Request(request_id=0, prompt_ids=[1] * 9, max_new_tokens=2)
+    loop.scheduler.add(asked)
+    loop.schedule()
+    loop.flights[0][1][0, 0] = INVALID_TOKEN
+    loop.commit()
+    loop.scheduler.add(asked)
+    assert loop.schedule().rows[0].start == 0
+
+
+def test_who_must_not_share_neither_finds_nor_is_found():
+    loop = make_loop()
+    for i, shares in enumerate([False, True, False, True]):
+        loop.scheduler.add(Request(request_id=i, prompt_ids=[1] * 9, max_new_tokens=2, cache_prompt=shares))
+        loop.drain()
+    loop.scheduler.add(Request(request_id=4, prompt_ids=[2] * 9, max_new_tokens=2, cache_prompt=False))
+    loop.scheduler.add(Request(request_id=5, prompt_ids=[2] * 9, max_new_tokens=2, fork_of=4))
+    loop.drain()
+    first = [next(row.start for plan in loop.plans for row in plan.rows if row.request_id == i) for i in range(6)]
+    assert first == [0, 0, 0, 8, 0, 0]
 
 
 # Pages run out
@@ -381,6 +417,12 @@ def test_one_step_at_a_time_while_somebody_waits_or_pages_are_short():
         assert loop.step().num_steps == 1
     loop.drain()
     assert any(plan.num_steps == 4 for plan in loop.plans)
+    edge = make_loop(max_num_steps=8, max_len=32)
+    edge.scheduler.add(request(0, prompt_len=25, max_new=30))
+    edge.scheduler.add(request(1, prompt_len=2, max_new=30))
+    edge.drain()
+    assert {i: len(tokens) for i, tokens in edge.tokens.items()} == {0: 7, 1: 30}
+    assert any(plan.num_steps == 8 for plan in edge.plans)
     short = make_loop(CacheGroup("full", None, 4), max_num_steps=8)
     short.scheduler.add(request(0, prompt_len=8, max_new=12))
     short.drain()

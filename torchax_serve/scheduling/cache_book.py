@@ -32,6 +32,14 @@ class SequencePages:
     num_published: int = 0  # full pages that have been entered into the prefix index, or were found there
     node: PrefixNode | None = None  # the last of those; None: the sequence shares nothing
 
+    def missing(self, config: SchedulerConfig, length: int) -> list[int]:
+        """By group, pages still needed to come to `length` tokens one by one."""
+        grown = -(-length // config.page_len) - self.num_pages
+        return [
+            min(grown, max(1, group.most_pages(length, config.page_len) - self.num_pages + first))
+            for group, first in zip(config.groups, self.first_live, strict=True)
+        ]
+
 
 class PrefixMatch(NamedTuple):
     """The longest prefix of a prompt that is in the cache."""
@@ -59,7 +67,7 @@ class PagedCacheBook:
         self._prefix_caching = config.prefix_caching
         self._index = PrefixIndex(len(config.groups), hash_function)
         self._pools = [
-            PagePool(group.num_pages, functools.partial(self._evicted, i)) for i, group in enumerate(config.groups)
+            PagePool(group.num_pages, functools.partial(self._index.drop, i)) for i, group in enumerate(config.groups)
         ]
         self._windowed = [i for i, group in enumerate(config.groups) if group.window is not None]
         self._free_slots = list(range(config.num_slots))  # a heap: low slots first keep the batch dense
@@ -68,32 +76,10 @@ class PagedCacheBook:
         for table in self.page_tables:
             table.flags.writeable = False
 
-    def _evicted(self, group: int, page: int, node: PrefixNode) -> None:
-        self._index.drop(node, group)
-
     @property
     def num_free_slots(self) -> int:
         """Slots that `open` and `fork` can give."""
         return len(self._free_slots)
-
-    def unfit(self, length: int) -> str | None:
-        """Why a sequence of `length` tokens cannot be held even alone; None if it can."""
-        for group in self._groups:
-            needed = group.most_pages(length, self._page_len)
-            if needed > group.num_pages - 1:
-                return (
-                    f"{needed} pages of {self._page_len} tokens in group {group.name!r}, which has "
-                    f"{group.num_pages - 1} beside the null page"
-                )
-        return None
-
-    def missing(self, pages: SequencePages, length: int) -> list[int]:
-        """By group, pages that `pages` still needs to come to `length` tokens one by one."""
-        grown = -(-length // self._page_len) - pages.num_pages
-        return [
-            min(grown, max(1, group.most_pages(length, self._page_len) - pages.num_pages + first))
-            for group, first in zip(self._groups, pages.first_live, strict=True)
-        ]
 
     def match(self, tokens: list[int], salt: str, shares: bool) -> PrefixMatch:
         """The longest prefix of full pages that every group still has, the last token never among them.
@@ -118,6 +104,10 @@ class PagedCacheBook:
             del nodes[gap:]
         return PrefixMatch([], [0] * len(self._groups))
 
+    def has_pages(self, spare: list[int]) -> bool:
+        """Whether there is a page in each group beside `spare` more."""
+        return all(pool.num_available > num for pool, num in zip(self._pools, spare, strict=True))
+
     def can_open(self, match: PrefixMatch, length: int, spare: list[int]) -> bool:
         """Whether `length` tokens that begin with `match` can be held beside `spare` more pages in each group."""
         total = -(-length // self._page_len)
@@ -135,9 +125,10 @@ class PagedCacheBook:
 
         A slot must be free, and `match` made since the book last changed.
         """
-        pages = self._take_slot(salt, match.first_live, len(match.nodes))
+        slot, num_found = heapq.heappop(self._free_slots), len(match.nodes)
+        pages = SequencePages(slot, salt, list(match.first_live), num_found, num_found)
         if shares and self._prefix_caching:
-            self._continue_at(pages, match.nodes[-1] if match.nodes else self._index.root(salt))
+            pages.node = self._index.pin(match.nodes[-1] if match.nodes else self._index.root(salt))
         for i, pool in enumerate(self._pools):
             first = match.first_live[i]
             found = [node.pages[i] for node in match.nodes[first:]]
@@ -146,28 +137,27 @@ class PagedCacheBook:
             self._tables[i][pages.slot, first : pages.num_pages] = found
         return pages
 
-    def fork(self, source: SequencePages, length: int, spare: list[int]) -> tuple[SequencePages, list[PageCopy]] | None:
+    def fork(self, source: SequencePages, length: int) -> tuple[SequencePages, list[PageCopy]] | None:
         """A slot that begins with the first `length` tokens of `source`, which must be computed.
 
-        Full pages are shared; the last one, where it is not full, is to be copied. A slot must be free.
+        Full pages are shared; the last one, where it is not full, is to be copied. A slot must be free, and a page in
+        each group for the copy.
 
         Returns:
-            The new sequence's pages and the copies; None if `source` shares nothing, has given a needed page up (it is
-            behind its window), or there is not a page in each group beside `spare` more.
+            The new sequence's pages and the copies; None if `source` shares nothing, or has given up a page that is
+            needed (it is behind its window).
         """
         num_full, has_part = length // self._page_len, length % self._page_len > 0
         first_live = [group.first_live_page(length, self._page_len) for group in self._groups]
         is_gone = any(held > needed for held, needed in zip(source.first_live, first_live, strict=True))
-        # One page in each group: for the copy, or where there is none, for the token behind the full pages.
-        lacks = any(1 + num > pool.num_available for pool, num in zip(self._pools, spare, strict=True))
-        if source.node is None or is_gone or lacks or source.num_published < num_full:
+        if source.node is None or is_gone or source.num_published < num_full:
             return None
         node = source.node
         for _ in range(source.num_published - num_full):
             assert node.parent is not None
             node = node.parent
-        pages = self._take_slot(source.salt, first_live, num_full)
-        self._continue_at(pages, node)
+        slot = heapq.heappop(self._free_slots)
+        pages = SequencePages(slot, source.salt, first_live, num_full, num_full, self._index.pin(node))
         copies = []
         for i, (pool, table) in enumerate(zip(self._pools, self._tables, strict=True)):
             for page in table[source.slot, first_live[i] : num_full].tolist():
@@ -178,13 +168,6 @@ class PagedCacheBook:
                 table[pages.slot, num_full] = copies[-1].target
         pages.num_pages += has_part
         return pages, copies
-
-    def _take_slot(self, salt: str, first_live: list[int], num_pages: int) -> SequencePages:
-        return SequencePages(heapq.heappop(self._free_slots), salt, list(first_live), num_pages, num_pages)
-
-    def _continue_at(self, pages: SequencePages, node: PrefixNode) -> None:
-        self._index.pin(node)
-        pages.node = node
 
     def growable_len(self, pages: SequencePages, length: int) -> int:
         """How many tokens up to `length` the sequence can be grown to with the pages that are available."""
@@ -203,7 +186,19 @@ class PagedCacheBook:
         """Enters full pages whose tokens are computed into the prefix index, then frees pages behind windows."""
         num_full = num_computed // self._page_len
         while pages.node is not None and pages.num_published < num_full:
-            self._publish_page(pages, tokens)
+            begin = pages.num_published * self._page_len
+            before, node = pages.node, self._index.enter(pages.node, tuple(tokens[begin : begin + self._page_len]))
+            if node is not None:
+                self._index.pin(node)
+                for i, pool in enumerate(self._pools):
+                    page = int(self._tables[i][pages.slot, pages.num_published])
+                    if page != NULL_PAGE and node.pages[i] == NULL_PAGE:
+                        pool.remember(page, node)
+                        self._index.hold(i, page, node)
+                pages.num_published += 1
+            # None: the hash belongs to another prefix. What is behind could not be found, so nothing more is entered.
+            pages.node = node
+            self._index.unpin(before)
         for i in self._windowed:
             live = self._groups[i].first_live_page(num_computed, self._page_len)
             if live > pages.first_live[i]:
@@ -212,24 +207,6 @@ class PagedCacheBook:
                     self._pools[i].free(page)
                 row[pages.first_live[i] : live] = NULL_PAGE
                 pages.first_live[i] = live
-
-    def _publish_page(self, pages: SequencePages, tokens: list[int]) -> None:
-        assert pages.node is not None
-        begin = pages.num_published * self._page_len
-        node = self._index.enter(pages.node, tuple(tokens[begin : begin + self._page_len]))
-        if node is None:  # its hash belongs to another prefix: nothing behind can be found, so nothing more is entered
-            self._index.unpin(pages.node)
-            pages.node = None
-            return
-        for i, pool in enumerate(self._pools):
-            page = int(self._tables[i][pages.slot, pages.num_published])
-            if page != NULL_PAGE and node.pages[i] == NULL_PAGE:
-                pool.remember(page, node)
-                self._index.hold(node, i, page)
-        before = pages.node
-        self._continue_at(pages, node)
-        self._index.unpin(before)
-        pages.num_published += 1
 
     def release(self, pages: SequencePages) -> None:
         """Gives the slot and all pages back, the last page first."""

@@ -97,6 +97,17 @@ class SchedulerConfig:
         if self.min_prefill_chunk not in sizes:
             raise invalid("min_prefill_chunk", f"one of chunk_sizes={sizes}", self.min_prefill_chunk, "choose one")
 
+    def unfit(self, length: int) -> str | None:
+        """Why a sequence of `length` tokens cannot be held even alone; None if it can."""
+        for group in self.groups:
+            needed = group.most_pages(length, self.page_len)
+            if needed > group.num_pages - 1:
+                return (
+                    f"{needed} pages of {self.page_len} tokens in group {group.name!r}, which has "
+                    f"{group.num_pages - 1} beside the null page"
+                )
+        return None
+
     @property
     def max_running(self) -> int:
         """Requests that run at once."""

@@ -22,7 +22,6 @@ class _Draft:
     prefill: list[tuple[PlanRow, RequestState]] = dataclasses.field(default_factory=list)
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
     fresh_slots: list[int] = dataclasses.field(default_factory=list)
-    is_short: bool = False  # a running request lacked pages: nobody new is let in
 
 
 class StepPlanner:
@@ -78,23 +77,21 @@ class StepPlanner:
             elif state.wants_decode:
                 pages, start = state.pages, state.num_planned
                 assert pages is not None
-                if start >= pages.num_pages * page_len and not self._grow(draft, state, start + 1):
+                if start >= pages.num_pages * page_len and not self._grow(state, start + 1):
                     continue
                 draft.decode.append((PlanRow(state.request.request_id, pages.slot, start, 1, None, True), state))
                 state.num_planned = start + 1
                 state.num_pending += 1
                 state.num_in_flight += 1
-        if not draft.is_short:
-            self._admit(draft)
+        self._admit(draft)
         return draft
 
-    def _grow(self, draft: _Draft, state: RequestState, length: int) -> int:
+    def _grow(self, state: RequestState, length: int) -> int:
         """Grows `state` to `length` tokens or as near as it can be, at least by one; returns how near, 0 for not."""
         assert state.pages is not None
         grown = self._book.growable_len(state.pages, length)
         if grown <= state.num_planned:
             if not self._make_room(state):
-                draft.is_short = True
                 return 0
             grown = self._book.growable_len(state.pages, length)
         self._book.grow(state.pages, grown)
@@ -120,12 +117,12 @@ class StepPlanner:
         chunk_len = 0
         if draft.prefill_left and (self._config.packed or not draft.prefill):
             wanted = min(draft.prefill_left, state.prefill_len - state.num_planned)
-            grown = self._grow(draft, state, state.num_planned + self._config.chunk_len(wanted))
+            grown = self._grow(state, state.num_planned + self._config.chunk_len(wanted))
             chunk_len = self._config.chunk_len(grown - state.num_planned)
             if chunk_len:
                 self._add_prefill_row(draft, state, chunk_len)
         if state.wants_prefill and state.pages is not None:
-            missing = self._book.missing(state.pages, state.prefill_len)
+            missing = state.pages.missing(self._config, state.prefill_len)
             draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
 
     def _add_prefill_row(self, draft: _Draft, state: RequestState, num_tokens: int) -> None:
@@ -146,7 +143,7 @@ class StepPlanner:
                 return
             if state.pages is not None or state.num_in_flight:
                 return  # preempted, and its last tokens are not known yet; nobody overtakes it
-            if self._book.unfit(len(state.tokens)) is not None:
+            if self._config.unfit(len(state.tokens)) is not None:
                 self._roster.end_outside(state, "length")  # preempted when it had all but outgrown the cache
                 continue
             parent = self._parent(state)
@@ -161,7 +158,7 @@ class StepPlanner:
             length = self._book.growable_len(pages, state.num_planned + self._config.chunk_len(wanted))
             self._book.grow(pages, length)
             self._add_prefill_row(draft, state, self._config.chunk_len(length - state.num_planned))
-            missing = self._book.missing(pages, state.prefill_len)
+            missing = pages.missing(self._config, state.prefill_len)
             draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
 
     def _is_full(self, draft: _Draft) -> bool:
@@ -182,9 +179,11 @@ class StepPlanner:
         """Seats `state` if there are pages for its tokens beside those that running requests will need."""
         num_running = len(self._roster.running)
         spare = [num + num_running for num in draft.outstanding]  # a page for each, or the next step would preempt
+        if not self._book.has_pages(spare):
+            return None  # the common case while pages are short, known before any look-up
         forked = None
         if parent is not None and parent.pages is not None:
-            forked = self._book.fork(parent.pages, state.prompt_len - 1, spare)
+            forked = self._book.fork(parent.pages, state.prompt_len - 1)
         if forked is not None:
             pages, copies = forked
             draft.copies += copies

@@ -76,9 +76,10 @@ class PrefixIndex:
             parent.num_uses += 1
         return node if node.parent is parent and node.tokens == tokens else None
 
-    def pin(self, node: PrefixNode) -> None:
-        """Keeps `node` while a sequence continues there."""
+    def pin(self, node: PrefixNode) -> PrefixNode:
+        """Keeps `node`, and returns it, while a sequence continues there."""
         node.num_uses += 1
+        return node
 
     def unpin(self, node: PrefixNode) -> None:
         """Takes a use away; a node without uses is removed, and so are its parents that only it used."""
@@ -93,13 +94,14 @@ class PrefixIndex:
                 del self._nodes[current.key]
             current = current.parent
 
-    def hold(self, node: PrefixNode, group: int, page: int) -> None:
+    def hold(self, group: int, page: int, node: PrefixNode) -> None:
         """Notes that `page` of `group` has the node's keys and values."""
         node.pages[group] = page
         node.num_uses += 1
 
-    def drop(self, node: PrefixNode, group: int) -> None:
-        """Notes that the page of `group` has been given to another."""
+    def drop(self, group: int, page: int, node: PrefixNode) -> None:
+        """Notes that `page` of `group` no longer has them."""
+        expect_equal("page that is dropped", node.pages[group], page)
         node.pages[group] = NULL_PAGE
         self.unpin(node)
 

@@ -88,7 +88,7 @@ class Roster:
         if length > self._config.max_len:
             expected = f"a prompt of at most {self._config.max_len - 1} tokens, so that one more fits max_len"
             raise invalid(name, expected, length - 1, "shorten the prompt or raise max_len")
-        if (reason := self._book.unfit(length)) is not None:
+        if (reason := self._config.unfit(length)) is not None:
             raise InvalidArgumentError(
                 f"{name}: expected a prompt that fits the cache together with one new token, got {length - 1} tokens, "
                 f"which need {reason}; shorten the prompt or give the cache more pages"

@@ -126,7 +126,7 @@ class Scheduler:
         if not self._flights or self._flights[0].plan is not plan:
             oldest = f"step {self._flights[0].plan.step}" if self._flights else "none"
             raise invalid("plan", f"the oldest in flight ({oldest})", f"step {plan.step}", "commit plans in order")
-        sampled = self._checked_tokens(plan, tokens)
+        sampled = _checked_tokens(plan, tokens)
         if duration_s is not None and not duration_s >= 0:
             raise invalid("duration_s", "seconds >= 0", duration_s, "None if it was not measured")
         flight = self._flights.popleft()
@@ -174,18 +174,6 @@ class Scheduler:
             if len(tokens) >= state.end_len:
                 return accepted, "length"
         return accepted, None
-
-    @staticmethod
-    def _checked_tokens(plan: StepPlan, tokens: Any) -> list[list[int]]:
-        array = np.asarray(tokens)
-        shape = (len(plan.rows), plan.num_steps)
-        if array.shape == shape[:1] and plan.num_steps == 1:
-            array = array[:, None]
-        if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
-            raise invalid(
-                "tokens", f"whole numbers of shape {shape}", f"{array.dtype}{array.shape}", "a row for each of the plan"
-            )
-        return array.tolist()
 
     def fail(self, plan: StepPlan, reason: FinishReason = "error") -> list[Outcome]:
         """Ends the requests of any plan in flight, whose step has raised; all others go on.
@@ -239,3 +227,15 @@ class Scheduler:
             AssertionError: one does not hold; with both sides.
         """
         self._roster.check_integrity([state for flight in self._flights for state in flight.states])
+
+
+def _checked_tokens(plan: StepPlan, tokens: Any) -> list[list[int]]:
+    array = np.asarray(tokens)
+    shape = (len(plan.rows), plan.num_steps)
+    if array.shape == shape[:1] and plan.num_steps == 1:
+        array = array[:, None]
+    if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
+        raise invalid(
+            "tokens", f"whole numbers of shape {shape}", f"{array.dtype}{array.shape}", "a row for each of the plan"
+        )
+    return array.tolist()
