@@ -113,11 +113,11 @@ class PagedTraceCache(Cache):
     """The cache as model code sees it in a packed trace."""
 
     def __init__(self, pools: tuple[jax.Array, ...], batch: PackedBatch, layout: PagedLayout) -> None:
-        layers = [
+        self.paged_layers = [
             PagedLayer(pool, batch, batch.page_tables[group], window, layout)
             for pool, group, window in zip(pools, layout.groups, layout.windows, strict=True)
         ]
-        super().__init__(layers=layers)
+        super().__init__(layers=list(self.paged_layers))
 
     def pools(self) -> tuple[jax.Array, ...]:
         """The pools after the forward.
@@ -125,13 +125,13 @@ class PagedTraceCache(Cache):
         Raises:
             NotPackableError: a layer was written and not attended to by the op, so its tokens are lost.
         """
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.paged_layers):
             if not layer.num_updates == layer.num_attended == 1:
                 raise NotPackableError(
                     f"layer {index} attends {layer.num_attended} times through transformers' attention interface "
                     f"and updates its cache {layer.num_updates} times"
                 )
-        return tuple(jax_view(layer.pool) for layer in self.layers)
+        return tuple(jax_view(layer.pool) for layer in self.paged_layers)
 
     @property
     def is_compileable(self) -> bool:

@@ -24,6 +24,8 @@ from model_adapters.errors import (
 if TYPE_CHECKING:
     from model_adapters.bridge import extract_jax
     from torchax_serve.drop_in import to_jax
+    from torchax_serve.engine.build import EngineOptions
+    from torchax_serve.engine.ticket import RequestError
     from torchax_serve.model import ServedModel, serve
     from torchax_serve.request import SamplingParams
     from torchax_serve.text import Completion, TextStream
@@ -34,9 +36,11 @@ __all__ = [
     "ChatTemplateError",
     "CheckpointError",
     "Completion",
+    "EngineOptions",
     "InvalidArgumentError",
     "ModelNotFoundError",
     "OutOfMemoryError",
+    "RequestError",
     "SamplingParams",
     "ServedModel",
     "TextStream",
@@ -50,6 +54,8 @@ __all__ = [
 
 _HOME = {
     "Completion": "torchax_serve.text",
+    "EngineOptions": "torchax_serve.engine.build",
+    "RequestError": "torchax_serve.engine.ticket",
     "SamplingParams": "torchax_serve.request",
     "ServedModel": "torchax_serve.model",
     "TextStream": "torchax_serve.text",

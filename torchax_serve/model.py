@@ -15,15 +15,21 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from model_adapters.errors import TorchaxServeError, UnsupportedModelError
+from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, Progress, load_model
 from torchax_serve import collector
 from torchax_serve.compile_cache import enable_compile_cache, programs_dir
 from torchax_serve.decode_loop import DecodeLoop, LoopRequest, why_not_fast
 from torchax_serve.drop_in import attach
+from torchax_serve.engine.build import EngineOptions, build_engine
+from torchax_serve.engine.engine import Engine, EngineStats
+from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.sampler_params import ENGINE_OPTIONS
+from torchax_serve.engine.tokens import TokenStream
 from torchax_serve.program_cache import ProgramCache, model_identity
 from torchax_serve.request import SamplingParams
 from torchax_serve.runtime import Runtime
+from torchax_serve.sampling import unsupported_by_fast_path
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
 
 
@@ -39,6 +45,7 @@ def serve(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     random_weights: bool = False,
+    engine: EngineOptions | None = None,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
@@ -54,6 +61,7 @@ def serve(
         cache_dir: where downloads are kept; None is the hub library's own folder.
         progress: shows download, load and compilation.
         random_weights: make the weights up, from the configuration alone.
+        engine: how requests are batched and how much memory their cache may take; None chooses.
 
     Raises:
         TorchaxServeError: one of its kinds, each saying what was expected, what came, and what to do.
@@ -72,7 +80,7 @@ def serve(
             progress=progress,
             random_weights=random_weights,
         )
-        return ServedModel(loaded)
+        return ServedModel(loaded, engine)
 
 
 class ServedModel:
@@ -83,8 +91,11 @@ class ServedModel:
             one (``transformers.pipeline``, lm-eval).
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, engine_options: EngineOptions | None = None) -> None:
         self._loaded: LoadedModel | None = loaded
+        self._engine_options = engine_options
+        self._engine: Engine | UnsupportedModelError | None = None  # made at the first request
+        self._engine_lock = threading.Lock()
         self.name = loaded.source.name
         self.config = loaded.config
         self.dtype: torch.dtype = loaded.module.dtype
@@ -100,11 +111,44 @@ class ServedModel:
         self.close()
 
     def close(self) -> None:
-        """Frees the weights. Closing twice is fine; any other call afterwards raises."""
+        """Ends requests on the engine with an error, and frees the weights.
+
+        Closing twice is fine; any other call afterwards raises.
+        """
         self._loaded = None
+        with self._engine_lock:
+            if isinstance(self._engine, Engine):
+                self._engine.close("the model was closed")
+            self._engine = None
         if hasattr(self, "torch_model"):
             self.torch_model._jax_runtime.weights.clear()
             del self.torch_model
+
+    @property
+    def engine(self) -> Engine:
+        """The engine on which requests of all threads run side by side; made, and its cache with it, when first used.
+
+        Raises:
+            UnsupportedModelError: the model's forward does not let requests be batched; `generate` and `iter_tokens`
+                work all the same.
+        """
+        self._open()
+        with self._engine_lock:
+            if self._engine is None:
+                try:
+                    self._engine = build_engine(self._generator()._jax_runtime, self._engine_options)
+                except UnsupportedModelError as error:
+                    if self._engine_options is not None:
+                        raise
+                    self._engine = error
+            if isinstance(self._engine, UnsupportedModelError):
+                raise self._engine
+            return self._engine
+
+    def stats(self) -> EngineStats | None:
+        """Requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
+        self._open()
+        return self._engine.stats() if isinstance(self._engine, Engine) else None
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -153,21 +197,61 @@ class ServedModel:
         *,
         stop_strings: Sequence[str] | None = None,
         seed: int | None = None,
+        params: SamplingParams | None = None,
     ) -> Iterator[int]:
         """New token ids of one prompt, as they come, the one that ends it included.
 
-        Closing the iterator stops decoding; the model stays usable. With a `seed`, sampling draws the same tokens
-        whatever else runs; without one, it goes on from torch's global generator.
+        The request goes to the engine at once. What the engine does not take (stop strings that may begin in the
+        prompt, decoding methods other than greedy and sampling, models that cannot be batched) runs by itself, from
+        the first token that is asked for. Closing the iterator stops decoding; the model stays usable. With a `seed`,
+        sampling draws the same tokens whatever else runs; without one, each request draws anew from torch's global
+        generator.
+
+        Raises:
+            UnsupportedArgumentError: `params` has options that only the engine knows, and this runs without it.
         """
         model = self._generator()
-        runtime: Runtime = model._jax_runtime
-        kwargs: dict[str, Any] = {"generation_config": generation_config}
+        config = model.generation_config if generation_config is None else generation_config
+        why = self._why_not_engine(config, stop_strings)
+        if why is None:
+            vocab_size = model._jax_runtime.vocab_size
+            if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
+                seed = int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
+            request = RowRequest.of(prompt_ids, config, params, vocab_size=vocab_size, seed=seed)
+            return TokenStream(self.engine.submit(request))
+        if params is not None and (unknown := params.engine_only()):
+            raise UnsupportedArgumentError(
+                f"{', '.join(unknown)}: expected a request that the engine takes, and this one is not ({why}); "
+                "leave the option out"
+            )
+        return self._iter_alone(model, prompt_ids, config, stop_strings, seed)
+
+    def _why_not_engine(self, config: GenerationConfig, stop_strings: Sequence[str] | None) -> str | None:
+        if stop_strings:
+            return "it has stop strings that may begin in the prompt"
+        if options := unsupported_by_fast_path(config, ENGINE_OPTIONS):
+            return f"{', '.join(options)} is set"
+        try:
+            _ = self.engine
+        except UnsupportedModelError as error:
+            return str(error)
+        return None
+
+    def _iter_alone(
+        self,
+        model: Any,
+        prompt_ids: Sequence[int],
+        config: GenerationConfig,
+        stop_strings: Sequence[str] | None,
+        seed: int | None,
+    ) -> Iterator[int]:
+        kwargs: dict[str, Any] = {"generation_config": config}
         if stop_strings:
             kwargs |= {"stop_strings": list(stop_strings), "tokenizer": self.tokenizer}
         input_ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
         request = model.generate(input_ids, custom_generate=_as_request, **kwargs)
-        if isinstance(request, LoopRequest) and why_not_fast(runtime, request) is None:
-            for token in DecodeLoop(runtime, request, seed).tokens():
+        if isinstance(request, LoopRequest) and why_not_fast(model._jax_runtime, request) is None:
+            for token in DecodeLoop(model._jax_runtime, request, seed).tokens():
                 yield int(token[0])
         else:
             yield from _tokens_of_plain_loop(model, input_ids, kwargs, seed)
@@ -208,7 +292,9 @@ class ServedModel:
         return stream(self, prompt, params)
 
     def generate_batch(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Completions of many prompts, in their order; see `torchax_serve.text.generate_batch`."""
         return generate_batch(self, prompts, params)

@@ -139,7 +139,7 @@ class ProgramCache:
         path = None if self.folder is None or registry.is_overridden() else self.folder / f"{name}-{digest[:40]}"
         if path is not None:
             with contextlib.suppress(Exception):  # nothing there, or damaged
-                return pickle.loads(path.read_bytes())  # type: ignore[no-any-return]
+                return pickle.loads(path.read_bytes())
         value = compute()
         if path is not None:
             with contextlib.suppress(OSError):

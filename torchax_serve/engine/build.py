@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-import psutil
 
 from model_adapters.caches import AttentionLayer
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
+from model_adapters.loading.memory import free_host_bytes
 from model_adapters.paged import NotPackableError
 from model_adapters.program import CallSpec
 from torchax_serve.engine.cache import CachePlan, PagedCache, PageShape
@@ -129,7 +129,7 @@ def page_shapes(runtime: Runtime) -> tuple[PageShape, ...]:
     cache = runtime.new_cache(16)
     inputs = {"input_ids": jax.ShapeDtypeStruct((1, 16), np.int32)}
     _, states = jax.eval_shape(
-        lambda weights, inputs: runtime.program.forward(weights, cache.states, np.int32(0), inputs, CallSpec()),
+        lambda weights, inputs: runtime.program.forward(weights, cache.states, None, inputs, CallSpec()),
         runtime.weights,
         inputs,
     )
@@ -194,7 +194,7 @@ def _free_bytes() -> int:
     device = jax.devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats:
-        return int(psutil.virtual_memory().available * HOST_PART)
+        return int(free_host_bytes() * HOST_PART)
     return int(stats["bytes_limit"] * DEVICE_PART) - stats["bytes_in_use"]
 
 

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
-from torchax_serve.engine.runner import Flight, ModelRunner, RowRequest
-from torchax_serve.engine.ticket import NewTokens, Ticket
+from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.runner import Flight, ModelRunner
+from torchax_serve.engine.ticket import NewTokens, Ticket, TokenLogprobs
 from torchax_serve.scheduling import FinishReason, Outcome, RequestId, Scheduler, SchedulerStats, StepPlan
 
 logger = logging.getLogger("torchax_serve")
@@ -54,6 +55,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
         self._scheduler, self._runner = scheduler, runner
         self._requests: dict[RequestId, tuple[RowRequest, Ticket]] = {}
+        self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
         self._flights: collections.deque[tuple[Flight, float, bool]] = collections.deque()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
@@ -200,6 +202,7 @@ class Engine:
         self._wait_s += now - waits_from
         duration = None if has_compiled else now - max(launched_s, self._landed_s)
         self._landed_s = now
+        self._note_prompts(flight)
         outcomes = self._scheduler.commit(flight.plan, tokens, now, duration)
         self._num_steps += 1
         self._rate.append((now, sum(len(outcome.token_ids) for outcome in outcomes)))
@@ -215,9 +218,26 @@ class Engine:
         request, ticket = self._requests[outcome.request_id]
         if outcome.finish_reason is not None:
             del self._requests[outcome.request_id]
+            if not outcome.token_ids:
+                self._prompts.pop(outcome.request_id, None)
+        logprobs = prompt = None
+        if flight is not None and request.params.logprobs is not None and outcome.row is not None:
+            num_tokens = len(outcome.token_ids)
+            logprobs = self._runner.logprobs(flight, outcome.row, num_tokens, request.params.logprobs)
+        if outcome.token_ids and outcome.request_id in self._prompts:
+            by_position = self._prompts.pop(outcome.request_id)
+            prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
         error = "its logits were not finite numbers" if outcome.finish_reason == "error" else None
-        details = {} if flight is None else self._runner.details(flight, outcome, request)
-        ticket.put(NewTokens(outcome.token_ids, finish_reason=outcome.finish_reason, error=error, **details))
+        ticket.put(NewTokens(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error))
+
+    def _note_prompts(self, flight: Flight) -> None:
+        for index, row in enumerate(flight.plan.rows):
+            if flight.prompt is None or row.is_decode or row.request_id not in self._requests:
+                continue
+            request, _ = self._requests[row.request_id]
+            if request.params.prompt_logprobs is not None:
+                found = self._runner.prompt_logprobs(flight, index, request)
+                self._prompts.setdefault(row.request_id, {}).update(found)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """Ends the requests of a plan whose step has raised; if the cache went with it, all that have any of it."""

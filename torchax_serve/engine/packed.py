@@ -179,6 +179,12 @@ class PackedModel:
             part.reshape(spec.num_rows, -1)[: len(rows)] = table[slots]
         return numbers
 
+    def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
+        """A number for each row, with zeros up to the rung that a step of so many rows has."""
+        padded = np.zeros(rung(self._row_rungs, len(numbers)), np.int32)
+        padded[: len(numbers)] = numbers
+        return padded
+
     def specs(self) -> Iterator[PackedSpec]:
         """Every step there can be, of those that mixed traffic meets."""
         for num_rows in self._decode_rungs:

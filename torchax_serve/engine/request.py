@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
 
+from torchax_serve.engine.sampler_params import RowParams
 from torchax_serve.request import SamplingParams
 from torchax_serve.scheduling import Request, RequestId
 
@@ -19,38 +21,55 @@ class RowRequest:
 
     Attributes:
         prompt_ids: checked token ids.
-        config: limits and sampling, as merged with the model's own; without stop strings.
-        params: what the caller asked, for options that only the engine knows.
-        seed: draws depend on it and on the tokens, on nothing else.
+        max_new_tokens: of the answer.
+        min_new_tokens: of the answer before a stop token may end it.
+        params: what the caller asked.
+        row: how tokens are chosen.
+        fork_of: a request with the same prompt, whose computed prompt is shared.
     """
 
     prompt_ids: tuple[int, ...]
-    config: GenerationConfig
-    params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
-    seed: int = dataclasses.field(default_factory=lambda: secrets.randbits(63))
+    max_new_tokens: int
+    min_new_tokens: int
+    params: SamplingParams
+    row: RowParams
+    fork_of: RequestId | None = None
 
-    @property
-    def max_new_tokens(self) -> int:
-        """How many tokens the answer may have."""
-        if self.config.max_new_tokens is not None:
-            return int(self.config.max_new_tokens)
-        return max(1, int(self.config.max_length) - len(self.prompt_ids))
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        config: GenerationConfig,
+        params: SamplingParams | None = None,
+        *,
+        vocab_size: int,
+        seed: int | None = None,
+        fork_of: RequestId | None = None,
+    ) -> Self:
+        """A request for a continuation of `prompt_ids`.
 
-    @property
-    def min_new_tokens(self) -> int:
-        """How many tokens come before one may end the answer."""
-        least = self.config.min_new_tokens
-        if least is None:
-            least = max(0, (self.config.min_length or 0) - len(self.prompt_ids))
-        return min(int(least), self.max_new_tokens)
+        Args:
+            prompt_ids: checked against the model.
+            config: limits and sampling, merged with the model's own; without stop strings.
+            params: what the caller asked, for options that only the engine knows.
+            vocab_size: columns of the logits.
+            seed: draws depend on it and on the tokens, on nothing else; None draws one.
+            fork_of: see above.
 
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Tokens that end the answer."""
-        eos = self.config.eos_token_id
-        if eos is None:
-            return frozenset()
-        return frozenset([eos] if isinstance(eos, int) else [int(token) for token in eos])
+        Raises:
+            InvalidArgumentError: a value out of its range.
+            UnsupportedArgumentError: an option that a request of the engine cannot have.
+        """
+        params = params or SamplingParams()
+        num_prompt = len(prompt_ids)
+        if config.max_new_tokens is not None:
+            most = int(config.max_new_tokens)
+        else:
+            most = max(1, int(config.max_length or 0) - num_prompt)
+        seed = secrets.randbits(63) if seed is None else seed
+        row = RowParams.of(params, config, vocab_size=vocab_size, seed=seed)
+        least = min(row.num_early(num_prompt), most)
+        return cls(tuple(prompt_ids), most, least, params, row, fork_of)
 
     def to_scheduler(self, request_id: RequestId, now: float) -> Request:
         """What the scheduler has to know; `now` in seconds on its clock."""
@@ -59,9 +78,11 @@ class RowRequest:
             request_id=request_id,
             prompt_ids=list(self.prompt_ids),
             max_new_tokens=self.max_new_tokens,
-            stop_token_ids=self.stop_ids,
+            stop_token_ids=frozenset(self.row.stop_ids),
             min_new_tokens=self.min_new_tokens,
             priority=params.priority or 0,
             deadline_s=None if params.timeout_s is None else now + params.timeout_s,
             salt=params.cache_salt or "",
+            cache_prompt=params.prompt_logprobs is None,  # what is found in the cache has no logits any more
+            fork_of=self.fork_of,
         )

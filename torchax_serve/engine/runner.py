@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from model_adapters.arrays import from_host
 from torchax_serve.engine.cache import PagedCache
 from torchax_serve.engine.packed import PackedModel
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.sampler import Sampled, SamplerState, sample
-from torchax_serve.engine.slot_options import SlotOptions
-from torchax_serve.scheduling import Outcome, StepPlan
+from torchax_serve.engine.sampler import Logprobs, Sampled
+from torchax_serve.engine.sampler_programs import Sampler
+from torchax_serve.engine.ticket import TokenLogprobs
+from torchax_serve.scheduling import PlanRow, StepPlan
 
 
 @dataclasses.dataclass
 class Flight:
-    """A plan on the device."""
+    """A plan on the device, and what it leaves there to be read."""
 
     plan: StepPlan
-    sampled: list[Sampled]  # one for each of the plan's steps
-    prompt_logprobs: dict[int, Any]  # by row
+    sampled: list[Sampled] = dataclasses.field(default_factory=list)  # one for each of the plan's steps
+    prompt: Logprobs | None = None  # of every token of the packed run, under the logits before it
 
 
 class ModelRunner:
@@ -33,25 +36,31 @@ class ModelRunner:
 
     def __init__(self, model: PackedModel, cache: PagedCache, *, num_slots: int, vocab_size: int) -> None:
         self._model, self._cache = model, cache
-        self._num_slots, self._vocab_size = num_slots, vocab_size
-        self.reset()
+        self._sampler = Sampler(num_slots, vocab_size)
 
     def reset(self) -> None:
         """Begins anew: an empty cache, and no request in any slot."""
-        if self._cache.is_lost:
-            self._cache.reset()
-        self._state = SamplerState.empty(self._num_slots, self._vocab_size)
-        self._slots = SlotOptions(self._num_slots, self._vocab_size)
+        self._cache.reset()
+        self._sampler.reset()
 
     @property
     def cache_is_lost(self) -> bool:
-        """Whether a step that failed has taken the cache with it."""
-        return self._cache.is_lost
+        """Whether a step that failed has taken the cache, or the samplers' state, with it."""
+        return self._cache.is_lost or self._sampler.last_tokens.is_deleted()
 
     @property
     def num_programs(self) -> int:
-        """Compiled steps of the model."""
-        return self._model.num_programs
+        """Compiled steps of the model and of the sampler."""
+        return self._model.num_programs + self._sampler.num_traces
+
+    def warm_up(self) -> None:
+        """Compiles every step that mixed traffic can meet."""
+        seen: set[tuple[int, ...]] = set()
+        for spec in self._model.specs():
+            logits = self._model.warm_up(spec, self._sampler.last_tokens)
+            if logits.shape not in seen:
+                seen.add(logits.shape)
+                self._sampler.warm_up(logits)
 
     def execute(
         self, plan: StepPlan, requests: Mapping[int, RowRequest], outputs: Mapping[int, Sequence[int]]
@@ -66,20 +75,68 @@ class ModelRunner:
         if plan.page_copies:
             self._cache.copy(plan.page_copies)
         for slot in plan.fresh_slots:
-            self._state = self._slots.set(self._state, slot, requests[slot], outputs[slot])
-        flight = Flight(plan, [], {})
+            self._sampler.set(slot, requests[slot].row, requests[slot].prompt_ids, outputs[slot])
+        flight = Flight(plan)
+        tops = [requests[row.slot].params.prompt_logprobs for row in plan.prefill_rows]
+        asked = max((top for top in tops if top is not None), default=None)
         for ahead in range(plan.num_steps):
-            logits = self._model.run(plan.rows, plan.page_tables, self._state.last_tokens, ahead=ahead)
-            options, spec = self._slots.rows(plan.rows, len(logits), ahead)
-            sampled, self._state = sample(spec, options, self._state, logits)
-            flight.sampled.append(sampled)
+            logits = self._model.run(
+                plan.rows, plan.page_tables, self._sampler.last_tokens, ahead=ahead, all_logits=asked is not None
+            )
+            if asked is not None:
+                logits = self._of_prompt(flight, requests, logits, asked)
+            flight.sampled.append(self._sampler.choose(plan.rows, logits, ahead))
         return flight
+
+    def _of_prompt(
+        self, flight: Flight, requests: Mapping[int, RowRequest], logits: jax.Array, num_top: int
+    ) -> jax.Array:
+        """Leaves log-probabilities of every next token in `flight`; returns the logits of each row's last token."""
+        rows = flight.plan.rows
+        following = np.zeros(len(logits), np.int32)
+        ends = np.cumsum([row.num_tokens for row in rows])
+        for row, end in zip(rows, ends, strict=True):
+            ids = _following(row, requests[row.slot])
+            following[end - row.num_tokens : end - row.num_tokens + len(ids)] = ids
+        flight.prompt = self._sampler.logprobs(logits, from_host(following, np.int32), num_top)
+        return jnp.take(logits, from_host(self._model.padded_rows(ends - 1), np.int32), axis=0)
 
     def read(self, flight: Flight) -> np.ndarray:
         """int[num_rows, num_steps], once the device has them."""
         columns = [np.asarray(sampled.tokens)[: len(flight.plan.rows)] for sampled in flight.sampled]
         return np.stack(columns, axis=1)
 
-    def details(self, flight: Flight, outcome: Outcome, request: RowRequest) -> dict[str, Any]:
-        """What `NewTokens` has beside token ids."""
-        return {}
+    def logprobs(self, flight: Flight, row: int, num_tokens: int, num_top: int) -> tuple[TokenLogprobs, ...]:
+        """Those of the first `num_tokens` tokens that `row` was given, each with the `num_top` likeliest."""
+        found = []
+        for sampled in flight.sampled[:num_tokens]:
+            assert sampled.logprobs is not None
+            found.append(_token(sampled.logprobs, row, int(sampled.tokens[row]), num_top))
+        return tuple(found)
+
+    def prompt_logprobs(self, flight: Flight, row: int, request: RowRequest) -> dict[int, TokenLogprobs]:
+        """By position in the prompt of `request`, those that the prefill row `row` has found out."""
+        assert flight.prompt is not None
+        rows = flight.plan.rows
+        begin = sum(each.num_tokens for each in rows[:row])
+        num_top = request.params.prompt_logprobs or 0
+        return {
+            rows[row].start + i + 1: _token(flight.prompt, begin + i, token, num_top)
+            for i, token in enumerate(_following(rows[row], request))
+        }
+
+
+def _following(row: PlanRow, request: RowRequest) -> tuple[int, ...]:
+    """The tokens of the prompt that come right behind those of a prefill row, one for each that has one."""
+    if row.is_decode:
+        return ()
+    return request.prompt_ids[row.start + 1 : row.start + 1 + row.num_tokens]
+
+
+def _token(logprobs: Logprobs, index: int, token: int, num_top: int) -> TokenLogprobs:
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        assert logprobs.top_ids is not None and logprobs.top is not None
+        ids, values = np.asarray(logprobs.top_ids)[index, :num_top], np.asarray(logprobs.top)[index, :num_top]
+        top = tuple((int(i), float(x)) for i, x in zip(ids, values, strict=True))
+    return TokenLogprobs(token, float(np.asarray(logprobs.chosen)[index]), top)

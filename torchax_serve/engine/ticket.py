@@ -48,7 +48,7 @@ class Ticket:
         self.finish_reason: FinishReason | None = None  # once the end was read
         self._cancel = cancel
         self._arrivals: queue.SimpleQueue[NewTokens] = queue.SimpleQueue()
-        self._wake: Callable[[], None] | None = None
+        self._wake: Callable[[], object] | None = None
 
     def put(self, new: NewTokens) -> None:
         """Called by the engine's thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from model_adapters.errors import InvalidArgumentError
@@ -42,12 +42,15 @@ class TextModel(Protocol):
         """A transformers tokenizer, or None."""
 
     def iter_tokens(
-        self, prompt_ids: Sequence[int], generation_config: GenerationConfig, *, stop_strings: Any = None
+        self,
+        prompt_ids: Sequence[int],
+        generation_config: GenerationConfig,
+        *,
+        stop_strings: Any = None,
+        seed: int | None = None,
+        params: SamplingParams | None = None,
     ) -> Iterator[int]:
         """Yields the new token ids, the end-of-sequence token included; closing it stops the decoding."""
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' ``generate``."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,14 @@ class Request:
         generation_config: limits and sampling, without stop strings.
         stop_strings: texts that end the answer; the text layer looks for them.
         seed: of this request alone, or None.
+        params: what was asked; for options that a generation config has no place for.
     """
 
     prompt_ids: tuple[int, ...]
     generation_config: GenerationConfig
     stop_strings: tuple[str, ...]
     seed: int | None
+    params: SamplingParams = field(default_factory=SamplingParams)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -93,14 +98,14 @@ def make_request(
         raise InvalidArgumentError(f"params: expected SamplingParams or None, got {type(params).__name__}")
     ids = _checked_ids(model, prompt_ids)
     params = params or SamplingParams()
-    config = params.to_generation_config(model.generation_config)
+    config = params.without_engine_only().to_generation_config(model.generation_config)
     stops = config.stop_strings or ()
     config.stop_strings = None
     if config.max_new_tokens is None and config.max_length is None:
         limit = position_limit(model)
         room = default_max_new_tokens if limit is None else max(1, limit - len(ids))
         config.max_new_tokens = min(default_max_new_tokens, room)
-    return Request(ids, config, (stops,) if isinstance(stops, str) else tuple(stops), params.seed)
+    return Request(ids, config, (stops,) if isinstance(stops, str) else tuple(stops), params.seed, params)
 
 
 def encode_prompt(model: TextModel, prompt: str | Sequence[int]) -> list[int]:

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from model_adapters.errors import UnsupportedArgumentError
+from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve.request import SamplingParams
 from torchax_serve.text.detokenizer import Detokenizer, StopStrings
 from torchax_serve.text.prompt import Request, TextModel, encode_prompt, make_request, need_tokenizer
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class GenerationStats:
         ttft_s: seconds from the request to the first token; None before there is one.
         decode_tokens_per_s: rate of the tokens after the first; None with fewer than two.
         total_s: seconds from the request to the last token.
-        finish_reason: "stop" (end-of-sequence token or stop string), "length", "cancelled"; None while it runs.
+        finish_reason: "stop" (end-of-sequence token or stop string), "length", "cancelled", "deadline" (its time was
+            up); None while it runs.
     """
 
     prompt_tokens: int
@@ -63,6 +64,16 @@ class TextStream(Iterator[str]):
         self._clock = clock
         self._start_s = self._last_s = clock()
         self._first_s: float | None = None
+
+    @property
+    def logprobs(self) -> list[Any]:
+        """`TokenLogprobs` of the tokens so far, if ``params.logprobs`` asks for them."""
+        return list(getattr(self._tokens, "logprobs", ()))[: len(self.token_ids)]
+
+    @property
+    def prompt_logprobs(self) -> tuple[Any, ...] | None:
+        """Those of the prompt's tokens, None for the first one, if ``params.prompt_logprobs`` asks for them."""
+        return getattr(self._tokens, "prompt_logprobs", None)
 
     @property
     def text(self) -> str:
@@ -106,16 +117,47 @@ class TextStream(Iterator[str]):
     ) -> None:
         self.close()
 
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> str:
+        """As iteration, without blocking the event loop; for models whose requests run on the engine."""
+        tokens: Any = self._tokens
+        if not hasattr(tokens, "__anext__"):
+            raise UnsupportedModelError(
+                "async for: expected a request on the engine, and this one is not; iterate with for, in a thread"
+            )
+        while self._finish_reason is None:
+            try:
+                token_id = await anext(tokens)
+            except StopAsyncIteration:
+                piece = self._end(self._reason_of_core())
+            except BaseException:
+                self.close()
+                raise
+            else:
+                piece = self._push(token_id)
+            if piece:
+                self._pieces.append(piece)
+                return piece
+        raise StopAsyncIteration
+
+    def _reason_of_core(self) -> FinishReason:
+        """Why the core has no more: for an end-of-sequence token (seen in `_push`), its time, or want of room."""
+        return "deadline" if getattr(self._tokens, "finish_reason", None) == "deadline" else "length"
+
     def _advance(self) -> str:
         """Takes one token, or the end; returns the text that became certain by it."""
         try:
             token_id = next(self._tokens)
         except StopIteration:
-            # The core stops for an end-of-sequence token (seen below) or because there is no room for more.
-            return self._end("length")
+            return self._end(self._reason_of_core())
         except BaseException:
             self.close()
             raise
+        return self._push(token_id)
+
+    def _push(self, token_id: int) -> str:
         self._last_s = self._clock()
         if self._first_s is None:
             self._first_s = self._last_s
@@ -174,5 +216,7 @@ def start_stream(model: TextModel, request: Request) -> TextStream:
 def new_tokens(model: TextModel, request: Request) -> Iterator[int]:
     """The core's iterator over the new tokens of `request`."""
     # Stop strings stay here: the core would also find one that begins in the prompt.
-    seed = {} if request.seed is None else {"seed": request.seed}
-    return model.iter_tokens(request.prompt_ids, request.generation_config, stop_strings=None, **seed)
+    kwargs: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
+    if request.params.engine_only():
+        kwargs["params"] = request.params
+    return model.iter_tokens(request.prompt_ids, request.generation_config, stop_strings=None, **kwargs)
