@@ -1,0 +1,193 @@
+"""The TPU kernels in interpret mode, which simulates memories, DMAs and semaphores, against float64 loops.
+
+Memory begins as NaN, a DMA happens no sooner than somebody waits for it, and accesses that nothing orders are reported.
+"""
+
+import functools
+import itertools
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from ops_oracle import assert_close
+from paged_oracle import exact_paged, paged_case
+
+import model_adapters.ops.tpu  # noqa: F401 registers the kernels
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import decode_attention, paged_attention, use
+
+PARAMS = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
+TRACED = ("alibi", "prefix_lens", "k_scale", "v_scale")
+DTYPES = (("float32", None), ("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "int8"), ("float32", "int8"))
+FEATURES = ({}, {"window": 9}, {"softcap": 3.0}, {"sinks": True}, {"alibi": True, "window": 40}, {"sinks": True})
+GROUPS = (1, 2, 3, 4, 8, 16)
+
+
+@contextmanager
+def interpreted(op):
+    """Calls of `op` inside the block run its TPU kernel in interpret mode."""
+    with use(op, "tpu-pallas"), pltpu.force_tpu_interpret_mode(PARAMS):
+        try:
+            yield
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()
+
+
+def options_of(case):
+    static = {name: value for name, value in case.options.items() if name not in TRACED}
+    return static, {name: value for name, value in case.options.items() if name in TRACED}
+
+
+def run_paged(case):
+    static, traced = options_of(case)
+    with interpreted("paged_attention"):
+        return jax.block_until_ready(jax.jit(functools.partial(paged_attention, **static))(*case.args, **traced))
+
+
+def run_decode(case, starts=None):
+    """`case`, whose sequences have one new token each, as decode_attention."""
+    static, traced = options_of(case)
+    starts = jnp.zeros_like(case.kv_lens) if starts is None else starts
+    args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, starts, case.sinks)
+    with interpreted("decode_attention"):
+        return jax.block_until_ready(jax.jit(functools.partial(decode_attention, **static))(*args, **traced))
+
+
+def check(made, case, capfd):
+    out, pool = made
+    expected, expected_pool = exact_paged(case)
+    assert (out.dtype, pool.dtype) == (case.q.dtype, case.pool.dtype)
+    if case.q.dtype == jnp.bfloat16:
+        # One rounding of the output, and one of the weights before their product with values of about 1.
+        np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2**-8, atol=2**-8)
+    else:
+        assert_close(out, expected)
+    np.testing.assert_array_equal(np.asarray(pool, np.float64), np.asarray(expected_pool, np.float64))
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def spare_of(dim, value_dim=None):
+    """What a pool's rows are to be longer by, to be a multiple of 128."""
+    return -(dim + (value_dim or dim)) % 128
+
+
+def grid(offset, num_variants):
+    """Cases for each head size, with groups, dtypes, pages and features that change at different paces."""
+    for i, (dim, j) in enumerate(itertools.product((64, 80, 96, 128, 256), range(num_variants))):
+        dtype, pool_dtype = DTYPES[(i + offset) % len(DTYPES)]
+        page = (32, 64)[i % 2] if pool_dtype == "int8" else (16, 32, 64)[(i + j) % 3]
+        group, features = GROUPS[(i + offset) % len(GROUPS)], FEATURES[(i + j + offset) % len(FEATURES)]
+        heads = 1 + (i + offset) % 2 if group < 8 else 1
+        options = {"dim": dim, "group": group, "page": page, "spare": spare_of(dim), "heads": heads}
+        name = f"{dim}x{group}x{heads} page{page} {dtype} {pool_dtype} {','.join(features)}"
+        yield pytest.param({**options, "dtype": dtype, "pool_dtype": pool_dtype, **features}, id=name)
+
+
+@pytest.mark.parametrize("options", list(grid(0, 2)))
+def test_decode_over_head_sizes_groups_pages_and_dtypes(options, capfd):
+    page = options["page"]
+    case = paged_case(q_lens=(1,) * 5, kv_lens=(1, page, page + 1, 3 * page - 1, 0), seed=7, **options)
+    check(run_decode(case), case, capfd)
+
+
+@pytest.mark.parametrize("options", list(grid(3, 1)))
+def test_ragged_over_head_sizes_groups_pages_and_dtypes(options, capfd):
+    page = options["page"]
+    case = paged_case(
+        q_lens=(5, 1, 0, 22, 1), kv_lens=(5, page + 1, 0, 2 * page + 20, 2 * page), padding=9, seed=8, **options
+    )
+    check(run_paged(case), case, capfd)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page": 64, "pool_dtype": None},
+        {"page": 64, "pool_dtype": None, "window": 2300, "free_behind_window": True},
+        {"page": 64, "pool_dtype": "int8", "window": 1500},
+    ],
+    ids=str,
+)
+def test_decode_of_several_blocks(options, capfd):
+    # Blocks are 2048 keys at most: rows of a part of one, of one and a part, and of one.
+    case = paged_case(q_lens=(1,) * 3, kv_lens=(5, 2500, 2048), heads=1, group=2, dim=64, sinks=True, seed=3, **options)
+    check(run_decode(case), case, capfd)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_ragged_of_several_blocks_and_blocks_of_queries(window, capfd):
+    # Blocks are 1024 keys and 128 queries; the last sequence begins inside of one.
+    case = paged_case(
+        q_lens=(130, 1, 18), kv_lens=(1100, 1025, 1030), heads=1, group=2, dim=64, page=64, window=window, seed=4
+    )
+    check(run_paged(case), case, capfd)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_beginning_that_all_queries_see(window, capfd):
+    case = paged_case(q_lens=(20, 1, 40), kv_lens=(30, 33, 40), prefix_lens=(25, 50, 7), dim=64, window=window, seed=5)
+    check(run_paged(case), case, capfd)
+
+
+def test_values_of_another_size(capfd):
+    case = paged_case(q_lens=(1, 1), kv_lens=(30, 7), dim=192, value_dim=128, spare=spare_of(192, 128))
+    check(run_decode(case), case, capfd)
+    check(run_paged(case), case, capfd)
+
+
+def test_a_pool_with_one_page_per_row(capfd):
+    case = paged_case(q_lens=(1, 1, 1), kv_lens=(500, 257, 256), dim=64, page=512)
+    check(run_decode(case), case, capfd)
+
+
+def test_starts_hide_what_is_before_them(capfd):
+    case = paged_case(q_lens=(1,) * 6, kv_lens=(33, 33, 40, 5, 64, 50), dim=64, sinks=True)
+    starts = jnp.array([0, 33, 39, 9, 17, 49], jnp.int32)
+    out, pool = run_decode(case, starts)
+    with use("decode_attention", "reference"):
+        args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, starts, case.sinks)
+        expected, expected_pool = decode_attention(*args, **case.options)
+    np.testing.assert_array_equal(out[jnp.array([1, 3])], 0)
+    assert_close(out, np.asarray(expected, np.float64))
+    np.testing.assert_array_equal(pool, expected_pool)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("pool_dtype", [None, "int8"])
+def test_nothing_is_written_or_read_outside(pool_dtype, capfd):
+    # Lengths beyond the pages, negative ones, pages outside of the pool: as the reference has it.
+    page = 32
+    case = paged_case(q_lens=(1,) * 4, kv_lens=(3, 40, 64, 7), dim=64, page=page, pool_dtype=pool_dtype, seed=2)
+    case = case.with_(pool=jnp.nan_to_num(case.pool))
+    table = case.page_table.at[0, 0].set(-1).at[3, 0].set(10**6)
+    case = case.with_(page_table=table, kv_lens=jnp.array([3, 10**6, -2, 7], jnp.int32))
+    out, pool = run_decode(case)
+    static, traced = options_of(case)
+    with use("decode_attention", "reference"):
+        args = (case.q, case.k, case.v, case.pool, table, case.kv_lens, jnp.zeros(4, jnp.int32), case.sinks)
+        expected, expected_pool = decode_attention(*args, **static, **traced)
+    assert_close(out, np.asarray(expected, np.float64))
+    np.testing.assert_array_equal(pool, expected_pool)
+    np.testing.assert_array_equal(pool, case.pool)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dim": 80}, "rows of the pool have 160 elements; the kernel needs a multiple of 128"),
+        ({"dim": 64, "page": 8, "dtype": "bfloat16"}, "pages of 8 positions; the kernel needs a multiple of 16"),
+        ({"dim": 64, "page": 16, "pool_dtype": "int8"}, "pages of 16 positions; the kernel needs a multiple of 32"),
+        ({"dim": 64, "dtype": "float16"}, "q is float16 and pool float16"),
+        ({"dim": 64, "pool_dtype": "float8_e4m3fn"}, "q is float32 and pool float8_e4m3fn"),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_lack_is_refused(options, reason):
+    case = paged_case(q_lens=(1, 1), kv_lens=(9, 20), **options)
+    for run in (run_decode, run_paged):
+        with pytest.raises(InvalidArgumentError, match=reason):
+            run(case)
