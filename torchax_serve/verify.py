@@ -22,9 +22,9 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.sink import one_load
 from torchax_serve.compile_cache import enable_compile_cache
-from torchax_serve.drop_in import JaxModel
+from torchax_serve.drop_in import JaxModel, attach
 from torchax_serve.eager_twin import EagerTwin
-from torchax_serve.model import ServedModel
+from torchax_serve.runtime import Runtime
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
 """Default tolerance by dtype, in the measure of `Difference.relative`. Two orders of summation in float32 stay below
@@ -190,12 +190,13 @@ def _run_both(
     is_object = loaded.source.kind == "object"
     twin = None if is_object or from_files else EagerTwin(loaded)
     try:
-        served = ServedModel(loaded)
-        runtime: Any = served.torch_model._jax_runtime
+        # Nothing kept from earlier: what is compared is what the code computes now.
+        runtime = Runtime(module, loaded.weights)
+        on_jax = attach(module, runtime)
         # An encoder's code may name a cache as well, which only its decoder siblings use.
         cache_name = runtime.program.cache_name if runtime.can_cache and module.can_generate() else None
-        ours = _trace(served.torch_model, ids, new_tokens, cache_name)
-        del served, runtime
+        ours = _trace(on_jax, ids, new_tokens, cache_name)
+        del on_jax, runtime
     finally:
         module.__class__ = eager_class
         vars(module).pop("_jax_runtime", None)

@@ -25,7 +25,7 @@ class EagerModel:
         self.num_decoded = 0
         self.closed = False
 
-    def iter_tokens(self, prompt_ids, generation_config, *, stop_strings=None, seed=None):
+    def iter_tokens(self, prompt_ids, generation_config, *, stop_strings=None, seed=None, params=None):
         assert stop_strings is None
         if seed is not None:
             torch.manual_seed(seed)

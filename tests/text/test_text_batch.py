@@ -7,7 +7,6 @@ from test_text_stream import eager_ids
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.request import SamplingParams
 from torchax_serve.text import generate_batch, stream
-from torchax_serve.text.batch import MAX_BATCH
 
 PROMPTS = ["Once upon a time", [5, 7], "x", "The quick brown fox jumps over the lazy dog.", [9], "Once"]
 
@@ -72,21 +71,33 @@ def test_a_seed_makes_a_prompt_independent_of_the_others():
     assert "".join(second) == alone[1].text
 
 
-def test_batches_stay_small_and_of_similar_length():
+def test_all_requests_are_handed_over_before_the_first_answer_is_read():
+    """So that a model whose requests run side by side has them all."""
     model = eager_model()
-    shapes = []
-    generate = model.generate
+    handed_over, num_at_first_token = [], []
+    iter_tokens = model.iter_tokens
 
-    def watched(**kwargs):
-        shapes.append(tuple(kwargs["input_ids"].shape))
-        assert kwargs["attention_mask"].sum(1).min() * 2 >= kwargs["input_ids"].shape[1]
-        return generate(**kwargs)
+    def watched(prompt_ids, *args, **kwargs):
+        handed_over.append(prompt_ids)
 
-    model.generate = watched
-    prompts = [[5] * length for length in (1, 2, 3, 40)] + [[6]] * MAX_BATCH
-    assert len(generate_batch(model, prompts, SamplingParams(max_new_tokens=2))) == len(prompts)
-    assert max(rows for rows, _ in shapes) <= MAX_BATCH
+        def tokens():
+            num_at_first_token.append(len(handed_over))
+            yield from iter_tokens(prompt_ids, *args, **kwargs)
+
+        return tokens()
+
+    model.iter_tokens = watched
+    generate_batch(model, PROMPTS, SamplingParams(max_new_tokens=2))
+    assert num_at_first_token == [len(PROMPTS)] * len(PROMPTS)
     assert generate_batch(model, [], None) == []
+
+
+def test_parameters_for_each_prompt():
+    model = eager_model()
+    each = [SamplingParams(max_new_tokens=length) for length in (3, 1)]
+    assert [len(c.token_ids) for c in generate_batch(model, PROMPTS[:2], each)] == [3, 1]
+    with pytest.raises(InvalidArgumentError, match="expected one for each of 3 prompts, got 2"):
+        generate_batch(model, PROMPTS[:3], each)
 
 
 @pytest.mark.parametrize(
