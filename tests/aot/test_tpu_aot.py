@@ -1,0 +1,101 @@
+"""The TPU kernels compiled for v5e, v6e and tpu7x, without one: they compile, copy no pool, and keep up with memory.
+
+Needs ``pip install libtpu`` in the version that fits the installed JAX.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tpu_schedule
+from tpu_shapes import CHIPS, Shape, compile_call
+
+DECODE = (
+    Shape(),
+    Shape(heads=1, group=16, dim=64, sinks=True, options={"window": 128}),
+    Shape(heads=2, group=8, dim=64, sinks=True, page=32),
+    Shape(heads=5, group=3, dim=80, page=16, alibi=True),
+    Shape(heads=8, group=1, dim=96, page=32, dtype="float32", options={"window": 1000}),
+    Shape(heads=4, group=2, dim=256, options={"softcap": 50.0}),
+    Shape(heads=2, group=4, dim=192, value_dim=128),
+    Shape(heads=8, group=4, dim=128, dtype="float32", pool_dtype="bfloat16"),
+    Shape(heads=2, group=4, dim=128, pool_dtype="int8", page=32, sinks=True),
+    Shape(heads=4, group=7, dim=64, pool_dtype="int8", options={"window": 512}),
+    Shape(heads=2, group=4, page=4096, num_pages=33),
+)
+RAGGED = (
+    Shape(),
+    Shape(heads=2, group=8, dim=64, sinks=True, page=32, options={"window": 128}),
+    Shape(heads=3, group=3, dim=80, page=16, alibi=True, prefix=True),
+    Shape(heads=2, group=2, dim=256, dtype="float32", options={"softcap": 50.0}),
+    Shape(heads=2, group=4, pool_dtype="int8", page=32),
+)
+# At most this share of the time that reading a block takes. Half as many bytes mean as many products: with heads of 64
+# every register must be turned once, and int8 must become bfloat16, since no unit of tpu7x multiplies int8; what of
+# its time is then hidden is less than a quarter, or a tenth, but the memory still sets the pace.
+LIMIT = 0.7
+LIMITS = {
+    ("tpu7x", str(Shape(heads=8, group=8, dim=64))): 0.95,
+    ("tpu7x", str(Shape(pool_dtype="int8"))): 0.99,
+}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("shape", DECODE, ids=str)
+def test_decode_compiles_without_a_copy(shape, chip):
+    memory = compile_call("decode_attention", shape, chip).memory_analysis()
+    assert memory.alias_size_in_bytes == shape.pool.size * shape.pool.dtype.itemsize
+    assert memory.temp_size_in_bytes == 0
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("shape", RAGGED, ids=str)
+def test_ragged_attention_compiles_and_copies_its_queries_at_most(shape, chip):
+    memory = compile_call("paged_attention", shape, chip).memory_analysis()
+    pool_bytes = shape.pool.size * shape.pool.dtype.itemsize
+    assert memory.alias_size_in_bytes == pool_bytes
+    # Queries and outputs by head, whose rows are whole registers; new int8 rows by tile.
+    lanes = shape.dim + -shape.dim % 128
+    itemsize = 4 if shape.dtype == "float32" else 2
+    copied = 3 * shape.num_tokens * shape.heads * shape.group * lanes * itemsize
+    tiles = shape.num_tokens // 32 + 2 * shape.rows + 2 if shape.pool_dtype == "int8" else 0
+    images = 3 * tiles * shape.heads * 32 * shape.width
+    assert memory.temp_size_in_bytes <= copied + images + (1 << 20)
+
+
+@functools.cache
+def schedule(chip):
+    """The share of DMA time of each shape, out of a process of its own."""
+    script = Path(tpu_schedule.__file__)
+    made = subprocess.run([sys.executable, str(script), chip], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr[-4000:]
+    return json.loads(made.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("shape", tpu_schedule.SHAPES, ids=str)
+def test_decode_computes_in_less_time_than_it_reads(shape, chip):
+    share = schedule(chip)[str(shape)]
+    assert 0.05 < share <= LIMITS.get((chip, str(shape)), LIMIT)
+
+
+TWO_LOOPS = """
+ 0x0   :  { %1 = nop }
+ 0x1 LB: > { %2 = nop }
+ 0x2   : > { %3 = nop }
+ 0x3 LB: >> { %4 = vmatpush3 }
+ 0x4   :  {}
+ 0x5   : >> { %5 = dma.general }
+ 0x6 LB: >>> { %6 = dma.general  ;;  %7 = nop }
+ 0x7   : >>> { %8 = dma.general }
+ 0x8   : >> { %9 = nop }
+ 0x9   : > { %10 = nop }
+"""
+
+
+def test_the_loop_is_found_and_its_dmas_are_counted_as_often_as_they_run():
+    # Six bundles, and the two that start two DMAs run twice more for six pieces.
+    assert tpu_schedule.inner_loop_cycles(TWO_LOOPS, 6) == 6 + 2 * 2
