@@ -15,9 +15,10 @@ from jax.experimental.pallas import tpu as pltpu
 from ops_oracle import assert_close
 from paged_oracle import exact_paged, paged_case
 
-import model_adapters.ops.tpu  # noqa: F401 registers the kernels
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import decode_attention, paged_attention, use
+from model_adapters.ops.pool import write_at
+from model_adapters.ops.tpu.write import write_tokens
 
 PARAMS = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
 TRACED = ("alibi", "prefix_lens", "k_scale", "v_scale")
@@ -113,7 +114,10 @@ def test_ragged_over_head_sizes_groups_pages_and_dtypes(options, capfd):
 )
 def test_decode_of_several_blocks(options, capfd):
     # Blocks are 2048 keys at most: rows of a part of one, of one and a part, and of one.
-    case = paged_case(q_lens=(1,) * 3, kv_lens=(5, 2500, 2048), heads=1, group=2, dim=64, sinks=True, seed=3, **options)
+    # The first two leave much of either half of the buffer as it was.
+    case = paged_case(
+        q_lens=(1,) * 4, kv_lens=(5, 9, 2500, 2048), heads=1, group=2, dim=64, sinks=True, seed=3, **options
+    )
     check(run_decode(case), case, capfd)
 
 
@@ -128,8 +132,29 @@ def test_ragged_of_several_blocks_and_blocks_of_queries(window, capfd):
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_beginning_that_all_queries_see(window, capfd):
-    case = paged_case(q_lens=(20, 1, 40), kv_lens=(30, 33, 40), prefix_lens=(25, 50, 7), dim=64, window=window, seed=5)
+    # The first sequence fills more than one block of queries, and its beginning ends in the second.
+    case = paged_case(
+        q_lens=(135, 1, 6), kv_lens=(140, 33, 40), prefix_lens=(139, 50, 7), dim=64, heads=1, window=window, seed=5
+    )
     check(run_paged(case), case, capfd)
+
+
+@pytest.mark.parametrize("in_runs", [False, True])
+def test_more_int8_tokens_than_are_written_at_once(in_runs, capfd):
+    # 32 tiles of a page each are one group; the first is on its way back while the third is to take its place.
+    rng = np.random.default_rng(6)
+    num_tokens, heads, dim = 70, 1, 64
+    pool = jnp.asarray(rng.integers(-127, 128, (num_tokens + 3, heads, 32, 2 * dim)), jnp.int8)
+    k, v = (jnp.asarray(rng.standard_normal((num_tokens, heads, dim)), jnp.float32) for _ in range(2))
+    table = jnp.asarray(1 + rng.permutation(num_tokens + 2)[:num_tokens, None], jnp.int32)
+    seqs = jnp.arange(num_tokens, dtype=jnp.int32)
+    positions = jnp.asarray(rng.integers(-2, 34, num_tokens), jnp.int32)
+    scale = jnp.full((heads,), 0.03, jnp.float32)
+    expected = write_at(pool, table, seqs, positions, k, v, scale, scale)
+    with interpreted("decode_attention"):
+        made = write_tokens(pool, table, seqs, positions, k, v, scale, scale, in_runs=in_runs)
+        np.testing.assert_array_equal(made, expected)
+    assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 def test_values_of_another_size(capfd):
