@@ -11,19 +11,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from model_adapters.ops import registry
-from model_adapters.ops.gpu.flash import LOG2_E, MASKED, Features, Inputs, Program, Tile, kernel, pieces
+from model_adapters.ops.gpu.flash import Features, Inputs, Program, Tile, combine_kernel, kernel, pieces
 
 NAME = "gpu-triton"
 NUM_PROGRAMS = 264  # two for each multiprocessor of an H200; other data-centre GPUs have as many within a factor of two
 MAX_SPLITS = 64
+MIN_ROWS = 16  # and least keys: no product on tensor cores is smaller
 MIN_SPLIT_LEN = 128
-MAX_STAGE_BYTES = 32 << 10  # keys and values on their way; three stages of it fit into 99 KiB, the least of sm_80 on
-MAX_STAGES_BYTES = 72 << 10
+MAX_BLOCK_BYTES = 32 << 10  # keys and values of a block: two of them fit into the shared memory of any GPU from sm_80
+# A page is found before it is read, so that each block on its way takes two of the compiler's stages. A decode step
+# only reads, and has two blocks on their way; a tile of many queries works on a block while one other comes.
+STAGES_OF_ONE = 5
+STAGES_OF_MANY = 3
 MAX_GROUP = 128
-MAX_DIM = 256
-QUERY_DTYPES = ("float32", "bfloat16", "float16")
-NARROW_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # every value of theirs is one of bfloat16
-POOL_DTYPES = (*QUERY_DTYPES, *NARROW_DTYPES)
+MAX_DIM = 576
+MAX_SUMS = 128 * 256  # float32 numbers of all rows that 8 warps hold without spilling
+# Products of float32 with float32 are done by threads, with both operands in registers.
+MAX_KEYS = 64
+MAX_FLOAT32_KEYS = 32  # for queries in float32
+MAX_FLOAT32_SUMS = 32 * 128
+NARROW_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # all their values exist in any 16-bit float
+POOL_DTYPES = {
+    "float32": ("float32", "bfloat16", *NARROW_DTYPES),
+    "bfloat16": ("bfloat16", *NARROW_DTYPES),
+    "float16": ("float16", *NARROW_DTYPES),
+}
 
 
 def round_up_to_power(value: int) -> int:
@@ -33,39 +45,58 @@ def round_up_to_power(value: int) -> int:
 
 def why_not(q: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array) -> str | None:
     """Why the kernel cannot take a call, or None."""
-    for name, array, dtypes in (("q", q, QUERY_DTYPES), ("pool", pool, POOL_DTYPES)):
-        if str(array.dtype) not in dtypes:
-            return f"{name} is {array.dtype}; the kernel has {', '.join(dtypes)}"
+    if str(pool.dtype) not in POOL_DTYPES.get(str(q.dtype), ()):
+        return f"q is {q.dtype} and pool {pool.dtype}; the kernel has " + "; ".join(
+            f"{one} over {', '.join(pools)}" for one, pools in POOL_DTYPES.items()
+        )
     if 0 in q.shape or v.shape[2] == 0 or page_table.shape[0] == 0:
         return f"q{list(q.shape)}, values of {v.shape[2]}, {page_table.shape[0]} sequences: nothing to compute"
     group = q.shape[1] // pool.shape[1]
     if group > MAX_GROUP:
         return f"{group} query heads read one kv head; the kernel has room for {MAX_GROUP}"
     if max(q.shape[2], v.shape[2]) > MAX_DIM:
-        return f"heads of {q.shape[2]} and {v.shape[2]}; the kernel has registers for {MAX_DIM}"
-    if 2**31 < pool.size and pool.size * pool.dtype.itemsize <= 2**32:
+        return f"keys of {q.shape[2]} and values of {v.shape[2]}; the kernel has room for {MAX_DIM}"
+    most = MAX_FLOAT32_SUMS if is_float32(q, pool) else MAX_SUMS
+    if least_rows(group) * max(q.shape[2], v.shape[2]) > most:
+        return f"{group} query heads of {q.shape[2]} and {v.shape[2]} in {q.dtype}; the kernel has too few registers"
+    if pool.size > 2**31 and pool.size * pool.dtype.itemsize <= 2**32:
         # Pallas' Triton lowering counts elements in 32 signed bits up to 4 GiB.
         return f"a pool of {pool.size} elements in {pool.dtype}; the kernel has up to {2**31}, or more than {2**32}"
     return None
 
 
-def compute_dtype(q: jax.Array, pool: jax.Array) -> Any:
-    """The dtype of the products' operands: the narrowest that holds both without rounding."""
-    return q.dtype if str(pool.dtype) in NARROW_DTYPES else jnp.promote_types(q.dtype, pool.dtype)
+def is_float32(q: jax.Array, pool: jax.Array) -> bool:
+    """Whether products are done in float32: where queries and pool have no narrower common form."""
+    return q.dtype == jnp.float32 and pool.dtype == jnp.float32
+
+
+def least_rows(group: int) -> int:
+    """Rows that the query heads of one token take."""
+    return max(MIN_ROWS, round_up_to_power(group))
+
+
+def features_of(
+    q: jax.Array, pool: jax.Array, *, scale: float, window: int | None, softcap: float | None, has_prefix: bool
+) -> Features:
+    """The call's features; float32 queries on a narrower pool are three terms in bfloat16."""
+    has_terms = q.dtype == jnp.float32 and not is_float32(q, pool)
+    dtype, num_terms = (jnp.dtype(jnp.bfloat16), 3) if has_terms else (q.dtype, 1)
+    return Features(dtype, num_terms, scale, window, softcap, has_prefix)
 
 
 def tile_for(
-    num_rows: int, num_queries: int, num_items: int, pool: jax.Array, group: int, reach: int, dim: int, value_dim: int
+    num_rows: int, num_queries: int, num_items: int, q: jax.Array, v: jax.Array, pool: jax.Array, reach: int
 ) -> Tile:
     """Sizes of a tile of `num_rows` rows and `num_queries` queries, of which none sees more than `reach` keys."""
-    row_bytes = (dim + value_dim) * pool.dtype.itemsize
-    num_keys = 64
-    while num_keys > 16 and num_keys * row_bytes > MAX_STAGE_BYTES:
+    heads, group = pool.shape[1], q.shape[1] // pool.shape[1]
+    row_bytes = (q.shape[2] + v.shape[2]) * max(2, pool.dtype.itemsize)  # 8 bits become 16, in registers
+    num_keys = MAX_FLOAT32_KEYS if q.dtype == jnp.float32 else MAX_KEYS
+    while num_keys > MIN_ROWS and num_keys * row_bytes > MAX_BLOCK_BYTES:
         num_keys //= 2
-    num_stages = min(4, max(2, MAX_STAGES_BYTES // (num_keys * row_bytes)))
-    num_splits = min(-(-NUM_PROGRAMS // (num_items * pool.shape[1])), -(-reach // MIN_SPLIT_LEN), MAX_SPLITS)
-    num_sums = num_rows * sum(piece.size for piece in pieces(value_dim))
-    num_warps = 8 if num_sums > 8192 else 4
+    num_splits = min(-(-NUM_PROGRAMS // (num_items * heads)), -(-reach // MIN_SPLIT_LEN), MAX_SPLITS)
+    num_stages = STAGES_OF_ONE if num_queries == 1 else STAGES_OF_MANY
+    num_sums = num_rows * sum(piece.size for piece in pieces(v.shape[2]))
+    num_warps = 8 if num_rows >= 128 or num_sums > 8192 or q.dtype == jnp.float32 else 4
     return Tile(num_rows, num_queries, num_keys, group, round_up_to_power(num_splits), num_warps, num_stages)
 
 
@@ -89,7 +120,7 @@ def attend(
     Where programs are traced for another platform than a GPU the kernel is interpreted: for tests, and slow.
     """
     num_tokens, query_heads, dim = q.shape
-    num_pages, heads, page, width = pool.shape
+    _, heads, page, width = pool.shape
     optional = {"sinks": sinks, "alibi": alibi, "k_scale": k_scale, "v_scale": v_scale}
     given = {key: array for key, array in optional.items() if array is not None}
     # The last dimension of the pool is never cut and the others are one: a bitcast.
@@ -113,7 +144,7 @@ def attend(
         interpret=registry.platform() != "gpu",
         name=name,
     )(*arrays)
-    return made[0] if tile.num_splits == 1 else combine(made[0], made[1], sinks).astype(q.dtype)
+    return made[0] if tile.num_splits == 1 else combine(made[0], made[1], sinks, q.dtype, name)
 
 
 def cost(num_items: int, q: jax.Array, pool: jax.Array, page_table: jax.Array, value_dim: int) -> pl.CostEstimate:
@@ -128,21 +159,26 @@ def cost(num_items: int, q: jax.Array, pool: jax.Array, page_table: jax.Array, v
     )
 
 
-def combine(outs: jax.Array, logs: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Attention over all splits.
+def combine(outs: jax.Array, logs: jax.Array, sinks: jax.Array | None, dtype: Any, name: str) -> jax.Array:
+    """Attention over all splits ``[T, Hq, Dv]`` in `dtype`.
 
     Args:
         outs: ``float32[splits, T, Hq, Dv]``, attention over the keys of each split.
-        logs: ``float32[splits, T, Hq]``, logarithms to base 2 of their sums of weights; `MASKED` where a split is empty.
+        logs: ``float32[splits, T, Hq]``, logarithms to base 2 of their sums of weights; `MASKED` for an empty split.
         sinks: ``[Hq]`` logits without a value, or None.
+        dtype: Of the output.
+        name: Of the op, for profiles.
     """
-    top = jnp.max(logs, axis=0)
-    sink = None if sinks is None else sinks.astype(jnp.float32) * LOG2_E
-    if sink is not None:
-        top = jnp.maximum(top, sink)
-    weights = jnp.where(logs > MASKED / 2, jnp.exp2(logs - top), 0.0)
-    total = jnp.sum(weights, axis=0)
-    if sink is not None:
-        total = total + jnp.exp2(sink - top)
-    total = jnp.where(total == 0, 1.0, total)
-    return jnp.sum(outs * weights[..., None], axis=0) / total[..., None]
+    dims = pieces(outs.shape[3])
+
+    def body(*refs: Any) -> None:
+        combine_kernel(refs[0], refs[1], None if sinks is None else refs[2], refs[-1], dims)
+
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct(outs.shape[1:], dtype),
+        grid=outs.shape[1:3],
+        compiler_params=plgpu.CompilerParams(num_warps=1 if outs.shape[0] * dims[0].size <= 2048 else 4, num_stages=1),
+        interpret=registry.platform() != "gpu",
+        name=f"{name}_combine",
+    )(*[array for array in (outs, logs, sinks) if array is not None])

@@ -8,11 +8,8 @@ import jax
 
 from model_adapters.ops import registry
 from model_adapters.ops.decode_attention import OP, write_token
-from model_adapters.ops.gpu.calls import NAME, attend, compute_dtype, round_up_to_power, tile_for, why_not
-from model_adapters.ops.gpu.flash import Features
+from model_adapters.ops.gpu.calls import NAME, attend, features_of, least_rows, tile_for, why_not
 from model_adapters.ops.gpu.items import decode_items
-
-MIN_ROWS = 16  # of a product on tensor cores
 
 
 def _refuses(
@@ -41,11 +38,10 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """The op's Pallas kernel; the new token is written before, by a scatter of rows that XLA keeps in place."""
     pool = write_token(k, v, pool, page_table, lens, k_scale, v_scale)
-    group, capacity = q.shape[1] // pool.shape[1], page_table.shape[1] * pool.shape[2]
-    features = Features(compute_dtype(q, pool), scale, window, softcap, has_prefix=False)
-    num_rows = max(MIN_ROWS, round_up_to_power(group))
-    reach = capacity if window is None else min(capacity, window)
-    tile = tile_for(num_rows, 1, q.shape[0], pool, group, reach, q.shape[2], v.shape[2])
+    capacity = page_table.shape[1] * pool.shape[2]
+    features = features_of(q, pool, scale=scale, window=window, softcap=softcap, has_prefix=False)
+    num_rows = least_rows(q.shape[1] // pool.shape[1])
+    tile = tile_for(num_rows, 1, q.shape[0], q, v, pool, capacity if window is None else min(capacity, window))
     items = decode_items(lens, starts, capacity, window)
     out = attend(
         items,

@@ -9,6 +9,7 @@ put together afterwards (Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +38,15 @@ class Piece:
 
 
 def pieces(dim: int) -> tuple[Piece, ...]:
-    """`dim` columns as one or two powers of two, the only sizes there are, of 16 at least, the least of a product."""
+    """`dim` columns as one or two powers of two, the only sizes there are; 16 is the least of a product.
+
+    The second is 32 at least: one of 16 takes twice the registers, by the compiler's own count.
+    """
     first = max(16, 1 << (dim.bit_length() - 1))
     rest = dim - first
     if rest <= 0:
         return (Piece(0, first, dim),)
-    second = max(16, 1 << (rest - 1).bit_length())
+    second = max(32, 1 << (rest - 1).bit_length())
     if second >= first:
         return (Piece(0, 2 * first, dim),)
     return Piece(0, first, dim), Piece(first, second, dim)
@@ -53,6 +57,7 @@ class Features:
     """What is done to scores, and the dtype of the products' operands."""
 
     dtype: Any
+    num_terms: int  # that a row is written as in that dtype
     scale: float
     window: int | None
     softcap: float | None
@@ -106,13 +111,26 @@ def load_columns(ref: Any, index: tuple[jax.Array, ...], piece: Piece, offset: i
     if piece.begin + piece.size > piece.end:
         keep = keep & (column < piece.end)
     keep = jnp.broadcast_to(keep, (mask.shape[0], piece.size))
-    return plgpu.load(ref.at[*(i[:, None] for i in index), offset + column], mask=keep, other=0)
+    return plgpu.load(ref.at[*(i[:, None] for i in index), offset + column], mask=keep, other=jnp.zeros((), ref.dtype))
 
 
-def product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
-    """The product of two matrices, summed in float32; float32 operands are not rounded on the way in."""
-    precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-    return plgpu.dot(rows, matrix, precision=precision)
+def terms(rows: jax.Array, dtype: Any, count: int) -> list[jax.Array]:
+    """`rows` as a sum of `count` arrays of `dtype`, smallest last: three of bfloat16 are a float32 to the last bit."""
+    made = [rows.astype(dtype)]
+    for _ in range(count - 1):
+        rows = rows - made[-1].astype(jnp.float32)
+        made.append(rows.astype(dtype))
+    return made
+
+
+def product(rows: list[jax.Array], matrix: jax.Array) -> jax.Array:
+    """The product of a sum of matrices and a matrix, in float32; float32 operands are not rounded on the way in.
+
+    Several terms of a narrow dtype go through tensor cores, where one product in float32 would go through threads.
+    """
+    precision = lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None
+    made = [plgpu.dot(term, matrix, precision=precision) for term in reversed(rows)]
+    return functools.reduce(jnp.add, made)
 
 
 @dataclass(frozen=True)
@@ -189,9 +207,10 @@ class Program:
 
     def run(self, item: Item, head: Any, rows: Rows) -> Carry:
         """All blocks of this split."""
-        refs, tile, dtype = self.refs, self.tile, self.features.dtype
+        refs, tile, dtype, count = self.refs, self.tile, self.features.dtype, self.features.num_terms
         key_pieces, value_pieces = pieces(self.dim), pieces(self.value_dim)
-        queries = [load_columns(refs.q, (rows.token, rows.head), p, 0, rows.own).astype(dtype) for p in key_pieces]
+        loaded = [load_columns(refs.q, (rows.token, rows.head), piece, 0, rows.own) for piece in key_pieces]
+        queries = [terms(part, dtype, count) for part in loaded]
         begin, end, num_prefix, rest = self.block_list(item)
         last_page = refs.pool.shape[0] // (self.heads * self.page) - 1
 
@@ -213,11 +232,10 @@ class Program:
             weights = jnp.exp2(scores - new_top[:, None])
             shrink = jnp.exp2(top - new_top)
             total = shrink * total + jnp.sum(weights, axis=1)
-            weights = weights.astype(dtype)
-            new_sums = []
+            weighing, new_sums = terms(weights, dtype, count), []
             for piece, old in zip(value_pieces, sums, strict=True):
                 values = load_columns(refs.pool, (row,), piece, self.dim, seen).astype(dtype)
-                new_sums.append(shrink[:, None] * old + product(weights, values))
+                new_sums.append(shrink[:, None] * old + product(weighing, values))
             return new_top, total, tuple(new_sums)
 
         sums = tuple(jnp.zeros((tile.num_rows, piece.size), jnp.float32) for piece in value_pieces)
@@ -261,3 +279,25 @@ def kernel(program: Program, out: Any, logs: Any) -> None:
     program.store(out, (split,), rows, parts)
     log = jnp.where(is_seen, top + jnp.log(jnp.where(is_seen, total, 1.0)) * LOG2_E, MASKED)
     plgpu.store(logs.at[split, rows.token, rows.head], log, mask=rows.own)
+
+
+def combine_kernel(outs: Any, logs: Any, sinks: Any, out: Any, dims: tuple[Piece, ...]) -> None:
+    """Attention of one token over all splits, out of what `kernel` left of them; `sinks` may be None."""
+    token, head = pl.program_id(0), pl.program_id(1)
+    split = lax.iota(jnp.int32, outs.shape[0])
+    log = plgpu.load(logs.at[split, token, head])
+    top = jnp.max(log)
+    sink = None if sinks is None else sinks[head].astype(jnp.float32) * LOG2_E
+    if sink is not None:
+        top = jnp.maximum(top, sink)
+    weights = jnp.where(log > NOTHING, jnp.exp2(log - top), 0.0)
+    total = jnp.sum(weights)
+    if sink is not None:
+        total = total + jnp.exp2(sink - top)
+    weights = weights / jnp.where(total == 0, 1.0, total)
+    for piece in dims:
+        column = piece.begin + lax.broadcasted_iota(jnp.int32, (1, piece.size), 1)
+        keep = jnp.broadcast_to(column < piece.end, (outs.shape[0], piece.size))
+        parts = plgpu.load(outs.at[split[:, None], token, head, column], mask=keep, other=0.0)
+        made = jnp.sum(parts * weights[:, None], axis=0)
+        plgpu.store(out.at[token, head, column[0]], made.astype(out.dtype), mask=column[0] < piece.end)

@@ -31,6 +31,22 @@ class Item:
     prefix: Any
 
 
+def num_at_most(ascending: jax.Array, values: jax.Array) -> jax.Array:
+    """How many of `ascending` are no more than each of `values`, int32: a binary search without its loop.
+
+    XLA runs a loop on a GPU step by step from the host; comparing all with all is one small kernel.
+    """
+    return jnp.searchsorted(ascending, values, side="right", method="compare_all").astype(jnp.int32)
+
+
+def token_places(num_tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of each token its sequence and its position there, ``int32[T]``; the position of padding is below zero."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    seq = num_at_most(cu_q_lens[1:], token)
+    known = jnp.minimum(seq, kv_lens.shape[0] - 1)
+    return known, jnp.where(seq == known, kv_lens[known] - cu_q_lens[known + 1] + token, -1)
+
+
 def decode_items(lens: jax.Array, starts: jax.Array, capacity: int, window: int | None) -> jax.Array:
     """``int32[B, fields]``: one query per row, at position ``lens - 1``, on rows that hold `capacity` positions."""
     rows = jnp.arange(lens.shape[0], dtype=jnp.int32)
@@ -57,14 +73,14 @@ def ragged_items(
     num_seqs = kv_lens.shape[0]
     ends = jnp.clip(jnp.append(cu_q_lens[1:], jnp.int32(num_tokens)), 0, num_tokens)
     begins = jnp.clip(jnp.append(cu_q_lens[:-1], cu_q_lens[-1]), 0, num_tokens)
-    last = jnp.cumsum(-(-jnp.maximum(ends - begins, 0) // block_len))  # blocks up to and with each sequence
-    first = jnp.concatenate([jnp.zeros(1, jnp.int32), last[:-1].astype(jnp.int32)])
+    num_blocks = -(-jnp.maximum(ends - begins, 0) // block_len)
+    last = jnp.cumsum(num_blocks).astype(jnp.int32)  # blocks up to and with each sequence
     num_items = min(num_tokens, (num_tokens + (num_seqs + 1) * (block_len - 1)) // block_len)
     index = jnp.arange(num_items, dtype=jnp.int32)
-    seq = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
+    seq = num_at_most(last, index)
     is_used = seq <= num_seqs
     seq = jnp.minimum(seq, num_seqs)
-    begin = jnp.where(is_used, begins[seq] + (index - first[seq]) * block_len, num_tokens)
+    begin = jnp.where(is_used, begins[seq] + (index - last[seq] + num_blocks[seq]) * block_len, num_tokens)
     end = jnp.where(is_used, jnp.minimum(begin + block_len, ends[seq]), num_tokens)
     known = jnp.minimum(seq, num_seqs - 1)
     is_seq = seq < num_seqs

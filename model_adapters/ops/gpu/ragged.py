@@ -5,26 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from model_adapters.ops import registry
-from model_adapters.ops.gpu.calls import NAME, attend, compute_dtype, round_up_to_power, tile_for, why_not
-from model_adapters.ops.gpu.flash import Features
-from model_adapters.ops.gpu.items import ragged_items
-from model_adapters.ops.paged_attention import OP, write_tokens
+from model_adapters.ops.gpu.calls import (
+    MAX_FLOAT32_SUMS,
+    NAME,
+    attend,
+    features_of,
+    is_float32,
+    least_rows,
+    tile_for,
+    why_not,
+)
+from model_adapters.ops.gpu.items import ragged_items, token_places
+from model_adapters.ops.paged_attention import OP
+from model_adapters.ops.pool import write_at
 
-MIN_ROWS = 16  # of a product on tensor cores
 MAX_ROWS = 128
-MAX_SUMS = 128 * 128  # float32 numbers of all rows that 8 warps hold without spilling
-MAX_FLOAT32_ROWS = 32  # such products are done by threads, with both operands in registers
+MAX_SUMS_BYTES = 32 << 10  # of all rows in the dtype of queries: what 8 warps hold beside the sums in float32
 
 
-def _num_rows(num_tokens: int, group: int, value_dim: int, dtype: Any) -> int:
+def _num_rows(q: jax.Array, v: jax.Array, pool: jax.Array) -> int:
     """Rows of a tile: as many as there is work and room for, no less than the query heads of one token."""
-    most = MAX_FLOAT32_ROWS if dtype == jnp.float32 else MAX_ROWS
-    while most > MIN_ROWS and (most >= 2 * num_tokens * group or most * value_dim > MAX_SUMS):
-        most //= 2
-    return max(most, round_up_to_power(group))
+    group, dim, rows = q.shape[1] // pool.shape[1], max(q.shape[2], v.shape[2]), MAX_ROWS
+    room = MAX_FLOAT32_SUMS if is_float32(q, pool) else MAX_SUMS_BYTES // q.dtype.itemsize
+    while rows > least_rows(group) and (rows >= 2 * q.shape[0] * group or rows * dim > room):
+        rows //= 2
+    return rows
 
 
 def _refuses(
@@ -53,15 +60,14 @@ def paged_attention(
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The op's Pallas kernel; new tokens are written before, by a scatter of rows that XLA keeps in place."""
-    pool = write_tokens(k, v, pool, page_table, kv_lens, cu_q_lens, k_scale, v_scale)
-    num_tokens, group, capacity = q.shape[0], q.shape[1] // pool.shape[1], page_table.shape[1] * pool.shape[2]
-    dtype = compute_dtype(q, pool)
-    features = Features(dtype, scale, window, softcap, has_prefix=prefix_lens is not None)
-    num_rows = _num_rows(num_tokens, group, v.shape[2], dtype)
-    num_queries = num_rows // group
-    items = ragged_items(num_tokens, num_queries, capacity, kv_lens, cu_q_lens, prefix_lens, window)
+    seqs, positions = token_places(q.shape[0], kv_lens, cu_q_lens)
+    pool = write_at(pool, page_table, seqs, positions, k, v, k_scale, v_scale)
+    capacity, num_rows = page_table.shape[1] * pool.shape[2], _num_rows(q, v, pool)
+    num_queries = num_rows // (q.shape[1] // pool.shape[1])
+    features = features_of(q, pool, scale=scale, window=window, softcap=softcap, has_prefix=prefix_lens is not None)
+    items = ragged_items(q.shape[0], num_queries, capacity, kv_lens, cu_q_lens, prefix_lens, window)
     reach = capacity if window is None or prefix_lens is not None else min(capacity, window + num_queries - 1)
-    tile = tile_for(num_rows, num_queries, items.shape[0], pool, group, reach, q.shape[2], v.shape[2])
+    tile = tile_for(num_rows, num_queries, items.shape[0], q, v, pool, reach)
     out = attend(
         items,
         q,

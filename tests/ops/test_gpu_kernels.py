@@ -1,0 +1,235 @@
+"""The GPU kernels, interpreted, against float64 loops: decode steps and ragged runs of queries."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops_oracle import assert_close, decode_case, exact_decode
+from paged_oracle import exact_paged, paged_case
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import decode_attention, on_platform, paged_attention, registry, use
+from model_adapters.ops.gpu import calls
+from model_adapters.ops.gpu.flash import pieces
+from model_adapters.ops.gpu.items import FIELDS, ragged_items
+
+TRACED = ("alibi", "prefix_lens", "k_scale", "v_scale")
+LONG = {"q_lens": (1, 1, 1, 1), "kv_lens": (1, 300, 128, 65)}  # long enough for splits, and at the edges of pages
+MIXED = {"q_lens": (40, 1, 21, 1), "kv_lens": (40, 33, 150, 64)}  # a prefill, a chunk of one, and rows that decode
+# Dims, groups, pages, dtypes of queries and pool: each value of each with several of the others.
+GRID = (
+    (64, 1, 16, "float32", "float32", {"sinks": True}),
+    (64, 4, 64, "bfloat16", "bfloat16", {"window": 70}),
+    (64, 16, 32, "bfloat16", "int8", {"softcap": 5.0}),
+    (80, 2, 32, "float32", "bfloat16", {"window": 21, "sinks": True}),
+    (80, 8, 16, "bfloat16", "float8_e4m3fn", {}),
+    (96, 3, 64, "float32", "int8", {"alibi": True}),
+    (96, 1, 32, "bfloat16", "bfloat16", {"softcap": 3.0, "window": 130}),
+    (128, 2, 16, "float16", "float16", {"alibi": True, "sinks": True}),
+    (128, 16, 64, "bfloat16", "bfloat16", {"sinks": True, "spare": 24}),
+    (128, 5, 16, "float32", "float32", {"softcap": 10.0}),
+    (256, 1, 64, "bfloat16", "int8", {"window": 9, "sinks": True}),
+    (256, 2, 32, "float32", "float32", {"alibi": True, "window": 40}),
+)
+PREFIXES = ((3, 0, 90, 10), (40, 40, 0, 64))
+
+
+@functools.cache
+def compiled(op, implementation, num_programs, **static):
+    return jax.jit(functools.partial(op, **static))
+
+
+def run(op, case, *args, implementation="gpu-triton"):
+    static = {name: value for name, value in case.options.items() if name not in TRACED}
+    traced = {name: value for name, value in case.options.items() if name in TRACED}
+    with use(op.__name__, implementation):  # asked at the first call, when it is traced
+        return compiled(op, implementation, calls.NUM_PROGRAMS, **static)(*args, **traced)
+
+
+def as_bits(pool):
+    return np.asarray(pool).view(np.uint8)  # NaN is equal to itself
+
+
+def check_ragged(case, **kwargs):
+    out, pool = run(paged_attention, case, *case.args, **kwargs)
+    expected, expected_pool = exact_paged(case)
+    assert out.dtype == case.q.dtype
+    assert_close(out, expected)
+    np.testing.assert_array_equal(as_bits(pool), as_bits(expected_pool))
+
+
+def check_decode(case, **kwargs):
+    """A ragged case of one token each: what it gives is what the decode op has to give."""
+    starts = jnp.zeros_like(case.kv_lens)
+    args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, starts, case.sinks)
+    out, pool = run(decode_attention, case, *args, **kwargs)
+    expected, expected_pool = exact_paged(case)
+    assert out.dtype == case.q.dtype
+    assert_close(out, expected)
+    np.testing.assert_array_equal(as_bits(pool), as_bits(expected_pool))
+
+
+def case_of(row, index, **shape):
+    dim, group, page, dtype, pool_dtype, features = row
+    heads = 1 if group > 4 else 2
+    return paged_case(
+        dim=dim,
+        group=group,
+        page=page,
+        dtype=dtype,
+        pool_dtype=pool_dtype,
+        heads=heads,
+        seed=index,
+        **shape,
+        **features,
+    )
+
+
+@pytest.mark.parametrize("index", range(len(GRID)), ids=lambda i: "-".join(map(str, GRID[i][:5])))
+def test_decode_over_dims_groups_pages_and_dtypes(index):
+    check_decode(case_of(GRID[index], index, **LONG))
+
+
+@pytest.mark.parametrize("index", range(len(GRID)), ids=lambda i: "-".join(map(str, GRID[i][:5])))
+def test_ragged_over_dims_groups_pages_and_dtypes(index):
+    check_ragged(case_of(GRID[index], index, **MIXED))
+
+
+@pytest.mark.parametrize("prefix_lens", PREFIXES)
+@pytest.mark.parametrize("window", [None, 20])
+def test_prefix(prefix_lens, window):
+    check_ragged(paged_case(**MIXED, prefix_lens=prefix_lens, window=window, sinks=True, group=3, padding=3))
+
+
+def test_pages_freed_behind_the_window_are_not_read():
+    check_ragged(paged_case(**MIXED, window=21, free_behind_window=True, padding=5))
+    check_decode(paged_case(**LONG, window=21, free_behind_window=True))
+
+
+def test_splits_change_nothing(monkeypatch):
+    """Of a case with and without splits; `test_decode_over...` shows by its sinks and lengths that both are right."""
+    for num_programs in (1, 1000):
+        monkeypatch.setattr(calls, "NUM_PROGRAMS", num_programs)
+        check_decode(paged_case(**LONG, sinks=True, dim=80, value_dim=48))
+        check_ragged(paged_case(**MIXED, sinks=True, dim=80, value_dim=48, padding=9))
+
+
+def test_splits_come_from_shapes():
+    def num_splits(batch, capacity):
+        q, v = jax.ShapeDtypeStruct((batch, 32, 128), jnp.bfloat16), jax.ShapeDtypeStruct((batch, 8, 128), jnp.bfloat16)
+        pool = jax.ShapeDtypeStruct((1024, 8, 64, 256), jnp.bfloat16)
+        return calls.tile_for(16, 1, batch, q, v, pool, capacity).num_splits
+
+    assert [num_splits(batch, 8192) for batch in (1, 8, 32, 64)] == [64, 8, 2, 1]
+    assert [num_splits(1, capacity) for capacity in (64, 128, 1024)] == [1, 1, 8]
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_decode_with_left_padding_unused_rows_and_lengths_beyond_the_pages(contiguous):
+    case = decode_case(
+        batch=5, lens=(64, 1, 40, 0, 33), starts=True, sinks=True, contiguous=contiguous, page=64, group=3
+    )
+    out, pool = run(decode_attention, case, *case.args)
+    expected, expected_pool = exact_decode(case)
+    assert_close(out, expected)
+    np.testing.assert_array_equal(np.asarray(pool, np.float64), expected_pool)
+
+
+def test_a_length_beyond_the_pages_writes_nothing_and_attends_to_what_they_hold():
+    case = decode_case(batch=2, lens=(40, 64), num_pages=4)
+    args = list(case.args)
+    args[5] = jnp.asarray((40, 66), jnp.int32)
+    got = run(decode_attention, case, *args)
+    expected = run(decode_attention, case, *args, implementation="reference")
+    np.testing.assert_allclose(got[0], expected[0], rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(got[1], expected[1])
+
+
+def test_pages_outside_the_pool_are_read_as_the_nearest():
+    case = paged_case(**MIXED)
+    case = case.with_(page_table=case.page_table.at[2, 0].set(10_000).at[0, 0].set(-3))
+    pool = jnp.where(jnp.isnan(case.pool), 0.5, case.pool)
+    check_ragged(case.with_(pool=pool))
+
+
+@given(st.lists(st.integers(0, 20), min_size=3, max_size=3), st.sampled_from([1, 3, 8, 16]), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_items_have_every_token_once(q_lens, block_len, is_full):
+    num_tokens = 64
+    q_lens = np.asarray(q_lens)
+    if is_full:  # no padding
+        q_lens[2] = num_tokens - q_lens[0] - q_lens[1]
+    cu_q_lens = jnp.asarray(np.concatenate([[0], np.cumsum(q_lens)]), jnp.int32)
+    kv_lens = jnp.asarray(q_lens + 3, jnp.int32)
+    items = make_items(num_tokens, block_len, kv_lens, cu_q_lens)
+    seen = np.zeros(num_tokens, int)
+    for item in np.asarray(items):
+        row = dict(zip(FIELDS, item.tolist(), strict=True))
+        assert row["end"] - row["begin"] <= block_len
+        seen[row["begin"] : row["end"]] += 1
+        for token in range(row["begin"], row["end"]):
+            if token < cu_q_lens[-1]:
+                assert cu_q_lens[row["seq"]] <= token < cu_q_lens[row["seq"] + 1]
+                assert row["high"] == row["end"] + row["shift"]
+            else:
+                assert row["high"] == 0
+                assert token + row["shift"] < 0
+    np.testing.assert_array_equal(seen, 1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def make_items(num_tokens, block_len, kv_lens, cu_q_lens):
+    return ragged_items(num_tokens, block_len, 1024, kv_lens, cu_q_lens, None, None)
+
+
+def test_pieces_cover_a_head_once():
+    for dim in range(1, 577):
+        parts = pieces(dim)
+        assert parts[0].begin == 0
+        assert sum(part.size for part in parts) >= dim > parts[-1].begin
+        assert all(one.begin + one.size == other.begin for one, other in zip(parts, parts[1:], strict=False))
+        assert all(part.size >= 16 and part.size & (part.size - 1) == 0 and part.end == dim for part in parts)
+
+
+def test_the_kernel_is_what_a_gpu_gets():
+    case = paged_case()
+    with on_platform("gpu"):
+        assert registry.implementation_for("paged_attention", *case.args, **case.options).name == "gpu-triton"
+        starts = jnp.zeros_like(case.kv_lens)
+        args = (case.q[:4], case.k[:4], case.v[:4], case.pool, case.page_table, case.kv_lens, starts)
+        assert registry.implementation_for("decode_attention", *args, **case.options).name == "gpu-triton"
+    assert registry.implementation_for("paged_attention", *case.args, **case.options).name != "gpu-triton"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float16", "pool_dtype": "bfloat16"}, "q is float16 and pool bfloat16; the kernel has"),
+        ({"dim": 640}, "keys of 640 and values of 640; the kernel has room for 576"),
+        ({"group": 160, "heads": 1}, "160 query heads read one kv head; the kernel has room for 128"),
+        (
+            {"group": 64, "heads": 1, "dim": 80},
+            "64 query heads of 80 and 80 in float32; the kernel has too few registers",
+        ),
+    ],
+)
+def test_what_is_refused_says_why(changes, reason):
+    case = paged_case(q_lens=(1,), kv_lens=(1,), **changes)
+    with use("paged_attention", "gpu-triton"), pytest.raises(InvalidArgumentError, match=reason):
+        paged_attention(*case.args, **case.options)
+
+
+def test_a_pool_whose_elements_the_lowering_cannot_count_is_refused():
+    """Offsets have 32 signed bits up to 4 GiB, and 64 above: three billion bytes fall between."""
+    q, v = jax.ShapeDtypeStruct((1, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 8, 128), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    reasons = [
+        calls.why_not(q, v, jax.ShapeDtypeStruct((num_pages, 8, 64, 256), dtype), table)
+        for num_pages, dtype in ((20_000, jnp.int8), (40_000, jnp.int8), (20_000, jnp.bfloat16), (16_000, jnp.int8))
+    ]
+    assert reasons[0].startswith("a pool of 2621440000 elements in int8")
+    assert reasons[1:] == [None, None, None]
