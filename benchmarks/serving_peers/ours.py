@@ -1,0 +1,96 @@
+"""torchax-serve, as a program that embeds it uses it: many asynchronous readers of one served model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from transformers import GenerationConfig
+
+from serving_peers.jobs import Door, Job, JobResult, answer_jobs, own_output
+from serving_peers.settings import settings_of_process
+from torchax_serve import serve
+from torchax_serve.bench.engine import count_programs
+from torchax_serve.bench.machine import Machine
+from torchax_serve.engine.build import EngineOptions
+from torchax_serve.model import ServedModel
+
+OPTIONS = ("num_slots", "token_budget", "page_len", "max_num_steps")
+
+
+async def run_requests(model: ServedModel, job: Job, callers: ThreadPoolExecutor) -> Door:
+    """Every request by a caller of its own. Threads hand them over, as `iter_tokens` waits for the engine's thread."""
+    door, progress = Door(job), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def read(index: int) -> None:
+        arrival, trace = job.arrivals[index], door.traces[index]
+        config = GenerationConfig(max_new_tokens=arrival.max_new_tokens, do_sample=False)
+        stream: Any = await loop.run_in_executor(callers, model.iter_tokens, arrival.prompt_ids, config)
+        async for token in stream:
+            trace.add([token], door.now_s())
+            progress.set()
+
+    async with asyncio.TaskGroup() as readers:
+        while True:
+            progress.clear()
+            for index in door.take_due():
+                readers.create_task(read(index))
+            if not door.is_open:
+                break
+            if door.has_triggers:
+                await progress.wait()
+            else:
+                await asyncio.sleep(door.until_next_s() or 0.0)
+    return door
+
+
+def run(model: ServedModel, job: Job) -> JobResult:
+    before = model.engine.stats().scheduler.num_hit_tokens
+    with count_programs() as programs, ThreadPoolExecutor(len(job.arrivals)) as callers:
+        door = asyncio.run(run_requests(model, job, callers))
+    hits = model.engine.stats().scheduler.num_hit_tokens - before
+    return JobResult(door.finish(), hits, programs[0])
+
+
+def facts(model: ServedModel, page_len: int, token_bytes: int, engine_bytes: int) -> dict[str, Any]:
+    stats = model.engine.stats()
+    page_bytes = page_len * token_bytes
+    machine = Machine.here()
+    return {
+        "machine": dataclasses.asdict(machine) | {"is_busy": machine.is_busy},
+        "state": str(stats),
+        "num_programs": stats.num_programs,
+        "num_preemptions": stats.scheduler.num_preemptions,
+        "host_s": stats.host_s,
+        "busy_s": stats.busy_s,
+        "kv_cache_bytes": sum(group.num_pages for group in stats.scheduler.pages) * page_bytes,
+        "engine_bytes": engine_bytes,  # of all its arrays on the device
+    }
+
+
+def live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def main() -> None:
+    output = own_output()
+    settings = settings_of_process(*OPTIONS)
+    chosen: dict[str, Any] = settings.options
+    options = EngineOptions(max_len=settings.max_len, kv_cache_bytes=settings.kv_cache_bytes, **chosen)
+    with serve(settings.folder, engine=options) as model:
+        before = live_bytes()
+        _ = model.engine  # made when first used
+        engine_bytes = live_bytes() - before
+        answer_jobs(
+            output,
+            lambda job: run(model, job),
+            lambda: facts(model, options.page_len, settings.kv_token_bytes, engine_bytes),
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Processes of serving systems, from the side of the benchmark."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from serving_peers.jobs import Job, JobResult
+from serving_peers.settings import SystemSettings
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+CLOSE_S = 60.0
+LOG_TAIL = 3000  # characters
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """How to start one.
+
+    Attributes:
+        name: in tables.
+        module: of this package.
+        python: of its environment.
+        settings: how it is laid out.
+        environment: variables beside those of the benchmark.
+    """
+
+    name: str
+    module: str
+    python: str
+    settings: SystemSettings
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def with_environment(self, more: Mapping[str, str]) -> System:
+        return dataclasses.replace(self, environment={**self.environment, **more})
+
+
+class Worker:
+    """A system that has been started and is ready; a context manager that ends it.
+
+    Attributes:
+        ready_s: from the start of the process until it was ready.
+    """
+
+    def __init__(self, system: System, log: Path, timeout_s: float) -> None:
+        self.name, self._log, self._timeout_s = system.name, log, timeout_s
+        paths = [str(BENCHMARKS.parent), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+        command = [system.python, "-m", f"serving_peers.{system.module}", system.settings.to_json()]
+        self._started_s = time.perf_counter()
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                command,
+                env={**environment, **system.environment},
+                cwd=log.parent,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,  # so that its own children end with it
+            )
+        try:
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+        self.ready_s = self.age_s()
+
+    def age_s(self) -> float:
+        """Seconds since the process was started."""
+        return time.perf_counter() - self._started_s
+
+    def run(self, job: Job) -> JobResult:
+        return JobResult.from_json(self._ask(job.to_json()))
+
+    def facts(self) -> dict[str, Any]:
+        return self._ask({"facts": True})
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(question), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._error("has ended") from None
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            self._kill()
+
+        timer = threading.Timer(self._timeout_s, give_up)
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise self._error(f"has not answered within {self._timeout_s:.0f} s")
+        if not line:
+            raise self._error("has ended")
+        return json.loads(line)
+
+    def _error(self, what: str) -> RuntimeError:
+        return RuntimeError(f"{self.name} {what}; the end of its log:\n{self._log.read_text()[-LOG_TAIL:]}")
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Lets it end by itself, and sees to it that nothing of it is left."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_S)
+        self._kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
