@@ -149,7 +149,7 @@ class _Ragged:
         dtype, length = self.features.dtype, self.blocks.length
         keys = self.buffer.keys(slot, head, 0, self.blocks.num_pieces, self.lanes, dtype)
         values = self.buffer.values(slot, head, 0, self.blocks.num_pieces, self.lanes, dtype)
-        at_once = self.heads_at_once(num_queries)
+        at_once = _heads_at_once(self.group, num_queries)
 
         def products(begin: int) -> jax.Array:
             q = self.q[pl.ds(head * self.group + begin, at_once), pl.ds(row, num_queries)]
@@ -176,10 +176,6 @@ class _Ragged:
             self.total[head, rows] = shrink * self.total[head, rows] + jnp.sum(weights, axis=1, keepdims=True)
             sums = self.sums[head, rows]
             self.sums[head, rows] = across(shrink, sums.shape[1]) * sums + product(weights.astype(dtype), values, 0)
-
-    def heads_at_once(self, num_queries: int) -> int:
-        """Query heads whose rows make one product: a divisor of the group."""
-        return max(n for n in range(1, self.group + 1) if self.group % n == 0 and (n == 1 or n * num_queries <= ROWS))
 
     def finish(self, item: Item, first: Any, row: Any, num_queries: int) -> None:
         """Writes the item's rows of the output; those of other items stay."""
@@ -243,36 +239,18 @@ def _kernel(
     pool: Any,
     out: Any,
     slot_ref: Any,
-    mask: Any,
-    top: Any,
-    total: Any,
-    sums: Any,
-    buffer: Any,
-    semaphores: Any,
-    *,
+    *scratch: Any,
     lanes: Lanes,
     features: Features,
     blocks: Blocks,
     num_tokens: int,
     has_prefix: bool,
 ) -> None:
+    mask, top, total, sums, buffer, semaphores = scratch
+    pages = BlockBuffer(pool, buffer, semaphores, table, blocks)
     heads = buffer.shape[2]
-    ragged = _Ragged(
-        items,
-        constants,
-        q,
-        out,
-        mask,
-        top,
-        total,
-        sums,
-        BlockBuffer(pool, buffer, semaphores, table, blocks),
-        lanes,
-        features,
-        heads,
-        q.shape[0] // heads,
-        has_prefix,
-    )
+    group = q.shape[0] // heads
+    ragged = _Ragged(items, constants, q, out, mask, top, total, sums, pages, lanes, features, heads, group, has_prefix)
     index, num_queries = pl.program_id(0), q.shape[1]
     item = ragged.item(index)
 
@@ -299,6 +277,11 @@ def _kernel(
         @pl.when((item.num_pieces > 0) & ~is_narrow)
         def _wide() -> None:
             ragged.run(item, slot_ref, item.begin - row, 0, num_queries)
+
+
+def _heads_at_once(group: int, num_queries: int) -> int:
+    """Query heads of a group whose rows make one product: a divisor of the group."""
+    return max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * num_queries <= ROWS))
 
 
 def _num_queries(num_tokens: int, query_heads: int, width: int) -> int:
@@ -338,51 +321,55 @@ def paged_attention(
     seqs, positions = positions_of(q.shape[0], kv_lens, cu_q_lens)
     pool = write_tokens(pool, page_table, seqs, positions, k, v, k_scale, v_scale, in_runs=True)
     num_tokens, query_heads, dim = q.shape
-    _, heads, _, width = pool.shape
+    heads = pool.shape[1]
     lanes, blocks = Lanes(dim, v.shape[2]), Blocks.of(pool, page_table.shape[1], MAX_KEYS)
     features = Features(q.dtype, window, softcap, alibi is not None, pool.dtype == jnp.int8)
     constants = row_constants(query_heads, heads, sinks, alibi, k_scale, v_scale, scale=scale, softcap=softcap)
-    value_lanes = lanes.value_end - lanes.value_begin
-    num_queries = _num_queries(num_tokens, query_heads, value_lanes)
+    num_queries = _num_queries(num_tokens, query_heads, lanes.value_end - lanes.value_begin)
     padded = round_up(num_tokens, num_queries)
     items = items_of(padded, num_queries, blocks, page_table.shape[1], kv_lens, cu_q_lens, prefix_lens, window)
-    rows = query_heads // heads * num_queries
     # Heads first: a block of queries of one head is then a matrix, and any of them begins a tile.
     q = jnp.pad(jnp.swapaxes(q, 0, 1), ((0, 0), (0, padded - num_tokens), (0, lanes.key_end - dim)))
-
-    def block_at(i: Any, items: Any, *_: Any) -> tuple[Any, ...]:
-        return 0, jnp.minimum(items[i * len(FIELDS)] // num_queries, padded // num_queries - 1), 0
-
+    kernel = functools.partial(
+        _kernel, lanes=lanes, features=features, blocks=blocks, num_tokens=padded, has_prefix=prefix_lens is not None
+    )
     call = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            lanes=lanes,
-            features=features,
-            blocks=blocks,
-            num_tokens=padded,
-            has_prefix=prefix_lens is not None,
-        ),
+        kernel,
         out_shape=jax.ShapeDtypeStruct((query_heads, padded, v.shape[2]), q.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(items.shape[0],),
-            in_specs=[
-                pl.BlockSpec((query_heads, num_queries, lanes.key_end), lambda i, *s: block_at(i, *s)),
-                pl.BlockSpec(memory_space=pl.ANY),
-            ],
-            out_specs=pl.BlockSpec((query_heads, num_queries, v.shape[2]), lambda i, *s: block_at(i, *s)),
-            scratch_shapes=[
-                pltpu.SMEM((1,), jnp.int32),
-                pltpu.VMEM((num_queries, blocks.length), jnp.float32),
-                pltpu.VMEM((heads, rows, LANES), jnp.float32),
-                pltpu.VMEM((heads, rows, LANES), jnp.float32),
-                pltpu.VMEM((heads, rows, value_lanes), jnp.float32),
-                pltpu.VMEM((2, blocks.num_pieces, heads, blocks.piece, width), pool.dtype),
-                pltpu.SemaphoreType.DMA((2,)),
-            ],
-        ),
+        grid_spec=_grid(items.shape[0], q, pool, lanes, blocks, num_queries),
         compiler_params=compiler_params(blocks, pool),
         name="paged_attention",
     )
     out = call(items.reshape(-1), page_table.reshape(-1), constants.reshape(-1), q, pool)
     return jnp.swapaxes(out[:, :num_tokens], 0, 1), pool
+
+
+def _grid(
+    num_items: int, q: jax.Array, pool: jax.Array, lanes: Lanes, blocks: Blocks, num_queries: int
+) -> pltpu.PrefetchScalarGridSpec:
+    """One step an item; consecutive items of one block of queries find it, and its output, where they are."""
+    query_heads, num_tokens, _ = q.shape
+    heads, width = pool.shape[1], pool.shape[3]
+    rows = query_heads // heads * num_queries
+
+    def block_at(i: Any, items: Any, *_: Any) -> tuple[Any, ...]:
+        return 0, jnp.minimum(items[i * len(FIELDS)] // num_queries, num_tokens // num_queries - 1), 0
+
+    return pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=3,
+        grid=(num_items,),
+        in_specs=[
+            pl.BlockSpec((query_heads, num_queries, lanes.key_end), block_at),
+            pl.BlockSpec(memory_space=pl.ANY),
+        ],
+        out_specs=pl.BlockSpec((query_heads, num_queries, lanes.value_dim), block_at),
+        scratch_shapes=[
+            pltpu.SMEM((1,), jnp.int32),
+            pltpu.VMEM((num_queries, blocks.length), jnp.float32),
+            pltpu.VMEM((heads, rows, LANES), jnp.float32),
+            pltpu.VMEM((heads, rows, LANES), jnp.float32),
+            pltpu.VMEM((heads, rows, lanes.value_end - lanes.value_begin), jnp.float32),
+            pltpu.VMEM((2, blocks.num_pieces, heads, blocks.piece, width), pool.dtype),
+            pltpu.SemaphoreType.DMA((2,)),
+        ],
+    )
