@@ -136,7 +136,8 @@ def sample(
         state: of all slots.
         logits: float32[n, vocab], of each row's last token.
     """
-    logits = logits.astype(jnp.float32)
+    num_rows, num_slots = len(logits), len(state.last_tokens)
+    options, logits = _with_padding(options, num_slots), two_rows(logits.astype(jnp.float32))
     scores, tables = logits, state.tables
     if spec.level == "full":
         assert tables is not None, "rows of the level full come with their tables"
@@ -152,7 +153,8 @@ def sample(
         column = jnp.where(tokens < 0, logits.shape[1], tokens)  # a negative index would count from the end
         tables = dataclasses.replace(tables, counts=tables.counts.at[slot, column].add(1, mode="drop"))
     logprobs = logprobs_of(logits, tokens, num_top=spec.num_top) if spec.logprobs else None
-    return Sampled(tokens, logprobs), SamplerState(last_tokens, tables)
+    sampled = jax.tree.map(lambda rows: rows[:num_rows], Sampled(tokens, logprobs))
+    return sampled, SamplerState(last_tokens, tables)
 
 
 def adjust(options: RowOptions, tables: SamplerTables, scores: jax.Array) -> jax.Array:
@@ -189,14 +191,32 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array, *, num_top: int) -> Logpro
 
     That of an invalid token is nan.
     """
-    logits = logits.astype(jnp.float32)
+    num_rows = len(logits)
+    logits, tokens = two_rows(logits.astype(jnp.float32)), two_rows(tokens)
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     column = jnp.where(tokens < 0, logits.shape[1], tokens)[:, None]
     chosen = jnp.take_along_axis(logits, column, axis=1, mode="fill", fill_value=jnp.nan) - total
     if not num_top:
-        return Logprobs(chosen[:, 0], None, None)
+        return Logprobs(chosen[:num_rows, 0], None, None)
     best, ids = lax.top_k(logits, min(num_top, logits.shape[1]))
-    return Logprobs(chosen[:, 0], ids, best - total)
+    return Logprobs(chosen[:num_rows, 0], ids[:num_rows], (best - total)[:num_rows])
+
+
+def two_rows(array: jax.Array) -> jax.Array:
+    """`array` with its row twice where it has only one.
+
+    XLA adds up the numbers of a single row in another order than those of each of several rows. The barrier keeps it
+    from seeing that the two are one.
+    """
+    return array if len(array) > 1 else lax.optimization_barrier(jnp.concatenate([array, array]))
+
+
+def _with_padding(options: RowOptions, num_slots: int) -> RowOptions:
+    """The options of `two_rows`: the second one is padding."""
+    if len(options.ints) > 1:
+        return options
+    second = options.ints.at[:, INT_COLUMNS.index("slot")].set(num_slots)
+    return RowOptions(jnp.concatenate([options.ints, second]), two_rows(options.floats))
 
 
 def greedy_tokens(scores: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
 """Cutting distributions, each row by parameters of its own: temperature, top-k, top-p, min-p, typical, epsilon, eta.
 
 What `torchax_serve.sampling.warpers` does for a batch of one request, for a batch of many. A row whose top-k is small
-is computed with on its best columns alone, a rung of `RUNGS`; so is a row without top-k if its nucleus lies within
-them. Others take the whole vocabulary. Which it is depends on the row alone, so that its neighbours cannot change a
-bit of it; a branch that no row takes is not run.
+is computed with on its best columns alone; so is a row without top-k if its nucleus lies within them. Others take the
+whole vocabulary. Which it is depends on the row alone, so that its neighbours cannot change a bit of it; a branch that
+no row takes is not run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from torchax_serve.sampling.warpers import cut_epsilon, cut_eta, keep_min_p, kee
 if TYPE_CHECKING:
     from torchax_serve.engine.sampler import RowOptions
 
-RUNGS = (128, 256)
-"""How many of a row's best columns are computed with: the same numbers as `SamplingPlan` has for one request."""
+NUM_CANDIDATES = 128
+MAX_TOP_K = 120
+"""Largest top-k that is computed with among the candidates. A few columns more, for tokens that tie with the k-th and
+stay; rows with more of them than that take the whole vocabulary."""
 
 BLOCK_WIDTH = 32  # columns; of 16, 32 and 64 the fastest on a CPU for vocabularies of 32,000 and 150,000
 
@@ -41,19 +43,11 @@ def cut(options: RowOptions, scores: jax.Array, *, full: bool) -> jax.Array:
     pending = has_top_p | (top_k > 0) | (options.float_column("min_p") > 0)
     if full:
         pending |= jnp.stack([_is_on(options, name) for name in ("typical_p", "epsilon_cutoff", "eta_cutoff")]).any(0)
-    vocab_size, largest_before = scores.shape[1], 0
-    for rung in RUNGS:
-        num_candidates = min(rung, vocab_size)
-        # Room for tokens that tie with the k-th, which stay: a third of the columns, as in SamplingPlan.
-        largest = (2 * rung - 1) // 3 if num_candidates < vocab_size else vocab_size
-        rows = pending & (top_k > largest_before) & (top_k <= largest)
-        if rung == RUNGS[0]:
-            rows |= pending & (top_k == 0) & has_top_p
-        scores, done = _on_candidates(options, scores, rows, num_candidates, full=full)
-        pending &= ~done
-        largest_before = largest
-        if num_candidates == vocab_size:
-            break
+    num_candidates = min(NUM_CANDIDATES, scores.shape[1])
+    max_top_k = MAX_TOP_K if num_candidates < scores.shape[1] else num_candidates
+    few = (top_k > 0) & (top_k <= max_top_k) | (top_k == 0) & has_top_p
+    scores, done = _on_candidates(options, scores, pending & few, num_candidates, full=full)
+    pending &= ~done
     return _where_any(pending, lambda scores: _on_all_columns(options, scores, pending, full=full), scores)
 
 

@@ -14,6 +14,7 @@ from jax import lax
 from torchax_serve.engine.sampler import (
     LEVELS,
     NUM_TOP_RUNGS,
+    Level,
     Logprobs,
     RowOptions,
     Sampled,
@@ -94,6 +95,25 @@ class Sampler:
             sampled = dataclasses.replace(sampled, logprobs=self.logprobs(logits, sampled.tokens, spec.num_top))
         return sampled
 
+    def ahead(self, plan_rows: Sequence[PlanRow], num_rows: int) -> tuple[RowOptions, Level] | None:
+        """What a program that chooses several tokens in a row needs; None if a row wants more than tokens.
+
+        Such a program gets `state_for` the level and gives its new state to `take`.
+        """
+        options, spec = self.slots.rows(plan_rows, num_rows)
+        if spec.logprobs or any(row.slot in self._lone for row in plan_rows):
+            return None
+        return options, spec.level
+
+    def state_for(self, level: Level) -> SamplerState:
+        """The state as a program of this level takes it, to be given away."""
+        # Where tables are not used they are not an argument either: the program is the same with and without them.
+        return self.state if level == "full" else dataclasses.replace(self.state, tables=None)
+
+    def take(self, level: Level, state: SamplerState) -> None:
+        """Takes a state back."""
+        self.state = state if level == "full" else dataclasses.replace(state, tables=self.state.tables)
+
     def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
         """Log-probabilities of `tokens` int32[n] under `logits` [n, vocab], such as those of a prompt.
 
@@ -119,11 +139,8 @@ class Sampler:
             self.logprobs(logits, sampled.tokens, rung)
 
     def _run(self, spec: SamplerSpec, options: RowOptions, logits: jax.Array) -> Sampled:
-        # Where tables are not used they are not an argument either: the program is the same with and without them.
-        tables = self.state.tables
-        given = self.state if spec.level == "full" else dataclasses.replace(self.state, tables=None)
-        sampled, state = self._sample(spec, options, given, logits)
-        self.state = state if spec.level == "full" else dataclasses.replace(state, tables=tables)
+        sampled, state = self._sample(spec, options, self.state_for(spec.level), logits)
+        self.take(spec.level, state)
         return sampled
 
     def _place(self, sampled: Sampled, token: jax.Array, index: int, slot: int) -> Sampled:
