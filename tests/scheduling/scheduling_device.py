@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from torchax_serve.scheduling import Outcome, PlanRow, Scheduler, SchedulerConfig, StepPlan
+from torchax_serve.scheduling import CacheGroup, Outcome, PlanRow, Request, Scheduler, SchedulerConfig, StepPlan
 
 VOCAB = 50
 PRIME = 1_000_003
@@ -165,3 +165,28 @@ class Loop:
         stats = self.scheduler.stats()
         assert [usage.num_used for usage in stats.pages] == [0] * len(stats.pages)
         assert (stats.num_running, stats.num_waiting, stats.num_in_flight) == (0, 0, 0)
+
+
+def make_config(*groups, **options):
+    defaults = {"page_len": 4, "num_slots": 4, "max_len": 64, "token_budget": 32, "min_prefill_chunk": 4}
+    return SchedulerConfig(groups=groups or (CacheGroup("full", None, 65),), **(defaults | options))
+
+
+def make_loop(*groups, depth=0, **options):
+    return Loop(Scheduler(make_config(*groups, **options)), depth)
+
+
+def request(request_id, prompt_len=6, max_new=5, **options):
+    return Request(
+        request_id=request_id,
+        prompt_ids=[request_id] * prompt_len,
+        max_new_tokens=max_new,
+        cache_prompt=False,
+        **options,
+    )
+
+
+def truth(loop, asked):
+    return Oracle(loop.device.windows).answer(
+        asked.prompt_ids, asked.max_new_tokens, asked.stop_token_ids, asked.min_new_tokens
+    )

@@ -339,6 +339,20 @@ def test_a_fork_of_what_is_gone_or_not_shared_is_refused():
     assert book.fork(private, 29) is None
 
 
+def test_idle_pages_that_are_found_are_not_available_twice():
+    book = make_book(CacheGroup("full", None, 6))
+    idle, _ = compute(book, [1] * 9)
+    book.release(idle)
+    filler, _ = compute(book, [2] * 12, shares=False)
+    match = book.match([1] * 9, "", True)
+    assert len(match.nodes) == 2
+    assert book.has_pages([1])  # two are available: the very pages that were found
+    assert not book.can_open(match, 9, [0])
+    book.release(filler)
+    assert book.can_open(match, 9, [2])
+    assert not book.can_open(match, 9, [3])
+
+
 def test_forgotten_prefixes_are_not_found():
     book = make_book()
     used, _ = compute(book, [1] * 9)

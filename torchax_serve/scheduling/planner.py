@@ -172,8 +172,7 @@ class StepPlanner:
         if request.fork_of is None or not can_share:
             return None
         parent = self._roster.find(request.fork_of)
-        is_of_use = parent is not None and parent.request.cache_prompt and parent.status is not Status.PREEMPTED
-        return parent if is_of_use else None
+        return parent if parent is not None and parent.request.cache_prompt else None
 
     def _open(self, draft: _Draft, state: RequestState, parent: RequestState | None) -> SequencePages | None:
         """Seats `state` if there are pages for its tokens beside those that running requests will need."""
