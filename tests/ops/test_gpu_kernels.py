@@ -1,6 +1,7 @@
 """The GPU kernels, interpreted, against float64 loops: decode steps and ragged runs of queries."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -191,7 +192,7 @@ def test_pieces_cover_a_head_once():
         parts = pieces(dim)
         assert parts[0].begin == 0
         assert sum(part.size for part in parts) >= dim > parts[-1].begin
-        assert all(one.begin + one.size == other.begin for one, other in zip(parts, parts[1:], strict=False))
+        assert all(one.begin + one.size == other.begin for one, other in itertools.pairwise(parts))
         assert all(part.size >= 16 and part.size & (part.size - 1) == 0 and part.end == dim for part in parts)
 
 

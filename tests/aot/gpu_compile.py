@@ -1,0 +1,180 @@
+"""Calls of the paged ops compiled for an H200 that is not there, and what the compilers say of them.
+
+XLA's plug-in for CUDA compiles from a description of the device (``h200.txtpb``); ptxas, from NVIDIA's wheel of nvcc,
+then counts registers and spills of each kernel's PTX.
+"""
+
+import dataclasses
+import functools
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+import model_adapters.ops.gpu  # noqa: F401 registers the kernels
+from model_adapters.ops import decode_attention, on_platform, paged_attention, use
+
+DEVICE = Path(__file__).with_name("h200.txtpb")
+NEEDED = (
+    "pip install jax-cuda13-pjrt jax-cuda13-plugin in the version of jax, and nvidia-cuda-nvcc nvidia-nvvm "
+    "nvidia-cuda-runtime 13.0"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The shapes and features of a call; `num_tokens` None: a decode step."""
+
+    dim: int = 128
+    group: int = 4
+    heads: int = 8
+    value_dim: int | None = None
+    page: int = 64
+    dtype: str = "bfloat16"
+    pool_dtype: str | None = None
+    num_seqs: int = 8
+    num_tokens: int | None = None
+    capacity: int = 4096
+    num_pages: int = 1024
+    sinks: bool = False
+    alibi: bool = False
+    prefix: bool = False
+    window: int | None = None
+    softcap: float | None = None
+
+    def __str__(self):
+        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return "-".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "plain"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What ptxas and XLA say of one kernel."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    grid: tuple[int, ...]
+    instructions: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a compiled call needs; `thunks` are the kinds of what the host launches."""
+
+    compile_s: float
+    pool_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    kernels: dict[str, Kernel]
+    thunks: list[str]
+
+
+@functools.cache
+def device():
+    try:
+        topology = topologies.get_topology_desc("", platform="cuda", target_config=DEVICE.read_text(), topology="1x1x1")
+    except RuntimeError as error:
+        raise RuntimeError(f"expected XLA's plug-in for CUDA, got {error}; {NEEDED}") from error
+    return topology.devices[0]
+
+
+@functools.cache
+def ptxas():
+    import nvidia
+
+    for folder in nvidia.__path__:
+        for found in Path(folder).glob("*/bin/ptxas"):
+            return found
+    raise RuntimeError(f"expected ptxas in the wheel of nvcc, got none; {NEEDED}")
+
+
+def arguments(shape):
+    """Abstract arguments and traced keyword arguments of the call."""
+    sharding = jax.sharding.SingleDeviceSharding(device())
+
+    def abstract(dims, dtype):
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=sharding)
+
+    value_dim = shape.value_dim or shape.dim
+    pool_dtype = shape.pool_dtype or shape.dtype
+    num_tokens = shape.num_tokens or shape.num_seqs
+    query_heads = shape.heads * shape.group
+    row = abstract((shape.num_seqs,), "int32")
+    args = [
+        abstract((num_tokens, query_heads, shape.dim), shape.dtype),
+        abstract((num_tokens, shape.heads, shape.dim), shape.dtype),
+        abstract((num_tokens, shape.heads, value_dim), shape.dtype),
+        abstract((shape.num_pages, shape.heads, shape.page, shape.dim + value_dim), pool_dtype),
+        abstract((shape.num_seqs, shape.capacity // shape.page), "int32"),
+        row,
+        row if shape.num_tokens is None else abstract((shape.num_seqs + 1,), "int32"),
+        abstract((query_heads,), shape.dtype) if shape.sinks else None,
+    ]
+    traced = {}
+    if shape.alibi:
+        traced["alibi"] = abstract((query_heads,), "float32")
+    if shape.prefix:
+        traced["prefix_lens"] = row
+    if pool_dtype == "int8":
+        traced.update(k_scale=abstract((shape.heads,), "float32"), v_scale=abstract((shape.heads,), "float32"))
+    return args, traced
+
+
+def compile_call(shape, folder, implementation="gpu-triton"):
+    """Compiles the call, with XLA's notes in the empty `folder`."""
+    op = decode_attention if shape.num_tokens is None else paged_attention
+    args, traced = arguments(shape)
+    static = {"scale": shape.dim**-0.5, "window": shape.window, "softcap": shape.softcap}
+    begin = time.perf_counter()
+    with on_platform("gpu"), use(op.__name__, implementation):
+        call = jax.jit(functools.partial(op, **static), donate_argnums=3).trace(*args, **traced)
+        compiled = call.lower(lowering_platforms=("cuda",)).compile(
+            {"xla_gpu_autotune_level": "0", "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+        )
+    compile_s = time.perf_counter() - begin
+    memory = compiled.memory_analysis()
+    pool = args[3]
+    return Report(
+        compile_s,
+        pool.size * pool.dtype.itemsize,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        kernels(folder),
+        thunks(folder),
+    )
+
+
+def thunks(folder):
+    """Kinds of what the host launches, in order."""
+    (path,) = folder.glob("*.thunk_sequence.txt")
+    return re.findall(r"^\s*\d+: (k\w+)", path.read_text(), re.MULTILINE)
+
+
+def kernels(folder):
+    """The kernels that are ours, by name."""
+    (path,) = folder.glob("*.thunk_sequence.txt")
+    launches = re.findall(r"(\w+_attention\w*) grid: \[(\d+), (\d+), (\d+)\].*shared_memory: (\d+)", path.read_text())
+    found = {}
+    for ptx in folder.glob("*.ptx"):
+        text = ptx.read_text()
+        for name, x, y, z, shared in launches:
+            if not re.search(rf"\.entry {name}\(", text):
+                continue
+            registers, spill_bytes = assemble(ptx, name)
+            instructions = frozenset(re.findall(r"^\s*(?:@\S+ )?([a-z][\w.]+)", text, re.MULTILINE))
+            found[name] = Kernel(registers, spill_bytes, int(shared), (int(x), int(y), int(z)), instructions)
+    return found
+
+
+def assemble(ptx, name):
+    """Registers and spilled bytes, stores and loads, of kernel `name`."""
+    command = [ptxas(), "-v", "--gpu-name=sm_90a", ptx, "-o", "/dev/null"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    notes = re.search(rf"Compiling entry function '{name}'.*?Used \d+ registers", said, re.DOTALL)[0]
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", notes)
+    return int(re.search(r"Used (\d+) registers", notes)[1]), int(spilled[1]) + int(spilled[2])

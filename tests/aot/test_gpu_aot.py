@@ -1,0 +1,98 @@
+"""The GPU kernels compiled for an H200, without one: no register spills, no copy of the pool, no loop on the host.
+
+Needs XLA's plug-in for CUDA and NVIDIA's compilers, which ``gpu_compile.NEEDED`` names.
+"""
+
+import dataclasses
+
+import pytest
+from gpu_compile import Shape, compile_call
+
+SLACK_BYTES = 64 << 10  # tables of items and positions, and XLA's alignment
+SHARED_BYTES = 99 << 10  # what a program may have on the least of GPUs with tensor cores for bfloat16
+DTYPES = (
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "int8"),
+    ("bfloat16", "float8_e4m3fn"),
+    ("float16", "float16"),
+    ("float32", "bfloat16"),
+    ("float32", "int8"),
+    ("float32", "float32"),
+)
+DIMS = (64, 80, 96, 128, 256)
+GROUPS = (1, 2, 4, 8, 16)
+PAGES = (16, 32, 64)
+FEATURES = (
+    {},
+    {"window": 128, "sinks": True},
+    {"softcap": 30.0},
+    {"alibi": True},
+    {"sinks": True},
+)
+# Every dtype with every dim; groups, pages and features go round.
+GRID = tuple(
+    Shape(
+        dim=dim,
+        dtype=dtype,
+        pool_dtype=pool_dtype,
+        group=GROUPS[(i + j) % len(GROUPS)],
+        page=PAGES[(i + 2 * j) % len(PAGES)],
+        heads=2 if (i + j) % 2 else 8,
+        **FEATURES[(2 * i + j) % len(FEATURES)],
+    )
+    for i, dim in enumerate(DIMS)
+    for j, (dtype, pool_dtype) in enumerate(DTYPES)
+)
+MORE = (
+    Shape(dim=576, value_dim=512, group=16, heads=1),  # latent attention
+    Shape(dim=192, value_dim=128, group=1, heads=16),
+    Shape(dim=512, group=8),
+    Shape(dim=512, group=2, pool_dtype="int8"),
+    Shape(dim=64, group=71, heads=1),
+    Shape(dim=256, group=128, heads=1),
+    Shape(dim=128, group=7, heads=4),
+    Shape(num_seqs=256, num_pages=8192),
+    Shape(page=4096, num_pages=8),  # a cache with one page per row
+    Shape(num_pages=9000),  # more than 4 GiB
+)
+
+
+def check(report, shape, num_rows):
+    assert {kernel.spill_bytes for kernel in report.kernels.values()} == {0}
+    assert report.alias_bytes == report.pool_bytes
+    assert set(report.thunks) == {"kCustomKernel"}  # no copy, and no loop that waits for the host
+    splits = report.kernels[("paged" if shape.num_tokens else "decode") + "_attention"].grid[2]
+    partial_bytes = splits * num_rows * shape.heads * shape.group * ((shape.value_dim or shape.dim) + 1) * 4
+    assert report.temp_bytes <= SLACK_BYTES + (partial_bytes if splits > 1 else 0)
+
+
+@pytest.mark.parametrize("shape", [*GRID, *MORE], ids=str)
+def test_decode(shape, tmp_path):
+    report = compile_call(shape, tmp_path)
+    check(report, shape, shape.num_seqs)
+    kernel = report.kernels["decode_attention"]
+    copies = {name for name in kernel.instructions if name.startswith("cp.async.c")}
+    assert copies  # past the registers, while something else is computed with
+    if shape.pool_dtype in (None, shape.dtype):
+        assert "cp.async.cg.shared.global" in copies  # 16 bytes at a time
+    if (shape.dtype, shape.pool_dtype) != ("float32", "float32"):
+        assert any(name.startswith(("wgmma", "mma.sync")) for name in kernel.instructions)
+    if shape in GRID:
+        assert kernel.shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("shape", [*GRID[::2], *MORE], ids=str)
+def test_ragged(shape, tmp_path):
+    shape = dataclasses.replace(shape, num_tokens=512, prefix=shape.sinks)
+    report = compile_call(shape, tmp_path)
+    check(report, shape, shape.num_tokens)
+    kernel = report.kernels["paged_attention"]
+    if (shape.dtype, shape.pool_dtype) != ("float32", "float32"):
+        assert any(name.startswith(("wgmma", "mma.sync")) for name in kernel.instructions)
+    if shape in GRID:
+        assert kernel.shared_bytes <= SHARED_BYTES
+
+
+def test_prefill_uses_the_products_of_whole_warp_groups(tmp_path):
+    report = compile_call(Shape(num_tokens=2048), tmp_path)
+    assert any(name.startswith("wgmma") for name in report.kernels["paged_attention"].instructions)
