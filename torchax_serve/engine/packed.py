@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from model_adapters.paged import PackedBatch, PagedLayout
 from model_adapters.program import ModelProgram
 from torchax_serve.buckets import bucket
 from torchax_serve.engine.cache import PagedCache
+from torchax_serve.engine.sampler import Level, RowOptions, SamplerSpec, SamplerState, sample
 from torchax_serve.program_cache import KeptFunction, ProgramCache
 from torchax_serve.scheduling import PlanRow
 
@@ -41,6 +44,10 @@ class PackedSpec:
         num_groups = max(self.layout.groups) + 1
         return (tokens, tokens, tokens, rows + 1, rows, rows, *[rows * self.pages_per_seq] * num_groups)
 
+    def slots(self, numbers: jax.Array) -> jax.Array:
+        """int32[T]: the slot of each token's sequence."""
+        return numbers[self.num_tokens : 2 * self.num_tokens]
+
     def unpack(self, numbers: jax.Array, last_tokens: jax.Array) -> PackedBatch:
         """The batch in `numbers`; ids that are `ON_DEVICE` are taken from `last_tokens` int32[num_slots]."""
         parts = jnp.split(numbers, np.cumsum(self.sizes)[:-1])
@@ -53,6 +60,15 @@ class PackedSpec:
             last=last,
             page_tables=tuple(table.reshape(self.num_rows, self.pages_per_seq) for table in tables),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSpec:
+    """The static part of several decode steps in one dispatch."""
+
+    packed: PackedSpec
+    level: Level
+    num_steps: int
 
 
 def ladder(top: int, base: int = 2, start: int = 1) -> tuple[int, ...]:
@@ -95,9 +111,9 @@ class PackedModel:
         self._decode_rungs = ladder(num_slots)
         self._row_rungs = ladder(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
         self._token_rungs = tuple(sorted({min(bucket(n), bucket(token_budget)) for n in range(1, token_budget + 1)}))
-        self._step = KeptFunction(
-            programs, "packed", self._run, donate=["pools"], facts=program.found_out, recall=program.recall
-        )
+        kept = partial(KeptFunction, programs, facts=program.found_out, recall=program.recall)
+        self._step = kept("packed", self._run, donate=["pools"])
+        self._decode_steps = kept("decode_steps", self._decode, donate=["pools", "state"])
 
     def _run(
         self,
@@ -112,10 +128,72 @@ class PackedModel:
         logits, pools = self._program.forward_packed(weights, pools, batch, spec.layout)
         return logits.astype(jnp.float32), pools
 
+    def _decode(
+        self,
+        weights: Mapping[str, jax.Array],
+        pools: tuple[jax.Array, ...],
+        state: SamplerState,
+        numbers: jax.Array,
+        options: RowOptions,
+        spec: DecodeSpec,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], SamplerState]:
+        """int32[num_steps, S] tokens, each step fed with those of the one before; the pools; the sampler's state."""
+        batch = spec.packed.unpack(numbers, state.last_tokens)
+        slots = spec.packed.slots(numbers)
+        in_use = batch.kv_lens > 0
+
+        def step(index: jax.Array, carry: Any) -> Any:
+            tokens, pools, state = carry
+            now = dataclasses.replace(
+                batch,
+                token_ids=state.last_tokens[slots],
+                positions=batch.positions + index,
+                kv_lens=batch.kv_lens + jnp.where(in_use, index, 0),
+            )
+            logits, pools = self._program.forward_packed(weights, pools, now, spec.packed.layout)
+            sampled, state = sample(SamplerSpec(spec.level), options.after(index), state, logits.astype(jnp.float32))
+            return tokens.at[index].set(sampled.tokens), pools, state
+
+        tokens = jnp.zeros((spec.num_steps, spec.packed.num_rows), jnp.int32)
+        return jax.lax.fori_loop(0, spec.num_steps, step, (tokens, pools, state))
+
+    def decode(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        state: SamplerState,
+        options: RowOptions,
+        level: Level,
+        num_steps: int,
+    ) -> tuple[jax.Array, SamplerState]:
+        """Several decode steps of `rows`, choice of tokens included, in one dispatch.
+
+        Args:
+            rows: of a plan, all of which decode.
+            tables: by group, int32[num_slots, pages_per_seq].
+            state: of the sampler; given away.
+            options: of the rows, padded to `num_rows`.
+            level: covers every row.
+            num_steps: of the plan.
+
+        Returns:
+            int32[num_steps, S] tokens and the new state.
+        """
+        spec = self._spec(rows, all_logits=False)
+        numbers = from_host(self._numbers(spec, rows, tables, 0), np.int32)
+        tokens, self._cache.pools, state = self._decode_steps(
+            self._weights, self._cache.pools, state, numbers, options, spec=DecodeSpec(spec, level, num_steps)
+        )
+        return tokens, state
+
+    def num_rows(self, rows: Sequence[PlanRow]) -> int:
+        """Rows of the logits of a step with these rows."""
+        return self._spec(rows, all_logits=False).num_rows
+
     @property
     def num_programs(self) -> int:
         """Compiled steps."""
-        return self._step.num_programs
+        return self._step.num_programs + self._decode_steps.num_programs
 
     def run(
         self,

@@ -25,6 +25,7 @@ class Flight:
 
     plan: StepPlan
     sampled: list[Sampled] = dataclasses.field(default_factory=list)  # one for each of the plan's steps
+    tokens: jax.Array | None = None  # int32[num_steps, S], instead of `sampled`, of steps sent in one dispatch
     prompt: Logprobs | None = None  # of every token of the packed run, under the logits before it
 
 
@@ -77,6 +78,8 @@ class ModelRunner:
         for slot in plan.fresh_slots:
             self._sampler.set(slot, requests[slot].row, requests[slot].prompt_ids, outputs[slot])
         flight = Flight(plan)
+        if plan.num_steps > 1 and self._decode(flight):
+            return flight
         tops = [requests[row.slot].params.prompt_logprobs for row in plan.prefill_rows]
         asked = max((top for top in tops if top is not None), default=None)
         for ahead in range(plan.num_steps):
@@ -87,6 +90,20 @@ class ModelRunner:
                 logits = self._of_prompt(flight, requests, logits, asked)
             flight.sampled.append(self._sampler.choose(plan.rows, logits, ahead))
         return flight
+
+    def _decode(self, flight: Flight) -> bool:
+        """Sends all steps of a plan in one dispatch; False if a row wants more than tokens of them."""
+        plan = flight.plan
+        found = self._sampler.ahead(plan.rows, self._model.num_rows(plan.rows))
+        if found is None:
+            return False
+        options, level = found
+        tokens, state = self._model.decode(
+            plan.rows, plan.page_tables, self._sampler.state_for(level), options, level, plan.num_steps
+        )
+        self._sampler.take(level, state)
+        flight.tokens = tokens
+        return True
 
     def _of_prompt(
         self, flight: Flight, requests: Mapping[int, RowRequest], logits: jax.Array, num_top: int
@@ -103,6 +120,8 @@ class ModelRunner:
 
     def read(self, flight: Flight) -> np.ndarray:
         """int[num_rows, num_steps], once the device has them."""
+        if flight.tokens is not None:
+            return np.asarray(flight.tokens)[:, : len(flight.plan.rows)].T
         columns = [np.asarray(sampled.tokens)[: len(flight.plan.rows)] for sampled in flight.sampled]
         return np.stack(columns, axis=1)
 
