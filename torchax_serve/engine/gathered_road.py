@@ -1,0 +1,114 @@
+"""From a model that cannot be packed to a `GatheredModel`: what it keeps, how its prompts are cut, what fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
+from torchax_serve.engine.gathered import GatheredCache, GatheredModel
+from torchax_serve.engine.gathered_rows import LONGEST, TRIAL_LEN, RowForward, StateLayout
+from torchax_serve.engine.gathered_trial import find_block_len
+from torchax_serve.engine.packed import ladder
+from torchax_serve.engine.road import Road, Sizes
+from torchax_serve.runtime import Runtime
+
+EXACT_CHUNKS = (256, 64, 16, 4, 1)
+"""Lengths of chunks where a chunk may not be padded; the last one must be 1."""
+SHORTEST_PADDED = 16
+
+
+def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
+    """The model on a gathered cache; prefixes are shared only where pages hold all there is of one.
+
+    Raises:
+        UnsupportedModelError: not even so; the message has both reasons.
+        OutOfMemoryError: there is no room for a cache.
+    """
+    programs = runtime.steps.cache
+    try:
+        forward = RowForward(runtime)
+        layout = programs.remembered("gathered layout", "", forward.layout)
+        parts = _Parts(runtime, forward, layout, sizes)
+        cache = parts.cache()
+        make = functools.cache(functools.partial(parts.model, cache))
+        block_len = programs.remembered("gathered trial", f"{sizes}", lambda: parts.block_len(cache, make))
+    except UnsupportedModelError as reason:
+        raise UnsupportedModelError(
+            f"requests of this model cannot be batched. Packed: {why_not_packed}. Each by itself: {reason}"
+        ) from reason
+    cache.reset()
+    model = make(block_len)
+    chunk_sizes = model.chunk_sizes if model.is_exact else None
+    return Road(model, cache, why_not_packed, chunk_sizes, can_share_prefixes=not layout.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What models and caches of this road are made of."""
+
+    runtime: Runtime
+    forward: RowForward
+    layout: StateLayout
+    sizes: Sizes
+
+    def model(self, cache: GatheredCache, block_len: int) -> GatheredModel:
+        """A model on `cache`. A chunk is padded only where the model neither keeps it nor counts it."""
+        is_exact = self.runtime.is_recurrent or self.forward.counts_by_itself or block_len < self.sizes.token_budget
+        budget = self.sizes.token_budget
+        exact = tuple(size for size in EXACT_CHUNKS if size <= budget)
+        return GatheredModel(
+            self.forward,
+            self.runtime.weights,
+            cache,
+            self.runtime.steps.cache,
+            self.layout,
+            num_slots=self.sizes.num_slots,
+            chunk_sizes=exact if is_exact else ladder(budget, 4, SHORTEST_PADDED)[::-1],
+            is_exact=is_exact,
+            block_len=block_len,
+        )
+
+    def cache(self) -> GatheredCache:
+        """The cache of the engine, within the budget: states for all slots, pages in what is left."""
+        sizes, slots = self.sizes, self.sizes.num_slots
+        state_bytes = sum(row.num_bytes for row in self.layout.rows) * (slots + 1)
+        budget = sizes.budget_bytes(sizes.useful_bytes(self.layout.pages) + state_bytes, self._temporary_bytes)
+        if state_bytes > budget:
+            raise OutOfMemoryError(
+                f"expected memory for the states of {slots} requests, {state_bytes} bytes, got {budget} bytes; raise "
+                "kv_cache_bytes or lower num_slots"
+            )
+        return GatheredCache(sizes.plan(self.layout.pages, budget - state_bytes), self.layout, slots)
+
+    def _small_cache(self) -> GatheredCache:
+        num_pages = 2 + TRIAL_LEN // self.sizes.page_len
+        plan = self.sizes.small_plan(self.layout.pages, num_pages)
+        return GatheredCache(plan, self.layout, self.sizes.num_slots)
+
+    def _temporary_bytes(self) -> int:
+        def ask() -> int:
+            return self.model(self._small_cache(), self._wanted_block_len).temporary_bytes()
+
+        return self.runtime.steps.cache.remembered("gathered temporary", f"{self.sizes}", ask)
+
+    @property
+    def _wanted_block_len(self) -> int:
+        """The longest chunk that is one forward, or any length."""
+        if self.layout.block_len >= EXACT_CHUNKS[0]:
+            return LONGEST
+        return next(size for size in EXACT_CHUNKS if size <= self.layout.block_len)
+
+    def block_len(self, cache: GatheredCache, make: Callable[[int], GatheredModel]) -> int:
+        """Tokens of one forward: tried on `cache`, or on another one if that is too small."""
+        needed = -(-TRIAL_LEN // self.sizes.page_len)
+        if any(group.num_pages <= needed for group in cache.plan.groups):
+            make = functools.partial(self.model, self._small_cache())
+        return find_block_len(
+            make,
+            self._wanted_block_len,
+            num_slots=self.sizes.num_slots,
+            vocab_size=self.runtime.vocab_size,
+            is_float32=self.runtime.program.is_float32,
+        )

@@ -1,0 +1,363 @@
+"""One request's forward on a cache of its own, as a batch of one: what the gathered road is made of.
+
+A model that cannot be packed is run as `generate` runs it for a single prompt: nothing is padded on the left, positions
+begin at 0, and what the model makes of the length of its cache is right. Many requests at once are many such forwards
+under `jax.vmap`, so no request can notice another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.caches import AttentionLayer, LayerStates
+from model_adapters.errors import TorchaxServeError, UnsupportedModelError
+from model_adapters.ops import list_ops, registry
+from model_adapters.program import CallSpec
+from torchax_serve.engine.cache import PageShape
+from torchax_serve.runtime import Runtime
+
+Leaves = tuple[jax.Array, ...]
+TRIAL_LEN = 16
+LONGEST = 1 << 30
+MAX_GROWTH = 2.5
+"""How many times as large as that of one token a program may be: models that loop over tokens in Python make programs
+that grow with every token, and take minutes to compile."""
+VECTORISED = {"grouped_matmul": "tiled"}
+"""Implementations that `jax.vmap` can follow, where that is not the reference; JAX cannot follow `ragged_dot`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StateRow:
+    """An array that a request keeps as a whole: the state of a convolution or of a recurrence."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one request's."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """What a request keeps between steps, by leaf of its cache: keys and values by token, or a state as a whole."""
+
+    leaves: tuple[PageShape | StateRow, ...]
+    is_vectorised: bool = False  # rows run side by side under vmap; else one after the other in one program
+    block_len: int = LONGEST  # tokens of one forward that make a program of sensible size
+
+    @property
+    def pages(self) -> tuple[PageShape, ...]:
+        """The leaves that are kept in pages."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, PageShape))
+
+    @property
+    def rows(self) -> tuple[StateRow, ...]:
+        """The leaves that are kept by slot."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, StateRow))
+
+    def join(self, pages: Leaves, rows: Leaves) -> Leaves:
+        """All leaves in their order, of those in pages and those kept by slot."""
+        by_kind = {True: iter(pages), False: iter(rows)}
+        return tuple(next(by_kind[isinstance(leaf, PageShape)]) for leaf in self.leaves)
+
+    def split(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
+        """The leaves in pages, and those kept by slot."""
+        kinds = [isinstance(leaf, PageShape) for leaf in self.leaves]
+        pages = tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if is_pages)
+        return pages, tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if not is_pages)
+
+
+class RowForward:
+    """Forwards of one request, to be traced.
+
+    Keys and values are dense leaves ``[1, heads, capacity, width]``; what lies behind the tokens stored is not looked
+    at. New ones are returned by themselves, ``[T, heads, width]``.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        if not runtime.can_cache:
+            raise UnsupportedModelError(
+                f"expected a decoder with a cache of fixed shapes, got {type(runtime.program.module).__name__}; "
+                "generate runs it, one batch at a time"
+            )
+        self.program, self._weights = runtime.program, runtime.weights
+        self._new_cache = runtime.new_cache
+        self.positions_end = runtime.learned_positions
+
+    @property
+    def counts_by_itself(self) -> bool:
+        """Whether the model finds positions by itself and reads them from a table with an end."""
+        return self.positions_end is not None and not self.program.accepts("position_ids")
+
+    @functools.cached_property
+    def _first(self) -> tuple[LayerStates, Any]:
+        """What a first forward leaves, as shapes, and its structure."""
+        states, _ = self._after_first(TRIAL_LEN)
+        return states, _structure(states)
+
+    def _after_first(self, length: int) -> tuple[LayerStates, int]:
+        """What a first forward of `length` tokens leaves, as shapes, and the number of its operations."""
+
+        def first(weights: Any, ids: Any) -> Any:
+            states: LayerStates = self._new_cache(TRIAL_LEN).states
+            return self.program.forward(weights, states, jnp.int32(0), self._inputs(ids, 0, length, True), CallSpec())
+
+        with _as_unsupported():
+            traced = jax.jit(first).trace(self._weights, jax.ShapeDtypeStruct((length,), np.int32))
+        fields, states = traced.out_info
+        if "logits" not in fields:
+            raise UnsupportedModelError(
+                f"expected a model whose forward returns logits, got {', '.join(sorted(fields)) or 'nothing'}; "
+                "load it with its language-model head"
+            )
+        return states, len(traced.jaxpr.eqns)
+
+    def layout(self) -> StateLayout:
+        """What this model keeps, found by tracing a first forward and a step after it.
+
+        Raises:
+            UnsupportedModelError: what it keeps changes its shape from step to step, or is nothing.
+        """
+        states, size = self._after_first(TRIAL_LEN)
+        pools = {id(layer.pool) for layer in states if isinstance(layer, AttentionLayer)}
+        leaves: list[PageShape | StateRow] = []
+        for leaf in jax.tree.leaves(states):
+            dtype = np.dtype(leaf.dtype)
+            if id(leaf) in pools:
+                # Pages behind a window stay: only the model's own masks say what is looked at.
+                leaves.append(PageShape(leaf.shape[1], leaf.shape[3], dtype, None))
+            else:
+                leaves.append(StateRow(tuple(leaf.shape), dtype))
+        if not leaves:
+            raise UnsupportedModelError("expected a cache that is written to, got one that stays empty after a forward")
+        short, short_size = self._after_first(1)
+        if _structure(short) != _structure(states) or _shapes(short) != _shapes(states):
+            raise UnsupportedModelError("what the model keeps of a prompt of one token has another form than of more")
+        growth = (size - short_size) / (TRIAL_LEN - 1)
+        block_len = LONGEST if growth < 1 else 1 + int((MAX_GROWTH - 1) * short_size / growth)
+        found = StateLayout(tuple(leaves), block_len=block_len)
+
+        def step(weights: Any, leaves: Any, offset: Any, ids: Any) -> Any:
+            return self.extend(weights, leaves, offset, ids, 1, found)
+
+        kept = tuple(jax.tree.leaves(states))
+        number, one = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
+        with _as_unsupported():
+            jax.eval_shape(step, self._weights, kept, number, one)
+        return dataclasses.replace(found, is_vectorised=self._can_vectorise(found))
+
+    def _can_vectorise(self, layout: StateLayout) -> bool:
+        kept = tuple(jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(self._first[0]))
+        number = jax.ShapeDtypeStruct((2,), np.int32)
+        rows = dataclasses.replace(layout, is_vectorised=True)
+
+        def step(weights: Any, leaves: Any, offsets: Any, ids: Any) -> Any:
+            return self.extend_rows(weights, leaves, offsets, ids, rows)
+
+        try:
+            jax.eval_shape(step, self._weights, kept, number, number)
+        except Exception:  # code that vmap cannot follow, whatever it is: rows then run one after the other
+            return False
+        return True
+
+    def begin(
+        self,
+        weights: Mapping[str, jax.Array],
+        ids: jax.Array,
+        length: Any,
+        layout: StateLayout,
+        *,
+        block_len: int = LONGEST,
+        all_logits: bool = False,
+    ) -> Any:
+        """A prompt's first tokens on an empty cache.
+
+        Args:
+            weights: by name.
+            ids: int32[T], padded on the right if the model cannot notice.
+            length: int32[], the number of tokens that are no padding.
+            layout: what `layout` has found.
+            block_len: tokens of one forward; more are computed one block after the other, and then none is padding.
+            all_logits: logits of every token, not of the last one alone.
+
+        Returns:
+            Logits float32[1, vocab] (or [T, vocab]), and by leaf new keys and values, or the state.
+        """
+        num_tokens = ids.shape[0]
+        if num_tokens > block_len:
+            return self._begin_in_blocks(weights, ids, layout, block_len, all_logits)
+        states: LayerStates = self._new_cache(num_tokens).states
+        return self._forward(weights, states, jnp.int32(0), self._inputs(ids, 0, length, all_logits), layout)
+
+    def extend(
+        self,
+        weights: Mapping[str, jax.Array],
+        leaves: Leaves,
+        offset: Any,
+        ids: jax.Array,
+        length: Any,
+        layout: StateLayout,
+        *,
+        block_len: int = LONGEST,
+        all_logits: bool = False,
+    ) -> Any:
+        """As `begin`, behind `offset` int32[] tokens that `leaves` hold."""
+        if ids.shape[0] > block_len:
+            return self._extend_in_blocks(weights, leaves, offset, ids, layout, block_len, all_logits)
+        states = jax.tree.unflatten(self._first[1], leaves)
+        for layer in states:
+            if isinstance(layer, AttentionLayer) and layer.pool is not None:
+                layer.capacity = layer.pool.shape[2]
+        inputs = self._inputs(ids, offset, length, all_logits)
+        inputs["starts"] = jnp.zeros(1, jnp.int32)  # in case the model cannot do without a mask
+        return self._forward(weights, states, jnp.asarray(offset), inputs, layout)
+
+    def extend_rows(
+        self,
+        weights: Mapping[str, jax.Array],
+        leaves: Leaves,
+        offsets: jax.Array,
+        ids: jax.Array,
+        layout: StateLayout,
+    ) -> Any:
+        """A token `ids` int32[S] of each of S requests: logits [S, vocab], and of `leaves` [S, ...] what is new."""
+
+        def one(leaves: Leaves, offset: jax.Array, token: jax.Array) -> Any:
+            return self.extend(weights, leaves, offset, token[None], 1, layout)
+
+        if ids.shape[0] == 1:
+            logits, news = jax.tree.map(lambda x: x[None], one(tuple(x[0] for x in leaves), offsets[0], ids[0]))
+        elif layout.is_vectorised:
+            with contextlib.ExitStack() as stack:
+                for op in list_ops():  # kernels would run row by row, each reading all weights
+                    name = VECTORISED.get(op.name, registry.REFERENCE)
+                    stack.enter_context(registry.use(op.name, name))
+                logits, news = jax.vmap(one)(leaves, offsets, ids)
+        else:
+            logits, news = jax.lax.map(lambda row: one(*row), (leaves, offsets, ids))
+        return logits[:, 0], news
+
+    def _begin_in_blocks(
+        self, weights: Mapping[str, jax.Array], ids: jax.Array, layout: StateLayout, block_len: int, all_logits: bool
+    ) -> Any:
+        first_logits, first = self.begin(weights, ids[:block_len], block_len, layout, all_logits=all_logits)
+        room = ((0, 0), (0, 0), (0, ids.shape[0] - block_len), (0, 0))
+        leaves = tuple(
+            jnp.pad(jnp.swapaxes(new, 0, 1)[None], room) if isinstance(kind, PageShape) else new
+            for new, kind in zip(first, layout.leaves, strict=True)
+        )
+        logits, news = self._extend_in_blocks(
+            weights, leaves, jnp.int32(block_len), ids[block_len:], layout, block_len, all_logits
+        )
+        both = [
+            jnp.concatenate([old, new]) if isinstance(kind, PageShape) else new
+            for old, new, kind in zip(first, news, layout.leaves, strict=True)
+        ]
+        return jnp.concatenate([first_logits, logits]) if all_logits else logits, tuple(both)
+
+    def _extend_in_blocks(
+        self,
+        weights: Mapping[str, jax.Array],
+        leaves: Leaves,
+        offset: jax.Array,
+        ids: jax.Array,
+        layout: StateLayout,
+        block_len: int,
+        all_logits: bool,
+    ) -> Any:
+        def step(carry: tuple[Leaves, jax.Array], block: jax.Array) -> Any:
+            leaves, offset = carry
+            logits, news = self.extend(weights, leaves, offset, block, block_len, layout, all_logits=all_logits)
+            following, added = [], []
+            for leaf, new, kind in zip(leaves, news, layout.leaves, strict=True):
+                is_pages = isinstance(kind, PageShape)
+                row = jnp.swapaxes(new, 0, 1)[None].astype(leaf.dtype) if is_pages else new
+                at = (0, 0, offset, 0)
+                following.append(jax.lax.dynamic_update_slice(leaf, row, at) if is_pages else new)
+                added.append(new if is_pages else ())
+            return (tuple(following), offset + block_len), (logits, tuple(added))
+
+        (leaves, _), (logits, added) = jax.lax.scan(step, (leaves, offset), ids.reshape(-1, block_len))
+        logits = logits.reshape(-1, logits.shape[-1]) if all_logits else logits[-1]
+        news = [
+            new.reshape(-1, *new.shape[2:]) if isinstance(kind, PageShape) else leaf
+            for leaf, new, kind in zip(leaves, added, layout.leaves, strict=True)
+        ]
+        return logits, tuple(news)
+
+    def _inputs(self, ids: jax.Array, offset: Any, length: Any, all_logits: bool) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"input_ids": ids[None]}
+        if self.program.accepts("position_ids"):
+            # What lies behind the end of a table of positions is no number, so padding does not count on.
+            positions = jnp.minimum(jnp.arange(ids.shape[0], dtype=jnp.int32), length - 1)
+            inputs["position_ids"] = (offset + positions)[None]
+        if not all_logits and ids.shape[0] > 1:
+            inputs["last"] = jnp.asarray(length - 1)
+        return inputs
+
+    def _forward(
+        self,
+        weights: Mapping[str, jax.Array],
+        states: LayerStates,
+        offset: jax.Array,
+        inputs: dict[str, Any],
+        layout: StateLayout,
+    ) -> tuple[jax.Array, Leaves]:
+        fields, after = self.program.forward(weights, states, offset, inputs, CallSpec())
+        assert after is not None
+        num_tokens = inputs["input_ids"].shape[1]
+        return fields["logits"][0].astype(jnp.float32), self._news(after, layout, offset, num_tokens)
+
+    def _news(self, states: LayerStates, layout: StateLayout, offset: jax.Array, num_tokens: int) -> Leaves:
+        """What the forward has added to the pages, ``[T, heads, width]``, and the states it has left."""
+        if _structure(states) != self._first[1]:
+            raise UnsupportedModelError("what the model keeps of a sequence changes its form from step to step")
+        news = []
+        for leaf, kind in zip(jax.tree.leaves(states), layout.leaves, strict=True):
+            if isinstance(kind, PageShape):
+                new = jax.lax.dynamic_slice_in_dim(leaf[0], offset, num_tokens, axis=1)  # [heads, T, width]
+                news.append(jnp.swapaxes(new, 0, 1).astype(kind.dtype))
+            elif (leaf.shape, leaf.dtype) == (kind.shape, kind.dtype):
+                news.append(leaf)
+            else:
+                raise UnsupportedModelError(
+                    f"a state of the model is {kind.dtype}{list(kind.shape)} before a step and "
+                    f"{leaf.dtype}{list(leaf.shape)} after it"
+                )
+        return tuple(news)
+
+
+@contextlib.contextmanager
+def _as_unsupported() -> Iterator[None]:
+    """What model code raises in a trace, as this project's error."""
+    try:
+        yield
+    except TorchaxServeError:
+        raise
+    except Exception as error:
+        said = str(error).strip().splitlines()[:1]
+        raise UnsupportedModelError(
+            f"expected a forward that can be traced on a cache, got {type(error).__name__}: {''.join(said)}"
+        ) from error
+
+
+def _structure(states: LayerStates) -> Any:
+    """The structure of cache layers, whatever their capacity."""
+    for layer in states:
+        if isinstance(layer, AttentionLayer):
+            layer.capacity = TRIAL_LEN
+    return jax.tree.structure(states)
+
+
+def _shapes(states: LayerStates) -> list[Any]:
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(states)]

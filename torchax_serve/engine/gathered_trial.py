@@ -1,0 +1,84 @@
+"""Whether a model goes on from its cache as the engine needs it: asked of the model, by running it.
+
+The engine cuts prompts into chunks, and computes a request that had to make room anew, answers and all, as if they were
+its prompt. `generate` does neither, and there are models whose code takes it for granted: some continue a recurrence by
+one token only, some give other logits with a cache than without. A short prompt shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from model_adapters.arrays import from_host
+from model_adapters.errors import UnsupportedModelError
+from torchax_serve.engine.gathered import GatheredModel
+from torchax_serve.engine.gathered_rows import TRIAL_LEN
+from torchax_serve.scheduling import PlanRow
+
+FIRST_LEN = 4
+TOLERANCE_FLOAT32 = 1e-3
+TOLERANCE_HALF = 0.25
+"""Mean difference of logits, in units of their standard deviation. Rounding stays far below; what a model forgets, or
+takes twice, is of the order of 1."""
+
+
+def find_block_len(
+    make: Callable[[int], GatheredModel], wanted: int, *, num_slots: int, vocab_size: int, is_float32: bool
+) -> int:
+    """How many tokens of a chunk can be one forward: `wanted`, or 1. Leaves its traces in slot 0 and its pages.
+
+    Args:
+        make: the model that computes so many tokens in a forward, on a cache of `TRIAL_LEN` tokens or more that nobody
+            uses yet.
+        wanted: more would make programs too large.
+        num_slots: of the model.
+        vocab_size: of the model.
+        is_float32: whether it computes in float32, else in 16 bits.
+
+    Raises:
+        UnsupportedModelError: with a cache, the model gives other logits than without.
+    """
+    trial = _Trial(num_slots, vocab_size, TOLERANCE_FLOAT32 if is_float32 else TOLERANCE_HALF)
+    whole = trial.in_chunks(make(max(wanted, TRIAL_LEN)), TRIAL_LEN)
+    if not np.isfinite(whole).all():
+        raise UnsupportedModelError("expected logits that are numbers for a trial prompt, got some that are not")
+    if not trial.agrees(whole, trial.token_by_token(make(wanted))):
+        raise UnsupportedModelError(
+            "its logits for the last token of a prompt differ between one forward and steps on a cache, so a request "
+            "would be answered differently after it had to make room for others"
+        )
+    for block_len in (wanted, 1):
+        if trial.agrees(whole, trial.in_chunks(make(block_len), FIRST_LEN)):
+            return block_len
+    raise UnsupportedModelError("its logits for a prompt differ between one forward and chunks on a cache")
+
+
+class _Trial:
+    def __init__(self, num_slots: int, vocab_size: int, tolerance: float) -> None:
+        self._num_slots, self._tolerance = num_slots, tolerance
+        self._ids = np.random.default_rng(0).integers(1, vocab_size, TRIAL_LEN).tolist()
+
+    def in_chunks(self, model: GatheredModel, chunk_len: int) -> np.ndarray:
+        """Logits [vocab] of the last token of the trial's prompt, computed in chunks."""
+        for start in range(0, TRIAL_LEN, chunk_len):
+            logits = self._run(model, start, self._ids[start : start + chunk_len], is_decode=False)
+        return np.asarray(logits[0])
+
+    def token_by_token(self, model: GatheredModel) -> np.ndarray:
+        """The same, as if the tokens behind the first few had been sampled."""
+        logits = self._run(model, 0, self._ids[:FIRST_LEN], is_decode=False)
+        for start in range(FIRST_LEN, TRIAL_LEN):
+            logits = self._run(model, start, self._ids[start : start + 1], is_decode=True)
+        return np.asarray(logits[0])
+
+    def _run(self, model: GatheredModel, start: int, ids: list[int], *, is_decode: bool) -> jax.Array:
+        row = PlanRow(0, 0, start, len(ids), None if is_decode else tuple(ids), True)
+        last_tokens = from_host(np.full(self._num_slots, ids[0]), np.int32)
+        return model.run([row], model.first_pages(), last_tokens)
+
+    def agrees(self, a: np.ndarray, b: np.ndarray) -> bool:
+        """Whether logits are the same but for rounding."""
+        return bool(np.abs(a - b).mean() <= self._tolerance * a.std())

@@ -1,0 +1,118 @@
+"""The packed road: for decoders that take positions and attend through transformers' interface alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from model_adapters.caches import AttentionLayer
+from model_adapters.errors import TorchaxServeError
+from model_adapters.paged import NotPackableError, PackedBatch
+from model_adapters.program import CallSpec
+from torchax_serve.engine.cache import PagedCache, PageShape
+from torchax_serve.engine.packed import PackedModel
+from torchax_serve.engine.road import Road, Sizes
+from torchax_serve.runtime import Runtime
+
+
+def packed_road(runtime: Runtime, sizes: Sizes) -> Road:
+    """The model on a packed paged cache.
+
+    Raises:
+        NotPackableError: its code does not let sequences be packed.
+        OutOfMemoryError: there is no room for a cache.
+    """
+    programs = runtime.steps.cache
+    described = f"{sizes.page_len} {sizes.max_len}"
+    shapes = programs.remembered("packed shapes", described, lambda: _shapes_or_reason(runtime, sizes))
+    if isinstance(shapes, str):
+        raise NotPackableError(shapes)
+
+    def temporary() -> int:
+        return _model(runtime, PagedCache(sizes.small_plan(shapes)), sizes).temporary_bytes()
+
+    budget = sizes.budget_bytes(
+        sizes.useful_bytes(shapes), lambda: programs.remembered("temporary", f"{sizes}", temporary)
+    )
+    cache = PagedCache(sizes.plan(shapes, budget))
+    return Road(_model(runtime, cache, sizes), cache)
+
+
+def _model(runtime: Runtime, cache: PagedCache, sizes: Sizes) -> PackedModel:
+    programs = runtime.steps.cache
+    slots, budget = sizes.num_slots, sizes.token_budget
+    return PackedModel(runtime.program, runtime.weights, cache, programs, num_slots=slots, token_budget=budget)
+
+
+def _shapes_or_reason(runtime: Runtime, sizes: Sizes) -> tuple[PageShape, ...] | str:
+    """What each layer keeps if the model can be packed, else why it cannot."""
+    try:
+        shapes = page_shapes(runtime)
+        _trace_packed(runtime, shapes, sizes)
+    except NotPackableError as reason:
+        return str(reason)
+    return shapes
+
+
+def page_shapes(runtime: Runtime) -> tuple[PageShape, ...]:
+    """What each layer keeps, found by tracing a prompt.
+
+    Raises:
+        NotPackableError: a layer keeps something else than keys and values.
+    """
+    if not runtime.can_cache or runtime.is_recurrent:
+        raise NotPackableError("a layer keeps a recurrent state, or the model has no cache that could be paged")
+    cache = runtime.new_cache(16)
+    inputs = {"input_ids": jax.ShapeDtypeStruct((1, 16), np.int32)}
+
+    def prompt(weights: dict[str, jax.Array], inputs: dict[str, jax.Array]) -> object:
+        return runtime.program.forward(weights, cache.states, None, inputs, CallSpec())[1]
+
+    return tuple(_page_shape(layer) for layer in _shapes_of(prompt, runtime.weights, inputs))
+
+
+def _page_shape(layer: AttentionLayer) -> PageShape:
+    if layer.pool is None:
+        raise NotPackableError("a layer of the cache stays empty")
+    _, num_heads, _, width = layer.pool.shape
+    return PageShape(num_heads, width, np.dtype(layer.pool.dtype), layer.window)
+
+
+def _trace_packed(runtime: Runtime, shapes: Sequence[PageShape], sizes: Sizes) -> None:
+    """Traces the two kinds of packed steps.
+
+    Raises:
+        NotPackableError: the model's code does not let it.
+    """
+    plan = sizes.small_plan(shapes)
+    pages = {group.window: group.num_pages for group in plan.groups}
+    pools = tuple(
+        jax.ShapeDtypeStruct((pages[shape.window], shape.num_heads, plan.page_len, shape.width), shape.dtype)
+        for shape in shapes
+    )
+
+    def whole(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.int32)
+
+    table = whole(4, -(-plan.max_len // plan.page_len))
+    tables = (table,) * len(plan.groups)
+    batch = PackedBatch(whole(4), whole(4), whole(5), whole(4), whole(4), tables)  # type: ignore[arg-type]
+    for is_decode in (True, False):
+        layout = dataclasses.replace(plan.layout, is_decode=is_decode)
+        _shapes_of(functools.partial(runtime.program.forward_packed, layout=layout), runtime.weights, pools, batch)
+
+
+def _shapes_of(function: Callable[..., Any], *args: Any) -> Any:
+    """`jax.eval_shape`; what model code raises when traced so means that it cannot be packed."""
+    try:
+        return jax.eval_shape(function, *args)
+    except TorchaxServeError:
+        raise
+    except Exception as error:
+        said = "".join(str(error).strip().splitlines()[:1])
+        raise NotPackableError(f"a packed forward cannot be traced: {type(error).__name__}: {said}") from error

@@ -1,0 +1,112 @@
+"""What the two roads of the engine share: sizes, memory, and the result of choosing one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+
+from model_adapters.errors import OutOfMemoryError
+from model_adapters.loading.memory import free_host_bytes
+from torchax_serve.engine.cache import CachePlan, PagedCache, PageShape
+
+if TYPE_CHECKING:
+    from torchax_serve.engine.gathered import GatheredModel
+    from torchax_serve.engine.packed import PackedModel
+
+HOST_PART = 0.25
+"""Part of the free host memory that the cache may take where the host is the device: others live there too."""
+DEVICE_PART = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the engine's options come to for a model; tokens where nothing else is said."""
+
+    max_len: int  # of a request
+    num_slots: int
+    page_len: int
+    token_budget: int
+    kv_cache_bytes: int | None  # None: chosen
+
+    def useful_bytes(self, shapes: Sequence[PageShape]) -> int:
+        """Bytes of pages that requests in all slots can use at the most."""
+        if not shapes:
+            return 0
+        plan = CachePlan.from_budget(shapes, 1 << 60, self.page_len, self.max_len)
+        pages = {group.window: group.most_pages(self.max_len, self.page_len) for group in plan.groups}
+        return sum((pages[s.window] * self.num_slots + 1) * s.page_bytes(self.page_len) for s in shapes)
+
+    def plan(self, shapes: Sequence[PageShape], budget_bytes: int) -> CachePlan:
+        """The most pages in `budget_bytes`; none where nothing is kept in pages."""
+        if not shapes:
+            return CachePlan((), (), self.page_len, self.max_len)
+        return CachePlan.from_budget(shapes, budget_bytes, self.page_len, self.max_len)
+
+    def small_plan(self, shapes: Sequence[PageShape], num_pages: int = 8) -> CachePlan:
+        """A plan of a few pages, to trace, compile or try with."""
+        return self.plan(shapes, sum(num_pages * shape.page_bytes(self.page_len) for shape in shapes))
+
+    def budget_bytes(self, useful: int, temporary: Callable[[], int]) -> int:
+        """What was asked for, or as much as is of use, or as there is.
+
+        Args:
+            useful: bytes that the cache can use at the most.
+            temporary: asks the compiler what the largest step takes beside weights and cache.
+
+        Raises:
+            OutOfMemoryError: there is no room beside a step.
+        """
+        if self.kv_cache_bytes is not None:
+            return self.kv_cache_bytes
+        free = free_bytes()
+        if useful <= free // 8:
+            return useful
+        taken = temporary()
+        if taken >= free:
+            raise OutOfMemoryError(
+                f"expected memory for a step of {self.token_budget} tokens, which takes {taken / 1e6:.0f} MB beside "
+                f"the weights, got {free / 1e6:.0f} MB; lower token_budget or max_len"
+            )
+        return min(useful, free - taken)
+
+
+@dataclasses.dataclass(frozen=True)
+class Road:
+    """How a model is run: packed, or each request by itself on what is gathered from its pages."""
+
+    model: PackedModel | GatheredModel
+    cache: PagedCache
+    why_not_packed: str | None = None  # None: it is packed
+    chunk_sizes: tuple[int, ...] | None = None  # of prompts; None: any
+    can_share_prefixes: bool = True
+
+    @property
+    def name(self) -> str:
+        """``packed`` or ``gathered``."""
+        return "packed" if self.why_not_packed is None else "gathered"
+
+    def __str__(self) -> str:
+        """A line for people."""
+        plan = self.cache.plan
+        if plan.groups:
+            pages = " + ".join(str(group.num_pages - 1) for group in plan.groups)
+            said = (
+                f"cache of {plan.num_bytes / 1e6:.1f} MB: {pages} pages of {plan.page_len} tokens, room for "
+                f"{plan.num_tokens} tokens; {plan.num_requests(plan.max_len)} requests of {plan.max_len} tokens fit at "
+                "once"
+            )
+        else:
+            said = f"no pages: each request has a state of one size; requests of at most {plan.max_len} tokens"
+        return said if self.why_not_packed is None else f"{said}; gathered, not packed: {self.why_not_packed}"
+
+
+def free_bytes() -> int:
+    """Bytes that the cache may take, weights already there."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats:
+        return int(free_host_bytes() * HOST_PART)
+    return int(stats["bytes_limit"] * DEVICE_PART) - stats["bytes_in_use"]
