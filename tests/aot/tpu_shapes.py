@@ -1,6 +1,7 @@
 """Calls of the paged ops, and their compilation for TPU chips that need not be there (libtpu is all it takes)."""
 
 import functools
+import importlib.util
 import os
 from dataclasses import dataclass, field
 
@@ -75,6 +76,10 @@ class Shape:
 
 @functools.cache
 def mesh_of(chip):
+    if importlib.util.find_spec("libtpu") is None:
+        raise RuntimeError(
+            "expected libtpu, the TPU compiler, got none; run `pip install libtpu` (0.0.42 for jax 0.10.2)"
+        )
     devices = topologies.get_topology_desc(CHIPS[chip].topology, platform="tpu").devices
     return Mesh(np.array(devices)[:1], ("model",))
 
