@@ -60,13 +60,13 @@ class CachePlan:
             sum(shape.page_bytes(page_len) for shape in shapes if shape.window == window) for window in windows
         ]
         unit = sum(need * size for need, size in zip(needs, page_bytes, strict=True))  # a sequence of max_len
-        counts = [int(budget_bytes * need / unit) for need in needs]
-        if min(counts) < 2:
-            least = sum(2 * size for size in page_bytes)
+        least = sum(2 * size for size in page_bytes)
+        if budget_bytes < least:
             raise InvalidArgumentError(
                 f"expected room for at least two pages in each of {len(windows)} groups of layers ({least} bytes), got "
                 f"{budget_bytes} bytes; raise kv_cache_bytes, or lower page_len"
             )
+        counts = [2 + int((budget_bytes - least) * need / unit) for need in needs]
         # What rounding left goes to the group with the smallest pages.
         left = budget_bytes - sum(n * size for n, size in zip(counts, page_bytes, strict=True))
         smallest = page_bytes.index(min(page_bytes))

@@ -115,6 +115,29 @@ class Engine:
 
         self._command(end)
 
+    def warm_up(self) -> None:
+        """Compiles every step that mixed traffic can meet; requests that come meanwhile wait.
+
+        Raises:
+            TorchaxServeError: the engine is closed, or a program cannot be compiled.
+        """
+        done = threading.Event()
+        errors: list[BaseException] = [TorchaxServeError("expected an open model, this one is closed")]
+
+        def compile_all() -> None:
+            errors.clear()
+            try:
+                self._runner.warm_up()
+            except Exception as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        self._command(compile_all, done.set)
+        done.wait()
+        if errors:
+            raise errors[0]
+
     def stats(self) -> EngineStats:
         """Counts; cheap, and right between two steps."""
         now = time.monotonic()

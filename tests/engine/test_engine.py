@@ -1,0 +1,362 @@
+"""The engine against transformers: every request gets the tokens it gets alone, whatever runs beside it."""
+
+import asyncio
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import transformers
+from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
+
+from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
+from torchax_serve.engine.request import RowRequest
+
+SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32)
+
+
+def request(prompt, max_new_tokens=8, seed=0, params=None, **config):
+    return RowRequest.of(
+        prompt,
+        transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config),
+        params,
+        vocab_size=VOCAB_SIZE,
+        seed=seed,
+    )
+
+
+def random_prompt(rng, longest=40):
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, longest))]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    with serve(tiny_model("llama"), engine=SMALL) as model:
+        model.engine.check_integrity = True
+        yield model
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "gpt2", "opt", "mixtral"])
+def test_requests_get_the_tokens_they_get_alone(name):
+    rng = random.Random(name)
+    with serve(tiny_model(name), engine=SMALL) as model:
+        model.engine.check_integrity = True
+        prompts = [random_prompt(rng) for _ in range(10)] + [[5], [6] * 8, [7] * 32, [8] * 56]
+        tickets = [model.engine.submit(request(prompt)) for prompt in prompts]
+        assert [ticket.result() for ticket in tickets] == [expected_tokens(name, prompt, 8) for prompt in prompts]
+
+
+def test_two_thousand_requests_a_third_of_them_aborted_with_few_pages():
+    """Every finished request is token-exact, and all pages are back at the end."""
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, 30) for _ in range(60)]
+    prompts += [prompts[0][:16] + prompt[:8] for prompt in prompts[:20]]  # with a common beginning
+    options = EngineOptions(max_len=48, num_slots=6, page_len=4, token_budget=24, kv_cache_bytes=24 * 1024)
+    with serve(tiny_model("llama"), engine=options) as model:
+        engine = model.engine
+        engine.check_integrity = True
+        cases = [(rng.choice(prompts), rng.randint(1, 12), rng.random() < 1 / 3) for _ in range(2000)]
+        waiting = []
+        for prompt, length, is_aborted in cases:
+            ticket = engine.submit(request(prompt, length))
+            waiting.append(ticket)
+            if is_aborted:
+                threading.Timer(rng.random() * 0.5, ticket.cancel).start() if rng.random() < 0.2 else ticket.cancel()
+            if len(waiting) % 64 == 0:
+                for earlier in waiting[-64:-48]:
+                    earlier.result()
+        num_whole = 0
+        for ticket, (prompt, length, is_aborted) in zip(waiting, cases, strict=True):
+            tokens = ticket.result()
+            expected = expected_tokens("llama", prompt, 12)[:length]
+            assert tokens == expected[: len(tokens)]
+            assert is_aborted or tokens == expected
+            num_whole += tokens == expected
+        stats = engine.stats().scheduler
+        assert num_whole >= 1300
+        assert stats.num_preemptions > 0
+        assert stats.num_hit_tokens > 0
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        deadline = time.monotonic() + 10
+        while any(group.num_used for group in engine.stats().scheduler.pages) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [group.num_used for group in engine.stats().scheduler.pages] == [0]
+
+
+def test_nothing_is_compiled_behind_the_warm_up():
+    rng = random.Random(2)
+    with serve(tiny_model("llama"), engine=SMALL) as model:
+        engine = model.engine
+        engine.warm_up()
+        before = engine.stats().num_programs
+        kinds = [
+            {},
+            {"do_sample": True, "temperature": 0.7},
+            {"do_sample": True, "top_k": 5, "top_p": 0.8},
+            {"repetition_penalty": 1.3},
+            {"min_new_tokens": 3, "eos_token_id": 9},
+        ]
+        asked = [None, SamplingParams(presence_penalty=0.5), SamplingParams(logprobs=3)]
+        tickets = [
+            engine.submit(request(random_prompt(rng), rng.randint(1, 9), i, rng.choice(asked), **rng.choice(kinds)))
+            for i in range(200)
+        ]
+        for ticket in tickets:
+            ticket.result()
+        assert engine.stats().num_programs == before
+
+
+def test_a_seeded_request_draws_the_same_tokens_alone_among_others_and_behind_a_prefix_hit(llama):
+    rng = random.Random(3)
+    prompt = random_prompt(rng, 30) + [4] * 10
+    drawn = {"do_sample": True, "temperature": 1.5, "top_k": 0}
+    alone = llama.engine.submit(request(prompt, 12, seed=77, **drawn)).result()
+    hits = llama.stats().scheduler.num_hit_tokens
+    others = [llama.engine.submit(request(random_prompt(rng), 12, i, **drawn)) for i in range(6)]
+    among = llama.engine.submit(request(prompt, 12, seed=77, **drawn)).result()
+    assert among == alone
+    assert llama.stats().scheduler.num_hit_tokens > hits
+    for other in others:
+        other.result()
+    other_seed = llama.engine.submit(request(prompt, 12, seed=78, **drawn)).result()
+    assert other_seed != alone
+
+
+def test_log_probabilities_are_those_of_the_models_logits(llama):
+    rng = random.Random(4)
+    prompt = random_prompt(rng, 30)
+    params = SamplingParams(logprobs=3, prompt_logprobs=2)
+    ticket = llama.engine.submit(request(prompt, 5, params=params))
+    arrivals = list(ticket)
+    tokens = ticket.token_ids
+    with torch.no_grad():
+        logits = tiny_model("llama")(torch.tensor([prompt + tokens])).logits[0]
+    expected = torch.log_softmax(logits.float(), -1)
+    found = [each for new in arrivals for each in new.logprobs]
+    prompt_found = next(new.prompt_logprobs for new in arrivals if new.prompt_logprobs)
+    assert prompt_found[0] is None
+    everything = [*prompt_found[1:], *found]
+    assert [each.token_id for each in everything] == [*prompt[1:], *tokens]
+    for position, (each, num_top) in enumerate(
+        zip(everything, [2] * (len(prompt) - 1) + [3] * len(tokens), strict=True)
+    ):
+        assert each.logprob == pytest.approx(float(expected[position, each.token_id]), abs=1e-4)
+        best = expected[position].topk(num_top)
+        assert [token for token, _ in each.top] == best.indices.tolist()
+        assert [value for _, value in each.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_several_steps_in_one_dispatch_give_the_same_tokens():
+    rng = random.Random(5)
+    prompts = [random_prompt(rng) for _ in range(5)]
+    options = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32, max_num_steps=4)
+    drawn = {"do_sample": True, "temperature": 1.2, "repetition_penalty": 1.2}
+    with serve(tiny_model("llama"), engine=options) as many, serve(tiny_model("llama"), engine=SMALL) as single:
+        greedy = [many.engine.submit(request(prompt, 13)) for prompt in prompts]
+        assert [t.result() for t in greedy] == [expected_tokens("llama", prompt, 13) for prompt in prompts]
+        sampled = [[m.engine.submit(request(p, 13, 9, **drawn)) for p in prompts] for m in (many, single)]
+        assert [t.result() for t in sampled[0]] == [t.result() for t in sampled[1]]
+        assert many.stats().num_steps < single.stats().num_steps + len(prompts) * 13
+
+
+def test_a_step_that_raises_fails_its_requests_and_no_others(llama, monkeypatch):
+    engine = llama.engine
+    model = engine._runner._model
+    run, calls = model.run, []
+
+    def failing(rows, *args, **kwargs):
+        calls.append(len(rows))
+        if len(calls) == 3:
+            raise RuntimeError("the device has caught fire")
+        return run(rows, *args, **kwargs)
+
+    monkeypatch.setattr(model, "run", failing)
+    first = engine.submit(request([5, 6, 7], 20))
+    with pytest.raises(RequestError, match=r"its step failed \(RuntimeError: the device has caught fire\)"):
+        first.result()
+    assert engine.submit(request([5, 6, 7], 6)).result() == expected_tokens("llama", [5, 6, 7], 6)
+
+
+def test_a_step_that_takes_the_cache_with_it(llama, monkeypatch):
+    engine = llama.engine
+    prompt = [9, 8, 7, 6, 5, 4, 3, 9, 8, 7]
+    assert engine.submit(request(prompt, 3)).result() == expected_tokens("llama", prompt, 3)  # its prefix is kept
+    model = engine._runner._model
+    run = model.run
+
+    def failing(*args, **kwargs):
+        monkeypatch.setattr(model, "run", run)
+        for pool in engine._runner._cache.pools:
+            pool.delete()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(model, "run", failing)
+    with pytest.raises(RequestError, match="out of memory"):
+        engine.submit(request(prompt, 6)).result()
+    assert engine.submit(request(prompt, 6)).result() == expected_tokens("llama", prompt, 6)
+
+
+def test_logits_that_are_not_numbers_fail_their_request_alone():
+    module = tiny_model("llama")
+    with torch.no_grad():
+        module.get_input_embeddings().weight[50] = float("nan")
+    with serve(module, engine=SMALL) as model:
+        good = [request([5, 6, 7], 12), request([7, 8], 12)]
+        tickets = [model.engine.submit(each) for each in (good[0], request([3, 50, 4], 12), good[1])]
+        with pytest.raises(RequestError, match="logits were not finite"):
+            tickets[1].result()
+        assert [tickets[0].result(), tickets[2].result()] == [
+            expected_tokens("llama", [5, 6, 7], 12),
+            expected_tokens("llama", [7, 8], 12),
+        ]
+
+
+def test_nobody_is_held_up_by_a_ticket_that_nobody_reads(llama):
+    unread = llama.engine.submit(request([3, 4], 30))
+    assert llama.engine.submit(request([5, 6], 6)).result() == expected_tokens("llama", [5, 6], 6)
+    assert unread.result() == expected_tokens("llama", [3, 4], 30)
+
+
+def test_cancelling_twice_and_behind_the_end(llama):
+    ticket = llama.engine.submit(request([3, 4], 40))
+    ticket.cancel()
+    ticket.cancel()
+    assert len(ticket.result()) < 40
+    assert ticket.finish_reason == "abort"
+    ticket.cancel()
+
+
+def test_a_request_ends_when_its_time_is_up(llama):
+    ticket = llama.engine.submit(request([3, 4], 60, params=SamplingParams(timeout_s=1e-6)))
+    ticket.result()
+    assert ticket.finish_reason == "deadline"
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "new", "message"),
+    [
+        (SMALL, [5] * 64, 1, "64"),
+        (EngineOptions(max_len=64, num_slots=2, page_len=8, kv_cache_bytes=4 * 2048), [5] * 40, 4, "pages"),
+    ],
+)
+def test_requests_that_can_never_run(options, prompt, new, message):
+    with serve(tiny_model("llama"), engine=options) as model:
+        with pytest.raises(InvalidArgumentError, match=message):
+            model.engine.submit(request(prompt, new))
+        assert model.engine.submit(request([5], 3)).result() == expected_tokens("llama", [5], 3)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"page_len": 0}, "page_len: expected a whole number >= 1, got 0"),
+        ({"num_slots": -1}, "num_slots: expected a whole number >= 1"),
+        ({"max_len": 1.5}, "max_len: expected a whole number >= 1"),
+        ({"kv_cache_bytes": 0}, "kv_cache_bytes: expected a whole number >= 1"),
+        ({"prefix_caching": "yes"}, "prefix_caching: expected True or False"),
+    ],
+)
+def test_options_out_of_their_range(kwargs, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        EngineOptions(**kwargs)
+
+
+def test_no_room_for_a_page():
+    options = EngineOptions(max_len=64, page_len=8, kv_cache_bytes=100)
+    with (
+        serve(tiny_model("llama"), engine=options) as model,
+        pytest.raises(InvalidArgumentError, match="kv_cache_bytes"),
+    ):
+        model.engine.stats()
+
+
+@pytest.mark.parametrize("budget", [10_000, 100_000, 1_234_567])
+def test_pages_take_the_budget_that_was_asked_for(budget):
+    for name in ("llama", "gemma3_text"):
+        options = EngineOptions(max_len=64, page_len=4, kv_cache_bytes=budget)
+        with serve(tiny_model(name), engine=options) as model:
+            taken = sum(pool.nbytes for pool in model.engine._runner._cache.pools)
+            page = max(pool.nbytes // pool.shape[0] for pool in model.engine._runner._cache.pools)
+            assert budget - 2 * page <= taken <= budget
+
+
+def test_many_threads_on_one_model(llama):
+    rng = random.Random(6)
+    prompts = [random_prompt(rng, 20) for _ in range(24)]
+    found = {}
+
+    def call(index):
+        found[index] = list(llama.iter_tokens(prompts[index], transformers.GenerationConfig(max_new_tokens=6)))
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[index] for index in range(len(prompts))] == [expected_tokens("llama", p, 6) for p in prompts]
+
+
+def test_async_iteration_and_leaving_it_early(llama):
+    async def read(prompt, most):
+        ticket = llama.engine.submit(request(prompt, 30))
+        async for _ in ticket:
+            if len(ticket.token_ids) >= most:
+                break
+        return ticket
+
+    async def both():
+        return await asyncio.gather(read([5, 6], 30), read([7, 8], 2))
+
+    whole, left = asyncio.run(both())
+    assert whole.token_ids == expected_tokens("llama", [5, 6], 30)
+    assert left.token_ids == expected_tokens("llama", [7, 8], 30)[:2]
+    assert left.finish_reason is None
+
+
+def test_stats_are_a_line(llama):
+    llama.engine.submit(request([5, 6], 3)).result()
+    line = str(llama.stats())
+    for word in ("running", "waiting", "pages", "prefix hits", "preempted", "programs", "tokens/s"):
+        assert word in line
+
+
+def test_closing_ends_requests_with_an_error():
+    model = serve(tiny_model("llama"), engine=SMALL)
+    engine = model.engine
+    tickets = [engine.submit(request([5, 6, number + 3], 50)) for number in range(8)]
+    model.close()
+    for ticket in tickets:
+        with pytest.raises(RequestError, match="engine was closed"):
+            ticket.result()
+    with pytest.raises(TorchaxServeError, match="this one is closed"):
+        engine.submit(request([5], 1))
+    with pytest.raises(TorchaxServeError, match="this one is closed"):
+        model.engine.stats()
+
+
+def test_a_process_ends_with_requests_in_flight():
+    code = """
+from torchax_serve import serve
+model = serve()
+stream = model.stream("What is")
+print(next(stream), flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_pool_is_updated_in_place(llama):
+    cache = llama.engine._runner._cache
+    llama.engine.submit(request([5, 6], 2)).result()
+    before = cache.pools[0].unsafe_buffer_pointer()
+    llama.engine.submit(request([5, 6, 7], 4)).result()
+    assert cache.pools[0].unsafe_buffer_pointer() == before
+    assert isinstance(cache.pools[0], jax.Array)
+    assert cache.pools[0].dtype == jnp.float32
