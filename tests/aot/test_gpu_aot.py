@@ -8,6 +8,8 @@ import dataclasses
 import pytest
 from gpu_compile import Shape, compile_call
 
+from model_adapters.ops.gpu.calls import num_splits
+
 SLACK_BYTES = 64 << 10  # tables of items and positions, and XLA's alignment
 SHARED_BYTES = 99 << 10  # what a program may have on the least of GPUs with tensor cores for bfloat16
 DTYPES = (
@@ -96,3 +98,30 @@ def test_ragged(shape, tmp_path):
 def test_prefill_uses_the_products_of_whole_warp_groups(tmp_path):
     report = compile_call(Shape(num_tokens=2048), tmp_path)
     assert any(name.startswith("wgmma") for name in report.kernels["paged_attention"].instructions)
+
+
+MOSAIC = (
+    Shape(),
+    Shape(dim=64, page=16, sinks=True),
+    Shape(dim=64, group=8, heads=2, page=32, softcap=30.0),
+    Shape(dim=192, value_dim=128, group=1, window=512),
+    Shape(dim=128, group=16, dtype="float16"),
+    Shape(dim=128, group=64, heads=1),
+    Shape(page=4096, num_pages=8),
+)
+
+
+@pytest.mark.parametrize("shape", MOSAIC, ids=str)
+def test_mosaic_decode(shape, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    report = compile_call(shape, tmp_path, "gpu-mosaic")
+    said = "".join(capfd.readouterr())
+    assert "decode_attention_mosaic" in said
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
+    assert report.alias_bytes == report.pool_bytes
+    assert set(report.thunks) == {"kCustomKernel", "kCustomCall"}
+    num_rows, value_dim = shape.group + -shape.group % 8, shape.value_dim or shape.dim
+    splits = num_splits(shape.num_seqs * shape.heads, shape.window or shape.capacity)
+    partial_bytes = splits * (num_rows * value_dim + 64) * 4
+    query_bytes = num_rows * shape.dim * 2
+    assert report.temp_bytes <= SLACK_BYTES + shape.num_seqs * shape.heads * (partial_bytes + query_bytes)

@@ -150,6 +150,11 @@ def test_a_length_beyond_the_pages_writes_nothing_and_attends_to_what_they_hold(
     np.testing.assert_array_equal(got[1], expected[1])
 
 
+def test_tokens_at_negative_positions_give_zeros_and_write_nothing():
+    check_ragged(paged_case(q_lens=(9, 4, 3), kv_lens=(5, 4, 0), sinks=True, window=3))
+    check_ragged(paged_case(q_lens=(9, 4, 3), kv_lens=(5, 4, 0), prefix_lens=(3, 3, 3)))
+
+
 def test_pages_outside_the_pool_are_read_as_the_nearest():
     case = paged_case(**MIXED)
     case = case.with_(page_table=case.page_table.at[2, 0].set(10_000).at[0, 0].set(-3))
@@ -224,6 +229,28 @@ def test_what_is_refused_says_why(changes, reason):
         paged_attention(*case.args, **case.options)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "q is float32 and pool float32; the kernel has bfloat16"),
+        ({"dtype": "bfloat16", "dim": 80}, "keys of 80 and values of 80; the kernel has multiples of 64 up to 256"),
+        ({"dtype": "bfloat16", "dim": 256}, "keys of 256 and values of 256; the kernel has shared memory for 448"),
+        ({"dtype": "bfloat16", "group": 65, "heads": 1, "dim": 64}, "65 query heads read one kv head; .* room for 64"),
+        ({"dtype": "bfloat16", "page": 24, "dim": 64}, "pages of 24 positions; the kernel has 8, 16, 32 and multiples"),
+        ({"dtype": "bfloat16", "dim": 64, "spare": 4}, "rows of the pool have 132 elements; .* a multiple of 8"),
+        ({"dtype": "bfloat16", "dim": 64, "alibi": True}, "alibi is not implemented"),
+    ],
+)
+def test_what_mosaic_refuses_says_why(changes, reason):
+    case = paged_case(q_lens=(1,), kv_lens=(1,), **changes)
+    args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, jnp.zeros_like(case.kv_lens))
+    with use("decode_attention", "gpu-mosaic"):
+        with on_platform("gpu"), pytest.raises(InvalidArgumentError, match=reason):
+            decode_attention(*args, **case.options)
+        with on_platform("cpu"), pytest.raises(InvalidArgumentError, match="traced for a cpu; the kernel is for GPUs"):
+            decode_attention(*args, **case.options)
+
+
 def test_a_pool_whose_elements_the_lowering_cannot_count_is_refused():
     """Offsets have 32 signed bits up to 4 GiB, and 64 above: three billion bytes fall between."""
     q, v = jax.ShapeDtypeStruct((1, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 8, 128), jnp.bfloat16)
@@ -234,3 +261,40 @@ def test_a_pool_whose_elements_the_lowering_cannot_count_is_refused():
     ]
     assert reasons[0].startswith("a pool of 2621440000 elements in int8")
     assert reasons[1:] == [None, None, None]
+
+
+@pytest.fixture
+def warp_group_in_plain_arrays(monkeypatch):
+    """Mosaic GPU's interpreter knows memories, barriers and copies, and of a warp group's products not all."""
+    from jax import lax
+
+    from model_adapters.ops.gpu import warp_group
+
+    def product(left, right):
+        return jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+    monkeypatch.setattr(warp_group, "scores", lambda queries, keys: product(queries[...], keys[...].T))
+    monkeypatch.setattr(warp_group, "sums", lambda weights, values: product(weights, values[...]))
+    monkeypatch.setattr(warp_group, "iota", lambda shape, axis: lax.broadcasted_iota(jnp.int32, shape, axis))
+    monkeypatch.setattr(warp_group, "by_row", lambda x: x)
+    monkeypatch.setattr(warp_group, "by_tile", lambda x: x)
+    monkeypatch.setattr(warp_group, "load", lambda ref: ref[...])
+    try:
+        from jax.experimental.pallas.mosaic_gpu import force_gpu_interpret_mode
+    except ImportError:  # before jax 0.11
+        from jax._src.pallas.mosaic_gpu.interpret.params import force_gpu_interpret_mode
+    with force_gpu_interpret_mode(), on_platform("gpu"):
+        yield
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"dim": 64, "page": 16, "sinks": True},
+        {"dim": 128, "value_dim": 64, "page": 64, "window": 70, "group": 3, "spare": 64},
+        {"dim": 64, "page": 128, "softcap": 5.0, "dtype": "float16", "heads": 1},
+    ],
+    ids=lambda shape: "-".join(shape),
+)
+def test_mosaic_decode(warp_group_in_plain_arrays, shape):
+    check_decode(paged_case(**LONG, **{"dtype": "bfloat16", **shape}), implementation="gpu-mosaic")

@@ -84,6 +84,12 @@ def features_of(
     return Features(dtype, num_terms, scale, window, softcap, has_prefix)
 
 
+def num_splits(num_programs: int, reach: int) -> int:
+    """Into how many parts `reach` keys are cut so that `num_programs` programs of one part each become enough."""
+    wanted = min(-(-NUM_PROGRAMS // num_programs), -(-reach // MIN_SPLIT_LEN), MAX_SPLITS)
+    return round_up_to_power(wanted)
+
+
 def tile_for(
     num_rows: int, num_queries: int, num_items: int, q: jax.Array, v: jax.Array, pool: jax.Array, reach: int
 ) -> Tile:
@@ -93,11 +99,11 @@ def tile_for(
     num_keys = MAX_FLOAT32_KEYS if q.dtype == jnp.float32 else MAX_KEYS
     while num_keys > MIN_ROWS and num_keys * row_bytes > MAX_BLOCK_BYTES:
         num_keys //= 2
-    num_splits = min(-(-NUM_PROGRAMS // (num_items * heads)), -(-reach // MIN_SPLIT_LEN), MAX_SPLITS)
     num_stages = STAGES_OF_ONE if num_queries == 1 else STAGES_OF_MANY
     num_sums = num_rows * sum(piece.size for piece in pieces(v.shape[2]))
     num_warps = 8 if num_rows >= 128 or num_sums > 8192 or q.dtype == jnp.float32 else 4
-    return Tile(num_rows, num_queries, num_keys, group, round_up_to_power(num_splits), num_warps, num_stages)
+    splits = num_splits(num_items * heads, reach)
+    return Tile(num_rows, num_queries, num_keys, group, splits, num_warps, num_stages)
 
 
 def attend(

@@ -1,0 +1,201 @@
+"""The decode kernel for Hopper through Pallas' Mosaic GPU lowering, the successor of the Triton one.
+
+The method is that of :mod:`flash`, with what that lowering cannot ask for: pages are read by the tensor memory
+accelerator, several blocks ahead, and multiplied by whole warp groups out of shared memory, 64 rows at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from model_adapters.ops.gpu import warp_group
+from model_adapters.ops.gpu.flash import LOG2_E, MASKED, NOTHING
+
+NUM_KEYS = 64  # of a block
+NUM_ROWS = 64  # of a warp group's product
+TILE_ROWS = 8  # of a tile in shared memory
+TILE_COLUMNS = 64  # of 16 bits: the 128 bytes of a swizzle
+MAX_STAGES = 3
+SHARED_BYTES = 224 << 10  # of a program, less what barriers and alignment take
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes and features of a call."""
+
+    dim: int
+    value_dim: int
+    page: int
+    num_pages: int
+    pages_per_seq: int
+    num_splits: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def piece(self) -> int:
+        """Positions that are read at once."""
+        return min(self.page, NUM_KEYS)
+
+    @property
+    def num_stages(self) -> int:
+        """Blocks on their way, as many as there is room for."""
+        fixed_bytes = NUM_ROWS * (2 * self.dim + 4 * self.value_dim)
+        return min(MAX_STAGES, (SHARED_BYTES - fixed_bytes) // (2 * NUM_KEYS * (self.dim + self.value_dim)))
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program of the kernel: a row, a kv head and a split; its references and sizes."""
+
+    sizes: Sizes
+    q: Any  # [B, H, R, D]
+    pool: Any  # [P, H, page, W]
+    table: Any  # int32[B, pages_per_seq]
+    lens: Any  # int32[B]
+    starts: Any  # int32[B]
+    out: Any  # float32[B, H, splits, R, Dv]
+    logs: Any  # float32[B, H, splits, 64]
+    queries: Any  # [64, D]; this and the rest in shared memory
+    keys: Any  # [stages, 64, D]
+    values: Any  # [stages, 64, Dv]
+    out_tile: Any  # float32[64, Dv]
+    log_tile: Any  # float32[64]
+    came: Any  # a barrier for each stage
+    queries_came: Any
+
+    def blocks(self, row: Any, split: Any) -> tuple[Any, Any, Any, Any]:
+        """What a row sees, positions ``[low, high)``, and the blocks ``[begin, end)`` of them that are this split's."""
+        sizes, length = self.sizes, self.lens[row]
+        high = jnp.minimum(length, sizes.pages_per_seq * sizes.page)
+        low = jnp.maximum(self.starts[row], 0)
+        if sizes.window is not None:
+            low = jnp.maximum(low, length - sizes.window)
+        first = lax.div(low, jnp.int32(NUM_KEYS))
+        total = jnp.maximum(lax.div(jnp.maximum(high, 0) + (NUM_KEYS - 1), jnp.int32(NUM_KEYS)) - first, 0)
+        share = lax.div(total + (sizes.num_splits - 1), jnp.int32(sizes.num_splits))
+        begin = first + split * share
+        return low, high, begin, jnp.maximum(jnp.minimum(begin + share, first + total), begin)
+
+    def fetch(self, row: Any, head: Any, block: Any, stage: Any) -> None:
+        """Starts to read a block, piece by piece."""
+        sizes = self.sizes
+        for i in range(NUM_KEYS // sizes.piece):
+            position = block * NUM_KEYS + i * sizes.piece
+            column = jnp.minimum(lax.div(position, jnp.int32(sizes.page)), sizes.pages_per_seq - 1)
+            page = jnp.clip(self.table[row, column], 0, sizes.num_pages - 1)
+            source = self.pool.at[page, head, pl.ds(lax.rem(position, jnp.int32(sizes.page)), sizes.piece)]
+            place, came = pl.ds(i * sizes.piece, sizes.piece), self.came.at[stage]
+            plgpu.copy_gmem_to_smem(source.at[:, pl.ds(0, sizes.dim)], self.keys.at[stage, place], came)
+            plgpu.copy_gmem_to_smem(source.at[:, pl.ds(sizes.dim, sizes.value_dim)], self.values.at[stage, place], came)
+
+    def clean(self, low: Any, high: Any, block: Any, stage: Any) -> None:
+        """Zeroes values that no one sees: a weight of zero is multiplied with whatever lies there."""
+        position = block * NUM_KEYS + warp_group.iota((NUM_KEYS, self.sizes.value_dim), 0)
+        there = warp_group.load(self.values.at[stage]).astype(jnp.float32)
+        kept = jnp.where(jnp.logical_and(position >= low, position < high), there, 0.0)
+        self.values[stage] = kept.astype(self.values.dtype)
+        plgpu.commit_smem()
+
+    def scores(self, low: Any, high: Any, block: Any, stage: Any) -> jax.Array:
+        """Scores of a block for powers of two, masked."""
+        products = warp_group.scores(self.queries, self.keys.at[stage])
+        if self.sizes.softcap is None:
+            scores = products * (self.sizes.scale * LOG2_E)
+        else:
+            scores = jnp.tanh(products * (self.sizes.scale / self.sizes.softcap)) * (self.sizes.softcap * LOG2_E)
+        position = block * NUM_KEYS + warp_group.iota((NUM_ROWS, NUM_KEYS), 1)
+        return jnp.where(jnp.logical_and(position >= low, position < high), scores, MASKED)
+
+    def run(self, row: Any, head: Any, split: Any) -> Any:
+        """All blocks of the split: largest score and sum of weights ``[64]``, weighted values ``[64, Dv]``."""
+        low, high, begin, end = self.blocks(row, split)
+        num_stages = self.sizes.num_stages
+        for i in range(num_stages):
+            pl.when(begin + i < end)(lambda i=i: self.fetch(row, head, begin + i, i))  # type: ignore[misc]
+        plgpu.barrier_wait(self.queries_came)
+
+        def step(block: Any, carry: Any) -> Any:
+            top, total, sums = carry
+            stage = lax.rem(block - begin, jnp.int32(num_stages))
+            plgpu.barrier_wait(self.came.at[stage])
+            is_edge = jnp.logical_or(block * NUM_KEYS < low, (block + 1) * NUM_KEYS > high)
+            pl.when(is_edge)(lambda: self.clean(low, high, block, stage))
+            scores = self.scores(low, high, block, stage)
+            new_top = jnp.maximum(top, scores.max(axis=1))
+            shrink = jnp.exp2(top - new_top)
+            weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+            total = total * shrink + weights.sum(axis=1)
+            sums = sums * lax.broadcast_in_dim(shrink, sums.shape, [0])
+            sums = sums + warp_group.sums(weights.astype(self.values.dtype), self.values.at[stage])
+            pl.when(block + num_stages < end)(lambda: self.fetch(row, head, block + num_stages, stage))
+            return new_top, total, sums
+
+        top = warp_group.by_row(jnp.full((NUM_ROWS,), NOTHING, jnp.float32))
+        total = warp_group.by_row(jnp.zeros((NUM_ROWS,), jnp.float32))
+        sums = warp_group.by_tile(jnp.zeros((NUM_ROWS, self.sizes.value_dim), jnp.float32))
+        return lax.fori_loop(begin, end, step, (top, total, sums))
+
+    def __call__(self) -> None:
+        """Attention of the split alone, and the logarithm, to base 2, of its sum of weights."""
+        row, head, split = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("split")
+        num_rows = self.q.shape[2]  # the other rows of the tile are whatever lies there: no row depends on another
+        plgpu.copy_gmem_to_smem(self.q.at[row, head], self.queries.at[pl.ds(0, num_rows)], self.queries_came)
+        top, total, sums = self.run(row, head, split)
+        divisor = jnp.where(total > 0, total, 1.0)
+        self.out_tile[...] = sums * lax.broadcast_in_dim(1.0 / divisor, sums.shape, [0])
+        self.log_tile[...] = jnp.where(total > 0, top + jnp.log(divisor) * LOG2_E, MASKED)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.out_tile.at[pl.ds(0, num_rows)], self.out.at[row, head, split])
+        plgpu.copy_smem_to_gmem(self.log_tile, self.logs.at[row, head, split])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def attend(
+    q: jax.Array, pool: jax.Array, page_table: jax.Array, lens: jax.Array, starts: jax.Array, sizes: Sizes
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over each split, and the logarithms to base 2 of its sums of weights, `MASKED` where it is empty.
+
+    Args:
+        q: ``[B, H, R, D]``, the query heads of each kv head, R a multiple of 8 up to 64.
+        pool: ``[P, H, page, W]``.
+        page_table: ``int32[B, pages_per_seq]``.
+        lens: ``int32[B]``.
+        starts: ``int32[B]``.
+        sizes: Of the call.
+
+    Returns:
+        ``float32[B, H, splits, R, Dv]`` and ``float32[B, H, splits, 64]``.
+    """
+    tiled = (plgpu.TilingTransform((TILE_ROWS, TILE_COLUMNS)), plgpu.SwizzleTransform(2 * TILE_COLUMNS))
+    grid = (*q.shape[:2], sizes.num_splits)
+    stages = (sizes.num_stages, NUM_KEYS)
+    outs, logs = plgpu.kernel(
+        lambda *refs: Program(sizes, *refs)(),
+        out_type=[
+            jax.ShapeDtypeStruct((*grid, q.shape[2], sizes.value_dim), jnp.float32),
+            jax.ShapeDtypeStruct((*grid, NUM_ROWS), jnp.float32),
+        ],
+        grid=grid,
+        grid_names=("row", "head", "split"),
+        scratch_types=[
+            plgpu.SMEM((NUM_ROWS, sizes.dim), q.dtype, transforms=tiled),
+            plgpu.SMEM((*stages, sizes.dim), pool.dtype, transforms=tiled),
+            plgpu.SMEM((*stages, sizes.value_dim), pool.dtype, transforms=tiled),
+            plgpu.SMEM((NUM_ROWS, sizes.value_dim), jnp.float32),
+            plgpu.SMEM((NUM_ROWS,), jnp.float32),
+            plgpu.Barrier(num_barriers=sizes.num_stages, num_arrivals=2 * (NUM_KEYS // sizes.piece)),
+            plgpu.Barrier(),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="decode_attention_mosaic",
+    )(q, pool, page_table, lens, starts)
+    return outs, logs

@@ -1,0 +1,115 @@
+"""Decode attention for Hopper through Pallas' Mosaic GPU lowering, for whoever asks for it.
+
+It is not taken by itself until it has been measured to be the faster one: ``use("decode_attention", "gpu-mosaic")``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.ops import registry
+from model_adapters.ops.decode_attention import OP, write_token
+from model_adapters.ops.gpu.calls import num_splits
+from model_adapters.ops.gpu.flash import LOG2_E, NOTHING
+
+NAME = "gpu-mosaic"
+DTYPES = ("bfloat16", "float16")
+MAX_GROUP = 64  # rows of a warp group's product
+MAX_DIM = 256
+MAX_DIMS = 448  # keys and values together: two blocks of them, queries and sums fit into shared memory
+DIM_MULTIPLE = 64  # the 128 bytes of a swizzle
+PAGE_MULTIPLE = 8  # rows of a tile in shared memory
+BLOCK_LEN = 64
+
+
+def _combine(outs: jax.Array, logs: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Attention over all splits, axis 2 of ``[B, H, splits, G, Dv]`` and of ``[B, H, splits, G]``."""
+    sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, outs.shape[1], 1, -1) * LOG2_E
+    top = jnp.max(logs, axis=2, keepdims=True)
+    top = top if sink is None else jnp.maximum(top, sink)
+    weights = jnp.where(logs > NOTHING, jnp.exp2(logs - top), 0.0)
+    total = jnp.sum(weights, axis=2, keepdims=True)
+    total = total if sink is None else total + jnp.exp2(sink - top)
+    weights = weights / jnp.where(total == 0, 1.0, total)
+    return jnp.sum(outs * weights[..., None], axis=2)
+
+
+def _refuses(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    *args: Any,
+    alibi: jax.Array | None = None,
+    **kwargs: Any,
+) -> str | None:
+    if registry.platform() != "gpu":
+        return f"programs are traced for a {registry.platform()}; the kernel is for GPUs"
+    if str(q.dtype) not in DTYPES or pool.dtype != q.dtype:
+        return f"q is {q.dtype} and pool {pool.dtype}; the kernel has bfloat16 over itself and float16 over itself"
+    if 0 in q.shape:
+        return f"q{list(q.shape)} has no elements"
+    group, page, dims = q.shape[1] // pool.shape[1], pool.shape[2], (q.shape[2], v.shape[2])
+    if any(dim % DIM_MULTIPLE or dim > MAX_DIM for dim in dims):
+        return f"keys of {dims[0]} and values of {dims[1]}; the kernel has multiples of {DIM_MULTIPLE} up to {MAX_DIM}"
+    if sum(dims) > MAX_DIMS:
+        return f"keys of {dims[0]} and values of {dims[1]}; the kernel has shared memory for {MAX_DIMS} together"
+    if group > MAX_GROUP:
+        return f"{group} query heads read one kv head; the kernel has room for {MAX_GROUP}"
+    if page % PAGE_MULTIPLE or (BLOCK_LEN % page and page % BLOCK_LEN):
+        return f"pages of {page} positions; the kernel has 8, 16, 32 and multiples of {BLOCK_LEN}"
+    if pool.shape[3] % PAGE_MULTIPLE:
+        return f"rows of the pool have {pool.shape[3]} elements; the kernel needs a multiple of {PAGE_MULTIPLE}"
+    if alibi is not None:
+        return "alibi is not implemented"
+    if jax.default_backend() == "gpu" and not str(jax.devices()[0].compute_capability).startswith("9."):
+        return f"a GPU of compute capability {jax.devices()[0].compute_capability}; the kernel is for 9.0, Hopper"
+    return None
+
+
+@registry.register(OP, NAME, (), refuses=_refuses)
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    lens: jax.Array,
+    starts: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The op's kernel for Hopper; the new token is written before, by a scatter of rows that XLA keeps in place."""
+    # Imported where it is needed: the lowering takes longer to import than all the rest of the ops.
+    from model_adapters.ops.gpu.mosaic import Sizes, attend
+
+    pool = write_token(k, v, pool, page_table, lens, k_scale, v_scale)
+    batch, query_heads, dim = q.shape
+    num_pages, heads, page, _ = pool.shape
+    group, capacity = query_heads // heads, page_table.shape[1] * page
+    reach = capacity if window is None else min(capacity, window)
+    sizes = Sizes(
+        dim,
+        v.shape[2],
+        page,
+        num_pages,
+        page_table.shape[1],
+        num_splits(batch * heads, reach),
+        scale,
+        window,
+        softcap,
+    )
+    rows = jnp.pad(q.reshape(batch, heads, group, dim), ((0, 0), (0, 0), (0, -group % PAGE_MULTIPLE), (0, 0)))
+    outs, logs = attend(rows, pool, page_table, lens, starts, sizes)
+    out = _combine(outs[..., :group, :], logs[..., :group], sinks)
+    return out.reshape(batch, query_heads, -1).astype(q.dtype), pool
