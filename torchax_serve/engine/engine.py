@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from model_adapters.errors import TorchaxServeError
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.runner import Flight, ModelRunner
 from torchax_serve.engine.ticket import NewTokens, Ticket, TokenLogprobs
@@ -79,24 +79,18 @@ class Engine:
         request_id = next(self._ids)
         ticket = Ticket(request_id, len(request.prompt_ids), lambda reason: self._cancel(request_id, reason))
         scheduled = request.to_scheduler(request_id, time.monotonic())
-        error: list[InvalidArgumentError] = []
-        done = threading.Event()
+        self._scheduler.config.check_prompt(f"request {request_id}", ticket.prompt_len)
 
         def enter() -> None:
-            try:
-                self._scheduler.add(scheduled)
-                self._requests[request_id] = (request, ticket)
-            except InvalidArgumentError as refusal:
-                error.append(refusal)
-            finally:
-                done.set()
+            parent = None if scheduled.fork_of is None else self._scheduler.find(scheduled.fork_of)
+            # A parent that has ended has left its prompt in the prefix cache.
+            self._scheduler.add(scheduled if parent else dataclasses.replace(scheduled, fork_of=None))
+            self._requests[request_id] = (request, ticket)
 
-        self._command(enter, done.set)
-        done.wait()
-        if error:
-            raise error[0]
-        if self._closed is not None and request_id not in self._requests:
+        def refuse() -> None:
             raise TorchaxServeError(f"expected an open model, this one is closed ({self._closed}); call serve() again")
+
+        self._command(enter, refuse)
         return ticket
 
     def _command(self, command: Callable[[], None], abandon: Callable[[], None] = lambda: None) -> None:

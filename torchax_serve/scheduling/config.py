@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.request import invalid
 
 
@@ -96,6 +97,17 @@ class SchedulerConfig:
             raise invalid("chunk_sizes", "whole numbers that descend to 1", sizes, "such as (256, 64, 16, 4, 1)")
         if self.min_prefill_chunk not in sizes:
             raise invalid("min_prefill_chunk", f"one of chunk_sizes={sizes}", self.min_prefill_chunk, "choose one")
+
+    def check_prompt(self, name: str, prompt_len: int) -> None:
+        """Raises `InvalidArgumentError`, naming `name`, for a prompt that can never run."""
+        if prompt_len >= self.max_len:
+            expected = f"a prompt of at most {self.max_len - 1} tokens, so that one more fits max_len"
+            raise invalid(name, expected, prompt_len, "shorten the prompt or raise max_len")
+        if (reason := self.unfit(prompt_len + 1)) is not None:
+            raise InvalidArgumentError(
+                f"{name}: expected a prompt that fits the cache together with one new token, got {prompt_len} tokens, "
+                f"which need {reason}; shorten the prompt or give the cache more pages"
+            )
 
     def unfit(self, length: int) -> str | None:
         """Why a sequence of `length` tokens cannot be held even alone; None if it can."""

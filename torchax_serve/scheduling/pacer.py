@@ -80,7 +80,7 @@ class PrefillPacer:
         self._credit_s = min(self._credit_s + earned, cap)
 
     def planned(self, step: int, num_decode: int, num_prefill_tokens: int) -> None:
-        """Spends the expected cost of a step that has just been planned."""
+        """Spends the expected cost of a step that has just been planned; one that is not told of costs nothing."""
         if num_decode and num_prefill_tokens:
             self._charged_s[step] = num_prefill_tokens * (self.prefill_token_s or 0.0)
             self._credit_s -= self._charged_s[step]
@@ -89,7 +89,7 @@ class PrefillPacer:
         self, step: int, num_decode: int, num_prefill_tokens: int, num_steps: int, duration_s: float | None
     ) -> None:
         """Learns from a step that took `duration_s` seconds (all `num_steps` of it together); None: not known."""
-        expected = self._charged_s.pop(step, 0.0)
+        expected = self._charged_s.pop(step, None)
         if not num_decode or duration_s is None:
             return
         if not num_prefill_tokens:
@@ -101,6 +101,8 @@ class PrefillPacer:
             return
         extra = max(0.0, duration_s - base)
         self._token_s.append(extra / num_prefill_tokens)
+        if expected is None:
+            return
         # A step that compiled may have taken a thousand times as long: it must not stop prefill for a minute.
         lowest = -4 * max(base, self._min_chunk * statistics.median(self._token_s))
         self._credit_s = max(self._credit_s + expected - extra, lowest)

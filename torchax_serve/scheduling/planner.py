@@ -37,7 +37,7 @@ class StepPlanner:
         self._book = book
         self._roster = roster
         self._pacer = pacer
-        self._num_planned = 0
+        self.num_planned = 0
         self.num_prompt_tokens = 0  # of requests let in, each time they were
         self.num_hit_tokens = 0  # of those, found in the cache
 
@@ -45,7 +45,8 @@ class StepPlanner:
         """The next plan and the states of its rows; None if no row can be planned now."""
         num_decode = sum(state.wants_decode for state in self._roster.running)
         budget = self._config.token_budget - num_decode
-        limit = self._pacer.limit(num_decode, budget)
+        is_burst = num_decode > 0 and self._is_burst()
+        limit = budget if is_burst else self._pacer.limit(num_decode, budget)
         draft = self._fill(limit)
         if not draft.decode and not draft.prefill and limit < budget:
             draft = self._fill(budget)  # nobody decodes after all: nobody's pace to keep
@@ -54,7 +55,7 @@ class StepPlanner:
         num_steps = 1 if draft.prefill else self._stretch(draft.decode)
         filled = draft.decode + draft.prefill
         plan = StepPlan(
-            step=self._num_planned,
+            step=self.num_planned,
             rows=tuple([row for row, _ in filled]),
             num_decode=len(draft.decode),
             num_steps=num_steps,
@@ -62,9 +63,26 @@ class StepPlanner:
             page_copies=tuple(draft.copies),
             page_tables=self._book.page_tables,
         )
-        self._num_planned += 1
-        self._pacer.planned(plan.step, plan.num_decode, plan.num_prefill_tokens)
+        self.num_planned += 1
+        if not is_burst:
+            self._pacer.planned(plan.step, plan.num_decode, plan.num_prefill_tokens)
         return plan, [state for _, state in filled]
+
+    def _is_burst(self) -> bool:
+        """Whether the next prompt came before any running request was given a token: they are of one burst.
+
+        Nobody's pace is kept then, for a batch that fills up sooner is over sooner. That lasts for as many steps as
+        requests run at once, so that who starts early in a long queue does not wait for all of it.
+        """
+        started = [state.started_step for state in self._roster.running if state.started_step is not None]
+        prompts = [state for state in self._roster.running if state.wants_prefill]
+        first = prompts[0] if prompts else next(iter(self._roster.waiting), None)
+        if first is None:
+            return False
+        if not started:
+            return True
+        is_fresh = self.num_planned - min(started) <= self._config.max_running
+        return is_fresh and first.arrived_step <= min(started)
 
     def _fill(self, prefill_limit: int) -> _Draft:
         draft = _Draft(prefill_limit, [0] * len(self._config.groups))

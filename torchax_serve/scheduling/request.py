@@ -93,6 +93,8 @@ class RequestState:
     num_planned: int = 0  # the same once all steps in flight are done
     num_pending: int = 0  # sampled tokens that are not known yet
     num_in_flight: int = 0  # plans not yet committed that have a row of this request
+    arrived_step: int = 0  # the plan that was to be made next when it arrived
+    started_step: int | None = None  # the same when it was given its first token
 
     @property
     def slot(self) -> int | None:

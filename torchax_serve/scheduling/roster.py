@@ -7,7 +7,6 @@ import heapq
 import operator
 from collections.abc import Iterator
 
-from model_adapters.errors import InvalidArgumentError
 from torchax_serve.request import invalid
 from torchax_serve.scheduling.cache_book import PagedCacheBook, SequencePages
 from torchax_serve.scheduling.config import SchedulerConfig
@@ -85,14 +84,7 @@ class Roster:
         if request.request_id in self._live:
             raise invalid(f"{name}: request_id", "one that no live request has", request.request_id, "choose another")
         length = len(request.prompt_ids) + 1
-        if length > self._config.max_len:
-            expected = f"a prompt of at most {self._config.max_len - 1} tokens, so that one more fits max_len"
-            raise invalid(name, expected, length - 1, "shorten the prompt or raise max_len")
-        if (reason := self._config.unfit(length)) is not None:
-            raise InvalidArgumentError(
-                f"{name}: expected a prompt that fits the cache together with one new token, got {length - 1} tokens, "
-                f"which need {reason}; shorten the prompt or give the cache more pages"
-            )
+        self._config.check_prompt(name, length - 1)
         if request.fork_of is not None:
             parent = self._live.get(request.fork_of)
             asked = (list(request.prompt_ids), request.salt)

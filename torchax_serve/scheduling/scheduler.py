@@ -77,7 +77,9 @@ class Scheduler:
             InvalidArgumentError: it can never run (prompt and one token exceed `max_len`, or all pages of a group),
                 its id is that of a live request, or it is no fork of the request it names.
         """
-        return self._roster.enter(request)
+        state = self._roster.enter(request)
+        state.arrived_step = self._planner.num_planned
+        return state
 
     def find(self, request_id: RequestId) -> RequestState | None:
         """The state of a request that has not ended; None if there is none of that id."""
@@ -168,6 +170,8 @@ class Scheduler:
                 return accepted, "error"
             accepted.append(token)
             tokens.append(token)
+            if state.started_step is None:
+                state.started_step = self._planner.num_planned
             self._num_new_tokens += 1
             if token in request.stop_token_ids and len(tokens) - state.prompt_len > request.min_new_tokens:
                 return accepted, "stop"
