@@ -39,7 +39,7 @@ from serving_peers import measures
 from serving_peers.jobs import Job, JobResult
 from serving_peers.processes import System, Worker
 from serving_peers.settings import SystemSettings
-from serving_peers.workloads import SMOKE_SHAPE, SMOKE_SIZES, Workload
+from serving_peers.workloads import SMOKE_KV_CACHE_BYTES, SMOKE_SHAPE, SMOKE_SIZES, Workload
 
 OURS = "ours"
 MODULES = {OURS: "ours", "vllm": "vllm_engine", "hf": "hf_generate", "hf-continuous": "hf_continuous"}
@@ -90,6 +90,7 @@ class Bench:
         config = scratch / "shape.json"
         config.write_text(json.dumps(shape))
         write_checkpoint(config, DTYPE, scratch / "model")
+        self.kv_cache_bytes = SMOKE_KV_CACHE_BYTES if options.smoke else options.kv_cache_gib * 2**30
         self.token_bytes = kv_token_bytes(shape)
         self.workload = Workload(shape["vocab_size"], options.seed, **(SMOKE_SIZES if options.smoke else {}))
 
@@ -98,7 +99,7 @@ class Bench:
         given = self.options.system_options.get(name, {})
         settings = SystemSettings(
             folder=str(self.scratch / "model"),
-            kv_cache_bytes=self.options.kv_cache_gib * 2**30,
+            kv_cache_bytes=self.kv_cache_bytes,
             kv_token_bytes=self.token_bytes,
             max_len=self.workload.max_len,
             options=chosen | given,
@@ -108,7 +109,7 @@ class Bench:
             python = self.options.vllm_python
             cores = sorted(os.sched_getaffinity(0))
             environment = {
-                "VLLM_CPU_KVCACHE_SPACE": str(self.options.kv_cache_gib),
+                "VLLM_CPU_KVCACHE_SPACE": str(self.options.kv_cache_gib),  # it takes whole GiB
                 "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),  # its own choice leaves a core aside
                 "VLLM_NO_USAGE_STATS": "1",
                 "DO_NOT_TRACK": "1",
@@ -157,7 +158,7 @@ class Bench:
     def ask_facts(self, command: str, workers: Mapping[str, Worker]) -> None:
         """What the systems say of themselves, and how much of the cache that was asked for is there."""
         self.facts[command] = {name: worker.facts() | {"ready_s": worker.ready_s} for name, worker in workers.items()}
-        got, asked = self.facts[command][OURS]["kv_cache_bytes"], self.options.kv_cache_gib * 2**30
+        got, asked = self.facts[command][OURS]["kv_cache_bytes"], self.kv_cache_bytes
         for beside in ("asked for", "at least"):
             self.add(command, "KV cache GB", got / 1e9, beside, asked / 1e9)
 
@@ -229,6 +230,8 @@ def run_prefix(bench: Bench) -> None:
         hit_s, miss_s = measures.hit_and_miss(found)
         whose = "TTFT s of a hit" if name == OURS else f"TTFT s of a hit, {name}"
         bench.add(case, whose, hit_s, "its miss", miss_s)
+        found_len = statistics.median(turn[1].num_cached_tokens or 0 for turn in found)
+        bench.add(case, f"cached tokens, {name}", found_len, "its prefix", bench.workload.prefix_len)
 
 
 def run_fairness(bench: Bench) -> None:
@@ -318,7 +321,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commands", nargs="+", choices=list(RUN), metavar="COMMAND", help=", ".join(RUN))
     parser.add_argument("--config", type=Path, default=TARGET_SHAPE)
-    parser.add_argument("--peers", nargs="*", choices=list(MODULES)[1:], default=list(MODULES)[1:])
+    parser.add_argument("--peers", nargs="*", choices=list(MODULES)[1:], help="default: all that there are")
     parser.add_argument("--vllm-python", help="interpreter of the environment that has vLLM")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="of decode")
     parser.add_argument("--rate", type=float, nargs="+", default=[8.0, math.inf], help="of mix, requests/s; inf")
@@ -335,8 +338,11 @@ def parse() -> argparse.Namespace:
         "--smoke", action="store_true", help="tiny: shows that everything runs, no more; writes nothing"
     )
     options = parser.parse_args()
-    wanted = {peer for command in options.commands for peer in PEERS[command]} & set(options.peers)
-    if "vllm" in wanted and options.vllm_python is None:
+    possible = {peer for command in options.commands for peer in PEERS[command]}
+    options.peers = possible if options.peers is None else set(options.peers)
+    if idle := options.peers - possible:
+        parser.error(f"{', '.join(sorted(idle))}: expected peers of {', '.join(options.commands)}, leave them out")
+    if "vllm" in options.peers and options.vllm_python is None:
         parser.error("vllm is among the peers: give --vllm-python, or name other --peers")
     options.system_options = dict(options.options)
     if options.smoke:

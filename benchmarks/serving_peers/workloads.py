@@ -33,6 +33,7 @@ SMOKE_SIZES: dict[str, Any] = {
     "flood_prompt_len": 96,
     "flood_after": 4,
 }
+SMOKE_KV_CACHE_BYTES = 2**24
 
 LOWEST_ID = 3  # below stand the special tokens of many vocabularies
 
