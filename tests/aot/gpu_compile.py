@@ -13,7 +13,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import model_adapters.ops.gpu  # noqa: F401 registers the kernels
 from model_adapters.ops import decode_attention, on_platform, paged_attention, use
@@ -75,12 +77,13 @@ class Report:
 
 
 @functools.cache
-def device():
+def mesh():
+    """The device by itself; as the mesh that is set, it tells Pallas what it compiles for."""
     try:
         topology = topologies.get_topology_desc("", platform="cuda", target_config=DEVICE.read_text(), topology="1x1x1")
     except RuntimeError as error:
         raise RuntimeError(f"expected XLA's plug-in for CUDA, got {error}; {NEEDED}") from error
-    return topology.devices[0]
+    return Mesh(np.array(topology.devices[:1]), ("model",))
 
 
 @functools.cache
@@ -95,7 +98,7 @@ def ptxas():
 
 def arguments(shape):
     """Abstract arguments and traced keyword arguments of the call."""
-    sharding = jax.sharding.SingleDeviceSharding(device())
+    sharding = NamedSharding(mesh(), PartitionSpec())
 
     def abstract(dims, dtype):
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=sharding)
@@ -131,7 +134,7 @@ def compile_call(shape, folder, implementation="gpu-triton"):
     args, traced = arguments(shape)
     static = {"scale": shape.dim**-0.5, "window": shape.window, "softcap": shape.softcap}
     begin = time.perf_counter()
-    with on_platform("gpu"), use(op.__name__, implementation):
+    with jax.set_mesh(mesh()), on_platform("gpu"), use(op.__name__, implementation):
         call = jax.jit(functools.partial(op, **static), donate_argnums=3).trace(*args, **traced)
         compiled = call.lower(lowering_platforms=("cuda",)).compile(
             {"xla_gpu_autotune_level": "0", "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}

@@ -14,7 +14,7 @@ from paged_oracle import exact_paged, paged_case
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import decode_attention, on_platform, paged_attention, registry, use
-from model_adapters.ops.gpu import calls
+from model_adapters.ops.gpu import calls, splits
 from model_adapters.ops.gpu.flash import pieces
 from model_adapters.ops.gpu.items import FIELDS, ragged_items
 
@@ -48,7 +48,7 @@ def run(op, case, *args, implementation="gpu-triton"):
     static = {name: value for name, value in case.options.items() if name not in TRACED}
     traced = {name: value for name, value in case.options.items() if name in TRACED}
     with use(op.__name__, implementation):  # asked at the first call, when it is traced
-        return compiled(op, implementation, calls.NUM_PROGRAMS, **static)(*args, **traced)
+        return compiled(op, implementation, splits.NUM_PROGRAMS, **static)(*args, **traced)
 
 
 def as_bits(pool):
@@ -114,7 +114,7 @@ def test_pages_freed_behind_the_window_are_not_read():
 def test_splits_change_nothing(monkeypatch):
     """Of a case with and without splits; `test_decode_over...` shows by its sinks and lengths that both are right."""
     for num_programs in (1, 1000):
-        monkeypatch.setattr(calls, "NUM_PROGRAMS", num_programs)
+        monkeypatch.setattr(splits, "NUM_PROGRAMS", num_programs)
         check_decode(paged_case(**LONG, sinks=True, dim=80, value_dim=48))
         check_ragged(paged_case(**MIXED, sinks=True, dim=80, value_dim=48, padding=9))
 

@@ -12,10 +12,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from model_adapters.ops import registry
 from model_adapters.ops.gpu.flash import Features, Inputs, Program, Tile, combine_kernel, kernel, pieces
+from model_adapters.ops.gpu.splits import num_splits, round_up_to_power
 
 NAME = "gpu-triton"
-NUM_PROGRAMS = 264  # two for each multiprocessor of an H200; other data-centre GPUs have as many within a factor of two
-MAX_SPLITS = 64
 MIN_ROWS = 16  # and least keys: no product on tensor cores is smaller
 MIN_SPLIT_LEN = 128
 MAX_BLOCK_BYTES = 32 << 10  # keys and values of a block: two of them fit into the shared memory of any GPU from sm_80
@@ -36,11 +35,6 @@ POOL_DTYPES = {
     "bfloat16": ("bfloat16", *NARROW_DTYPES),
     "float16": ("float16", *NARROW_DTYPES),
 }
-
-
-def round_up_to_power(value: int) -> int:
-    """The smallest power of two that is no less than `value`."""
-    return 1 << (value - 1).bit_length() if value > 1 else 1
 
 
 def why_not(q: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array) -> str | None:
@@ -82,12 +76,6 @@ def features_of(
     has_terms = q.dtype == jnp.float32 and not is_float32(q, pool)
     dtype, num_terms = (jnp.dtype(jnp.bfloat16), 3) if has_terms else (q.dtype, 1)
     return Features(dtype, num_terms, scale, window, softcap, has_prefix)
-
-
-def num_splits(num_programs: int, reach: int) -> int:
-    """Into how many parts `reach` keys are cut so that `num_programs` programs of one part each become enough."""
-    wanted = min(-(-NUM_PROGRAMS // num_programs), -(-reach // MIN_SPLIT_LEN), MAX_SPLITS)
-    return round_up_to_power(wanted)
 
 
 def tile_for(

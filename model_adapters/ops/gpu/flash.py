@@ -20,10 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from model_adapters.ops.gpu.items import FIELDS, Item
-
-LOG2_E = 1.4426950408889634  # the kernel takes powers of two, which is what the hardware has
-MASKED = -1e30  # below every real score; finite, so that the difference of two is no NaN
-NOTHING = MASKED / 2  # where maxima begin: above what is masked, whose weight is therefore zero
+from model_adapters.ops.gpu.splits import LOG2_E, MASKED, NOTHING
 
 Carry = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]  # largest score [R], sum of weights [R], weighted values
 

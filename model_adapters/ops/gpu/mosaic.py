@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from model_adapters.ops.gpu import warp_group
-from model_adapters.ops.gpu.flash import LOG2_E, MASKED, NOTHING
+from model_adapters.ops.gpu.splits import LOG2_E, MASKED, NOTHING
 
 NUM_KEYS = 64  # of a block
 NUM_ROWS = 64  # of a warp group's product

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from model_adapters.ops import registry
 from model_adapters.ops.decode_attention import OP, write_token
-from model_adapters.ops.gpu.calls import num_splits
-from model_adapters.ops.gpu.flash import LOG2_E, NOTHING
+from model_adapters.ops.gpu.splits import LOG2_E, NOTHING, num_splits
 
 NAME = "gpu-mosaic"
 DTYPES = ("bfloat16", "float16")
