@@ -7,6 +7,8 @@ from model_adapters.ops.linear import addmm, baddbmm, bmm, einsum, linear, matmu
 from model_adapters.ops.paged_attention import paged_attention
 from model_adapters.ops.registry import list_ops, on_platform, use
 
+from model_adapters.ops import gpu, tpu  # isort: skip  # noqa: F401  they register implementations of the ops above
+
 __all__ = [
     "addmm",
     "baddbmm",

@@ -6,6 +6,7 @@ Run as a program it is the command line with this model in place of every other.
 import itertools
 import sys
 import time
+import types
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
@@ -36,6 +37,7 @@ class FakeModel:
         )
         self.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
         self.requests = []
+        self.engine = types.SimpleNamespace(description="cache of 7 pages")
         self.closed = False
 
     def iter_tokens(self, prompt_ids, generation_config, *, stop_strings=None, seed=None, params=None):
@@ -49,6 +51,9 @@ class FakeModel:
             yield from self.tokenizer(character)["input_ids"]
         if "slow" not in prompt and len(prompt) < limit:
             yield 1
+
+    def stats(self):
+        return f"{len(self.requests)} asked" if self.requests else None
 
     def close(self):
         self.closed = True

@@ -82,6 +82,21 @@ def test_models_lists_everything():
     assert "Qwen3ForCausalLM" in call("models", "--all").stdout
 
 
+def test_ops_are_listed_with_their_implementations_by_platform():
+    listed = json.loads(call("ops", "--json").stdout)
+    found = {op["name"]: {each["name"]: each["platforms"] for each in op["implementations"]} for op in listed["ops"]}
+    assert set(found) >= {"decode_attention", "paged_attention", "dense_attention", "linear", "grouped_matmul"}
+    for name in ("decode_attention", "paged_attention"):
+        assert found[name]["reference"] == ["cpu", "gpu", "tpu"]
+        assert (found[name]["cpu-ffi"], found[name]["tpu-pallas"], found[name]["gpu-triton"]) == (
+            ["cpu"],
+            ["tpu"],
+            ["gpu"],
+        )
+    table = call("ops").stdout
+    assert all(implementation in table for op in found.values() for implementation in op)
+
+
 def test_models_as_json():
     everything = json.loads(call("models", "--json").stdout)
     assert everything["short_names"]["gemma-3-1b-it"]["hub_id"] == "google/gemma-3-1b-it"

@@ -129,11 +129,15 @@ def test_a_dumb_terminal_without_colours(tmp_path):
     other = tmp_path / "precious.json"
     other.write_text("mine")
     with Terminal("run", TERM="dumb") as terminal:
-        terminal.wait_for(">>>")
+        terminal.wait_for("cache of 7 pages", ">>>")
+        terminal.type("/stats\n")
+        terminal.wait_for("nothing has been asked yet", ">>>")
         terminal.type("one\\\n")
         terminal.wait_for("... ")
         terminal.type("two\n")
         terminal.wait_for("u(one\r\ntwo)a(", "tokens/s", ">>>")
+        terminal.type("/stats\n")
+        terminal.wait_for("1 asked", ">>>")
         terminal.type(f"/save {other}\n")
         terminal.wait_for("exists and is not of this conversation", ">>>")
         terminal.type(f"/save {tmp_path / 'no' / 'folder.json'}\n")

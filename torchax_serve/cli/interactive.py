@@ -19,6 +19,7 @@ HELP = '''\
 /reset          forget the conversation; the system prompt stays
 /system TEXT    set the system prompt; /system alone shows it, /system off takes it away
 /save FILE      write the conversation to FILE as JSON
+/stats          requests, pages of the cache, prefix hits, tokens/s
 /quit           leave (also Ctrl-D)
 Alt-Enter, or \\ at the end of a line, begins a new line; """ begins and ends a block of lines.
 Ctrl-C stops the answer.'''
@@ -44,6 +45,7 @@ class InteractiveChat:
             "reset": self._reset,
             "system": self._system,
             "save": self._save,
+            "stats": self._stats,
         }
 
     def run(self) -> None:
@@ -98,6 +100,10 @@ class InteractiveChat:
             return
         self._conversation.set_system(None if argument == "off" else argument)
         note("system prompt " + ("taken away" if argument == "off" else "set"))
+
+    def _stats(self, argument: str) -> None:
+        stats = self._conversation.model.stats()
+        note("nothing has been asked yet" if stats is None else str(stats))
 
     def _save(self, argument: str) -> None:
         if not argument:

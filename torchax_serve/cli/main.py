@@ -17,6 +17,7 @@ import typer
 from torchax_serve import __version__
 from torchax_serve.cli.bench import bench
 from torchax_serve.cli.models import models
+from torchax_serve.cli.ops import ops
 from torchax_serve.cli.reporting import EXIT_INTERRUPTED, EXIT_STATUS_HELP, reported
 from torchax_serve.cli.run import run
 from torchax_serve.cli.verify import verify
@@ -27,6 +28,7 @@ COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("verify", verify),
     ("bench", bench),
     ("models", models),
+    ("ops", ops),
 )
 
 FIRST_SCREEN = """\

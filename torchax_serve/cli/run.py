@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.cli import options
 from torchax_serve.cli.options import LoadOptions
 from torchax_serve.cli.terminal import is_terminal, note
@@ -131,12 +131,20 @@ def _run(
         conversation = Conversation(model, params, raw=raw)
         conversation.set_system(system)
         if text is None:
+            _say_what_fits(model)
             InteractiveChat(conversation, terminal_reader(), as_json=as_json).run()
             return
         if not text.strip():
             raise _empty_prompt()
         with prompt_interrupts(leave_at=1):
             write_answer(conversation.answer(text), model_name=model.name, as_json=as_json)
+
+
+def _say_what_fits(model: Any) -> None:
+    try:
+        note(model.engine.description)
+    except UnsupportedModelError as error:
+        note(f"one request at a time: {error}")
 
 
 def _model_and_prompt(

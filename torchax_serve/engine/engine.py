@@ -50,9 +50,14 @@ class EngineStats:
 
 
 class Engine:
-    """Owns scheduler and runner and the thread that drives them. Its methods may be called from any thread."""
+    """Owns scheduler and runner and the thread that drives them. Its methods may be called from any thread.
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+    Attributes:
+        description: the road that requests take, and what the cache holds, in a line.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, description: str = "") -> None:
+        self.description = description
         self._scheduler, self._runner = scheduler, runner
         self._requests: dict[RequestId, tuple[RowRequest, Ticket]] = {}
         self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
