@@ -38,8 +38,14 @@ class _Extras:
 class LoneSampler:
     """Chooses for one request; made when the request is given a slot, also again after a preemption."""
 
-    def __init__(self, params: RowParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()) -> None:
-        """See `SlotOptions.set` for the arguments; ``params.lone`` is set.
+    def __init__(
+        self,
+        params: RowParams,
+        prompt_ids: Sequence[int],
+        outputs: Sequence[int],
+        sharding: jax.sharding.Sharding,
+    ) -> None:
+        """See `SlotOptions.set` for the arguments; ``params.lone`` is set. `sharding` is where the state lies.
 
         Raises:
             InvalidArgumentError: options at odds with each other, or tokens outside the vocabulary.
@@ -52,14 +58,15 @@ class LoneSampler:
         tokens = np.array([[*prompt_ids, *outputs]], np.int32)
         capacity = bucket(max(int(self._plan.max_length), tokens.shape[1] + 1))
         state = sampling.start(self._plan, tokens, seed=[params.seed], capacity=capacity)
-        self._state = dataclasses.replace(state, num_new=from_host(len(outputs), np.int32))
+        state = dataclasses.replace(state, num_new=from_host(len(outputs), np.int32))
         counts = np.bincount(np.asarray(outputs, np.int64), minlength=vocab_size)[:vocab_size]
-        self._counts = from_host(counts, np.int32)
         self._extras = _Extras(
             None if params.bias is None else from_host(params.bias, np.float32),
             from_host(params.floats["presence_penalty"], np.float32),
             from_host(params.floats["frequency_penalty"], np.float32),
         )
+        # Placed as steps leave it: one program, not two.
+        self._state, self._counts = jax.device_put((state, from_host(counts, np.int32)), sharding)
 
     def pick(self, logits: jax.Array) -> jax.Array:
         """The next token, int32[1], for `logits` float32[1, vocab]; `INVALID_TOKEN` if there is none to choose."""

@@ -37,7 +37,13 @@ class Sampler:
     whatever requests ask for, no other is compiled. Lone requests (`LoneSampler`) are the exception.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None) -> None:
+        """`sharding` says where the state lies; None: on the first device. Logits over a mesh want it replicated there.
+
+        It is never left to JAX: an array that belongs to no device yet makes another program than one that does, so
+        that each would be compiled twice.
+        """
+        self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
         self.num_traces = 0  # programs compiled so far, those of lone requests not among them
         self._sample = jax.jit(self._counted_sample, static_argnums=0, donate_argnums=2)
         self._logprobs = jax.jit(self._counted_logprobs, static_argnames="num_top")
@@ -47,7 +53,7 @@ class Sampler:
     def reset(self) -> None:
         """Forgets all requests; keeps the programs."""
         self.slots = SlotOptions(self._num_slots, self._vocab_size)
-        self.state = SamplerState.empty(self._num_slots)
+        self.state = SamplerState.empty(self._num_slots, self._sharding)
         self._lone: dict[int, LoneSampler] = {}
 
     @property
@@ -71,7 +77,7 @@ class Sampler:
         """
         self._lone.pop(slot, None)
         if params.lone is not None:
-            self._lone[slot] = LoneSampler(params, prompt_ids, outputs)
+            self._lone[slot] = LoneSampler(params, prompt_ids, outputs, self._sharding)
         table_row = self.slots.set(slot, params, prompt_ids, outputs)
         if table_row is not None:
             tables = self.state.tables or self._empty_tables()
@@ -149,9 +155,9 @@ class Sampler:
         return dataclasses.replace(sampled, tokens=tokens)
 
     def _empty_tables(self) -> SamplerTables:
-        shape, sharding = (self._num_slots, self._vocab_size), self.state.last_tokens.sharding
+        shape = (self._num_slots, self._vocab_size)
         return SamplerTables(
-            **{name: jnp.zeros(shape, dtype, device=sharding) for name, dtype in _TABLE_DTYPES.items()}
+            **{name: jnp.zeros(shape, dtype, device=self._sharding) for name, dtype in _TABLE_DTYPES.items()}
         )
 
     def _counted_sample(
