@@ -208,7 +208,8 @@ def row_by_row(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
 
     XLA's CPU backend adds up the numbers of a row in an order that depends on how many rows there are. Row by row the
     sums are the same in any company. It is no slower: a row fits into the cache, and takes only its own branches. An
-    accelerator, to which rows one after another would be slow, gets all of them at once.
+    accelerator, to which rows one after another would be slow, gets all of them at once; nothing is promised about the
+    last bit of its sums.
     """
 
     def one_by_one(*operands: Any) -> jax.Array:
