@@ -148,7 +148,10 @@ class Bench:
             self.rows.append(with_target(row, targets[0].limit, at_most=targets[0].at_most))
 
     def add_numbers(self, case: str, numbers: Mapping[str, Mapping[str, float | None]], turns: Turns) -> None:
-        """Rows of ours beside each peer, and how far they agree on the first tokens."""
+        """Rows of ours beside each peer, and how far they agree on the first tokens; of ours alone if there is none."""
+        if set(numbers) == {OURS}:
+            for number, value in numbers[OURS].items():
+                self.add(case, number, value, "", None)
         for peer in [name for name in numbers if name != OURS]:
             for number, value in numbers[OURS].items():
                 self.add(case, number, value, peer, numbers[peer][number])
