@@ -9,7 +9,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / ".ci" / "run"
-CHECKS = ["pip install .[dev]", "pytest", "ruff check .", "ruff format --check .", "mypy"]
+TPU = ["pip install --quiet jax[tpu]==1.2.3", "pytest tests/aot/test_tpu_aot.py"]
+GPU = [
+    "pip install --quiet --no-deps jax-cuda13-pjrt==1.2.3 jax-cuda13-plugin==1.2.3 nvidia-cuda-nvcc==13.0.* "
+    "nvidia-nvvm==13.0.* nvidia-cuda-runtime==13.0.*",
+    "pytest tests/aot/test_gpu_aot.py",
+]
+CHECKS = ["pip install .[dev]", "pytest", *TPU, *GPU, "ruff check .", "ruff format --check .", "mypy"]
+COMPILERS = [TPU[0], GPU[0]]
 
 # Stands for python3: makes a virtual environment whose programs write down how they are called.
 FAKE_PYTHON = """#!/bin/sh
@@ -20,6 +27,8 @@ for name in pip pytest ruff mypy; do
     printf '#!/bin/sh\\necho "%s $*" >> "$CALLS"\\n[ "%s $*" != "$FAILING" ] || exit 7\\n' $name $name > .venv/bin/$name
     chmod +x .venv/bin/$name
 done
+printf '#!/bin/sh\\necho 1.2.3\\n' > .venv/bin/python
+chmod +x .venv/bin/python
 """
 
 
@@ -66,7 +75,13 @@ def test_all_checks_run_in_order(project):
     assert project() == (0, CHECKS)
 
 
-@pytest.mark.parametrize("index", range(len(CHECKS)), ids=CHECKS)
+@pytest.mark.parametrize("lacking", COMPILERS)
+def test_a_compiler_that_cannot_be_installed_leaves_its_suite_out(project, lacking):
+    index = CHECKS.index(lacking)
+    assert project(lacking) == (0, [*CHECKS[: index + 1], *CHECKS[index + 2 :]])
+
+
+@pytest.mark.parametrize("index", [i for i, check in enumerate(CHECKS) if check not in COMPILERS])
 def test_the_first_failure_ends_it_with_its_status(project, index):
     failing = CHECKS[index] if " " in CHECKS[index] else CHECKS[index] + " "
     assert project(failing) == (7, CHECKS[: index + 1])

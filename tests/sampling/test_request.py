@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig
 
 from torchax_serve import sampling
-from torchax_serve.request import SamplingParams
+from torchax_serve.request import ENGINE_ONLY, SamplingParams
 
 BASE = GenerationConfig(max_length=30, top_p=0.8, eos_token_id=[2], pad_token_id=1)
 
@@ -60,7 +60,7 @@ def test_every_field_reaches_the_config():
     same = "min_new_tokens temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty"
     expected |= {name: getattr(params, name) for name in [*same.split(), "no_repeat_ngram_size"]}
     assert changes(params) == expected
-    assert {field.name for field in dataclasses.fields(params)} == {*expected, "n", "stop", "seed"} - {
+    assert {field.name for field in dataclasses.fields(params)} == {*expected, *ENGINE_ONLY, "n", "stop", "seed"} - {
         "max_length",
         "num_return_sequences",
         "stop_strings",

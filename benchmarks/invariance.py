@@ -1,0 +1,80 @@
+"""How often a greedy request gets other tokens in company than alone.
+
+    python benchmarks/invariance.py [--dtype bfloat16] [--requests 32] [--new-tokens 64]
+
+Every prompt runs alone and then all run at once, on the same engine without prefix caching, so that prompts are cut and
+rows are padded differently. Random weights give nearly flat distributions, where ties are far more frequent than in a
+trained model: the numbers are an upper bound of what to expect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+SHAPE = Path(__file__).parent / "shapes" / "qwen3-184m.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=SHAPE)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--output", type=Path, help="also write the numbers here, as JSON")
+    options = parser.parse_args()
+
+    import torch
+    from transformers import GenerationConfig
+
+    from torchax_serve import EngineOptions, serve
+    from torchax_serve.bench.machine import Machine
+    from torchax_serve.engine.request import RowRequest
+
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for dtype in options.dtype:
+        layout = EngineOptions(max_len=2 * (options.prompt_len + options.new_tokens), prefix_caching=False)
+        with serve(options.config, random_weights=True, dtype=dtype, engine=layout) as model:
+            vocab_size = model.config.vocab_size
+            lengths = torch.randint(
+                options.prompt_len // 2, options.prompt_len, (options.requests,), generator=generator
+            )
+            config = GenerationConfig(max_new_tokens=options.new_tokens)
+            requests = [
+                RowRequest.of(
+                    torch.randint(vocab_size, (int(length),), generator=generator).tolist(),
+                    config,
+                    vocab_size=vocab_size,
+                    seed=0,
+                )
+                for length in lengths
+            ]
+            alone = [model.engine.submit(request).result() for request in requests]
+            tickets = [model.engine.submit(request) for request in requests]
+            among = [ticket.result() for ticket in tickets]
+        same = [a == b for a, b in zip(alone, among, strict=True)]
+        pairs = list(zip(alone, among, strict=True))
+        shared = [next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) for a, b in pairs]
+        rows.append(
+            {
+                "dtype": dtype,
+                "requests": options.requests,
+                "identical": sum(same),
+                "tokens_before_the_first_difference": sum(shared),
+                "differences_per_1000_tokens": 1000 * (len(same) - sum(same)) / sum(shared),
+            }
+        )
+        print(rows[-1], flush=True)
+    if options.output:
+        command = shlex.join(["python", *sys.argv])
+        report = {"command": command, "machine": str(Machine.here()), "rows": rows}
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
