@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,15 +20,14 @@ from torchax_serve.model import ServedModel
 OPTIONS = ("num_slots", "token_budget", "page_len", "max_num_steps")
 
 
-async def run_requests(model: ServedModel, job: Job, callers: ThreadPoolExecutor) -> Door:
-    """Every request by a caller of its own. Threads hand them over, as `iter_tokens` waits for the engine's thread."""
+async def run_requests(model: ServedModel, job: Job) -> Door:
+    """Every request by a caller of its own."""
     door, progress = Door(job), asyncio.Event()
-    loop = asyncio.get_running_loop()
 
     async def read(index: int) -> None:
         arrival, trace = job.arrivals[index], door.traces[index]
         config = GenerationConfig(max_new_tokens=arrival.max_new_tokens, do_sample=False)
-        stream: Any = await loop.run_in_executor(callers, model.iter_tokens, arrival.prompt_ids, config)
+        stream: Any = model.iter_tokens(arrival.prompt_ids, config)
         async for token in stream:
             trace.add([token], door.now_s())
             progress.set()
@@ -50,8 +48,8 @@ async def run_requests(model: ServedModel, job: Job, callers: ThreadPoolExecutor
 
 def run(model: ServedModel, job: Job) -> JobResult:
     before = model.engine.stats().scheduler.num_hit_tokens
-    with count_programs() as programs, ThreadPoolExecutor(len(job.arrivals)) as callers:
-        door = asyncio.run(run_requests(model, job, callers))
+    with count_programs() as programs:
+        door = asyncio.run(run_requests(model, job))
     hits = model.engine.stats().scheduler.num_hit_tokens - before
     return JobResult(door.finish(), hits, programs[0])
 
@@ -85,6 +83,7 @@ def main() -> None:
         before = live_bytes()
         _ = model.engine  # made when first used
         engine_bytes = live_bytes() - before
+        model.engine.warm_up()
         answer_jobs(
             output,
             lambda job: run(model, job),
