@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.arrays import from_host
-from model_adapters.ops.pool import write_at
-from torchax_serve.engine.cache import CachePlan, PagedCache
+from torchax_serve.engine.gathered_cache import GatheredCache, gather, scatter
 from torchax_serve.engine.gathered_rows import LONGEST, Leaves, RowForward, StateLayout
 from torchax_serve.engine.packed import ON_DEVICE, ladder, rung
 from torchax_serve.program_cache import KeptFunction, ProgramCache
@@ -30,29 +29,6 @@ SMALLEST_GATHER_LEN = 256
 MAX_GATHERED_LEN = 1 << 16
 """Tokens that a decode program gathers, all rows together, where it has more than one row: it bounds what a step takes
 beside the cache."""
-
-
-class GatheredCache(PagedCache):
-    """The pools of a `CachePlan`, and one row of each state for each slot and for nobody, the last one."""
-
-    def __init__(self, plan: CachePlan, layout: StateLayout, num_slots: int) -> None:
-        self.states: Leaves = ()
-        self._rows, self._num_slots = layout.rows, num_slots
-        super().__init__(plan)
-
-    def reset(self) -> None:
-        """Makes pools and states anew, all zeros."""
-        super().reset()
-        self.states = ()
-        self.states = tuple(
-            jax.device_put(jnp.zeros((self._num_slots + 1, *row.shape), row.dtype), jax.devices()[0])
-            for row in self._rows
-        )
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether a pool or a state has been given to a step that did not give it back."""
-        return super().is_lost or any(state.is_deleted() for state in self.states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +102,8 @@ class GatheredModel:
         self._forward, self._weights, self._cache, self._layout = forward, weights, cache, layout
         self._num_slots = num_slots
         self.chunk_sizes, self.is_exact, self._block_len = tuple(chunk_sizes), is_exact, block_len
-        self._row_rungs = ladder(num_slots)
+        # Two rows cost what four do: products of fewer are slow, or no faster.
+        self._row_rungs = (1, *ladder(num_slots, 2, 4)) if num_slots > 1 else (1,)
         self._chunk_rungs = tuple(sorted(chunk_sizes))
         self._page_len = cache.plan.page_len
         most = cache.pages_per_seq + (0 if is_exact else -(-self._chunk_rungs[-1] // self._page_len))
@@ -161,11 +138,13 @@ class GatheredModel:
             logits, news = self._forward.begin(weights, ids[0], given.lens[0], self._layout, **spec.how)
             news = jax.tree.map(lambda new: new[None], news)
         else:
-            dense = tuple(_gather(pool, table, given.starts) for pool in pools)
+            dense = tuple(gather(pool, table, given.starts) for pool in pools)
             kept = self._layout.join(dense, tuple(state[given.slots] for state in states))
             logits, news = self._advance(weights, kept, ids, given, spec)
         new_pages, new_states = self._layout.split(news)
-        pools = tuple(_scatter(pool, table, given, new) for pool, new in zip(pools, new_pages, strict=True))
+        pools = tuple(
+            scatter(pool, table, given.starts, given.lens, new) for pool, new in zip(pools, new_pages, strict=True)
+        )
         states = tuple(state.at[given.slots].set(new) for state, new in zip(states, new_states, strict=True))
         return logits, pools, states
 
@@ -356,28 +335,6 @@ class GatheredModel:
                 out = jnp.zeros((num_rows, logits.shape[1]), jnp.float32)
                 _place(out, logits, from_host(np.full(len(logits), num_rows), np.int32))
         return logits
-
-
-def _gather(pool: jax.Array, table: jax.Array, starts: jax.Array) -> jax.Array:
-    """Dense keys and values ``[S, 1, heads, capacity, width]`` of `starts` tokens each, zeros behind them.
-
-    What lies behind may be another request's NaN, which a weight of 0 would not take away.
-    """
-    num_rows, num_pages = table.shape
-    _, heads, page_len, width = pool.shape
-    dense = jnp.swapaxes(pool[table], 1, 2).reshape(num_rows, heads, num_pages * page_len, width)
-    is_stored = jnp.arange(num_pages * page_len) < starts[:, None]
-    return jnp.where(is_stored[:, None, :, None], dense, 0)[:, None]
-
-
-def _scatter(pool: jax.Array, table: jax.Array, given: _Numbers, new: jax.Array) -> jax.Array:
-    """The pool with new keys and values ``[S, T, heads, width]`` behind `given.starts`; those of padding go nowhere."""
-    num_rows, num_tokens = new.shape[:2]
-    steps = jnp.arange(num_tokens, dtype=jnp.int32)
-    positions = jnp.where(steps < given.lens[:, None], given.starts[:, None] + steps, -1).reshape(-1)
-    rows = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), num_tokens)
-    flat = new.reshape(num_rows * num_tokens, *new.shape[2:])
-    return write_at(pool, table, rows, positions, flat, flat[..., :0])
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -7,8 +7,9 @@ import functools
 from collections.abc import Callable
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
-from torchax_serve.engine.gathered import GatheredCache, GatheredModel
-from torchax_serve.engine.gathered_rows import LONGEST, TRIAL_LEN, RowForward, StateLayout
+from torchax_serve.engine.gathered import GatheredModel
+from torchax_serve.engine.gathered_cache import GatheredCache
+from torchax_serve.engine.gathered_rows import LONGEST, TRIAL_LEN, RowForward, StateLayout, as_unsupported
 from torchax_serve.engine.gathered_trial import find_block_len
 from torchax_serve.engine.packed import ladder
 from torchax_serve.engine.road import Road, Sizes
@@ -105,10 +106,11 @@ class _Parts:
         needed = -(-TRIAL_LEN // self.sizes.page_len)
         if any(group.num_pages <= needed for group in cache.plan.groups):
             make = functools.partial(self.model, self._small_cache())
-        return find_block_len(
-            make,
-            self._wanted_block_len,
-            num_slots=self.sizes.num_slots,
-            vocab_size=self.runtime.vocab_size,
-            is_float32=self.runtime.program.is_float32,
-        )
+        with as_unsupported():
+            return find_block_len(
+                make,
+                self._wanted_block_len,
+                num_slots=self.sizes.num_slots,
+                vocab_size=self.runtime.vocab_size,
+                is_float32=self.runtime.program.is_float32,
+            )

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 from model_adapters.caches import AttentionLayer, LayerStates
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
@@ -112,7 +113,7 @@ class RowForward:
             states: LayerStates = self._new_cache(TRIAL_LEN).states
             return self.program.forward(weights, states, jnp.int32(0), self._inputs(ids, 0, length, True), CallSpec())
 
-        with _as_unsupported():
+        with as_unsupported():
             traced = jax.jit(first).trace(self._weights, jax.ShapeDtypeStruct((length,), np.int32))
         fields, states = traced.out_info
         if "logits" not in fields:
@@ -126,8 +127,12 @@ class RowForward:
         """What this model keeps, found by tracing a first forward and a step after it.
 
         Raises:
-            UnsupportedModelError: what it keeps changes its shape from step to step, or is nothing.
+            UnsupportedModelError: what it keeps changes its shape from step to step, lies elsewhere, or is nothing.
         """
+        with _keeps_nothing_itself(self.program.module):
+            return self._find_layout()
+
+    def _find_layout(self) -> StateLayout:
         states, size = self._after_first(TRIAL_LEN)
         pools = {id(layer.pool) for layer in states if isinstance(layer, AttentionLayer)}
         leaves: list[PageShape | StateRow] = []
@@ -152,7 +157,7 @@ class RowForward:
 
         kept = tuple(jax.tree.leaves(states))
         number, one = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
-        with _as_unsupported():
+        with as_unsupported():
             jax.eval_shape(step, self._weights, kept, number, one)
         return dataclasses.replace(found, is_vectorised=self._can_vectorise(found))
 
@@ -338,7 +343,7 @@ class RowForward:
 
 
 @contextlib.contextmanager
-def _as_unsupported() -> Iterator[None]:
+def as_unsupported() -> Iterator[None]:
     """What model code raises in a trace, as this project's error."""
     try:
         yield
@@ -349,6 +354,31 @@ def _as_unsupported() -> Iterator[None]:
         raise UnsupportedModelError(
             f"expected a forward that can be traced on a cache, got {type(error).__name__}: {''.join(said)}"
         ) from error
+
+
+@contextlib.contextmanager
+def _keeps_nothing_itself(module: torch.nn.Module) -> Iterator[None]:
+    """Refuses a module that has other tensors as attributes afterwards; takes them away from it again.
+
+    Raises:
+        UnsupportedModelError: it has; names some.
+    """
+    before = {child: dict(vars(child)) for child in module.modules()}
+    written = []
+    try:
+        yield
+    finally:
+        for name, child in module.named_modules():
+            for attribute, value in list(vars(child).items()):
+                was = before[child].get(attribute)
+                if isinstance(value, torch.Tensor) and was is not value:
+                    written.append(f"{name}.{attribute}")
+                    vars(child)[attribute] = was
+    if written:
+        raise UnsupportedModelError(
+            f"expected a model that keeps its state in a cache, got one that keeps it in itself ({written[0]} and "
+            f"{len(written) - 1} more), where requests would share it"
+        )
 
 
 def _structure(states: LayerStates) -> Any:

@@ -1,0 +1,303 @@
+"""The gathered road: models that cannot be packed give each request the tokens that transformers gives it alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
+from model_adapters.loading.memory import free_host_bytes
+from torchax_serve import to_jax
+from torchax_serve.engine import gathered, gathered_rows, gathered_trial, road
+from torchax_serve.engine.build import EngineOptions, build_engine
+from torchax_serve.engine.gathered_cache import gather, scatter
+from torchax_serve.engine.gathered_road import gathered_road
+from torchax_serve.engine.gathered_rows import RowForward
+from torchax_serve.engine.request import RowRequest
+from torchax_serve.request import SamplingParams
+from torchax_serve.scheduling import PlanRow
+
+VOCAB_SIZE = 61
+NEW = 14
+OPTIONS = EngineOptions(max_len=56, num_slots=4, page_len=4, token_budget=20, kv_cache_bytes=1)
+
+MODELS = {
+    "bloom": {"n_layer": 2, "n_head": 4},
+    # attends past transformers' interface, and counts its positions by itself
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    # its scan is a Python loop over tokens
+    "mamba": {"state_size": 4, "num_hidden_layers": 1},
+    # attention and a recurrence in each layer
+    "falcon_h1": {
+        "num_hidden_layers": 1,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 4,
+        "mamba_chunk_size": 8,
+        "head_dim": 8,
+    },
+    # a convolution in one layer, attention in another, and experts, whose products vmap must follow
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+    "recurrent_gemma": {"lru_width": 32, "num_hidden_layers": 3},
+    "gpt_neo": {
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+        "max_position_embeddings": 128,
+    },
+}
+RECURRENT = {"mamba", "falcon_h1", "lfm2_moe"}
+
+
+def tiny(model_type):
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = transformers.AutoConfig.for_model(model_type, **{**common, **MODELS[model_type]})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def runtime_of(model_type):
+    return to_jax(tiny(model_type))._jax_runtime
+
+
+def scarce(runtime, num_pages=16):
+    """Options with room for one long request and a bit: others must make room."""
+    layout = RowForward(runtime).layout()
+    state_bytes = sum(row.num_bytes for row in layout.rows) * (OPTIONS.num_slots + 1)
+    page_bytes = sum(shape.page_bytes(OPTIONS.page_len) for shape in layout.pages)
+    return dataclasses.replace(OPTIONS, kv_cache_bytes=state_bytes + num_pages * page_bytes + 1)
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(3)
+    lengths = [5, 13, 30, 1, 8, 16, 17, 40, 3, 9, 25, 31]
+    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def answers(engine, ids, runtime, params=None):
+    config = transformers.GenerationConfig(max_new_tokens=NEW)
+    tickets = [
+        engine.submit(RowRequest.of(prompt, config, params, vocab_size=runtime.vocab_size, seed=0)) for prompt in ids
+    ]
+    return [list(ticket.result()) for ticket in tickets]
+
+
+def alone(model, ids):
+    with torch.no_grad():
+        return [
+            model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+            for prompt in ids
+        ]
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "gptj", "mamba", "falcon_h1", "lfm2_moe"])
+def test_each_request_has_the_tokens_it_has_alone(model_type):
+    runtime = runtime_of(model_type)
+    engine = build_engine(runtime, scarce(runtime))
+    engine.check_integrity = True
+    ids = prompts()
+    try:
+        first = answers(engine, ids, runtime)
+        num_programs = engine.stats().num_programs
+        again = answers(engine, ids[:4], runtime)
+        stats = engine.stats()
+    finally:
+        engine.close()
+    expected = alone(tiny(model_type), ids)
+    assert first == expected
+    assert again == expected[:4]
+    assert len({tuple(answer) for answer in expected}) > 6  # the test can tell requests apart
+    assert stats.num_programs <= num_programs + 2  # chance decides which rungs the first round has met
+    if model_type != "mamba":
+        assert stats.scheduler.num_preemptions > 0
+        assert [group.num_used for group in stats.scheduler.pages] == [0]
+    assert (stats.scheduler.num_hit_tokens == 0) is (model_type in RECURRENT)
+
+
+def test_rows_one_after_the_other_give_the_same(monkeypatch):
+    monkeypatch.setattr(RowForward, "_can_vectorise", lambda self, layout: False)
+    monkeypatch.setattr(gathered, "MAX_GATHERED_LEN", 600)  # two programs of rows in a step
+    runtime = runtime_of("bloom")
+    engine = build_engine(runtime, dataclasses.replace(OPTIONS, kv_cache_bytes=None))
+    engine.check_integrity = True
+    ids = prompts()[:6]
+    try:
+        assert answers(engine, ids, runtime) == alone(tiny("bloom"), ids)
+    finally:
+        engine.close()
+
+
+def test_token_by_token_gives_the_same(monkeypatch):
+    found = RowForward.layout
+    monkeypatch.setattr(RowForward, "layout", lambda self: dataclasses.replace(found(self), block_len=1))
+    runtime = runtime_of("lfm2_moe")
+    engine = build_engine(runtime, scarce(runtime))
+    ids = prompts()[1:3]
+    try:
+        assert answers(engine, ids, runtime) == alone(tiny("lfm2_moe"), ids)
+    finally:
+        engine.close()
+
+
+def test_loops_over_tokens_are_cut_into_blocks():
+    assert RowForward(runtime_of("mamba")).layout().block_len < 16
+    assert RowForward(runtime_of("lfm2_moe")).layout().block_len == gathered_rows.LONGEST
+
+
+def test_many_rows_are_split_by_length(monkeypatch):
+    """Logits of rows in several programs, and those of a chunk behind them, are at their rows' places."""
+    monkeypatch.setattr(gathered, "MAX_GATHERED_LEN", 64)
+    monkeypatch.setattr(gathered, "SMALLEST_GATHER_LEN", 8)
+    runtime = runtime_of("bloom")
+    sizes = road.Sizes(max_len=56, num_slots=6, page_len=8, token_budget=32, kv_cache_bytes=1 << 20)
+    model = gathered_road(runtime, sizes, "tested").model
+    table = np.arange(1, 43, dtype=np.int32).reshape(6, 7)
+    lengths = [3, 20, 9, 33, 4, 12]
+    generator = np.random.default_rng(1)
+    ids = [tuple(generator.integers(1, VOCAB_SIZE, length + 1).tolist()) for length in lengths]
+    last = jnp.asarray([prompt[-1] for prompt in ids], jnp.int32)
+    for slot, prompt in enumerate(ids[:5]):
+        for start in range(0, lengths[slot], 16):
+            chunk = prompt[:-1][start : start + 16]
+            model.run([PlanRow(slot, slot, start, len(chunk), chunk, True)], (table,), last)
+    rows = [PlanRow(slot, slot, lengths[slot], 1, None, True) for slot in range(5)]
+    rows.append(PlanRow(5, 5, 0, 13, ids[5], True))
+    assert len(model._decode_jobs(list(enumerate(rows[:5])), 0)) > 1
+    logits = np.asarray(model.run(rows, (table,), last))
+    everything = np.asarray(model.run(rows, (table,), last, all_logits=True))  # decodes the same tokens once more
+    with torch.no_grad():
+        expected = [tiny("bloom")(torch.tensor([prompt])).logits[0].numpy() for prompt in ids]
+    for row in range(6):
+        np.testing.assert_allclose(logits[row], expected[row][-1], rtol=1e-4, atol=1e-4)
+    for row in range(5):
+        np.testing.assert_allclose(everything[row], expected[row][-1], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(everything[5:18], expected[5], rtol=1e-4, atol=1e-4)
+
+
+def test_prompt_logprobs_of_chunks():
+    """In two blocks from the beginning, and in another chunk."""
+    runtime = runtime_of("mamba")
+    engine = build_engine(runtime, scarce(runtime))
+    prompt = prompts()[2][:20]
+    params = SamplingParams(max_new_tokens=2, prompt_logprobs=0)
+    try:
+        config = transformers.GenerationConfig(max_new_tokens=2)
+        request = RowRequest.of(prompt, config, params, vocab_size=runtime.vocab_size, seed=0)
+        found = next(new.prompt_logprobs for new in engine.submit(request) if new.prompt_logprobs is not None)
+    finally:
+        engine.close()
+    with torch.no_grad():
+        scores = tiny("mamba")(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    expected = [float(scores[i, token]) for i, token in enumerate(prompt[1:])]
+    assert found[0] is None
+    np.testing.assert_allclose([entry.logprob for entry in found[1:]], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_pages_are_gathered_and_scattered():
+    generator = np.random.default_rng(0)
+    pool = generator.normal(size=(7, 2, 4, 3)).astype(np.float32)
+    pool[6] = np.nan  # what another request has left
+    table = np.array([[3, 5, 6], [2, 0, 0]], np.int32)
+    starts, lens = np.array([6, 1], np.int32), np.array([3, 1], np.int32)
+    dense = np.asarray(gather(jnp.asarray(pool), jnp.asarray(table), jnp.asarray(starts)))
+    assert dense.shape == (2, 1, 2, 12, 3)
+    for row in range(2):
+        for position in range(12):
+            page = pool[table[row, position // 4], :, position % 4]
+            expected = page if position < starts[row] else np.zeros_like(page)
+            np.testing.assert_array_equal(dense[row, 0, :, position], expected)
+    new = generator.normal(size=(2, 3, 2, 3)).astype(np.float32)
+    expected = pool.copy()
+    expected[5, :, 2], expected[5, :, 3], expected[6, :, 0] = new[0]
+    expected[2, :, 1] = new[1, 0]
+    step = jax.jit(scatter, donate_argnums=0)
+    given = jnp.asarray(pool.copy())
+    scattered = step(given, jnp.asarray(table), jnp.asarray(starts), jnp.asarray(lens), jnp.asarray(new))
+    np.testing.assert_array_equal(np.asarray(scattered), expected)
+    assert given.is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("recurrent_gemma", r"keeps it in itself \(model\.layers\.0\.temporal_block\.\w+ and \d+ more\)"),
+        # its window begins at the end of the cache, not at that of the tokens in it
+        ("gpt_neo", r"differ between one forward and steps on a cache"),
+    ],
+)
+def test_a_model_that_cannot_go_on_is_refused(model_type, why):
+    model = to_jax(tiny(model_type))
+    with pytest.raises(UnsupportedModelError, match=f"cannot be batched. Packed: .*Each by itself: .*{why}"):
+        build_engine(model._jax_runtime, dataclasses.replace(OPTIONS, kv_cache_bytes=1 << 20))
+    for name, child in model.named_modules():
+        left = [key for key, value in vars(child).items() if isinstance(value, torch.Tensor) and hasattr(value, "jax")]
+        assert left == [], name
+
+
+def test_states_that_do_not_fit_are_refused():
+    with pytest.raises(OutOfMemoryError, match=r"states of 4 requests, \d+ bytes, got 1 bytes; raise kv_cache_bytes"):
+        build_engine(runtime_of("mamba"), OPTIONS)
+    assert free_host_bytes() > 0
+
+
+class Pretender:
+    """Logits that are a sum over tokens, or not quite: with `forgets`, chunks behind the first lose it."""
+
+    def __init__(self, forgets):
+        self.forgets, self.total = forgets, 0.0
+
+    def first_pages(self):
+        return ()
+
+    def run(self, rows, tables, last_tokens):
+        row = rows[0]
+        ids = [int(last_tokens[0])] if row.is_decode else list(row.token_ids)
+        kind = "token" if row.is_decode else "chunk" if row.num_tokens > 1 else "one"
+        if row.start == 0 or kind in self.forgets:
+            self.total = 0.0
+        self.total += float(sum(ids))
+        return jnp.sin(jnp.arange(8.0) * self.total)[None]
+
+
+def test_trial_finds_how_a_model_continues():
+    known = {"num_slots": 1, "vocab_size": 50, "is_float32": True}
+
+    def make(forgets, block_len):
+        return Pretender(forgets if block_len > 1 else forgets - {"chunk"})
+
+    def find(*forgets):
+        return gathered_trial.find_block_len(lambda block_len: make(set(forgets), block_len), 16, **known)
+
+    assert find() == 16
+    assert find("chunk") == 1
+    with pytest.raises(UnsupportedModelError, match="one forward and steps on a cache"):
+        find("token")

@@ -1,0 +1,58 @@
+"""The cache of the gathered road: pages for keys and values, and states by slot."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.ops.pool import write_at
+from torchax_serve.engine.cache import CachePlan, PagedCache
+from torchax_serve.engine.gathered_rows import Leaves, StateLayout
+
+
+class GatheredCache(PagedCache):
+    """The pools of a `CachePlan`, and one row of each state for each slot and for nobody, the last one."""
+
+    def __init__(self, plan: CachePlan, layout: StateLayout, num_slots: int) -> None:
+        self.states: Leaves = ()
+        self._rows, self._num_slots = layout.rows, num_slots
+        super().__init__(plan)
+
+    def reset(self) -> None:
+        """Makes pools and states anew, all zeros."""
+        super().reset()
+        self.states = ()
+        self.states = tuple(
+            jax.device_put(jnp.zeros((self._num_slots + 1, *row.shape), row.dtype), jax.devices()[0])
+            for row in self._rows
+        )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a pool or a state has been given to a step that did not give it back."""
+        return super().is_lost or any(state.is_deleted() for state in self.states)
+
+
+def gather(pool: jax.Array, table: jax.Array, starts: jax.Array) -> jax.Array:
+    """Dense keys and values ``[S, 1, heads, capacity, width]`` of `starts` tokens each, zeros behind them.
+
+    What lies behind may be another request's NaN, which a weight of 0 would not take away.
+    """
+    num_rows, num_pages = table.shape
+    _, heads, page_len, width = pool.shape
+    dense = jnp.swapaxes(pool[table], 1, 2).reshape(num_rows, heads, num_pages * page_len, width)
+    is_stored = jnp.arange(num_pages * page_len) < starts[:, None]
+    return jnp.where(is_stored[:, None, :, None], dense, 0)[:, None]
+
+
+def scatter(pool: jax.Array, table: jax.Array, starts: jax.Array, lens: jax.Array, new: jax.Array) -> jax.Array:
+    """The pool with new keys and values ``[S, T, heads, width]``, `lens` of each row, behind its `starts` tokens.
+
+    Padding goes nowhere, not even to the null page.
+    """
+    num_rows, num_tokens = new.shape[:2]
+    steps = jnp.arange(num_tokens, dtype=jnp.int32)
+    positions = jnp.where(steps < lens[:, None], starts[:, None] + steps, -1).reshape(-1)
+    rows = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), num_tokens)
+    flat = new.reshape(num_rows * num_tokens, *new.shape[2:])
+    return write_at(pool, table, rows, positions, flat, flat[..., :0])
