@@ -56,6 +56,9 @@ MORE = (
     Shape(dim=64, group=71, heads=1),
     Shape(dim=256, group=128, heads=1),
     Shape(dim=128, group=7, heads=4),
+    Shape(dim=64, group=64, heads=1, dtype="float32", pool_dtype="bfloat16"),
+    Shape(dim=128, group=32, heads=1, dtype="float32", pool_dtype="int8"),
+    Shape(dim=64, group=64, heads=1, dtype="float32", pool_dtype="float32"),
     Shape(num_seqs=256, num_pages=8192),
     Shape(page=4096, num_pages=8),  # a cache with one page per row
     Shape(num_pages=9000),  # more than 4 GiB

@@ -158,7 +158,7 @@ def test_tokens_at_negative_positions_give_zeros_and_write_nothing():
 def test_pages_outside_the_pool_are_read_as_the_nearest():
     case = paged_case(**MIXED)
     case = case.with_(page_table=case.page_table.at[2, 0].set(10_000).at[0, 0].set(-3))
-    pool = jnp.where(jnp.isnan(case.pool), 0.5, case.pool)
+    pool = jnp.where(jnp.isnan(case.pool), jnp.sin(jnp.arange(case.pool.size)).reshape(case.pool.shape), case.pool)
     check_ragged(case.with_(pool=pool))
 
 

@@ -16,19 +16,19 @@ from model_adapters.ops.gpu.splits import num_splits, round_up_to_power
 
 NAME = "gpu-triton"
 MIN_ROWS = 16  # and least keys: no product on tensor cores is smaller
-MIN_SPLIT_LEN = 128
 MAX_BLOCK_BYTES = 32 << 10  # keys and values of a block: two of them fit into the shared memory of any GPU from sm_80
 # A page is found before it is read, so that each block on its way takes two of the compiler's stages. A decode step
-# only reads, and has two blocks on their way; a tile of many queries works on a block while one other comes.
+# only reads, and has two blocks on their way; a tile of many queries, or in float32, works on one while one comes.
 STAGES_OF_ONE = 5
 STAGES_OF_MANY = 3
 MAX_GROUP = 128
 MAX_DIM = 576
-MAX_SUMS = 128 * 256  # float32 numbers of all rows that 8 warps hold without spilling
-# Products of float32 with float32 are done by threads, with both operands in registers.
 MAX_KEYS = 64
 MAX_FLOAT32_KEYS = 32  # for queries in float32
-MAX_FLOAT32_SUMS = 32 * 128
+# Numbers in the queries of a tile, rows times dimensions, beside which warps hold what they sum without spilling: in 16
+# bits; and in float32, which is either three terms of 16 bits or multiplied by threads, with operands in registers.
+MAX_QUERIES = 128 * 256
+MAX_FLOAT32_QUERIES = 32 * 128
 NARROW_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # all their values exist in any 16-bit float
 POOL_DTYPES = {
     "float32": ("float32", "bfloat16", *NARROW_DTYPES),
@@ -50,8 +50,7 @@ def why_not(q: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array) 
         return f"{group} query heads read one kv head; the kernel has room for {MAX_GROUP}"
     if max(q.shape[2], v.shape[2]) > MAX_DIM:
         return f"keys of {q.shape[2]} and values of {v.shape[2]}; the kernel has room for {MAX_DIM}"
-    most = MAX_FLOAT32_SUMS if is_float32(q, pool) else MAX_SUMS
-    if least_rows(group) * max(q.shape[2], v.shape[2]) > most:
+    if least_rows(group) * max(q.shape[2], v.shape[2]) > max_queries(q):
         return f"{group} query heads of {q.shape[2]} and {v.shape[2]} in {q.dtype}; the kernel has too few registers"
     if pool.size > 2**31 and pool.size * pool.dtype.itemsize <= 2**32:
         # Pallas' Triton lowering counts elements in 32 signed bits up to 4 GiB.
@@ -59,9 +58,9 @@ def why_not(q: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array) 
     return None
 
 
-def is_float32(q: jax.Array, pool: jax.Array) -> bool:
-    """Whether products are done in float32: where queries and pool have no narrower common form."""
-    return q.dtype == jnp.float32 and pool.dtype == jnp.float32
+def max_queries(q: jax.Array) -> int:
+    """How many numbers the queries of a tile may have, rows times dimensions."""
+    return MAX_FLOAT32_QUERIES if q.dtype == jnp.float32 else MAX_QUERIES
 
 
 def least_rows(group: int) -> int:
@@ -73,7 +72,7 @@ def features_of(
     q: jax.Array, pool: jax.Array, *, scale: float, window: int | None, softcap: float | None, has_prefix: bool
 ) -> Features:
     """The call's features; float32 queries on a narrower pool are three terms in bfloat16."""
-    has_terms = q.dtype == jnp.float32 and not is_float32(q, pool)
+    has_terms = q.dtype == jnp.float32 and pool.dtype != jnp.float32
     dtype, num_terms = (jnp.dtype(jnp.bfloat16), 3) if has_terms else (q.dtype, 1)
     return Features(dtype, num_terms, scale, window, softcap, has_prefix)
 
@@ -87,7 +86,8 @@ def tile_for(
     num_keys = MAX_FLOAT32_KEYS if q.dtype == jnp.float32 else MAX_KEYS
     while num_keys > MIN_ROWS and num_keys * row_bytes > MAX_BLOCK_BYTES:
         num_keys //= 2
-    num_stages = STAGES_OF_ONE if num_queries == 1 else STAGES_OF_MANY
+    reads_only = num_queries == 1 and q.dtype != jnp.float32
+    num_stages = STAGES_OF_ONE if reads_only else STAGES_OF_MANY
     num_sums = num_rows * sum(piece.size for piece in pieces(v.shape[2]))
     num_warps = 8 if num_rows >= 128 or num_sums > 8192 or q.dtype == jnp.float32 else 4
     splits = num_splits(num_items * heads, reach)

@@ -7,28 +7,19 @@ from typing import Any
 import jax
 
 from model_adapters.ops import registry
-from model_adapters.ops.gpu.calls import (
-    MAX_FLOAT32_SUMS,
-    NAME,
-    attend,
-    features_of,
-    is_float32,
-    least_rows,
-    tile_for,
-    why_not,
-)
+from model_adapters.ops.gpu.calls import NAME, attend, features_of, least_rows, max_queries, tile_for, why_not
 from model_adapters.ops.gpu.items import ragged_items, token_places
 from model_adapters.ops.paged_attention import OP
 from model_adapters.ops.pool import write_at
 
 MAX_ROWS = 128
-MAX_SUMS_BYTES = 32 << 10  # of all rows in the dtype of queries: what 8 warps hold beside the sums in float32
+MAX_QUERIES = 128 * 128  # numbers in the queries of a tile that leave room for another program beside this one
 
 
 def _num_rows(q: jax.Array, v: jax.Array, pool: jax.Array) -> int:
     """Rows of a tile: as many as there is work and room for, no less than the query heads of one token."""
     group, dim, rows = q.shape[1] // pool.shape[1], max(q.shape[2], v.shape[2]), MAX_ROWS
-    room = MAX_FLOAT32_SUMS if is_float32(q, pool) else MAX_SUMS_BYTES // q.dtype.itemsize
+    room = min(MAX_QUERIES, max_queries(q))
     while rows > least_rows(group) and (rows >= 2 * q.shape[0] * group or rows * dim > room):
         rows //= 2
     return rows
