@@ -103,7 +103,9 @@ def test_ragged_over_dims_groups_pages_and_dtypes(index):
 @pytest.mark.parametrize("prefix_lens", PREFIXES)
 @pytest.mark.parametrize("window", [None, 20])
 def test_prefix(prefix_lens, window):
-    check_ragged(paged_case(**MIXED, prefix_lens=prefix_lens, window=window, sinks=True, group=3, padding=3))
+    """Sixteen heads of a group leave eight queries to an item: it sees more of the prefix than its own end."""
+    case = paged_case(**MIXED, prefix_lens=prefix_lens, window=window, sinks=True, heads=1, group=16, padding=3)
+    check_ragged(case)
 
 
 def test_pages_freed_behind_the_window_are_not_read():
@@ -153,6 +155,8 @@ def test_a_length_beyond_the_pages_writes_nothing_and_attends_to_what_they_hold(
 def test_tokens_at_negative_positions_give_zeros_and_write_nothing():
     check_ragged(paged_case(q_lens=(9, 4, 3), kv_lens=(5, 4, 0), sinks=True, window=3))
     check_ragged(paged_case(q_lens=(9, 4, 3), kv_lens=(5, 4, 0), prefix_lens=(3, 3, 3)))
+    # One query to an item: there is no row of another to mask.
+    check_ragged(paged_case(q_lens=(9, 4, 3), kv_lens=(5, 4, 0), prefix_lens=(3, 3, 3), heads=1, group=128))
 
 
 def test_pages_outside_the_pool_are_read_as_the_nearest():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from model_adapters.ops import registry
 from model_adapters.ops.gpu.calls import NAME, attend, features_of, least_rows, max_queries, tile_for, why_not
@@ -13,16 +14,18 @@ from model_adapters.ops.paged_attention import OP
 from model_adapters.ops.pool import write_at
 
 MAX_ROWS = 128
+MAX_FLOAT32_ROWS = 32
 MAX_QUERIES = 128 * 128  # numbers in the queries of a tile that leave room for another program beside this one
 
 
 def _num_rows(q: jax.Array, v: jax.Array, pool: jax.Array) -> int:
     """Rows of a tile: as many as there is work and room for, no less than the query heads of one token."""
-    group, dim, rows = q.shape[1] // pool.shape[1], max(q.shape[2], v.shape[2]), MAX_ROWS
+    group, dim = q.shape[1] // pool.shape[1], max(q.shape[2], v.shape[2])
+    rows = MAX_FLOAT32_ROWS if q.dtype == jnp.float32 else MAX_ROWS
     room = min(MAX_QUERIES, max_queries(q))
     while rows > least_rows(group) and (rows >= 2 * q.shape[0] * group or rows * dim > room):
         rows //= 2
-    return rows
+    return max(rows, least_rows(group))
 
 
 def _refuses(
