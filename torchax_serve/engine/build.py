@@ -90,8 +90,7 @@ def build_engine(runtime: Runtime, options: EngineOptions | None = None) -> Engi
         packed=is_packed,
     )
     logger.info("%s", road)
-    # The runner asks of a model what both kinds have.
-    runner = ModelRunner(road.model, road.cache, num_slots=sizes.num_slots, vocab_size=runtime.vocab_size)  # type: ignore[arg-type]
+    runner = ModelRunner(road.model, road.cache, num_slots=sizes.num_slots, vocab_size=runtime.vocab_size)
     return Engine(Scheduler(config), runner, str(road))
 
 

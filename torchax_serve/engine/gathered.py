@@ -286,7 +286,7 @@ class GatheredModel:
         padded[: len(numbers)] = numbers
         return padded
 
-    def specs(self) -> Iterator[GatheredSpec]:
+    def _specs(self) -> Iterator[GatheredSpec]:
         """Every step there can be, of those that mixed traffic meets."""
         for num_pages in self._page_rungs:
             for num_rows in self._row_rungs:
@@ -319,8 +319,12 @@ class GatheredModel:
         analysis = program.memory_analysis()
         return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
-    def warm_up(self, spec: GatheredSpec, last_tokens: jax.Array) -> jax.Array:
-        """Compiles and runs one step that writes nothing of anybody's; returns its logits."""
+    def warm_up(self, last_tokens: jax.Array) -> Iterator[jax.Array]:
+        """Compiles every step that mixed traffic meets and runs it on nothing of anybody's; yields its logits."""
+        for spec in self._specs():
+            yield self._warm_up(spec, last_tokens)
+
+    def _warm_up(self, spec: GatheredSpec, last_tokens: jax.Array) -> jax.Array:
         numbers = self._numbers(_Job(spec, [], []), (), 0)
         logits, self._cache.pools, self._cache.states = self._step(
             self._weights,

@@ -263,7 +263,7 @@ class PackedModel:
         padded[: len(numbers)] = numbers
         return padded
 
-    def specs(self) -> Iterator[PackedSpec]:
+    def _specs(self) -> Iterator[PackedSpec]:
         """Every step there can be, of those that mixed traffic meets."""
         for num_rows in self._decode_rungs:
             yield self._spec_of(num_rows, num_rows, True)
@@ -284,8 +284,9 @@ class PackedModel:
         analysis = program.memory_analysis()
         return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
-    def warm_up(self, spec: PackedSpec, last_tokens: jax.Array) -> jax.Array:
-        """Compiles and runs one step that writes nothing; returns its logits."""
-        numbers = from_host(np.zeros(sum(spec.sizes)), np.int32)
-        logits, self._cache.pools = self._step(self._weights, self._cache.pools, last_tokens, numbers, spec=spec)
-        return logits
+    def warm_up(self, last_tokens: jax.Array) -> Iterator[jax.Array]:
+        """Compiles every step that mixed traffic meets and runs it on nothing; yields its logits."""
+        for spec in self._specs():
+            numbers = from_host(np.zeros(sum(spec.sizes)), np.int32)
+            logits, self._cache.pools = self._step(self._weights, self._cache.pools, last_tokens, numbers, spec=spec)
+            yield logits

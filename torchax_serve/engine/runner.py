@@ -11,6 +11,7 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from torchax_serve.engine.cache import PagedCache
+from torchax_serve.engine.gathered import GatheredModel
 from torchax_serve.engine.packed import PackedModel
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.sampler import Logprobs, Sampled
@@ -35,7 +36,9 @@ class ModelRunner:
     Dispatches return at once: `execute` leaves arrays that the device is still computing, `read` waits for them.
     """
 
-    def __init__(self, model: PackedModel, cache: PagedCache, *, num_slots: int, vocab_size: int) -> None:
+    def __init__(
+        self, model: PackedModel | GatheredModel, cache: PagedCache, *, num_slots: int, vocab_size: int
+    ) -> None:
         self._model, self._cache = model, cache
         self._sampler = Sampler(num_slots, vocab_size)
 
@@ -57,8 +60,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compiles every step that mixed traffic can meet."""
         seen: set[tuple[int, ...]] = set()
-        for spec in self._model.specs():
-            logits = self._model.warm_up(spec, self._sampler.last_tokens)
+        for logits in self._model.warm_up(self._sampler.last_tokens):
             if logits.shape not in seen:
                 seen.add(logits.shape)
                 self._sampler.warm_up(logits)
@@ -94,6 +96,8 @@ class ModelRunner:
     def _decode(self, flight: Flight) -> bool:
         """Sends all steps of a plan in one dispatch; False if a row wants more than tokens of them."""
         plan = flight.plan
+        if not isinstance(self._model, PackedModel):
+            return False
         found = self._sampler.ahead(plan.rows, self._model.num_rows(plan.rows))
         if found is None:
             return False
