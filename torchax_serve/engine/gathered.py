@@ -9,7 +9,7 @@ one length are one program, a chunk of a prompt is another.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -319,10 +319,13 @@ class GatheredModel:
         analysis = program.memory_analysis()
         return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
-    def warm_up(self, last_tokens: jax.Array) -> Iterator[jax.Array]:
-        """Compiles every step that mixed traffic meets and runs it on nothing of anybody's; yields its logits."""
+    def warm_up(self, last_tokens: Callable[[], jax.Array]) -> Iterator[jax.Array]:
+        """Compiles every step that mixed traffic meets and runs it on nothing of anybody's; yields its logits.
+
+        Between two steps the array that `last_tokens` answers may be given away.
+        """
         for spec in self._specs():
-            yield self._warm_up(spec, last_tokens)
+            yield self._warm_up(spec, last_tokens())
 
     def _warm_up(self, spec: GatheredSpec, last_tokens: jax.Array) -> jax.Array:
         numbers = self._numbers(_Job(spec, [], []), (), 0)

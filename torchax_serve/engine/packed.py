@@ -7,7 +7,7 @@ them, is a packed run of tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -284,9 +284,12 @@ class PackedModel:
         analysis = program.memory_analysis()
         return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
-    def warm_up(self, last_tokens: jax.Array) -> Iterator[jax.Array]:
-        """Compiles every step that mixed traffic meets and runs it on nothing; yields its logits."""
+    def warm_up(self, last_tokens: Callable[[], jax.Array]) -> Iterator[jax.Array]:
+        """Compiles every step that mixed traffic meets and runs it on nothing; yields its logits.
+
+        Between two steps the array that `last_tokens` answers may be given away.
+        """
         for spec in self._specs():
             numbers = from_host(np.zeros(sum(spec.sizes)), np.int32)
-            logits, self._cache.pools = self._step(self._weights, self._cache.pools, last_tokens, numbers, spec=spec)
+            logits, self._cache.pools = self._step(self._weights, self._cache.pools, last_tokens(), numbers, spec=spec)
             yield logits

@@ -60,7 +60,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compiles every step that mixed traffic can meet."""
         seen: set[tuple[int, ...]] = set()
-        for logits in self._model.warm_up(self._sampler.last_tokens):
+        for logits in self._model.warm_up(lambda: self._sampler.last_tokens):
             if logits.shape not in seen:
                 seen.add(logits.shape)
                 self._sampler.warm_up(logits)
