@@ -89,9 +89,11 @@ def tile_for(
     reads_only = num_queries == 1 and q.dtype != jnp.float32
     num_stages = STAGES_OF_ONE if reads_only else STAGES_OF_MANY
     num_sums = num_rows * sum(piece.size for piece in pieces(v.shape[2]))
-    num_warps = 8 if num_rows >= 128 or num_sums > 8192 or q.dtype == jnp.float32 else 4
+    is_large = num_rows >= 128 or num_sums > 8192
+    if q.dtype == jnp.float32:
+        is_large = pool.dtype == jnp.float32 or num_rows > MIN_ROWS
     splits = num_splits(num_items * heads, reach)
-    return Tile(num_rows, num_queries, num_keys, group, splits, num_warps, num_stages)
+    return Tile(num_rows, num_queries, num_keys, group, splits, 8 if is_large else 4, num_stages)
 
 
 def attend(

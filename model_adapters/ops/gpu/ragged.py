@@ -14,14 +14,17 @@ from model_adapters.ops.paged_attention import OP
 from model_adapters.ops.pool import write_at
 
 MAX_ROWS = 128
-MAX_FLOAT32_ROWS = 32
+MAX_FLOAT32_ROWS = 32  # over a pool in float32
+MAX_TERM_ROWS = 16  # of float32 over a narrower pool
 MAX_QUERIES = 128 * 128  # numbers in the queries of a tile that leave room for another program beside this one
 
 
 def _num_rows(q: jax.Array, v: jax.Array, pool: jax.Array) -> int:
     """Rows of a tile: as many as there is work and room for, no less than the query heads of one token."""
     group, dim = q.shape[1] // pool.shape[1], max(q.shape[2], v.shape[2])
-    rows = MAX_FLOAT32_ROWS if q.dtype == jnp.float32 else MAX_ROWS
+    rows = MAX_ROWS
+    if q.dtype == jnp.float32:
+        rows = MAX_FLOAT32_ROWS if pool.dtype == jnp.float32 else MAX_TERM_ROWS
     room = min(MAX_QUERIES, max_queries(q))
     while rows > least_rows(group) and (rows >= 2 * q.shape[0] * group or rows * dim > room):
         rows //= 2
