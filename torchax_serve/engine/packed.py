@@ -112,6 +112,7 @@ class PackedModel:
         self._row_rungs = ladder(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
         self._token_rungs = tuple(sorted({min(bucket(n), bucket(token_budget)) for n in range(1, token_budget + 1)}))
         kept = partial(KeptFunction, programs, facts=program.found_out, recall=program.recall)
+        self._programs: dict[PackedSpec, Any] = {}
         self._step = kept("packed", self._run, donate=["pools"])
         self._decode_steps = kept("decode_steps", self._decode, donate=["pools", "state"])
 
@@ -180,7 +181,7 @@ class PackedModel:
             int32[num_steps, S] tokens and the new state.
         """
         spec = self._spec(rows, all_logits=False)
-        numbers = from_host(self._numbers(spec, rows, tables, 0), np.int32)
+        numbers = self._numbers(spec, rows, tables, 0)
         tokens, self._cache.pools, state = self._decode_steps(
             self._weights, self._cache.pools, state, numbers, options, spec=DecodeSpec(spec, level, num_steps)
         )
@@ -214,13 +215,12 @@ class PackedModel:
             all_logits: logits of every token, float32[T, vocab], in the order of the rows.
         """
         spec = self._spec(rows, all_logits)
-        logits, self._cache.pools = self._step(
-            self._weights,
-            self._cache.pools,
-            last_tokens,
-            from_host(self._numbers(spec, rows, tables, ahead), np.int32),
-            spec=spec,
-        )
+        numbers = self._numbers(spec, rows, tables, ahead)
+        args = (self._weights, self._cache.pools, last_tokens, numbers)
+        program = self._programs.get(spec)
+        if program is None:  # the shapes of all arguments follow from the spec, so it alone is looked up
+            program = self._programs[spec] = self._step.compiled(*args, spec=spec)
+        logits, self._cache.pools = program(*args)
         return logits
 
     def _spec(self, rows: Sequence[PlanRow], all_logits: bool) -> PackedSpec:
@@ -278,7 +278,7 @@ class PackedModel:
             self._weights,
             self._cache.pools,
             from_host(np.zeros(self._row_rungs[-1]), np.int32),
-            from_host(np.zeros(sum(spec.sizes)), np.int32),
+            np.zeros(sum(spec.sizes), np.int32),
             spec=spec,
         )
         analysis = program.memory_analysis()
@@ -290,6 +290,6 @@ class PackedModel:
         Between two steps the array that `last_tokens` answers may be given away.
         """
         for spec in self._specs():
-            numbers = from_host(np.zeros(sum(spec.sizes)), np.int32)
+            numbers = np.zeros(sum(spec.sizes), np.int32)
             logits, self._cache.pools = self._step(self._weights, self._cache.pools, last_tokens(), numbers, spec=spec)
             yield logits
