@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import dataclasses
 import itertools
@@ -73,6 +74,8 @@ class Engine:
         self.check_integrity = False  # after every step: for tests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        # A thread that is inside XLA while the interpreter is taken down brings the process down with it.
+        atexit.register(self.close, "the process ends")
 
     def submit(self, request: RowRequest) -> Ticket:
         """Takes a request; its tokens come through the ticket.
@@ -159,6 +162,7 @@ class Engine:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            atexit.unregister(self.close)
 
     def _run(self) -> None:
         try:
