@@ -57,7 +57,7 @@ def share_with_jax(tensor: torch.Tensor) -> jax.Array:
 
 def from_host(values: Any, dtype: Any) -> jax.Array:
     """The array of numbers on the host, on the default device; unlike ``jnp.asarray``, compiles nothing."""
-    return jax.device_put(np.array(values, dtype))
+    return jax.device_put(np.asarray(values).astype(dtype))
 
 
 def shares_memory(array: jax.Array, tensor: torch.Tensor) -> bool:
