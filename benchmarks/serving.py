@@ -1,6 +1,6 @@
 """Many requests at once: this project beside vLLM and transformers in one run, and the targets it aims at.
 
-    python benchmarks/serving.py decode mix prefix fairness cold --vllm-python /opt/vllm/bin/python
+    python benchmarks/serving.py decode mix prefix fairness cold --vllm-python vllm/bin/python
     python benchmarks/serving.py decode mix --peers hf hf-continuous    # without vLLM
     python benchmarks/serving.py decode mix prefix fairness cold --peers hf hf-continuous --smoke
 
