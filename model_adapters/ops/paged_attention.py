@@ -116,7 +116,9 @@ def write_tokens(
 ) -> jax.Array:
     """The pool with all new keys and values, at the positions that :func:`paged_attention` names."""
     tokens = jnp.arange(k.shape[0], dtype=jnp.int32)
-    seqs = jnp.searchsorted(cu_q_lens[1:], tokens, side="right").astype(jnp.int32)  # S for padding
+    # Every end is compared: a search step by step would be a loop that the host steers on a GPU.
+    seqs = jnp.searchsorted(cu_q_lens[1:], tokens, side="right", method="compare_all")
+    seqs = seqs.astype(jnp.int32)  # S for padding
     known = jnp.minimum(seqs, kv_lens.shape[0] - 1)
     positions = jnp.where(seqs == known, kv_lens[known] - cu_q_lens[known + 1] + tokens, -1)
     return write_at(pool, page_table, seqs, positions, k, v, k_scale, v_scale)
@@ -182,7 +184,7 @@ def reference(
     q = jnp.pad(q, ((0, length), (0, 0), (0, 0)))
 
     def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
-        seq = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
+        seq = jnp.searchsorted(ends, block, side="right", method="compare_all").astype(jnp.int32)
         begin = cu_q_lens[seq] + (block - ends[seq] + num_blocks[seq]) * length
         positions = kv_lens[seq] - cu_q_lens[seq + 1] + begin + jnp.arange(length, dtype=jnp.int32)
         prefix_len = jnp.int32(0) if prefix_lens is None else prefix_lens[seq]
