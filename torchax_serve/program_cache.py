@@ -94,6 +94,10 @@ class ProgramCache:
         described = f"{signature.tree} {signature.leaves} {signature.spec!r}"
         if self.folder is None or " at 0x" in described or registry.is_overridden():
             return None
+        return self._file_of(name, described)
+
+    def _file_of(self, name: str, described: str) -> Path:
+        assert self.folder is not None
         digest = hashlib.sha256(f"{self.identity}\n{_environment()}\n{name}\n{described}".encode()).hexdigest()
         return self.folder / f"{name}-{digest[:40]}"
 
@@ -118,15 +122,10 @@ class ProgramCache:
         """Keeps `program` in `path`; on a thread of its own, so that the first token does not wait."""
 
         def run() -> None:
-            partial = path.with_suffix(f".{os.getpid()}")
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial.write_bytes(pickle.dumps((*serialize_executable.serialize(program), facts)))
-                partial.replace(path)
+                _write_whole(path, pickle.dumps((*serialize_executable.serialize(program), facts)))
             except Exception as error:  # keeping a program costs nothing but time when it fails
                 logger.info("a program is not kept: %s", error)
-                with contextlib.suppress(OSError):
-                    partial.unlink()
 
         thread = threading.Thread(target=run, name="keep-program")
         self._writers = [writer for writer in self._writers if writer.is_alive()]
@@ -135,18 +134,14 @@ class ProgramCache:
 
     def remembered(self, name: str, described: str, compute: Callable[[], Value]) -> Value:
         """What `compute` answers, from the folder where an earlier process has asked the same of this model."""
-        digest = hashlib.sha256(f"{self.identity}\n{_environment()}\n{name}\n{described}".encode()).hexdigest()
-        path = None if self.folder is None or registry.is_overridden() else self.folder / f"{name}-{digest[:40]}"
+        path = None if self.folder is None or registry.is_overridden() else self._file_of(name, described)
         if path is not None:
             with contextlib.suppress(Exception):  # nothing there, or damaged
                 return pickle.loads(path.read_bytes())
         value = compute()
         if path is not None:
             with contextlib.suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_suffix(f".{os.getpid()}")
-                partial.write_bytes(pickle.dumps(value))
-                partial.replace(path)
+                _write_whole(path, pickle.dumps(value))
         return value
 
     def flush(self) -> None:
@@ -187,6 +182,11 @@ class KeptFunction:
         """Programs in memory."""
         return len(self._programs)
 
+    def temporary_bytes(self, weights: Mapping[str, jax.Array], *args: Any, spec: Any) -> int:
+        """What the program of these arguments takes beside them and its results, as the compiler plans it."""
+        analysis = self.compiled(weights, *args, spec=spec).memory_analysis()
+        return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+
     def __call__(self, weights: Mapping[str, jax.Array], *args: Any, spec: Any) -> Any:
         """Runs the program of these arguments, compiled at the first call of their kind."""
         return self.compiled(weights, *args, spec=spec)(weights, *args)
@@ -224,6 +224,19 @@ class KeptFunction:
         if path is not None and not hits:
             self._cache.write(path, program, self._facts())
         return program
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that no reader sees in parts; leaves nothing behind where that fails."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def _devices() -> list[jax.Device]:

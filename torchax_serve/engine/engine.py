@@ -238,22 +238,23 @@ class Engine:
             except Exception:  # what one reader's data does may not stop the others
                 logger.exception("a request's tokens could not be handed out")
 
-    def _deliver(self, outcome: Outcome, flight: Flight | None = None) -> None:
+    def _deliver(self, outcome: Outcome, flight: Flight | None = None, error: str | None = None) -> None:
+        """Hands an outcome out; `error` says why, where its reason is "error" and it is not the logits."""
         if outcome.request_id not in self._requests:
             return
         request, ticket = self._requests[outcome.request_id]
         if outcome.finish_reason is not None:
             del self._requests[outcome.request_id]
-            if not outcome.token_ids:
-                self._prompts.pop(outcome.request_id, None)
         logprobs = prompt = None
         if flight is not None and request.params.logprobs is not None and outcome.row is not None:
             num_tokens = len(outcome.token_ids)
             logprobs = self._runner.logprobs(flight, outcome.row, num_tokens, request.params.logprobs)
-        if outcome.token_ids and outcome.request_id in self._prompts:
-            by_position = self._prompts.pop(outcome.request_id)
-            prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
-        error = "its logits were not finite numbers" if outcome.finish_reason == "error" else None
+        if outcome.token_ids or outcome.finish_reason is not None:
+            by_position = self._prompts.pop(outcome.request_id, None)
+            if by_position is not None and outcome.token_ids:
+                prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
+        if outcome.finish_reason == "error":
+            error = error or "its logits were not finite numbers"
         ticket.put(NewTokens(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error))
 
     def _note_prompts(self, flight: Flight) -> None:
@@ -281,9 +282,7 @@ class Engine:
             self._runner.reset()
             self._scheduler.forget_prefixes()
         for outcome in outcomes:
-            if outcome.request_id in self._requests:
-                _, ticket = self._requests.pop(outcome.request_id)
-                ticket.put(NewTokens((), finish_reason="error", error=message))
+            self._deliver(outcome, error=message)
 
     def _end_all(self) -> None:
         """The engine's thread ends: everybody who waits is told."""
@@ -292,8 +291,7 @@ class Engine:
             self._commands.clear()
         for command in commands:
             command()  # a submission is entered, and told below
-        for request_id, (_, ticket) in list(self._requests.items()):
+        for request_id in list(self._requests):
             self._scheduler.abort(request_id, "error")
-            ticket.put(NewTokens((), finish_reason="error", error=f"the engine was closed ({self._closed})"))
-        self._requests.clear()
+            self._deliver(Outcome(request_id, None, (), "error"), error=f"the engine was closed ({self._closed})")
         self._flights.clear()

@@ -308,7 +308,7 @@ class GatheredModel:
         return max(self._temporary_bytes(self._decode_spec(num_rows, longest)), self._temporary_bytes(chunk))
 
     def _temporary_bytes(self, spec: GatheredSpec) -> int:
-        program = self._step.compiled(
+        return self._step.temporary_bytes(
             self._weights,
             self._cache.pools,
             self._cache.states,
@@ -316,8 +316,6 @@ class GatheredModel:
             from_host(np.zeros(sum(spec.sizes)), np.int32),
             spec=spec,
         )
-        analysis = program.memory_analysis()
-        return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
     def warm_up(self, last_tokens: Callable[[], jax.Array]) -> Iterator[jax.Array]:
         """Compiles every step that mixed traffic meets and runs it on nothing of anybody's; yields its logits.

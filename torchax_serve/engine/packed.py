@@ -274,15 +274,13 @@ class PackedModel:
     def temporary_bytes(self) -> int:
         """What the largest step takes beside weights, cache and results, as the compiler plans it."""
         spec = self._spec_of(self._token_rungs[-1], self._row_rungs[-1], False)
-        program = self._step.compiled(
+        return self._step.temporary_bytes(
             self._weights,
             self._cache.pools,
             from_host(np.zeros(self._row_rungs[-1]), np.int32),
             np.zeros(sum(spec.sizes), np.int32),
             spec=spec,
         )
-        analysis = program.memory_analysis()
-        return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
     def warm_up(self, last_tokens: Callable[[], jax.Array]) -> Iterator[jax.Array]:
         """Compiles every step that mixed traffic meets and runs it on nothing; yields its logits.
