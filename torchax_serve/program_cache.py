@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import logging
@@ -260,36 +261,31 @@ def _on_event(event: str, **kwargs: Any) -> None:
         _HITS.events.append(event)
 
 
-_listening: list[bool] = []
-
-
+@functools.cache
 def _listen() -> None:
-    if not _listening:
-        _listening.append(True)
-        jax.monitoring.register_event_listener(_on_event)
+    jax.monitoring.register_event_listener(_on_event)
 
 
-_sources: list[str] = []
+@functools.cache
+def _installed() -> str:
+    """What stays as it is while the process lives: this project's source, the libraries, the processor."""
+    digest = hashlib.sha256()
+    for package in (model_adapters, pytree_registry, sharding_rules, torchax_serve):
+        for file in sorted(Path(package.__path__[0]).rglob("*")):
+            if file.suffix in (".py", ".cc", ".h"):
+                digest.update(file.read_bytes())
+    versions = [f"{name} {version(name)}" for name in _LIBRARIES]
+    return "\n".join([digest.hexdigest(), sys.version, *versions, build.processor()])
 
 
 def _environment() -> str:
     """Everything outside of model and arguments that a program depends on."""
-    if not _sources:
-        digest = hashlib.sha256()
-        for package in (model_adapters, pytree_registry, sharding_rules, torchax_serve):
-            for file in sorted(Path(package.__path__[0]).rglob("*")):
-                if file.suffix in (".py", ".cc", ".h"):
-                    digest.update(file.read_bytes())
-        _sources.append(digest.hexdigest())
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "log" not in k}
     device = _devices()[0]
     return "\n".join(
         [
-            *_sources,
-            sys.version,
-            *(f"{name} {version(name)}" for name in _LIBRARIES),
+            _installed(),
             f"{device.platform} {device.device_kind} {device.client.platform_version}",
-            build._processor() if device.platform == "cpu" else "",
             f"kernels {kernels.missing() is None}" if device.platform == "cpu" else "",
             os.environ.get("XLA_FLAGS", ""),
             os.environ.get("LIBTPU_INIT_ARGS", ""),

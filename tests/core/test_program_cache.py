@@ -77,7 +77,7 @@ def test_a_program_of_something_else_is_not_taken(checkpoint, kept, change, monk
         file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1'))
         assert "0.1" in file.read_text()
     if change == "source":
-        monkeypatch.setattr(program_cache, "_sources", ["another state of this project's code"])
+        monkeypatch.setattr(program_cache, "_installed", lambda: "another state of this project's code")
     if change == "xla flags":
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     with jax.default_matmul_precision("highest" if change == "precision" else None):

@@ -20,6 +20,7 @@ from jax import lax
 from torchax_serve.engine.sampler_cuts import cut
 from torchax_serve.sampling.pipeline import draw, first_argmax
 from torchax_serve.sampling.processors import penalise_repetition
+from torchax_serve.sampling.state import request_key
 from torchax_serve.scheduling import INVALID_TOKEN
 
 Level = Literal["greedy", "sampled", "full"]
@@ -232,8 +233,7 @@ def row_keys(options: RowOptions) -> jax.Array:
     """key[n], with which a row draws its next token: that of `torchax_serve.sampling` for a request by itself."""
 
     def key_of(low: jax.Array, high: jax.Array, num_new: jax.Array) -> jax.Array:
-        request = jax.random.fold_in(jax.random.fold_in(jax.random.key(low), high), 0)
-        return jax.random.fold_in(request, num_new)
+        return jax.random.fold_in(jax.random.fold_in(request_key(low, high), 0), num_new)
 
     low, high = (lax.bitcast_convert_type(options.int_column(name), jnp.uint32) for name in ("seed_low", "seed_high"))
     return jax.vmap(key_of)(low, high, options.int_column("num_new"))

@@ -119,7 +119,12 @@ def _keys(seeds: Sequence[int], rows: Sequence[int]) -> jax.Array:
 @jax.jit
 @jax.vmap
 def _fold_keys(low: jax.Array, high: jax.Array, row: jax.Array) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(low), high), row)
+    return jax.random.fold_in(request_key(low, high), row)
+
+
+def request_key(low: jax.Array, high: jax.Array) -> jax.Array:
+    """key[]: of a request's seed, in two halves uint32[]; its rows fold their number in."""
+    return jax.random.fold_in(jax.random.key(low), high)
 
 
 def _seen_in_prompt(plan: SamplingPlan, prompt_ids: np.ndarray, attention_mask: np.ndarray | None) -> jax.Array:

@@ -65,7 +65,7 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _processor() -> str:
+def processor() -> str:
     """What decides which instructions ``-march=native`` stands for."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -84,7 +84,7 @@ def sources() -> list[Path]:
 
 
 def _key(compiler: list[str], flags: list[str]) -> str:
-    parts = [_run([*compiler, "--version"]), _processor(), jaxlib.version.__version__, " ".join([*compiler, *flags])]
+    parts = [_run([*compiler, "--version"]), processor(), jaxlib.version.__version__, " ".join([*compiler, *flags])]
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in [*sources(), *sorted(FOLDER.glob("*.h"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
