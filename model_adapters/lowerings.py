@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import torch
 
 from model_adapters import ops, torch_ops
 from model_adapters.bridge import TorchView, jax_view, lower, lowering_of, torch_view
+from model_adapters.ops import registry
 
 
 @functools.cache
@@ -26,6 +28,10 @@ def install() -> None:
     lower(torch.ops.aten.addmm, ops.addmm)
     lower(torch.ops.aten.baddbmm, ops.baddbmm)
     lower(torch.ops.aten._grouped_mm, _grouped_mm)
+    lower(torch.ops.aten.silu, ops.silu)
+    lower(torch.ops.aten.silu.default, ops.silu)  # torchax has both names and looks for this one first
+    lower(torch.ops.aten.gelu, ops.gelu)
+    lower(torch.ops.aten.cat, _cat)
     _mend_copy()
     torch_ops.install()
 
@@ -42,6 +48,22 @@ def _grouped_mm(
         raise NotImplementedError("grouped_mm: expected x [rows, in], weight [experts, in, out] and offs, without bias")
     sizes = jnp.diff(offs, prepend=jnp.zeros(1, offs.dtype)).astype(jnp.int32)
     return ops.grouped_matmul(x, weight, sizes)
+
+
+def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
+    """``torch.cat``; of [B, heads, T, dim] along the last dimension it is written with heads and T changed places.
+
+    Models turn [B, T, heads, dim] and rotate the halves of its last dimension (rotary embeddings). XLA on a CPU does
+    not move a turn through a concatenation and then copies number by number, four times slower.
+    """
+    parts = [x for x in tensors if x.shape != (0,)]  # which torch leaves out, whatever the others' shape
+    if not parts:
+        return tensors[0]
+    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in parts))
+    parts = [x.astype(dtype) for x in parts]
+    if parts[0].ndim == 4 and dim in (-1, 3) and registry.platform() == "cpu":
+        return jnp.swapaxes(jnp.concatenate([jnp.swapaxes(x, 1, 2) for x in parts], 3), 1, 2)
+    return jnp.concatenate(parts, dim)
 
 
 def _mend_copy() -> None:

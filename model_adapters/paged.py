@@ -157,7 +157,8 @@ def attend_paged(
     if layer.window is not None and (window is None or window > layer.window):
         raise NotPackableError(f"a layer with a window of {layer.window} has a mask with one of {window}")
     layer.num_attended += 1
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, write.values))  # [T, heads, dim]
+    # Turned before the batch of one is dropped: XLA does not see through a reshape that two turns are none.
+    q, k, v = (x.transpose(1, 2)[0] for x in (query, key, write.values))  # [T, heads, dim]
     table, lens, starts = (torch_view(x) for x in (layer.table, layer.batch.kv_lens, layer.batch.cu_q_lens))
     if layer.layout.is_decode:
         op = torch.ops.torchax_serve.decode_attention

@@ -1,5 +1,6 @@
 """Logical ops over JAX arrays: one signature each, an implementation per platform, a plain ``jnp`` reference always."""
 
+from model_adapters.ops.activation import gelu, silu
 from model_adapters.ops.decode_attention import decode_attention
 from model_adapters.ops.dense_attention import dense_attention
 from model_adapters.ops.grouped_matmul import grouped_matmul
@@ -16,11 +17,13 @@ __all__ = [
     "decode_attention",
     "dense_attention",
     "einsum",
+    "gelu",
     "grouped_matmul",
     "linear",
     "list_ops",
     "matmul",
     "on_platform",
     "paged_attention",
+    "silu",
     "use",
 ]

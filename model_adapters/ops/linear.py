@@ -1,22 +1,23 @@
 """Matrix products as PyTorch has them: sums in float32, whatever the dtype; on CPU never one row of a 16-bit type.
 
-What XLA does with them on a CPU (2-core AVX-512 server processors, best of several on a machine with other load): one
-row of bfloat16 by itself becomes "convert all weights, then multiply", 1.5 GB/s of weights where four rows have 20; a
-bfloat16 *result* is 9 times slower than a float32 one and a cast. With 128 rows of bfloat16 it reaches 590 GFLOP/s
-(3072 x 1024; torch 360) and 330 (1024 x 3072; torch 460), whichever operand is put first. For few rows the C++ stream
-over the weights of `cpu/linear.cc` is better; GB/s of bfloat16 weights on one core, whose plain read makes 34:
+What XLA does with them on a CPU: one row of bfloat16 alone becomes "convert all weights, then multiply"; a bfloat16
+*result* is 9 times slower than a float32 one and a cast; float16 is converted number by number. So on a CPU the C++
+product of `cpu/product.h` is taken where it can be built, whose outputs are the same to the last bit for any number of
+rows. GFLOP/s with weights of 3072 x 1024, eight of them in turns so that most come from memory (2 cores of an AVX-512
+server processor with 44 GB/s, 986 GFLOP/s in bfloat16 and 493 in float32; best of ten):
 
-=====  =========  ==========
-rows   XLA        C++ stream
-=====  =========  ==========
-1      1.5        27 to 34
-4      10 to 12   20 to 26
-8      11         16 to 26
-16     8          11
-32     6          7
-=====  =========  ==========
+=====  =========  ===  =========  ===
+rows   bfloat16:  XLA  float32:   XLA
+=====  =========  ===  =========  ===
+1      53         25   18         11
+4      240        99   73         42
+16     634        308  191        130
+32     765        410  415        201
+128    859        722  422        365
+512    915        647  457        445
+=====  =========  ===  =========  ===
 
-float32: one row 26 to 38 (both, with two cores), four rows 11 against 14 to 20, sixteen rows the same.
+float16: 37 against 2 at one row, 389 against 150 at 128.
 """
 
 from __future__ import annotations
@@ -99,14 +100,14 @@ def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = No
     if (reason := kernels.missing()) is not None:
         return reason
     limit = kernels.max_linear_rows(x.dtype)
-    if not 0 < x.shape[0] <= limit:
-        return f"{x.shape[0]} rows of {x.dtype}; the kernel is for 1 to {limit}"
-    return None
+    if limit is not None and x.shape[0] > limit:
+        return f"{x.shape[0]} rows of {x.dtype}; the kernel is for up to {limit} on this processor"
+    return None if x.shape[0] else "no rows"
 
 
 @registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
 def streamed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """The C++ stream over the weights, for few rows."""
+    """The C++ product."""
     return _differentiable(x, weight, bias)
 
 

@@ -25,7 +25,18 @@ def exact(x):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "n", "k"), [(1, 1, 1), (1, 7, 33), (2, 64, 128), (3, 65, 24), (4, 130, 1025), (16, 33, 64)]
+    ("rows", "n", "k"),
+    [
+        (1, 1, 1),
+        (1, 7, 33),
+        (2, 64, 128),
+        (3, 65, 24),
+        (4, 130, 1025),
+        (7, 16, 31),
+        (16, 33, 64),
+        (17, 1, 1),
+        (40, 70, 1030),
+    ],
 )
 def test_kernel(rows, n, k, dtype):
     x, weight, bias = normal(1, rows, k, dtype=dtype), normal(2, n, k, dtype=dtype) / k**0.5, normal(3, n, dtype=dtype)
@@ -66,17 +77,28 @@ def test_no_lowered_bfloat16_product_has_one_row_or_a_bfloat16_result(rows):
         assert f"tensor<{max(rows, 4)}x48xf32>" in dot
 
 
-def test_one_row_takes_the_kernel_and_many_do_not():
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(dtype):
+    x, weight = normal(1, 67, 600, dtype=dtype), normal(2, 90, 600, dtype=dtype)
+    all_rows = exact(kernels.linear(x, weight, None, jnp.dtype("float32")))
+    for rows in (1, 2, 5, 6, 8, 11, 16, 17, 33):
+        for begin in (0, 67 - rows):
+            some = kernels.linear(x[begin : begin + rows], weight, None, jnp.dtype("float32"))
+            np.testing.assert_array_equal(exact(some), all_rows[begin : begin + rows])
+
+
+def test_more_rows_than_the_kernel_is_good_for_take_xla(monkeypatch):
+    monkeypatch.setattr(kernels, "max_linear_rows", lambda dtype: 4)
     weight = jnp.zeros((48, 32), jnp.bfloat16)
     chosen = [
-        registry.implementation_for("linear", jnp.zeros((n, 32), jnp.bfloat16), weight, None).name for n in (1, 4, 512)
+        registry.implementation_for("linear", jnp.zeros((n, 32), jnp.bfloat16), weight, None).name for n in (1, 4, 5)
     ]
     assert chosen == ["cpu-ffi", "cpu-ffi", "padded"]
     with (
         use("linear", "cpu-ffi"),
-        pytest.raises(InvalidArgumentError, match="512 rows of bfloat16; the kernel is for 1 to"),
+        pytest.raises(InvalidArgumentError, match="5 rows of bfloat16; the kernel is for up to 4"),
     ):
-        ops.linear(jnp.zeros((512, 32), jnp.bfloat16), weight)
+        ops.linear(jnp.zeros((5, 32), jnp.bfloat16), weight)
 
 
 def test_gradients_and_vmap_go_through_the_kernel():

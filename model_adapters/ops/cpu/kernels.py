@@ -24,7 +24,7 @@ logger = logging.getLogger("torchax_serve")
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8))
-TARGETS = ("tas_decode_attention", "tas_paged_attention", "tas_linear", "tas_grouped_linear")
+TARGETS = ("tas_activation", "tas_decode_attention", "tas_paged_attention", "tas_linear", "tas_grouped_linear")
 _lock = threading.Lock()
 
 
@@ -68,10 +68,10 @@ def missing() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def max_linear_rows(dtype: jnp.dtype) -> int:
-    """Up to how many rows of `dtype` :func:`linear` is faster than XLA's product on this processor."""
+def max_linear_rows(dtype: jnp.dtype) -> int | None:
+    """Up to how many rows of `dtype` :func:`linear` is faster than XLA's product here; None: any number."""
     library = _library()
-    return 0 if isinstance(library, str) else int(library.tas_linear_max_rows(jnp.dtype(dtype).itemsize))
+    return 0 if isinstance(library, str) else int(library.tas_linear_max_rows(jnp.dtype(dtype).itemsize)) or None
 
 
 def _call(target: str, results: Any, **options: Any) -> Callable[..., Any]:
@@ -175,3 +175,10 @@ def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> j
     """``x[T, K]`` in runs of `group_sizes[E]` rows, each times its ``weight[E, N, K]`` transposed; zeros behind."""
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
     return _call("tas_grouped_linear", result)(x, weight, group_sizes.astype(jnp.int32))
+
+
+def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:
+    """SiLU of `x`, or GELU by the hyperbolic tangent, in x's dtype; computed in float32."""
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out: jax.Array = _call("tas_activation", result)(x, is_gelu=np.int64(is_gelu))
+    return out

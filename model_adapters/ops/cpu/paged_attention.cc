@@ -122,7 +122,7 @@ class Attention {
     }
     const int64_t workers = std::min<int64_t>(threads_.num_threads(), 1 + products / kProductsPerWorker);
     if (workers > 1 && most_spans > 1 && num_items < 2 * workers) return run_spans(pieces, workers);
-    parallel_for(threads_, num_items, workers, [&](int64_t i) {
+    parallel_for(threads_, num_items, workers, [&](int64_t i, int64_t) {
       const Piece& piece = pieces[i / shape_.kv_heads];
       const int64_t head = i % shape_.kv_heads, rows = piece.count * shape_.group;
       static thread_local std::vector<float> scratch;
@@ -141,7 +141,7 @@ class Attention {
     for (int64_t s = 0; s < call_.num_seqs; s++) {
       const int64_t first = call_.first_token(s), last = call_.last_token(s), chunks = (last - first + kTokensPerWrite - 1) / kTokensPerWrite;
       if (last <= first) continue;
-      parallel_for(threads_, chunks, chunks, [&](int64_t c) {
+      parallel_for(threads_, chunks, chunks, [&](int64_t c, int64_t) {
         for (int64_t t = first + c * kTokensPerWrite; t < std::min(last, first + (c + 1) * kTokensPerWrite); t++) write(s, t);
       });
     }
@@ -205,7 +205,7 @@ class Attention {
         }
     std::vector<float> partials(size);
     const auto sums_of = [&](const Unit& unit) { return Sums::at(partials.data() + unit.offset, pieces[unit.piece].count * shape_.group); };
-    parallel_for(threads_, int64_t(units.size()), workers, [&](int64_t i) {
+    parallel_for(threads_, int64_t(units.size()), workers, [&](int64_t i, int64_t) {
       const Unit& unit = units[i];
       attend(pieces[unit.piece], unit.head, unit.span, sums_of(unit));
     });

@@ -16,7 +16,8 @@ inline void relax() {
 #endif
 }
 
-// Calls f(i) for every i in [0, num_items), on at most `max_workers` threads, the caller among them; returns when all are done.
+// Calls f(i, next) for every i in [0, num_items), on at most `max_workers` threads, the caller among them; returns when all
+// are done. `next` is what the same thread does after i, or num_items and more: it may be fetched meanwhile.
 //
 // The caller waits for items that another thread has begun, never for a task that is still queued: a pool whose threads are
 // all inside such calls therefore always gets on, with one thread as well. A task that starts late finds no item left and
@@ -25,7 +26,7 @@ template <class F>
 void parallel_for(xla::ffi::ThreadPool& pool, int64_t num_items, int64_t max_workers, const F& f) {
   const int64_t workers = std::min({num_items, max_workers, pool.num_threads()});
   if (workers <= 1) {
-    for (int64_t i = 0; i < num_items; i++) f(i);
+    for (int64_t i = 0; i < num_items; i++) f(i, i + 1);
     return;
   }
   struct Progress {
@@ -34,8 +35,10 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t num_items, int64_t max_wor
   auto progress = std::make_shared<Progress>();
   const F* body = &f;
   auto work = [progress, body, num_items] {
-    for (int64_t i; (i = progress->next.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
-      (*body)(i);
+    const auto take = [&] { return progress->next.fetch_add(1, std::memory_order_relaxed); };
+    for (int64_t i = take(), next; i < num_items; i = next) {
+      next = take();
+      (*body)(i, next);
       progress->done.fetch_add(1, std::memory_order_release);
     }
   };

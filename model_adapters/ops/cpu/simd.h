@@ -94,6 +94,20 @@ inline Vec load(const int8_t* p) {
   return __builtin_convertvector(b, Vec);
 }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+inline void store(bf16* p, Vec v) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#else
+  for (int i = 0; i < kLanes; i++) from_float(v[i], p + i);
+#endif
+}
+inline void store(f16* p, Vec v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kLanes; i++) from_float(v[i], p + i);
+#endif
+}
 
 // The first n < kLanes numbers, zeros behind: never reads past p + n.
 template <class T>
@@ -122,22 +136,6 @@ inline float largest(Vec v) {
   float top = v[0];
   for (int i = 1; i < kLanes; i++) top = v[i] > top ? v[i] : top;
   return top;
-#endif
-}
-
-// out[i] = sum(v[i]) for four vectors: shuffles shared between them cost half of four sums.
-inline void sum4(const Vec* v, float* out) {
-#if defined(__AVX512F__)
-  auto ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)v[0], (__m512)v[1]), _mm512_unpackhi_ps((__m512)v[0], (__m512)v[1]));
-  auto cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)v[2], (__m512)v[3]), _mm512_unpackhi_ps((__m512)v[2], (__m512)v[3]));
-  auto all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  auto half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(all), 1)));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-#elif defined(__AVX__)
-  auto all = _mm256_hadd_ps(_mm256_hadd_ps((__m256)v[0], (__m256)v[1]), _mm256_hadd_ps((__m256)v[2], (__m256)v[3]));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
-#else
-  for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
 #endif
 }
 
@@ -228,6 +226,32 @@ inline void transpose_square(Vec* v) {
       v[i][j] = v[j][i];
       v[j][i] = x;
     }
+#endif
+}
+
+// v[j] = word j of each of kLanes rows that lie `stride` bytes apart.
+inline void load_turned(const char* rows, int64_t stride, Vec* v) {
+#if defined(__AVX512F__)
+  // Quarters come from memory where they belong, which the load ports do beside the shuffles.
+  for (int c = 0; c < 4; c++) {
+    __m512 t[4];
+    for (int r = 0; r < 4; r++) {
+      const auto quarter = [&](int q) { return _mm_loadu_ps((const float*)(rows + (4 * q + r) * stride) + 4 * c); };
+      t[r] = _mm512_castps128_ps512(quarter(0));
+      t[r] = _mm512_mask_broadcast_f32x4(t[r], 0x00f0, quarter(1));
+      t[r] = _mm512_mask_broadcast_f32x4(t[r], 0x0f00, quarter(2));
+      t[r] = _mm512_mask_broadcast_f32x4(t[r], 0xf000, quarter(3));
+    }
+    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(t[0], t[1])), b = _mm512_castps_pd(_mm512_unpackhi_ps(t[0], t[1]));
+    const __m512d d = _mm512_castps_pd(_mm512_unpacklo_ps(t[2], t[3])), e = _mm512_castps_pd(_mm512_unpackhi_ps(t[2], t[3]));
+    v[4 * c] = (Vec)_mm512_unpacklo_pd(a, d);
+    v[4 * c + 1] = (Vec)_mm512_unpackhi_pd(a, d);
+    v[4 * c + 2] = (Vec)_mm512_unpacklo_pd(b, e);
+    v[4 * c + 3] = (Vec)_mm512_unpackhi_pd(b, e);
+  }
+#else
+  for (int i = 0; i < kLanes; i++) v[i] = load((const float*)(rows + i * stride));
+  transpose_square(v);
 #endif
 }
 

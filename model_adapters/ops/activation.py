@@ -1,0 +1,83 @@
+"""SiLU and GELU: computed in float32 and rounded once, as PyTorch does with its 16-bit types.
+
+Written with 16-bit operations, as jax.nn has them, every step in between is rounded as well; XLA on a CPU then takes
+1.2 ns a number where the C++ loop takes 0.1 (bfloat16, one core of an AVX-512 server processor).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import registry
+from model_adapters.ops.cpu import kernels
+from model_adapters.ops.linear import accumulator
+
+OP = "activation"
+Kind = Literal["silu", "gelu", "gelu_tanh"]
+
+
+def silu(x: jax.Array) -> jax.Array:
+    """``x * sigmoid(x)`` in x's dtype, as ``torch.nn.functional.silu``."""
+    out: jax.Array = registry.call(OP, x, kind="silu")
+    return out
+
+
+def gelu(x: jax.Array, *, approximate: str = "none") -> jax.Array:
+    """``torch.nn.functional.gelu``: with the error function, or with ``approximate="tanh"`` by a hyperbolic tangent.
+
+    Raises:
+        InvalidArgumentError: another `approximate`.
+    """
+    if approximate not in ("none", "tanh"):
+        raise InvalidArgumentError(f"gelu: expected approximate 'none' or 'tanh', got {approximate!r}")
+    out: jax.Array = registry.call(OP, x, kind="gelu" if approximate == "none" else "gelu_tanh")
+    return out
+
+
+@registry.define(OP, "SiLU and GELU, in float32 and rounded once")
+def reference(x: jax.Array, *, kind: Kind) -> jax.Array:
+    """XLA's own functions."""
+    wide = x.astype(accumulator(x.dtype))
+    value = jax.nn.silu(wide) if kind == "silu" else jax.nn.gelu(wide, approximate=kind == "gelu_tanh")
+    return value.astype(x.dtype)
+
+
+def _kernel_refuses(x: jax.Array, *, kind: Kind) -> str | None:
+    if kind == "gelu":
+        return "the kernel has no error function"
+    if x.dtype not in kernels.DTYPES:
+        return f"x is {x.dtype}, the kernel has bfloat16, float16 and float32"
+    return kernels.missing()
+
+
+@registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
+def vectorized(x: jax.Array, *, kind: Kind) -> jax.Array:
+    """The C++ loop."""
+    return _differentiable(x, kind)
+
+
+@jax.custom_jvp
+def _silu(x: jax.Array) -> jax.Array:
+    return kernels.activation(x, is_gelu=False)
+
+
+@jax.custom_jvp
+def _gelu_tanh(x: jax.Array) -> jax.Array:
+    return kernels.activation(x, is_gelu=True)
+
+
+def _differentiable(x: jax.Array, kind: Kind) -> jax.Array:
+    return _silu(x) if kind == "silu" else _gelu_tanh(x)
+
+
+def _tangent(kind: Kind, primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
+    slope = jax.jvp(lambda x: reference(x, kind=kind), primals, tangents)[1]
+    return _differentiable(*primals, kind), slope.astype(jnp.result_type(primals[0]))
+
+
+_silu.defjvp(lambda primals, tangents: _tangent("silu", primals, tangents))
+_gelu_tanh.defjvp(lambda primals, tangents: _tangent("gelu_tanh", primals, tangents))

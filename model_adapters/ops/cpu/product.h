@@ -1,0 +1,270 @@
+// Products with weights as PyTorch lays them out: out[r][i] = x[r] . weight[i] + bias[i].
+//
+// A word is 32 bits: one float, or two bfloat16 where the processor multiplies pairs of them. The rows of x are turned over
+// their diagonal beforehand, so that a vector holds one word of kLanes rows; the weights are read as they lie, each word
+// of theirs spread over a vector. For very few rows that leaves most lanes empty: then the weights are turned, as they
+// pass, and the words of x are spread. Either way nothing is summed across lanes, and each output is one sum over K from
+// front to back: the same to the last bit however many rows come along and on however many threads.
+//
+// While weight rows meet x, the next ones are fetched from memory, so that arithmetic does not wait for them.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace tas {
+
+constexpr int kFewRows = 4;                         // of x, up to which the weights are turned
+constexpr int kMaxGroups = kManyRegisters ? 4 : 2;  // groups of kLanes rows of x that a tile takes together
+constexpr int kChunkRows = 48;                      // weight rows that a thread takes at a time: whole tiles of every shape
+constexpr int64_t kBlockWords = 1536;               // of K: x of kMaxGroups groups stays in the second-level cache
+
+constexpr int kWordsPerLine = 64 / sizeof(float);   // of the cache
+
+// Weight rows of a tile: its sums, and what they are made of, stay in registers.
+constexpr int tile_rows(int groups) { return kManyRegisters ? (groups == 1 ? 16 : groups == 2 ? 8 : 6) : (groups == 1 ? 8 : 4); }
+
+// x[rows, k] in words, zeros behind each row. Few rows lie as they are, `stride` apart; else group g of kLanes rows is turned:
+// it holds its word w at data + (g * num_words + w) * kLanes, with zeros for rows that are not there.
+template <class T>
+class HeldRows {
+  using P = Pair<T>;
+
+ public:
+  HeldRows(xla::ffi::ThreadPool* threads, const T* x, int64_t rows, int64_t k) : x_(x), rows_(rows), k_(k) {
+    num_words = (k + P::kStep - 1) / P::kStep * kLanes;
+    const int64_t num_groups = (rows + kLanes - 1) / kLanes;
+    words_.reset(new float[(rows <= kFewRows ? rows : num_groups * kLanes) * num_words]);  // not vector: nobody needs zeros
+    float* out = words_.get();
+    const auto turn = [&](int64_t g, int64_t = 0) { turn_group(g, out + g * num_words * kLanes); };
+    if (rows <= kFewRows)
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t d = 0; d < k; d += P::kStep) store(out + r * num_words + d / kPerWord, step_of(r, d));
+    else if (threads != nullptr) parallel_for(*threads, num_groups, num_groups / 4, turn);
+    else
+      for (int64_t g = 0; g < num_groups; g++) turn(g);
+  }
+
+  int64_t num_words;
+  const float* data() const { return words_.get(); }
+
+ private:
+  static constexpr int64_t kPerWord = P::kStep / kLanes;
+
+  Vec step_of(int64_t r, int64_t d) const {
+    const int left = std::min<int64_t>(P::kStep, k_ - d);
+    const T* row = x_ + r * k_ + d;
+    return (Vec)(left == P::kStep ? P::load(row) : P::load(row, left));
+  }
+
+  void turn_group(int64_t g, float* out) const {
+    const int count = std::min<int64_t>(kLanes, rows_ - g * kLanes);
+    for (int64_t d = 0; d < k_; d += P::kStep, out += kLanes * kLanes) {
+      Vec v[kLanes] = {};
+      for (int i = 0; i < count; i++) v[i] = step_of(g * kLanes + i, d);
+      transpose_square(v);
+      for (int j = 0; j < kLanes; j++) store(out + j * kLanes, v[j]);
+    }
+  }
+
+  const T* x_;
+  int64_t rows_, k_;
+  std::unique_ptr<float[]> words_;
+};
+
+// Weight rows as words: as they lie where a number is a word or half of one, else as floats of a scratch.
+template <class T>
+class Product {
+  using P = Pair<T>;
+  using Word = decltype(P::load((const T*)nullptr));
+  static constexpr int64_t kPerWord = P::kStep / kLanes;
+  static constexpr bool kAsTheyLie = sizeof(T) * kPerWord == sizeof(float);
+
+ public:
+  Product(const HeldRows<T>& x, int64_t rows, const T* weight, int64_t n, int64_t k, const float* bias)
+      : x_(x.data()), num_words_(x.num_words), rows_(rows), weight_(weight), n_(n), k_(k), bias_(bias) {}
+
+  int64_t num_chunks() const { return (n_ + kChunkRows - 1) / kChunkRows; }
+
+  // out[r * n + i] for all rows and the weight rows i of chunk c; `next` is the chunk that this thread takes after it.
+  template <class Out>
+  void run(int64_t c, int64_t next, Out* out) const {
+    static thread_local std::vector<float> sums_of_thread;
+    const int64_t num_groups = (rows_ + kLanes - 1) / kLanes, begin = c * kChunkRows, end = std::min(n_, begin + kChunkRows);
+    const T* after = next < num_chunks() ? weight_ + next * kChunkRows * k_ : nullptr;
+    if (rows_ <= kFewRows) {
+      for (int64_t i = begin; i < end; i += kLanes) few_rows(i, i + kLanes < end ? weight_ + (i + kLanes) * k_ : after, out);
+      return;
+    }
+    sums_of_thread.resize(kChunkRows * num_groups * kLanes);
+    const Sums sums{sums_of_thread.data(), num_groups * kLanes};
+    for (int64_t d = 0; d < std::max<int64_t>(k_, 1); d += kBlockWords * kPerWord) {
+      const bool is_last = d + kBlockWords * kPerWord >= k_;
+      for (int64_t g = 0; g < num_groups;) {
+        const bool fetches = g == 0;  // later groups find the weights in the cache
+        const T* then = !fetches ? nullptr : is_last ? after : weight_ + begin * k_ + d + kBlockWords * kPerWord;
+        const int64_t left = num_groups - g;
+        if (kMaxGroups == 4 && left >= 4) tiles<kMaxGroups>(begin, end, d, g, sums, fetches, then), g += kMaxGroups;
+        else if (left >= 2) tiles<2>(begin, end, d, g, sums, fetches, then), g += 2;
+        else tiles<1>(begin, end, d, g, sums, fetches, then), g += 1;
+      }
+    }
+    for (int64_t g = 0; g < num_groups; g++)
+      for (int64_t i = begin; i < end; i += kLanes) finish(sums, g, i, i - begin, std::min<int64_t>(kLanes, end - i), out);
+  }
+
+ private:
+  // [kChunkRows][stride], a column for each row of x.
+  struct Sums {
+    float* data;
+    int64_t stride;
+    Vec* at(int64_t i, int64_t g) const { return (Vec*)(data + i * stride + g * kLanes); }
+  };
+
+  static Word splat_word(const char* p) {
+    uint32_t word;
+    std::memcpy(&word, p, sizeof word);
+    return (Word)(UVec{} + word);
+  }
+
+  // kLanes weight rows from `begin` on, one step of K at d, turned: v[j] holds word j of each. Rows behind the last repeat it.
+  void load_square(int64_t begin, int64_t d, Vec* v) const {
+    const T* w = weight_ + begin * k_ + d;
+    const int last = std::min<int64_t>(kLanes, n_ - begin) - 1, left = std::min<int64_t>(P::kStep, k_ - d);
+    if constexpr (kAsTheyLie)
+      if (last == kLanes - 1 && left == P::kStep) return load_turned((const char*)w, k_ * sizeof(T), v);
+    for (int i = 0; i < kLanes; i++) {
+      const T* row = w + std::min(i, last) * k_;
+      v[i] = (Vec)(left == P::kStep ? P::load(row) : P::load(row, left));
+    }
+    transpose_square(v);
+  }
+
+  // The outputs of kLanes weight rows and R rows of x, as the weights pass; those of `next` come after them.
+  template <int R, class Out>
+  void stream(int64_t begin, const T* next, Out* out) const {
+    Vec sum[R] = {};
+    if (next + kLanes * k_ > weight_ + n_ * k_) next = nullptr;
+    for (int64_t d = 0; d < k_; d += P::kStep) {
+      Vec v[kLanes];
+      load_square(begin, d, v);
+      if (next != nullptr) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) __builtin_prefetch(next + i * k_ + d, 0, 2);
+      }
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; j++)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) P::accumulate(sum[r], (Word)v[j], splat_word((const char*)(x_ + r * num_words_ + d / kPerWord + j)));
+    }
+    const int64_t count = std::min<int64_t>(kLanes, n_ - begin);
+    for (int r = 0; r < R; r++) {
+      if (bias_)
+        for (int64_t i = 0; i < count; i++) sum[r][i] += bias_[begin + i];
+      put(sum[r], count, out + r * n_ + begin);
+    }
+  }
+
+  template <class Out>
+  void few_rows(int64_t begin, const T* next, Out* out) const {
+    static_assert(kFewRows == 4);
+    if (rows_ == 1) stream<1>(begin, next, out);
+    else if (rows_ == 2) stream<2>(begin, next, out);
+    else if (rows_ == 3) stream<3>(begin, next, out);
+    else stream<4>(begin, next, out);
+  }
+
+  // All tiles of weight rows [begin, end), columns from d on, with G groups of x from g on; `then` is read after them.
+  template <int G>
+  void tiles(int64_t begin, int64_t end, int64_t d, int64_t g, const Sums& sums, bool fetches, const T* then) const {
+    constexpr int kRows = tile_rows(G);
+    const int64_t columns = std::min(kBlockWords * kPerWord, k_ - d);
+    int64_t i = begin;
+    for (; i + kRows <= end; i += kRows) {
+      const T* next = !fetches ? nullptr : i + kRows < end ? weight_ + (i + kRows) * k_ + d : then;
+      tile<kRows, G>(i, d, columns, g, sums, i - begin, next);
+    }
+    for (; i < end; i++) tile<1, G>(i, d, columns, g, sums, i - begin, nullptr);
+  }
+
+  // Adds the products of R weight rows from `begin` on; the first columns set the sums.
+  template <int R, int G>
+  void tile(int64_t begin, int64_t d, int64_t columns, int64_t g, const Sums& sums, int64_t row, const T* next) const {
+    int64_t stride = k_ * int64_t(sizeof(T));
+    const char* w = (const char*)(weight_ + begin * k_ + d);
+    static thread_local std::vector<float> floats;
+    if constexpr (!kAsTheyLie) {
+      stride = columns * int64_t(sizeof(float));
+      floats.resize(R * columns);
+      for (int i = 0; i < R; i++)
+        for (int64_t j = 0; j < columns; j++) floats[i * columns + j] = to_float(weight_[(begin + i) * k_ + d + j]);
+      w = (const char*)floats.data();
+    }
+    Vec sum[R][G];
+    for (int i = 0; i < R; i++)
+      for (int h = 0; h < G; h++) sum[i][h] = d == 0 ? Vec{} : load((const float*)sums.at(row + i, g + h));
+    const float* x[G];
+    for (int h = 0; h < G; h++) x[h] = x_ + ((g + h) * num_words_ + d / kPerWord) * kLanes;
+    const char* rows[(R + 3) / 4];  // a pointer for four rows: more would not stay in registers
+    for (int i = 0; i < R; i += 4) rows[i / 4] = w + i * stride;
+    const auto step = [&](auto word_of) {
+      Word v[G];
+#pragma GCC unroll 4
+      for (int h = 0; h < G; h++) v[h] = (Word)load(x[h]), x[h] += kLanes;
+#pragma GCC unroll 16
+      for (int i = 0; i < R; i++) {
+        const Word word = word_of(rows[i / 4] + i % 4 * stride);
+#pragma GCC unroll 4
+        for (int h = 0; h < G; h++) P::accumulate(sum[i][h], word, v[h]);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < (R + 3) / 4; i++) rows[i] += sizeof(float);
+    };
+    const int64_t words = columns / kPerWord;
+    for (int64_t j = 0; j < words; j += kWordsPerLine) {
+      if (next != nullptr)
+        for (int i = 0; i < R; i++) __builtin_prefetch((const char*)(next + i * k_) + j * int64_t(sizeof(T)) * kPerWord, 0, 2);
+      const int64_t here = std::min<int64_t>(kWordsPerLine, words - j);
+      for (int64_t l = 0; l < here; l++) step(splat_word);
+    }
+    if (words * kPerWord < columns)  // half a word: what lies behind it is another row
+      step([](const char* p) {
+        uint16_t half;
+        std::memcpy(&half, p, sizeof half);
+        return (Word)(UVec{} + uint32_t(half));
+      });
+    for (int i = 0; i < R; i++)
+      for (int h = 0; h < G; h++) store((float*)sums.at(row + i, g + h), sum[i][h]);
+  }
+
+  // Writes the sums of group g and `count` weight rows from i on, which are rows from `row` on of the chunk.
+  template <class Out>
+  void finish(const Sums& sums, int64_t g, int64_t i, int64_t row, int64_t count, Out* out) const {
+    Vec v[kLanes] = {};
+    for (int64_t j = 0; j < count; j++) v[j] = load((const float*)sums.at(row + j, g)) + (bias_ ? bias_[i + j] : 0.f);
+    transpose_square(v);
+    const int64_t begin = g * kLanes, rows = std::min<int64_t>(kLanes, rows_ - begin);
+    for (int64_t r = 0; r < rows; r++) put(v[r], count, out + (begin + r) * n_ + i);
+  }
+
+  template <class Out>
+  static void put(Vec v, int64_t count, Out* out) {
+    if (count == kLanes) return store(out, v);
+    Out all[kLanes];
+    store(all, v);
+    std::copy(all, all + count, out);
+  }
+
+  const float* x_;
+  int64_t num_words_, rows_;
+  const T* weight_;
+  int64_t n_, k_;
+  const float* bias_;
+};
+
+}  // namespace tas
