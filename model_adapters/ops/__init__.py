@@ -7,6 +7,7 @@ from model_adapters.ops.grouped_matmul import grouped_matmul
 from model_adapters.ops.linear import addmm, baddbmm, bmm, einsum, linear, matmul
 from model_adapters.ops.paged_attention import paged_attention
 from model_adapters.ops.registry import list_ops, on_platform, use
+from model_adapters.ops.row_sum import layer_norm, row_sum, softmax
 
 from model_adapters.ops import gpu, tpu  # isort: skip  # noqa: F401  they register implementations of the ops above
 
@@ -19,11 +20,14 @@ __all__ = [
     "einsum",
     "gelu",
     "grouped_matmul",
+    "layer_norm",
     "linear",
     "list_ops",
     "matmul",
     "on_platform",
     "paged_attention",
+    "row_sum",
     "silu",
+    "softmax",
     "use",
 ]

@@ -24,7 +24,14 @@ logger = logging.getLogger("torchax_serve")
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8))
-TARGETS = ("tas_activation", "tas_decode_attention", "tas_paged_attention", "tas_linear", "tas_grouped_linear")
+TARGETS = (
+    "tas_activation",
+    "tas_decode_attention",
+    "tas_grouped_linear",
+    "tas_linear",
+    "tas_paged_attention",
+    "tas_row_sum",
+)
 _lock = threading.Lock()
 
 
@@ -181,4 +188,10 @@ def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:
     """SiLU of `x`, or GELU by the hyperbolic tangent, in x's dtype; computed in float32."""
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     out: jax.Array = _call("tas_activation", result)(x, is_gelu=np.int64(is_gelu))
+    return out
+
+
+def row_sum(x: jax.Array) -> jax.Array:
+    """float32[rows]: the sums of the rows of ``x[rows, n]``."""
+    out: jax.Array = _call("tas_row_sum", jax.ShapeDtypeStruct(x.shape[:1], jnp.float32))(x)
     return out

@@ -1,0 +1,76 @@
+"""Sums over the last dimension, and what is made of them: means, layer norms, softmax.
+
+XLA on a CPU adds a row up in an order that depends on how many rows there are, so that a token's norm, and in the end
+the token chosen, would depend on what else is in the batch. The C++ sum has one order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.ops import registry
+from model_adapters.ops.cpu import kernels
+from model_adapters.ops.linear import accumulator
+
+OP = "row_sum"
+
+
+def row_sum(x: jax.Array) -> jax.Array:
+    """Sums of ``x[..., n]`` over the last dimension, shape ``[...]``, in float32 where x has fewer bits."""
+    rows = x.reshape(-1, x.shape[-1])
+    out: jax.Array = registry.call(OP, rows)
+    return out.reshape(x.shape[:-1])
+
+
+def layer_norm(
+    x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``torch.nn.functional.layer_norm`` over the last dimension, with means and reciprocal deviations [..., 1]."""
+    wide = x.astype(accumulator(x.dtype))
+    mean = row_sum(wide)[..., None] / x.shape[-1]
+    centred = wide - mean
+    scale = jax.lax.rsqrt(row_sum(centred * centred)[..., None] / x.shape[-1] + eps)
+    out = centred * scale
+    if weight is not None:
+        out = out * weight.astype(out.dtype)
+    if bias is not None:
+        out = out + bias.astype(out.dtype)
+    return out.astype(x.dtype), mean, scale
+
+
+def softmax(x: jax.Array) -> jax.Array:
+    """``torch.softmax`` over the last dimension, in x's dtype."""
+    wide = x.astype(accumulator(x.dtype))
+    powers = jnp.exp(wide - jax.lax.stop_gradient(jnp.max(wide, -1, keepdims=True)))
+    return (powers / row_sum(powers)[..., None]).astype(x.dtype)
+
+
+@registry.define(OP, "sums over the last dimension")
+def reference(x: jax.Array) -> jax.Array:
+    """XLA's own sum."""
+    return jnp.sum(x.astype(accumulator(x.dtype)), -1)
+
+
+def _kernel_refuses(x: jax.Array) -> str | None:
+    if x.dtype not in kernels.DTYPES:
+        return f"x is {x.dtype}, the kernel has bfloat16, float16 and float32"
+    return kernels.missing()
+
+
+@registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
+def ordered(x: jax.Array) -> jax.Array:
+    """The C++ sum, in one order."""
+    return _differentiable(x)
+
+
+@jax.custom_jvp
+def _differentiable(x: jax.Array) -> jax.Array:
+    return kernels.row_sum(x)
+
+
+@_differentiable.defjvp
+def _tangent(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
+    return _differentiable(*primals), reference(*tangents)
