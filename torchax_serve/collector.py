@@ -21,3 +21,19 @@ def paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def paused_for_imports() -> Iterator[None]:
+    """No collection inside; what was made there then counts as old, without having been walked.
+
+    torch, jax and transformers make 800,000 objects that stay. Left to itself the collector walks them again and again
+    while they are made, and once more when it is switched on behind them.
+    """
+    with paused():
+        try:
+            yield
+        finally:
+            if gc.get_freeze_count() == 0:  # else somebody keeps objects out of collections, and they would be let in
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation

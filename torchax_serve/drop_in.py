@@ -74,11 +74,30 @@ class JaxModel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own, after a look at the prompt."""
         given = inspect.signature(GenerationMixin.generate).bind(self, *args, **kwargs).arguments
+        custom = given.get("custom_generate")
+        if not (custom is None or isinstance(custom, str) or callable(custom)):
+            raise InvalidArgumentError(
+                f"custom_generate: expected a folder or hub id as a string, or a function, got {custom!r}; "
+                "of a path, pass str(path)"
+            )
         prompt = given.get("inputs")
         self._jax_runtime.check_prompt(kwargs.get("input_ids") if prompt is None else prompt)
         if (mask := kwargs.get("attention_mask")) is not None:
             check_rows(mask)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def load_custom_generate(
+        self, pretrained_model_name_or_path: str | None = None, trust_remote_code: bool | None = None, **kwargs: Any
+    ) -> Any:
+        """transformers' own, which asks on the terminal where the caller has not said: here that is an error."""
+        if not trust_remote_code:
+            raise UnsupportedArgumentError(
+                f"custom_generate={pretrained_model_name_or_path!r} would run Python code of that repository: read it, "
+                "then pass trust_remote_code=True with it"
+            )
+        return super().load_custom_generate(  # type: ignore[misc]
+            pretrained_model_name_or_path, trust_remote_code=trust_remote_code, **kwargs
+        )
 
     def _prepare_cache_for_generation(
         self,

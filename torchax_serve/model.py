@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -13,13 +12,12 @@ from typing import Any, Literal, overload
 import jax
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, UnsupportedModelError
-from model_adapters.loading import LoadedModel, Progress, load_model
+from model_adapters.loading import LoadedModel, Progress, has_own_generate, load_model
 from torchax_serve import collector
+from torchax_serve.alone import tokens_alone
 from torchax_serve.compile_cache import enable_compile_cache, programs_dir
-from torchax_serve.decode_loop import DecodeLoop, LoopRequest, why_not_fast
 from torchax_serve.drop_in import attach
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.engine import Engine, EngineStats
@@ -136,7 +134,7 @@ class ServedModel:
         with self._engine_lock:
             if self._engine is None:
                 try:
-                    self._engine = build_engine(self._generator()._jax_runtime, self._engine_options)
+                    self._engine = self._build_engine()
                 except UnsupportedModelError as error:
                     if self._engine_options is not None:
                         raise
@@ -144,6 +142,15 @@ class ServedModel:
             if isinstance(self._engine, UnsupportedModelError):
                 raise self._engine
             return self._engine
+
+    def _build_engine(self) -> Engine:
+        model = self._generator()
+        if has_own_generate(model):
+            raise UnsupportedModelError(
+                "the model's repository brings a generate of its own, which the engine cannot run; call generate(), "
+                "or load the model without trust_remote_code"
+            )
+        return build_engine(model._jax_runtime, self._engine_options)
 
     def stats(self) -> EngineStats | None:
         """Requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
@@ -249,12 +256,7 @@ class ServedModel:
         if stop_strings:
             kwargs |= {"stop_strings": list(stop_strings), "tokenizer": self.tokenizer}
         input_ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
-        request = model.generate(input_ids, custom_generate=_as_request, **kwargs)
-        if isinstance(request, LoopRequest) and why_not_fast(model._jax_runtime, request) is None:
-            for token in DecodeLoop(model._jax_runtime, request, seed).tokens():
-                yield int(token[0])
-        else:
-            yield from _tokens_of_plain_loop(model, input_ids, kwargs, seed)
+        return tokens_alone(model, input_ids, kwargs, seed)
 
     @overload
     def chat(
@@ -300,20 +302,6 @@ class ServedModel:
         return generate_batch(self, prompts, params)
 
 
-def _as_request(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: GenerationConfig,
-    **model_kwargs: Any,
-) -> LoopRequest:
-    """Ends transformers' ``generate`` after its preparations, with what it prepared."""
-    for name in ("synced_gpus", "tokenizer", "assistant_model", "streamer"):
-        model_kwargs.pop(name, None)
-    return LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, None, model_kwargs)
-
-
 def _programs_of(loaded: LoadedModel) -> ProgramCache:
     """Where the model's programs are kept; in memory alone for an object, whose code anybody may have changed."""
     folder = programs_dir()
@@ -321,54 +309,3 @@ def _programs_of(loaded: LoadedModel) -> ProgramCache:
         return ProgramCache()
     config_json = loaded.config.to_json_string(use_diff=False)
     return ProgramCache(folder, model_identity(type(loaded.module), config_json, loaded.weights))
-
-
-class _Cancelled(Exception):
-    """Raised in the plain loop's thread to end it."""
-
-
-class _QueueStreamer(BaseStreamer):
-    def __init__(self) -> None:
-        self.tokens: queue.Queue[Any] = queue.Queue()
-        self.cancelled = threading.Event()
-        self.seen_prompt = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.cancelled.is_set():
-            raise _Cancelled
-        if self.seen_prompt:
-            self.tokens.put(int(value.reshape(-1)[0]))
-        self.seen_prompt = True
-
-    def end(self) -> None:
-        pass
-
-
-def _tokens_of_plain_loop(
-    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None
-) -> Iterator[int]:
-    """Tokens of transformers' own loop, which runs in a thread of its own."""
-    streamer = _QueueStreamer()
-
-    def run() -> None:
-        try:
-            with torch.random.fork_rng(enabled=seed is not None):
-                if seed is not None:
-                    torch.manual_seed(seed)
-                model.generate(input_ids, streamer=streamer, **kwargs)
-            streamer.tokens.put(None)
-        except _Cancelled:
-            pass
-        except BaseException as error:
-            streamer.tokens.put(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        while (item := streamer.tokens.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        streamer.cancelled.set()
-        thread.join()

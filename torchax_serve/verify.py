@@ -249,7 +249,8 @@ def _trace(model: Any, ids: torch.Tensor, new_tokens: int, cache_name: str | Non
         step = _tensors_of_output(model(input_ids=ids[:, -1:], **kwargs))
     if not new_tokens or not model.can_generate():
         return _Trace(whole, step, (), ())
-    output = model.generate(
+    output = type(model).generate(  # not a repository's own, which may return anything
+        model,
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,

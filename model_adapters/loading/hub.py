@@ -29,7 +29,7 @@ CONFIG = "config.json"
 
 # beside the weights: configurations, vocabularies in their various formats, chat templates
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja")
-_CODE_FILES = ("*.py",)
+_CODE_FILES = ("*.py", "custom_generate/*.py", "custom_generate/requirements.txt")
 
 
 @dataclass(frozen=True)

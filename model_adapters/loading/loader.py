@@ -25,6 +25,7 @@ from model_adapters.loading.checkpoint import Checkpoint, weight_files
 from model_adapters.loading.hub import CONFIG
 from model_adapters.loading.loaded import LoadedModel, numpy_dtype, report_of
 from model_adapters.loading.memory import PeakMemory, check_fits
+from model_adapters.loading.own_generate import attach_own_generate
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.sink import DevicePut, Placement, WeightSink, meta_like
 from model_adapters.loading.source import ModelSource, of_object, resolve
@@ -230,6 +231,8 @@ class _Builder:
         module.config.name_or_path = module.name_or_path = str(self._source.hub_id or self._source.path)
         if module.can_generate() and folder is not None:
             module.generation_config = _generation_config(folder, module)
+            if self._trust:
+                attach_own_generate(module, folder)
         jax.block_until_ready(weights)
         took = time.perf_counter() - self._start
         report = report_of(weights, self._peak, self._source, took, checkpoint_bytes)

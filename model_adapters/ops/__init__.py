@@ -6,10 +6,12 @@ from model_adapters.ops.dense_attention import dense_attention
 from model_adapters.ops.grouped_matmul import grouped_matmul
 from model_adapters.ops.linear import addmm, baddbmm, bmm, einsum, linear, matmul
 from model_adapters.ops.paged_attention import paged_attention
-from model_adapters.ops.registry import list_ops, on_platform, use
+from model_adapters.ops.registry import list_ops, on_platform, provide, use
 from model_adapters.ops.row_sum import layer_norm, row_sum, softmax
 
-from model_adapters.ops import gpu, tpu  # isort: skip  # noqa: F401  they register implementations of the ops above
+for op in ("decode_attention", "paged_attention"):
+    provide(op, "gpu", "model_adapters.ops.gpu")
+    provide(op, "tpu", "model_adapters.ops.tpu")
 
 __all__ = [
     "addmm",

@@ -12,6 +12,7 @@ The choice is part of the traced program: :func:`use` and :func:`on_platform` ha
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -44,11 +45,15 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Op:
-    """A logical op: what it does in one line, and its implementations, the reference first."""
+    """A logical op: what it does in one line, and its implementations, the reference first.
+
+    `providers` names by platform the module that registers more of them, until it is imported.
+    """
 
     name: str
     summary: str
     implementations: list[Implementation] = field(default_factory=list)
+    providers: dict[str, str] = field(default_factory=dict)
 
     def find(self, name: str) -> Implementation:
         """The implementation called `name`."""
@@ -84,7 +89,7 @@ def register(
         raise InvalidArgumentError(f"expected platforms out of {PLATFORMS}, got {sorted(unknown)}")
 
     def add(function: Function) -> Function:
-        implementations = find(op).implementations
+        implementations = _defined(op).implementations
         if any(other.name == name for other in implementations):
             raise InvalidArgumentError(f"op {op!r} has an implementation {name!r} already; choose another name")
         implementations.append(Implementation(name, platforms, function, refuses))
@@ -93,8 +98,30 @@ def register(
     return add
 
 
+def provide(op: str, platform: str, module: str) -> None:
+    """Names the module whose import registers implementations of `op` for `platform`; imported when they are needed.
+
+    Kernels bring compilers along that take their time to import, and a process runs on one platform.
+    """
+    _defined(op).providers[platform] = module
+
+
+def _import_providers(op: Op, platforms: tuple[str, ...]) -> None:
+    for name in platforms:
+        if (module := op.providers.get(name)) is not None:
+            with jax.ensure_compile_time_eval():  # this may be amid a trace; what a module makes must not be part of it
+                importlib.import_module(module)
+            op.providers.pop(name, None)
+
+
 def find(op: str) -> Op:
-    """The op called `op`."""
+    """The op called `op`, with all its implementations."""
+    found = _defined(op)
+    _import_providers(found, PLATFORMS)
+    return found
+
+
+def _defined(op: str) -> Op:
     if op not in _OPS:
         raise InvalidArgumentError(f"expected one of the ops {', '.join(sorted(_OPS))}, got {op!r}")
     return _OPS[op]
@@ -102,7 +129,7 @@ def find(op: str) -> Op:
 
 def list_ops() -> list[Op]:
     """All ops, by name."""
-    return [_OPS[name] for name in sorted(_OPS)]
+    return [find(name) for name in sorted(_OPS)]
 
 
 def platform() -> str:
@@ -148,7 +175,8 @@ def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
     Raises:
         InvalidArgumentError: :func:`use` asks for an implementation that refuses these arguments.
     """
-    found = find(op)
+    here, found = platform(), _defined(op)
+    _import_providers(found, (here,))
     if (name := _CHOSEN.get().get(op)) is not None:
         chosen = found.find(name)
         if (reason := chosen.refuses(*args, **kwargs)) is not None:
@@ -157,7 +185,6 @@ def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
                 f"drop `use({op!r}, {name!r})`"
             )
         return chosen
-    here = platform()
     for candidate in reversed(found.implementations):
         if here in candidate.platforms and candidate.refuses(*args, **kwargs) is None:
             return candidate

@@ -1,6 +1,7 @@
 """The tables of docs/generate.md: each row's arguments go where the table says. Nothing is decoded."""
 
 import functools
+import pathlib
 import re
 
 import pytest
@@ -82,6 +83,7 @@ def call(served, monkeypatch):
             "allow": lambda row, tokens: [5, 6],
             "watermarking_config": transformers.WatermarkingConfig(),
             "custom_generate": custom_generate,
+            "pathlib": pathlib,
             "past_key_values": DynamicCache(config=served.config),
             "static_cache": StaticCache(config=served.config, max_cache_len=32),
             "inputs_embeds": torch.zeros(1, 4, served.config.hidden_size),

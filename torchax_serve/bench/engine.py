@@ -133,7 +133,10 @@ class Engine:
         ids = ids.to(self._model.device)
         mask = torch.ones_like(ids)
         with torch.no_grad():
-            return self._model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **self._options, **kwargs)
+            # of the class: a repository's own, which lies on the object, may do and return anything
+            return type(self._model).generate(
+                self._model, ids, attention_mask=mask, max_new_tokens=new_tokens, **self._options, **kwargs
+            )
 
 
 class _Clock(BaseStreamer):

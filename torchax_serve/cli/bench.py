@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from torchax_serve.cli import options
-from torchax_serve.cli.options import LoadOptions
+from torchax_serve.cli.options import LoadOptions, load_options
 from torchax_serve.cli.terminal import note
 
 _DEFAULT_BATCHES = (1, 8)
 
 
+@load_options
 def bench(
     model: Annotated[
         str | None,
@@ -51,13 +51,8 @@ def bench(
         Path | None, typer.Option("--plot", show_default=False, help="Write a picture of the rates to this file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
-    revision: options.RevisionOption = None,
-    dtype: options.DtypeOption = "auto",
-    token: options.TokenOption = None,
-    offline: options.OfflineOption = False,
-    trust_remote_code: options.TrustRemoteCodeOption = False,
-    allow_pickle: options.AllowPickleOption = False,
-    cache_dir: options.CacheDirOption = None,
+    *,
+    load: LoadOptions,
 ) -> None:
     """Measure time to first token, tokens/s, memory and use of the memory's bandwidth.
 
@@ -67,7 +62,6 @@ def bench(
     """
     from torchax_serve.cli.interrupts import prompt_interrupts
 
-    load = LoadOptions(revision, dtype, token, offline, trust_remote_code, allow_pickle, cache_dir)
     with prompt_interrupts(leave_at=1):
         from torchax_serve import InvalidArgumentError
         from torchax_serve.bench import Settings

@@ -2,76 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-_LOADING = "Loading"
-
-RevisionOption = Annotated[
-    str | None,
-    typer.Option("--revision", help="Branch, tag or commit of a hub model.", rich_help_panel=_LOADING),
-]
-DtypeOption = Annotated[
-    str,
-    typer.Option(
-        "--dtype", help="auto (that of the checkpoint), float32, bfloat16 or float16.", rich_help_panel=_LOADING
-    ),
-]
-TokenOption = Annotated[
-    str | None,
-    typer.Option(
-        "--token",
-        envvar="HF_TOKEN",
-        show_default=False,
-        help="Hub token for gated and private models; better given by the variable than on the command line.",
-        rich_help_panel=_LOADING,
-    ),
-]
-OfflineOption = Annotated[
-    bool,
-    typer.Option(
-        "--offline",
-        envvar="HF_HUB_OFFLINE",
-        help="Use only files that are already on this machine.",
-        rich_help_panel=_LOADING,
-    ),
-]
-TrustRemoteCodeOption = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="Run Python code that comes with the model. Only for authors you trust.",
-        rich_help_panel=_LOADING,
-    ),
-]
-AllowPickleOption = Annotated[
-    bool,
-    typer.Option(
-        "--allow-pickle",
-        help="Load weights from pickle files (.bin, .pt). Only from authors you trust.",
-        rich_help_panel=_LOADING,
-    ),
-]
-CacheDirOption = Annotated[
-    Path | None,
-    typer.Option("--cache-dir", help="Folder for downloads, in place of the hub's default.", rich_help_panel=_LOADING),
-]
+_option = functools.partial(typer.Option, rich_help_panel="Loading")
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What the loading options said; `serve_kwargs` are the keyword arguments of `torchax_serve.serve`."""
+    """What the loading options said. Each field is an option of every command that takes them; see `load_options`."""
 
-    revision: str | None = None
-    dtype: str = "auto"
-    token: str | None = None
-    offline: bool = False
-    trust_remote_code: bool = False
-    allow_pickle: bool = False
-    cache_dir: Path | None = None
+    revision: Annotated[str | None, _option("--revision", help="Branch, tag or commit of a hub model.")] = None
+    dtype: Annotated[str, _option("--dtype", help="auto (that of the checkpoint), float32, bfloat16 or float16.")] = (
+        "auto"
+    )
+    token: Annotated[
+        str | None,
+        _option(
+            "--token",
+            envvar="HF_TOKEN",
+            show_default=False,
+            help="Hub token for gated and private models; better given by the variable than on the command line.",
+        ),
+    ] = None
+    offline: Annotated[
+        bool,
+        _option("--offline", envvar="HF_HUB_OFFLINE", help="Use only files that are already on this machine."),
+    ] = False
+    trust_remote_code: Annotated[
+        bool,
+        _option("--trust-remote-code", help="Run Python code that comes with the model. Only for authors you trust."),
+    ] = False
+    allow_pickle: Annotated[
+        bool,
+        _option("--allow-pickle", help="Load weights from pickle files (.bin, .pt). Only from authors you trust."),
+    ] = False
+    cache_dir: Annotated[
+        Path | None, _option("--cache-dir", help="Folder for downloads, in place of the hub's default.")
+    ] = None
 
     def serve_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of `torchax_serve.serve`."""
@@ -84,3 +59,35 @@ class LoadOptions:
             "allow_pickle": self.allow_pickle,
             "cache_dir": str(self.cache_dir) if self.cache_dir else None,
         }
+
+
+def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command one option for each field of its parameter `load` (a `LoadOptions`), in that parameter's place.
+
+    The command line is read from a function's signature, so this is a function with another signature: it takes the
+    options one by one and hands them on as one object.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    options: type[LoadOptions] = signature.parameters["load"].annotation
+    hints = get_type_hints(options, include_extras=True)
+    names = [field.name for field in dataclasses.fields(options)]
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> Any:
+        load = options(**{name: given.pop(name) for name in names if name in given})
+        return command(load=load, **given)
+
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if parameter.name == "load":
+            parameters += [
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+                )
+                for field in dataclasses.fields(options)
+            ]
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+    return with_options

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from torchax_serve.cli import options
-from torchax_serve.cli.options import LoadOptions
+from torchax_serve.cli.options import LoadOptions, load_options
 from torchax_serve.cli.terminal import is_terminal, note
 
 _SAMPLING = "Decoding (default: what the model's generation_config says)"
@@ -21,6 +20,7 @@ def _sampling(flag: str, text: str) -> Any:
     return typer.Option(flag, help=text, show_default=False, rich_help_panel=_SAMPLING)
 
 
+@load_options
 def run(
     model: Annotated[
         str | None,
@@ -72,13 +72,8 @@ def run(
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Always the likeliest token.", rich_help_panel=_SAMPLING)
     ] = False,
-    revision: options.RevisionOption = None,
-    dtype: options.DtypeOption = "auto",
-    token: options.TokenOption = None,
-    offline: options.OfflineOption = False,
-    trust_remote_code: options.TrustRemoteCodeOption = False,
-    allow_pickle: options.AllowPickleOption = False,
-    cache_dir: options.CacheDirOption = None,
+    *,
+    load: LoadOptions,
 ) -> None:
     """Chat with a model in the terminal, or get one answer.
 
@@ -107,7 +102,6 @@ def run(
         seed=seed,
         stop=tuple(stop) if stop else None,
     )
-    load = LoadOptions(revision, dtype, token, offline, trust_remote_code, allow_pickle, cache_dir)
     _run(model, text, load, params, system=system, raw=raw, as_json=as_json)
 
 

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from torchax_serve.cli import options
-from torchax_serve.cli.options import LoadOptions
+from torchax_serve.cli.options import LoadOptions, load_options
 from torchax_serve.cli.terminal import note
 
 DIFFERENT = 1
 
 
+@dataclass(frozen=True)
+class VerifyLoadOptions(LoadOptions):
+    """As everywhere, but for the dtype."""
+
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            help="Of weights and computation on both sides: float32, bfloat16, float16, or auto (the checkpoint's).",
+        ),
+    ] = "float32"
+
+
+@load_options
 def verify(
     model: Annotated[
         str | None,
@@ -46,19 +60,8 @@ def verify(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
-    revision: options.RevisionOption = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            help="Of weights and computation on both sides: float32, bfloat16, float16, or auto (the checkpoint's).",
-        ),
-    ] = "float32",
-    token: options.TokenOption = None,
-    offline: options.OfflineOption = False,
-    trust_remote_code: options.TrustRemoteCodeOption = False,
-    allow_pickle: options.AllowPickleOption = False,
-    cache_dir: options.CacheDirOption = None,
+    *,
+    load: VerifyLoadOptions,
 ) -> int:
     """Compare a model on JAX with eager PyTorch: each layer, the logits, greedy tokens.
 
@@ -68,7 +71,6 @@ def verify(
     """
     from torchax_serve.cli.interrupts import prompt_interrupts
 
-    load = LoadOptions(revision, dtype, token, offline, trust_remote_code, allow_pickle, cache_dir)
     with prompt_interrupts(leave_at=1):
         from torchax_serve import InvalidArgumentError
         from torchax_serve.verify import verify as compare

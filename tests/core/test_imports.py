@@ -1,0 +1,89 @@
+"""What a start imports, and that the cycle collector does not walk it again and again."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from model_adapters.ops import registry
+from torchax_serve import collector
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_the_package_alone_imports_none_of_the_heavy_libraries():
+    code = "import sys, torchax_serve; print(*{name.partition('.')[0] for name in sys.modules})"
+    assert not {"torch", "jax", "transformers", "torchax", "rich", "numpy"} & set(run(code))
+
+
+def test_serving_imports_no_kernels_of_other_platforms_and_collects_nothing():
+    code = """
+import gc, sys
+before = gc.get_stats()[2]["collections"]
+from torchax_serve import serve
+print(gc.get_stats()[2]["collections"] - before, gc.isenabled(), gc.get_freeze_count())
+unneeded = ("jax.experimental.pallas", "torchvision", "sklearn", "pandas")
+print(*(name for name in sys.modules if name in unneeded))
+"""
+    assert run(code) == ["0", "True", "0"]
+
+
+def test_what_imports_make_counts_as_old():
+    with collector.paused_for_imports():
+        assert not gc.isenabled()
+        made = [[] for _ in range(1000)]
+    assert gc.isenabled()
+    assert any(made is each for each in gc.get_objects(generation=2))
+
+
+def test_frozen_objects_of_the_caller_stay_frozen():
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with collector.paused_for_imports():
+            pass
+        assert gc.get_freeze_count() == count > 0
+    finally:
+        gc.unfreeze()
+
+
+@pytest.fixture
+def provider(tmp_path, monkeypatch):
+    """A module with an implementation of an op, for the platform tpu."""
+    (tmp_path / "kernels_of_a_test.py").write_text(
+        "import jax.numpy as jnp\n"
+        "from model_adapters.ops import registry\n"
+        "TWO = jnp.float32(2)\n"
+        "registry.register('twice', 'fast', ('tpu',))(lambda x: x * TWO)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_OPS", {})
+    registry.define("twice", "twice")(lambda x: x + x)
+    registry.provide("twice", "tpu", "kernels_of_a_test")
+    yield "kernels_of_a_test"
+    sys.modules.pop("kernels_of_a_test", None)
+
+
+def test_kernels_are_imported_on_their_platform_alone(provider):
+    import jax
+
+    with registry.on_platform("cpu"):
+        assert registry.implementation_for("twice", 1.0).name == registry.REFERENCE
+    assert provider not in sys.modules
+
+    def traced(x):
+        with registry.on_platform("tpu"):
+            assert registry.implementation_for("twice", x).name == "fast"
+            return registry.call("twice", x)
+
+    assert jax.jit(traced)(3.0) == 6.0
+    assert not isinstance(sys.modules[provider].TWO, jax.core.Tracer)  # the import was no part of the trace
+
+
+def test_asking_for_an_op_by_name_knows_all_implementations(provider):
+    assert [each.name for each in registry.find("twice").implementations] == [registry.REFERENCE, "fast"]

@@ -1,0 +1,137 @@
+"""The tokens of one request that runs by itself, without the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from model_adapters.errors import UnsupportedModelError
+from model_adapters.loading import has_own_generate
+from torchax_serve.decode_loop import DecodeLoop, LoopRequest, why_not_fast
+
+
+def tokens_alone(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None) -> Iterator[int]:
+    """New token ids behind one prompt, the one that ends it included.
+
+    On the fast loop where that can honour the request, else on transformers' own, token by token. A ``generate`` that
+    the model's repository brings along hands its tokens over at its end: what it does with a streamer is up to it.
+
+    Args:
+        model: what `torchax_serve.drop_in.attach` returned.
+        input_ids: int64[1, prompt_len].
+        kwargs: of ``generate``.
+        seed: of the draws; None draws from torch's global generator.
+
+    Raises:
+        UnsupportedModelError: the repository's ``generate`` returns something else than one row of token ids that
+            begins with the prompt.
+    """
+    if has_own_generate(model):
+        yield from _tokens_of_own_generate(model, input_ids, kwargs, seed)
+        return
+    request = model.generate(input_ids, custom_generate=_as_request, **kwargs)
+    if isinstance(request, LoopRequest) and why_not_fast(model._jax_runtime, request) is None:
+        for token in DecodeLoop(model._jax_runtime, request, seed).tokens():
+            yield int(token[0])
+    else:
+        yield from _tokens_of_plain_loop(model, input_ids, kwargs, seed)
+
+
+def _as_request(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> LoopRequest:
+    """Ends transformers' ``generate`` after its preparations, with what it prepared."""
+    for name in ("synced_gpus", "tokenizer", "assistant_model", "streamer"):
+        model_kwargs.pop(name, None)
+    return LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, None, model_kwargs)
+
+
+@contextlib.contextmanager
+def _torch_seed(seed: int | None) -> Iterator[None]:
+    """torch's global generator at `seed`, and as it was before at the end; untouched for None."""
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
+
+
+def _tokens_of_own_generate(
+    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None
+) -> Iterator[int]:
+    with _torch_seed(seed):
+        output = model.generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **kwargs)
+    sequences = getattr(output, "sequences", output)
+    num_rows, prompt_len = input_ids.shape
+    if (
+        not isinstance(sequences, torch.Tensor)
+        or sequences.ndim != 2
+        or len(sequences) != num_rows
+        or not torch.equal(sequences[:, :prompt_len], input_ids)
+    ):
+        got = tuple(sequences.shape) if isinstance(sequences, torch.Tensor) else type(sequences).__name__
+        raise UnsupportedModelError(
+            f"the repository's own generate: expected token ids [1, length] that begin with the prompt, got {got}; "
+            "call generate() for what it returns, or load the model without trust_remote_code"
+        )
+    yield from sequences[0, prompt_len:].tolist()
+
+
+class _Cancelled(Exception):
+    """Raised in the plain loop's thread to end it."""
+
+
+class _QueueStreamer(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: queue.Queue[Any] = queue.Queue()
+        self.cancelled = threading.Event()
+        self.seen_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.cancelled.is_set():
+            raise _Cancelled
+        if self.seen_prompt:
+            self.tokens.put(int(value.reshape(-1)[0]))
+        self.seen_prompt = True
+
+    def end(self) -> None:
+        pass
+
+
+def _tokens_of_plain_loop(
+    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None
+) -> Iterator[int]:
+    """Tokens of transformers' own loop, which runs in a thread of its own."""
+    streamer = _QueueStreamer()
+
+    def run() -> None:
+        try:
+            with _torch_seed(seed):
+                model.generate(input_ids, streamer=streamer, **kwargs)
+            streamer.tokens.put(None)
+        except _Cancelled:
+            pass
+        except BaseException as error:
+            streamer.tokens.put(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        while (item := streamer.tokens.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        streamer.cancelled.set()
+        thread.join()
