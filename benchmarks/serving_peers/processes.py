@@ -48,6 +48,9 @@ class System:
 class Worker:
     """A system that has been started and is ready; a context manager that ends it.
 
+    It is stopped by a signal while it is not asked: some systems keep a core busy while they wait, which the next one
+    would pay for.
+
     Attributes:
         ready_s: from the start of the process until it was ready.
     """
@@ -75,6 +78,7 @@ class Worker:
             self.close()
             raise
         self.ready_s = self.age_s()
+        self._signal(signal.SIGSTOP)
 
     def age_s(self) -> float:
         """Seconds since the process was started."""
@@ -88,11 +92,14 @@ class Worker:
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         try:
             print(json.dumps(question), file=self._process.stdin, flush=True)
         except BrokenPipeError:
             raise self._error("has ended") from None
-        return self._read()
+        answer = self._read()
+        self._signal(signal.SIGSTOP)
+        return answer
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -100,7 +107,7 @@ class Worker:
 
         def give_up() -> None:
             late.set()
-            self._kill()
+            self._signal(signal.SIGKILL)
 
         timer = threading.Timer(self._timeout_s, give_up)
         timer.start()
@@ -117,18 +124,20 @@ class Worker:
     def _error(self, what: str) -> RuntimeError:
         return RuntimeError(f"{self.name} {what}; the end of its log:\n{self._log.read_text()[-LOG_TAIL:]}")
 
-    def _kill(self) -> None:
+    def _signal(self, number: signal.Signals) -> None:
+        """To the process and all that it has started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, number)
 
     def close(self) -> None:
         """Lets it end by itself, and sees to it that nothing of it is left."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_S)
-        self._kill()
+        self._signal(signal.SIGKILL)
         self._process.wait()
         self._process.stdout.close()
 
