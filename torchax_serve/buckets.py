@@ -5,6 +5,8 @@ Rungs are powers of two, and from 128 on the half-way points between them: paddi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from model_adapters.errors import InvalidArgumentError
 
 SMALLEST = 32
@@ -24,3 +26,23 @@ def bucket(length: int, limit: int | None = None) -> int:
         is_power = rung & (rung - 1) == 0
         rung = rung * 4 // 3 if not is_power else rung * 3 // 2 if rung >= HALF_WAY_FROM else rung * 2
     return rung if limit is None else min(rung, limit)
+
+
+def ladder(top: int, base: int = 2, start: int = 1) -> tuple[int, ...]:
+    """`start` times powers of `base` below `top`, and `top`."""
+    rungs = []
+    while start < top:
+        rungs.append(start)
+        start *= base
+    return (*rungs, top)
+
+
+def rung(rungs: Sequence[int], size: int) -> int:
+    """The first of `rungs` that holds `size`."""
+    return next(r for r in rungs if r >= size)
+
+
+def token_rungs(token_budget: int) -> tuple[int, ...]:
+    """What a step of up to `token_budget` tokens is padded to."""
+    top = bucket(token_budget)
+    return tuple(sorted({min(bucket(size), top) for size in range(1, token_budget + 1)}))

@@ -17,7 +17,7 @@ from torchax_serve.bench.machine import Machine
 from torchax_serve.engine.build import EngineOptions
 from torchax_serve.model import ServedModel
 
-OPTIONS = ("num_slots", "token_budget", "page_len", "max_num_steps")
+OPTIONS = ("num_slots", "token_budget", "page_len", "max_num_steps", "max_decode_slowdown")
 
 
 async def run_requests(model: ServedModel, job: Job) -> Door:

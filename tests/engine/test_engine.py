@@ -260,6 +260,7 @@ def test_requests_that_can_never_run(options, prompt, new, message):
         ({"max_len": 1.5}, "max_len: expected a whole number >= 1"),
         ({"kv_cache_bytes": 0}, "kv_cache_bytes: expected a whole number >= 1"),
         ({"prefix_caching": "yes"}, "prefix_caching: expected True or False"),
+        ({"max_decode_slowdown": 1}, "max_decode_slowdown: expected a number above 1, got 1"),
     ],
 )
 def test_options_out_of_their_range(kwargs, message):

@@ -7,6 +7,7 @@ import sys
 import pytest
 from scheduling_device import Oracle, make_loop, request, truth
 
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.scheduling import INVALID_TOKEN, CacheGroup, Request, Status
 
 
@@ -85,6 +86,25 @@ def test_prefill_is_cut_into_chunks_beside_decode_rows_under_the_budget():
     assert len(chunks) > 1
     assert [start for start, _ in chunks] == [sum(num for _, num in chunks[:i]) for i in range(len(chunks))]
     assert sum(num for _, num in chunks) == 25
+
+
+def test_a_chunk_fills_what_the_step_would_be_padded_with():
+    loop = make_loop(num_slots=4, max_len=128, token_budget=64, token_rungs=(16, 32, 64))
+    loop.scheduler.add(request(1, prompt_len=3, max_new=40))
+    loop.step()
+    loop.scheduler.add(request(2, prompt_len=80, max_new=2))
+    loop.drain()
+    beside = [plan for plan in loop.plans if plan.num_decode and plan.num_prefill_tokens]
+    full = [plan.num_decode + plan.num_prefill_tokens for plan in beside[:-1]]
+    assert full
+    assert set(full) <= {16, 32, 64}
+    assert sum(plan.num_prefill_tokens for plan in loop.plans) == 83
+
+
+@pytest.mark.parametrize("rungs", [(32, 16, 64), (16, 32)])
+def test_rungs_out_of_order_or_too_short_are_refused(rungs):
+    with pytest.raises(InvalidArgumentError, match="token_rungs: expected ascending numbers up to token_budget=64"):
+        make_loop(num_slots=4, token_budget=64, token_rungs=rungs)
 
 
 def test_chunks_of_exact_sizes_and_one_prefill_row_a_plan():

@@ -9,6 +9,7 @@ import jax
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.paged import NotPackableError
+from torchax_serve.buckets import token_rungs
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.gathered_road import gathered_road
 from torchax_serve.engine.packed_road import packed_road
@@ -37,6 +38,8 @@ class EngineOptions:
         prefix_caching: whether requests share the pages of a common beginning.
         max_num_steps: decode steps sent to the device at once while nothing waits; 1 on a CPU, where XLA runs a loop
             slower than its steps one by one, and 8 elsewhere.
+        max_decode_slowdown: by which factor prompts that come may lengthen the time per token of requests that run. A
+            larger one brings first tokens sooner and a batch of many prompts to its end sooner.
     """
 
     max_len: int | None = None
@@ -46,6 +49,7 @@ class EngineOptions:
     token_budget: int = 256
     prefix_caching: bool = True
     max_num_steps: int | None = None
+    max_decode_slowdown: float = 2.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -53,6 +57,9 @@ class EngineOptions:
             if field.name == "prefix_caching":
                 if value not in (True, False):
                     raise InvalidArgumentError(f"prefix_caching: expected True or False, got {value!r}")
+            elif field.name == "max_decode_slowdown":
+                if isinstance(value, bool) or not isinstance(value, int | float) or not value > 1:
+                    raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {value!r}")
             elif value is not None or field.default is not None:
                 check_whole(field.name, value, 1, "None chooses" if field.default is None else "give a positive number")
 
@@ -88,6 +95,8 @@ def build_engine(runtime: Runtime, options: EngineOptions | None = None) -> Engi
         max_num_steps=_max_num_steps(options) if is_packed else 1,
         chunk_sizes=road.chunk_sizes,
         packed=is_packed,
+        max_decode_slowdown=options.max_decode_slowdown,
+        token_rungs=token_rungs(sizes.token_budget) if is_packed else (),
     )
     logger.info("%s", road)
     runner = ModelRunner(road.model, road.cache, num_slots=sizes.num_slots, vocab_size=runtime.vocab_size)

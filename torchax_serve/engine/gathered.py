@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.arrays import from_host
+from torchax_serve.buckets import ladder, rung
 from torchax_serve.engine.gathered_cache import GatheredCache, gather, scatter
 from torchax_serve.engine.gathered_rows import LONGEST, Leaves, RowForward, StateLayout
-from torchax_serve.engine.packed import ON_DEVICE, ladder, rung
+from torchax_serve.engine.packed import ON_DEVICE
 from torchax_serve.program_cache import KeptFunction, ProgramCache
 from torchax_serve.scheduling import PlanRow
 

@@ -7,11 +7,11 @@ import functools
 from collections.abc import Callable
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
+from torchax_serve.buckets import ladder
 from torchax_serve.engine.gathered import GatheredModel
 from torchax_serve.engine.gathered_cache import GatheredCache
 from torchax_serve.engine.gathered_rows import LONGEST, TRIAL_LEN, RowForward, StateLayout, as_unsupported
 from torchax_serve.engine.gathered_trial import find_block_len
-from torchax_serve.engine.packed import ladder
 from torchax_serve.engine.road import Road, Sizes
 from torchax_serve.runtime import Runtime
 

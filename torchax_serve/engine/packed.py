@@ -18,7 +18,7 @@ import numpy as np
 from model_adapters.arrays import from_host
 from model_adapters.paged import PackedBatch, PagedLayout
 from model_adapters.program import ModelProgram
-from torchax_serve.buckets import bucket
+from torchax_serve.buckets import ladder, rung, token_rungs
 from torchax_serve.engine.cache import PagedCache
 from torchax_serve.engine.sampler import Level, RowOptions, SamplerSpec, SamplerState, sample
 from torchax_serve.program_cache import KeptFunction, ProgramCache
@@ -71,20 +71,6 @@ class DecodeSpec:
     num_steps: int
 
 
-def ladder(top: int, base: int = 2, start: int = 1) -> tuple[int, ...]:
-    """`start` times powers of `base` below `top`, and `top`."""
-    rungs = []
-    while start < top:
-        rungs.append(start)
-        start *= base
-    return (*rungs, top)
-
-
-def rung(rungs: Sequence[int], size: int) -> int:
-    """The first of `rungs` that holds `size`."""
-    return next(r for r in rungs if r >= size)
-
-
 class PackedModel:
     """Runs the rows of a plan on a `PagedCache`.
 
@@ -110,7 +96,7 @@ class PackedModel:
         self._program, self._weights, self._cache = program, weights, cache
         self._decode_rungs = ladder(num_slots)
         self._row_rungs = ladder(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
-        self._token_rungs = tuple(sorted({min(bucket(n), bucket(token_budget)) for n in range(1, token_budget + 1)}))
+        self._token_rungs = token_rungs(token_budget)
         kept = partial(KeptFunction, programs, facts=program.found_out, recall=program.recall)
         self._programs: dict[PackedSpec, Any] = {}
         self._step = kept("packed", self._run, donate=["pools"])

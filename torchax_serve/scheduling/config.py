@@ -65,6 +65,7 @@ class SchedulerConfig:
     max_num_steps: int = 1  # decode steps in one dispatch when nothing waits
     chunk_sizes: tuple[int, ...] | None = None  # the only sizes of prefill chunks, descending to 1; None: any size
     packed: bool = True  # False: at most one prefill row in a plan
+    token_rungs: tuple[int, ...] = ()  # what a step's tokens are padded to, ascending; none: every number costs its own
 
     def __post_init__(self) -> None:
         if not isinstance(self.groups, tuple) or not all(isinstance(group, CacheGroup) for group in self.groups):
@@ -87,6 +88,10 @@ class SchedulerConfig:
             if type(getattr(self, name)) is not bool:
                 raise invalid(name, "True or False", getattr(self, name), "give one of them")
         self._check_chunk_sizes()
+        rungs = self.token_rungs
+        if any(a >= b for a, b in itertools.pairwise(rungs)) or (rungs and rungs[-1] < self.token_budget):
+            expected = f"ascending numbers up to token_budget={self.token_budget}"
+            raise invalid("token_rungs", expected, rungs, "extend them")
 
     def _check_chunk_sizes(self) -> None:
         sizes = self.chunk_sizes

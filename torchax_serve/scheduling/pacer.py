@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 
 WINDOW = 16  # steps that a median is taken over; compilations among them do no harm
-MARGIN = 0.95  # of the seconds allowed: a median of so few steps may be off by this much
+MARGIN = 0.9  # of the seconds allowed: a median of so few steps may be off by this much
 PROBE_EVERY = 64  # steps with prefill after which one without measures the pace anew
 
 

@@ -46,7 +46,7 @@ class StepPlanner:
         num_decode = sum(state.wants_decode for state in self._roster.running)
         budget = self._config.token_budget - num_decode
         is_burst = num_decode > 0 and self._is_burst()
-        limit = budget if is_burst else self._pacer.limit(num_decode, budget)
+        limit = budget if is_burst else self._filled_up(num_decode, self._pacer.limit(num_decode, budget), budget)
         draft = self._fill(limit)
         if not draft.decode and not draft.prefill and limit < budget:
             draft = self._fill(budget)  # nobody decodes after all: nobody's pace to keep
@@ -67,6 +67,13 @@ class StepPlanner:
         if not is_burst:
             self._pacer.planned(plan.step, plan.num_decode, plan.num_prefill_tokens)
         return plan, [state for _, state in filled]
+
+    def _filled_up(self, num_decode: int, limit: int, budget: int) -> int:
+        """`limit` prompt tokens and as many as cost nothing more, because the step would be padded with them."""
+        if not limit:
+            return 0
+        fits = next((rung for rung in self._config.token_rungs if rung >= num_decode + limit), num_decode + limit)
+        return min(fits - num_decode, budget)
 
     def _is_burst(self) -> bool:
         """Whether the next prompt came before any running request was given a token: they are of one burst.
