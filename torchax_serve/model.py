@@ -6,12 +6,13 @@ import functools
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
 import jax
 import torch
+from jax.sharding import Mesh
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
@@ -26,6 +27,7 @@ from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.sampler_params import ENGINE_OPTIONS
 from torchax_serve.engine.tokens import TokenStream
+from torchax_serve.meshes import mesh_for
 from torchax_serve.program_cache import ProgramCache, model_identity
 from torchax_serve.request import SamplingParams
 from torchax_serve.runtime import Runtime
@@ -46,6 +48,9 @@ def serve(
     progress: Progress | None = None,
     random_weights: bool = False,
     engine: EngineOptions | None = None,
+    mesh: Mesh | Mapping[str, int] | None = None,
+    tensor_parallel: int | None = None,
+    refuse_uneven: bool = False,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
@@ -62,6 +67,9 @@ def serve(
         progress: shows download, load and compilation.
         random_weights: make the weights up, from the configuration alone.
         engine: how requests are batched and how much memory their cache may take; None chooses.
+        mesh: the devices that share the model: how many along ``model`` and ``expert``, or a mesh with these axes.
+        tensor_parallel: the same as ``mesh={"model": tensor_parallel}``.
+        refuse_uneven: an error for sizes that the devices do not divide, which are otherwise filled up with zeros.
 
     Raises:
         TorchaxServeError: one of its kinds, each saying what was expected, what came, and what to do.
@@ -79,6 +87,8 @@ def serve(
             cache_dir=cache_dir,
             progress=progress,
             random_weights=random_weights,
+            mesh=mesh_for(mesh, tensor_parallel),
+            refuse_uneven=refuse_uneven,
         )
         return ServedModel(loaded, engine)
 
@@ -100,7 +110,8 @@ class ServedModel:
         self.config = loaded.config
         self.dtype: torch.dtype = loaded.module.dtype
         self.load_report = loaded.report
-        self.torch_model: Any = attach(loaded.module, Runtime(loaded.module, loaded.weights, _programs_of(loaded)))
+        runtime = Runtime(loaded.module, loaded.weights, _programs_of(loaded), loaded.sharding)
+        self.torch_model: Any = attach(loaded.module, runtime)
 
     def __enter__(self) -> ServedModel:
         return self
@@ -163,7 +174,8 @@ class ServedModel:
     @property
     def device_description(self) -> str:
         """The device in words, such as ``cpu`` or ``TPU v6 lite x 8``."""
-        devices = jax.devices()
+        sharding = None if self._loaded is None else self._loaded.sharding
+        devices = jax.devices() if sharding is None else list(sharding.mesh.devices.flat)
         kind = devices[0].device_kind
         return kind if len(devices) == 1 else f"{kind} x {len(devices)}"
 
@@ -316,6 +328,8 @@ def _as_request(
 
 def _programs_of(loaded: LoadedModel) -> ProgramCache:
     """Where the model's programs are kept; in memory alone for an object, whose code anybody may have changed."""
+    if loaded.sharding is not None:
+        return ProgramCache(mesh=loaded.sharding.mesh)
     folder = programs_dir()
     if folder is None or loaded.source.kind == "object":
         return ProgramCache()

@@ -8,6 +8,7 @@ from model_adapters.ops.paged_attention import paged_attention
 from model_adapters.ops.registry import list_ops, on_platform, use
 
 from model_adapters.ops import gpu, tpu  # isort: skip  # noqa: F401  they register implementations of the ops above
+from model_adapters.ops import sharded  # isort: skip  # noqa: F401  stands before all others on a mesh
 
 __all__ = [
     "addmm",
