@@ -131,6 +131,11 @@ def is_overridden() -> bool:
     return bool(_CHOSEN.get()) or _PLATFORM.get() is not None
 
 
+def traced_for() -> tuple[Any, ...]:
+    """All that decides here which implementations are traced: equal for two calls that are traced alike."""
+    return platform(), tuple(sorted(_CHOSEN.get().items()))
+
+
 @contextlib.contextmanager
 def use(op: str, implementation: str) -> Iterator[None]:
     """Has calls of `op` traced inside the block go to `implementation`, which then must not refuse them."""

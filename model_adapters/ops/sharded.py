@@ -8,8 +8,10 @@ products are left to XLA's partitioner, which cannot look into a kernel.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -84,6 +86,51 @@ def per_shard(call: Callable[..., Any], args: tuple[Any, ...], specs: tuple[Part
     return run(*(args[n] for n in given))
 
 
+@dataclass(frozen=True)
+class _Call:
+    """An op with everything of a call that is not an array, and all that decides how it is traced."""
+
+    op: str
+    names: tuple[str, ...]  # of the arrays; those from `num_positional` on are given by name
+    num_positional: int
+    specs: tuple[PartitionSpec, ...]
+    out_specs: Any
+    features: tuple[tuple[str, Any], ...]
+    mesh: Mesh | None
+    traced_for: Any
+
+    def __call__(self, *arrays: Any) -> Any:
+        named = dict(zip(self.names[self.num_positional :], arrays[self.num_positional :], strict=True))
+        return registry.call(self.op, *arrays[: self.num_positional], **named, **dict(self.features))
+
+
+@partial(jax.jit, static_argnums=0)
+def _layer(call: _Call, *arrays: Any) -> Any:
+    """`call` by shards. Being a function of its own it is traced and lowered once, however many layers there are."""
+    return per_shard(call, arrays, call.specs, call.out_specs)
+
+
+def _by_heads(
+    op: str,
+    positional: Mapping[str, tuple[Any, PartitionSpec]],
+    named: Mapping[str, tuple[Any, PartitionSpec]],
+    out_specs: Any,
+    features: Mapping[str, Any],
+) -> Any:
+    arrays = {**positional, **named}
+    call = _Call(
+        op,
+        tuple(arrays),
+        len(positional),
+        tuple(spec for _, spec in arrays.values()),
+        out_specs,
+        tuple(sorted(features.items())),
+        mesh_in_use(),
+        registry.traced_for(),
+    )
+    return _layer(call, *(array for array, _ in arrays.values()))
+
+
 @registry.register(DECODE, NAME, registry.PLATFORMS, refuses=_refuses_paged)
 def sharded_decode_attention(
     q: jax.Array,
@@ -102,13 +149,13 @@ def sharded_decode_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """The op on each device's heads and pages."""
 
-    def call(*arrays: Any) -> Any:
-        *first, alibi, k_scale, v_scale = arrays
-        return registry.call(DECODE, *first, alibi=alibi, k_scale=k_scale, v_scale=v_scale, **features)
-
-    specs = (*[_HEADS] * 4, _WHOLE, _WHOLE, _WHOLE, *[_BY_HEAD] * 4)
-    args = (q, k, v, pool, page_table, lens, starts, sinks, alibi, k_scale, v_scale)
-    return per_shard(call, args, specs, (_HEADS, _HEADS))
+    positional = {
+        **{name: (array, _HEADS) for name, array in (("q", q), ("k", k), ("v", v), ("pool", pool))},
+        **{name: (array, _WHOLE) for name, array in (("page_table", page_table), ("lens", lens), ("starts", starts))},
+        "sinks": (sinks, _BY_HEAD),
+    }
+    named = {"alibi": (alibi, _BY_HEAD), "k_scale": (k_scale, _BY_HEAD), "v_scale": (v_scale, _BY_HEAD)}
+    return _by_heads(DECODE, positional, named, (_HEADS, _HEADS), features)
 
 
 @registry.register(PAGED, NAME, registry.PLATFORMS, refuses=_refuses_paged)
@@ -130,21 +177,14 @@ def sharded_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """The op on each device's heads and pages."""
 
-    def call(*arrays: Any) -> Any:
-        *first, alibi, prefix_lens, k_scale, v_scale = arrays
-        return registry.call(
-            PAGED,
-            *first,
-            alibi=alibi,
-            prefix_lens=prefix_lens,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            **features,
-        )
-
-    specs = (*[_HEADS] * 4, _WHOLE, _WHOLE, _WHOLE, _BY_HEAD, _BY_HEAD, _WHOLE, _BY_HEAD, _BY_HEAD)
-    args = (q, k, v, pool, page_table, kv_lens, cu_q_lens, sinks, alibi, prefix_lens, k_scale, v_scale)
-    return per_shard(call, args, specs, (_HEADS, _HEADS))
+    tables = (("page_table", page_table), ("kv_lens", kv_lens), ("cu_q_lens", cu_q_lens))
+    positional = {
+        **{name: (array, _HEADS) for name, array in (("q", q), ("k", k), ("v", v), ("pool", pool))},
+        **{name: (array, _WHOLE) for name, array in tables},
+        "sinks": (sinks, _BY_HEAD),
+    }
+    named = {"alibi": (alibi, _BY_HEAD), "k_scale": (k_scale, _BY_HEAD), "v_scale": (v_scale, _BY_HEAD)}
+    return _by_heads(PAGED, positional, {**named, "prefix_lens": (prefix_lens, _WHOLE)}, (_HEADS, _HEADS), features)
 
 
 def _refuses_dense(q: jax.Array, k: jax.Array, *args: Any, return_weights: bool = False, **kwargs: Any) -> str | None:
@@ -164,12 +204,13 @@ def sharded_dense_attention(
 ) -> jax.Array:
     """The op on each device's heads."""
 
-    def call(*arrays: Any) -> Any:
-        return registry.call(DENSE, *arrays, **features)
-
     mask_spec = _HEADS if mask is not None and mask.shape[1] > 1 else _WHOLE
-    specs = (_HEADS, _HEADS, _HEADS, mask_spec, _BY_HEAD)
-    return per_shard(call, (q, k, v, mask, sinks), specs, _HEADS)
+    positional = {
+        **{name: (array, _HEADS) for name, array in (("q", q), ("k", k), ("v", v))},
+        "mask": (mask, mask_spec),
+        "sinks": (sinks, _BY_HEAD),
+    }
+    return _by_heads(DENSE, positional, {}, _HEADS, features)
 
 
 def _refuses_product(*args: Any, **kwargs: Any) -> str | None:
