@@ -72,7 +72,8 @@ class ModelSharding:
             placed = place(table, shapes, mesh_shape, units, refuse_uneven=refuse_uneven)
         except ShardingRuleError as error:
             raise InvalidArgumentError(str(error)) from error
-        lengths = _axis_lengths(placed)
+        counts = _head_counts(placed, units)
+        lengths = {**_axis_lengths(placed), **{f"num_{axis}": number for axis, number in counts.items()}}
         attributes = tuple(
             (name, attribute, lengths[axis])
             for pattern, attribute, axis in table.attributes
@@ -80,7 +81,12 @@ class ModelSharding:
             for name, _ in module.named_modules()
             if re.fullmatch(pattern, name)
         )
-        values = _config_values(placed, config, units)
+        before = {"num_attention_heads": (units.heads, "heads"), "num_key_value_heads": (units.kv_heads, "kv_heads")}
+        values = {
+            name: counts[axis]
+            for name, (number, axis) in before.items()
+            if axis in counts and counts[axis] != number and hasattr(config, name)
+        }
         vocab_size = int(module.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         head = module.get_output_embeddings()
         if head is not None and hasattr(head, "weight"):
@@ -150,7 +156,7 @@ def _part_of(array: Any, dims: Sequence[DimLayout], index: Sequence[slice]) -> n
 
 
 def _axis_lengths(placed: Mapping[str, Placed]) -> dict[str, int]:
-    """Length on the mesh of the axes whose length has changed, where all tensors agree on it."""
+    """Length on the mesh of each axis that all tensors agree on."""
     found: dict[str, set[int]] = {}
     for each in placed.values():
         for axis, dim in zip(each.rule.axes or (), each.dims, strict=False):
@@ -159,24 +165,18 @@ def _axis_lengths(placed: Mapping[str, Placed]) -> dict[str, int]:
     return {axis: sizes.pop() for axis, sizes in found.items() if len(sizes) == 1}
 
 
-def _config_values(placed: Mapping[str, Placed], config: PreTrainedConfig, units: Units) -> dict[str, int]:
-    """The numbers of heads on the mesh, where they are not the configuration's."""
+def _head_counts(placed: Mapping[str, Placed], units: Units) -> dict[str, int]:
+    """Query heads and heads of keys and values that a layer has on the mesh, by logical axis."""
     counts: dict[str, int] = {}
     for each in placed.values():
         for axis, dim in zip(each.rule.axes or (), each.dims, strict=False):
             number = getattr(units, axis, None) if axis in ("heads", "kv_heads") else None
-            if number and dim.size != dim.size_before:
+            if number:
                 counts[str(axis)] = dim.size * number // dim.size_before
             elif axis == "qkv" and dim.sections and units.heads and units.kv_heads:
                 width = dim.size_before // (units.heads + 2 * units.kv_heads)
                 counts |= {"heads": dim.sections[0] // width, "kv_heads": dim.sections[1] // width}
-    names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
-    before = {"heads": units.heads, "kv_heads": units.kv_heads}
-    return {
-        names[axis]: number
-        for axis, number in counts.items()
-        if number != before[axis] and hasattr(config, names[axis])
-    }
+    return counts
 
 
 def units_of(config: PreTrainedConfig) -> Units:

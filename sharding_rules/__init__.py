@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 
-from sharding_rules import gpt2, llama, mixtral
+from sharding_rules import deepseek, gpt2, gpt_neox, gpt_oss, llama, mamba, mixtral, opt, phi3
 from sharding_rules.rules import (
     LOGICAL_AXES,
     MESH_AXES,
@@ -40,5 +40,12 @@ TABLES: Mapping[str, RuleTable] = {
     "gpt2": gpt2.TABLE,
     "mixtral": mixtral.TABLE,
     "qwen3_moe": mixtral.TABLE,
+    "qwen2_moe": mixtral.TABLE,
+    "gpt_oss": gpt_oss.TABLE,
+    "deepseek_v3": deepseek.TABLE,
+    "phi3": phi3.TABLE,
+    "gpt_neox": gpt_neox.TABLE,
+    "opt": opt.TABLE,
+    "mamba": mamba.TABLE,
 }
 """By ``config.model_type``."""

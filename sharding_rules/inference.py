@@ -14,6 +14,8 @@ from sharding_rules.rules import Rule, RuleTable
 
 MIN_ELEMENTS = 256
 _BACK = re.compile(r"(out|o_proj|c_proj|down|fc2|fc_out|dense_4h_to_h|attention\.dense|attn\.dense|w2|wo)(_proj)?$")
+_ROUTER = re.compile(r"(router|gate|wg)$")
+MAX_ROUTES = 1024
 _SOURCE = "shape"
 
 
@@ -58,6 +60,8 @@ def _axes(name: str, shape: tuple[int, ...], hidden_size: int | None) -> tuple[s
         return tuple(axes)
     out, inner = shape[-2:]
     stem = name.removesuffix(".weight")
+    if len(shape) == 2 and _ROUTER.search(stem) and out <= MAX_ROUTES:
+        return tuple(axes)  # where tokens go, all devices must know
     if out == inner or hidden_size not in (out, inner):
         cut = -1 if _BACK.search(stem) else (-2 if out >= inner or out == inner else -1)
     else:

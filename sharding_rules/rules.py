@@ -42,6 +42,7 @@ LOGICAL_AXES: Mapping[str, str | None] = {
 FUSED_AXES: Mapping[str, Fused] = {
     "qkv": Fused(("heads", "kv_heads", "kv_heads")),
     "gate_up": Fused(("mlp", "mlp")),
+    "two_states": Fused(("state", "state")),
 }
 
 UNIT_SIZES: Mapping[str, int] = {"mlp_pairs": 2}
@@ -80,12 +81,12 @@ class RuleTable:
         pads: logical axes that may be filled up with zeros where the devices do not divide their number; every
             result is then exactly what it was. Others stay whole on every device.
         attributes: numbers that modules of the family compute with and that follow from an axis: pattern of the
-            module's name, attribute, and the axis whose length it counts.
+            module's name, attribute, and the axis whose length it is; ``num_heads`` and ``num_kv_heads`` are how many.
     """
 
     family: str
     rules: tuple[Rule, ...]
-    pads: frozenset[str] = frozenset({"vocab", "mlp", "heads", "kv_heads"})
+    pads: frozenset[str] = frozenset({"vocab", "mlp", "mlp_pairs", "heads", "kv_heads"})
     attributes: tuple[tuple[str, str, str], ...] = ()
 
 

@@ -25,7 +25,7 @@ class Bound:
         context_len: tokens that each of them sees, at the most.
         bytes_read: weights once, pages once.
         flops: two for each weight and token, and those of attention.
-        seconds: the larger of both at the chip's rates.
+        seconds: the larger of both at the chip's rates; None where those are not known.
         bound_by: "memory" or "compute".
     """
 
@@ -34,8 +34,8 @@ class Bound:
     context_len: int
     bytes_read: int
     flops: float
-    seconds: float
-    bound_by: str
+    seconds: float | None
+    bound_by: str | None
 
 
 def decode_bound(
@@ -75,6 +75,8 @@ def _bound(
     weight_bytes, flops = _weights(model, num_tokens, num_logits)
     read = weight_bytes + page_bytes
     flops += attention_flops
+    if chip.bytes_per_s is None or chip.flops_per_s is None:
+        return Bound(step, num_tokens, context_len, int(read), flops, None, None)
     memory_s, compute_s = read / chip.bytes_per_s, flops / chip.flops_per_s
     bound_by = "memory" if memory_s >= compute_s else "compute"
     return Bound(step, num_tokens, context_len, int(read), flops, max(memory_s, compute_s), bound_by)

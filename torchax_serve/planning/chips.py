@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.memory import free_host_bytes
 
 GIB = 2**30
 GPU_PART = 0.95
@@ -24,7 +25,7 @@ class Chip:
         platform: "tpu", "gpu" or "cpu".
         memory_bytes: that a program and its arguments may take.
         bytes_per_s: of its memory.
-        flops_per_s: peak in bfloat16, products summed in float32.
+        flops_per_s: peak in bfloat16, products summed in float32. Both None for a CPU: nobody says.
         devices_per_chip: JAX devices that a chip is.
         topologies: usual ones, the smallest first.
     """
@@ -32,8 +33,8 @@ class Chip:
     name: str
     platform: str
     memory_bytes: int
-    bytes_per_s: float
-    flops_per_s: float
+    bytes_per_s: float | None
+    flops_per_s: float | None
     devices_per_chip: int = 1
     topologies: tuple[str, ...] = ()
 
@@ -59,8 +60,10 @@ def chip_of(topology: str) -> Chip:
     Raises:
         InvalidArgumentError: no such chip; lists what there is.
     """
-    name = topology.partition(":")[0]
+    name, _, number = topology.partition(":")
     if name in CHIPS:
         return CHIPS[name]
-    listed = "; ".join(f"{chip.name}:{', '.join(chip.topologies)}" for chip in CHIPS.values())
+    if name == "cpu" and number.isdigit() and int(number):
+        return Chip("cpu", "cpu", free_host_bytes() // int(number), None, None, 1, ("8",))
+    listed = "; ".join(f"{chip.name}:{', '.join(chip.topologies)}" for chip in CHIPS.values()) + "; cpu:<number>"
     raise InvalidArgumentError(f"topology: expected one of {listed}; got {topology!r}")

@@ -43,16 +43,14 @@ def lines_of(report: PlanReport, *, was_kept: bool) -> list[str]:
 
 
 def _step(program: ProgramReport, bound: Bound) -> list[str]:
-    bounded = f"  no faster than    {_ms(bound.seconds)}  bound by {bound.bound_by}, {bound.context_len} tokens long"
-    if program.name == "decode":
-        most = program.num_tokens / bound.seconds
-        lines = [
-            f"decode, {program.num_tokens} requests",
-            bounded,
-            f"                    {most:>9,.0f} tokens/s at the most",
-        ]
-    else:
-        lines = [f"prefill, {program.num_tokens} tokens", bounded]
+    is_decode = program.name == "decode"
+    lines = [f"{program.name}, {program.num_tokens} {'requests' if is_decode else 'tokens'}"]
+    if bound.seconds is not None:
+        lines.append(
+            f"  no faster than    {_ms(bound.seconds)}  bound by {bound.bound_by}, {bound.context_len} tokens long"
+        )
+        if is_decode:
+            lines.append(f"{'':20}{program.num_tokens / bound.seconds:>9,.0f} tokens/s at the most")
     if program.compiler_s is not None:
         lines.append(f"  compiler says     {_ms(program.compiler_s)}")
     took = f"  compiled in       {program.trace_s:>9.1f} s traced, {program.compile_s:.1f} s compiled"

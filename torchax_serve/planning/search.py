@@ -59,7 +59,7 @@ def _summary(report: PlanReport) -> dict[str, Any]:
         "num_devices": report.num_devices,
         "gb_per_device": round(report.total_bytes / 1e9, 2),
         "gb_of_device": round(report.memory_bytes / 1e9, 2),
-        "ms_per_token": None if decode is None else round(decode.seconds * 1e3, 3),
+        "ms_per_token": None if decode is None or decode.seconds is None else round(decode.seconds * 1e3, 3),
         "why": None if report.fits else (report.remedies[0] if report.remedies else "too small"),
     }
 

@@ -37,7 +37,10 @@ def describe(topology: str) -> tuple[Chip, list[Any]]:
     """
     chip = chip_of(topology)
     sizes = check_shape(topology, topology.partition(":")[2])
-    return chip, _tpu(topology, chip) if chip.platform == "tpu" else _gpu(chip, math.prod(sizes))
+    number = math.prod(sizes)
+    if chip.platform == "cpu":
+        return chip, _cpu(number)
+    return chip, _tpu(topology, chip) if chip.platform == "tpu" else _gpu(chip, number)
 
 
 def check_shape(topology: str, shape: str) -> list[int]:
@@ -49,6 +52,19 @@ def check_shape(topology: str, shape: str) -> list[int]:
             f"{chip.name}:{chip.topologies[-1]}, got {topology!r}"
         )
     return [int(size) for size in shape.split("x")]
+
+
+def _cpu(number: int) -> list[Any]:
+    """Devices of this process, as many as are asked for where JAX has not begun yet."""
+    with contextlib.suppress(RuntimeError):  # it has
+        jax.config.update("jax_num_cpu_devices", number)
+    devices = jax.devices("cpu")
+    if len(devices) < number:
+        raise InvalidArgumentError(
+            f"topology: expected at most cpu:{len(devices)}, the devices that this process has begun with, got "
+            f"cpu:{number}; ask in a new process"
+        )
+    return devices[:number]
 
 
 def _tpu(topology: str, chip: Chip) -> list[Any]:
