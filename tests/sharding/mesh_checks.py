@@ -5,6 +5,7 @@ environment sets JAX_NUM_CPU_DEVICES.
 """
 
 import dataclasses
+import subprocess
 import sys
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 
+from model_adapters.errors import TorchaxServeError
 from model_adapters.loading import load_model
 from model_adapters.loading.architecture import module_of
 from model_adapters.paged import PackedBatch
@@ -164,6 +166,55 @@ def memory(family, degree):
         print(program.argument_bytes, real.argument_size_in_bytes, program.temporary_bytes, took)
     held = sum(array.addressable_shards[0].data.nbytes for array in weights.values())
     print(report.weights_bytes, held)
+
+
+def load(folder):
+    """Loads a checkpoint of 0.2 GB; prints the host's peak, the checkpoint, its largest tensor and a device's share."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        moe_intermediate_size=512,
+        num_hidden_layers=6,
+        vocab_size=8000,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        dtype="float32",
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    code = f"""
+from model_adapters.errors import TorchaxServeError
+from model_adapters.loading import load_model
+from torchax_serve.meshes import mesh_for
+import jax
+jax.devices()
+loaded = load_model({folder!r}, mesh=mesh_for(None, 8))
+arrays = {{id(array): array for array in loaded.weights.values()}}.values()
+share = sum(array.addressable_shards[3].data.nbytes for array in arrays)
+largest = max(array.nbytes for array in arrays)
+print(loaded.report.peak_host_bytes, loaded.report.checkpoint_bytes, largest, share)
+"""
+    print(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout, end="")
+
+
+def generate(family, degree):
+    """transformers' own interface, which runs on the dense cache."""
+    ids = torch.tensor([PROMPTS[1], PROMPTS[1][::-1]])
+    config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    wanted = model_of(family).generate(ids, generation_config=config)
+    with serve(model_of(family), tensor_parallel=int(degree)) as served:
+        assert torch.equal(served.generate(ids, generation_config=config), wanted)
+    print("same ids")
+
+
+def refused(arguments):
+    """The one line of the error that `serve` answers with."""
+    try:
+        serve(model_of("llama"), **eval(f"dict({arguments})"))
+    except TorchaxServeError as error:
+        print(" ".join(str(error).split()))
 
 
 if __name__ == "__main__":
