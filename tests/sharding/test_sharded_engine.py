@@ -78,7 +78,8 @@ def test_the_plan_says_what_the_same_steps_take_with_real_arguments(on_eight):
 def test_a_checkpoint_goes_straight_to_its_devices(on_eight, tmp_path):
     peak, checkpoint, largest, per_device = map(int, on_eight("load", str(tmp_path))[-1].split())
     assert checkpoint > 200e6
-    assert peak <= 1.2 * checkpoint  # the devices are host memory here
+    # The devices are host memory here; beside them a tensor that is being put together, and one that is on its way.
+    assert peak <= 1.1 * checkpoint + 2 * largest
     assert per_device <= checkpoint * (1 / 8 + 0.02)
     assert largest < checkpoint / 8
 

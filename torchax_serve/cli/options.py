@@ -59,6 +59,10 @@ CacheDirOption = Annotated[
     Path | None,
     typer.Option("--cache-dir", help="Folder for downloads, in place of the hub's default.", rich_help_panel=_LOADING),
 ]
+TensorParallelOption = Annotated[
+    int | None,
+    typer.Option("--tensor-parallel", help="Devices that share the model.", rich_help_panel=_LOADING),
+]
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class LoadOptions:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     cache_dir: Path | None = None
+    tensor_parallel: int | None = None
 
     def serve_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of `torchax_serve.serve`."""
@@ -83,4 +88,5 @@ class LoadOptions:
             "trust_remote_code": self.trust_remote_code,
             "allow_pickle": self.allow_pickle,
             "cache_dir": str(self.cache_dir) if self.cache_dir else None,
+            "tensor_parallel": self.tensor_parallel,
         }

@@ -79,6 +79,7 @@ def run(
     trust_remote_code: options.TrustRemoteCodeOption = False,
     allow_pickle: options.AllowPickleOption = False,
     cache_dir: options.CacheDirOption = None,
+    tensor_parallel: options.TensorParallelOption = None,
 ) -> None:
     """Chat with a model in the terminal, or get one answer.
 
@@ -107,7 +108,7 @@ def run(
         seed=seed,
         stop=tuple(stop) if stop else None,
     )
-    load = LoadOptions(revision, dtype, token, offline, trust_remote_code, allow_pickle, cache_dir)
+    load = LoadOptions(revision, dtype, token, offline, trust_remote_code, allow_pickle, cache_dir, tensor_parallel)
     _run(model, text, load, params, system=system, raw=raw, as_json=as_json)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -198,11 +199,10 @@ def _steps(request: PlanRequest, num_slots: int, max_len: int) -> list[Step]:
 
 
 def _save(folder: Path, programs: Mapping[str, Any]) -> None:
-    """Writes each program as `jax.experimental.serialize_executable` has it, for a machine of that topology."""
+    """Writes what `jax.experimental.serialize_executable` loads on a machine of that topology, pickled."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, program in programs.items():
-        code, _, _ = serialize_executable.serialize(program)
-        (folder / f"{name}.xla").write_bytes(code)
+        (folder / f"{name}.pickle").write_bytes(pickle.dumps(serialize_executable.serialize(program)))
 
 
 @dataclasses.dataclass(frozen=True)

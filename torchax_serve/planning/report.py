@@ -69,7 +69,7 @@ def _counts(program: ProgramReport) -> list[str]:
 
 
 def _gb(size: int) -> str:
-    return f"{size / 1e9:>9.2f} GB" if size >= 5e6 else f"{size / 1e6:>9.3f} MB"
+    return f"{size / 1e9:>9.2f} GB" if size >= 1e8 else f"{size / 1e6:>9.3f} MB"
 
 
 def _ms(seconds: float) -> str:
