@@ -93,6 +93,14 @@ class ModelSharding:
             vocab_size = int(head.weight.shape[0])
         return cls(mesh, placed, vocab_size, values, attributes)
 
+    def replicas(self) -> list[ModelSharding]:
+        """The same layout on the devices of each place on the axis ``data`` alone."""
+        names = self.mesh.axis_names
+        axis = names.index("data")
+        number = self.mesh.devices.shape[axis]
+        parts = np.split(self.mesh.devices, number, axis)
+        return [dataclasses.replace(self, mesh=Mesh(part, names)) for part in parts]
+
     @property
     def has_fused(self) -> bool:
         """Whether a product's result must be kept in parts."""

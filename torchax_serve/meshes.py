@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from model_adapters.errors import InvalidArgumentError
 from sharding_rules import MESH_AXES
 
 
@@ -59,7 +59,6 @@ def mesh_for(mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None)
 
     Raises:
         InvalidArgumentError: an axis that nobody knows, or more devices than there are.
-        UnsupportedArgumentError: replicas.
     """
     if tensor_parallel is not None:
         if mesh is not None:
@@ -95,8 +94,3 @@ def _check(shape: Mapping[str, Any]) -> None:
             )
         if type(size) is not int or size < 1:
             raise InvalidArgumentError(f"mesh: expected a whole number >= 1 on axis {axis!r}, got {size!r}; correct it")
-    if shape.get("data", 1) > 1:
-        raise UnsupportedArgumentError(
-            f"mesh: data {shape['data']} asks for replicas, which one process does not serve yet; "
-            "leave the axis out and start a process for each replica"
-        )

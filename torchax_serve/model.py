@@ -24,6 +24,7 @@ from torchax_serve.decode_loop import DecodeLoop, LoopRequest, why_not_fast
 from torchax_serve.drop_in import attach
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.engine import Engine, EngineStats
+from torchax_serve.engine.replicas import Replicas, runtimes_of
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.sampler_params import ENGINE_OPTIONS
 from torchax_serve.engine.tokens import TokenStream
@@ -67,7 +68,8 @@ def serve(
         progress: shows download, load and compilation.
         random_weights: make the weights up, from the configuration alone.
         engine: how requests are batched and how much memory their cache may take; None chooses.
-        mesh: the devices that share the model: how many along ``model`` and ``expert``, or a mesh with these axes.
+        mesh: the devices that share the model: how many along ``model`` and ``expert``, and replicas along ``data``,
+            which share the requests; or a mesh with these axes.
         tensor_parallel: the same as ``mesh={"model": tensor_parallel}``.
         refuse_uneven: an error for sizes that the devices do not divide, which are otherwise filled up with zeros.
 
@@ -104,14 +106,17 @@ class ServedModel:
     def __init__(self, loaded: LoadedModel, engine_options: EngineOptions | None = None) -> None:
         self._loaded: LoadedModel | None = loaded
         self._engine_options = engine_options
-        self._engine: Engine | UnsupportedModelError | None = None  # made at the first request
+        self._engine: Engine | Replicas | UnsupportedModelError | None = None  # made at the first request
         self._engine_lock = threading.Lock()
         self.name = loaded.source.name
         self.config = loaded.config
         self.dtype: torch.dtype = loaded.module.dtype
         self.load_report = loaded.report
-        runtime = Runtime(loaded.module, loaded.weights, _programs_of(loaded), loaded.sharding)
-        self.torch_model: Any = attach(loaded.module, runtime)
+        if loaded.sharding is None:
+            self._runtimes = [Runtime(loaded.module, loaded.weights, _programs_of(loaded))]
+        else:
+            self._runtimes = runtimes_of(loaded.module, loaded.weights, loaded.sharding)
+        self.torch_model: Any = attach(loaded.module, self._runtimes[0])
 
     def __enter__(self) -> ServedModel:
         return self
@@ -128,15 +133,16 @@ class ServedModel:
         """
         self._loaded = None
         with self._engine_lock:
-            if isinstance(self._engine, Engine):
+            if isinstance(self._engine, Engine | Replicas):
                 self._engine.close("the model was closed")
             self._engine = None
         if hasattr(self, "torch_model"):
-            self.torch_model._jax_runtime.weights.clear()
+            for runtime in self._runtimes:
+                runtime.weights.clear()
             del self.torch_model
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | Replicas:
         """The engine on which requests of all threads run side by side; made, and its cache with it, when first used.
 
         Raises:
@@ -147,7 +153,12 @@ class ServedModel:
         with self._engine_lock:
             if self._engine is None:
                 try:
-                    self._engine = build_engine(self._generator()._jax_runtime, self._engine_options)
+                    runtime = self._generator()._jax_runtime
+                    self._engine = (
+                        build_engine(runtime, self._engine_options)
+                        if len(self._runtimes) == 1
+                        else Replicas(self._runtimes, self._engine_options)
+                    )
                 except UnsupportedModelError as error:
                     if self._engine_options is not None:
                         raise
@@ -159,7 +170,7 @@ class ServedModel:
     def stats(self) -> EngineStats | None:
         """Requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
         self._open()
-        return self._engine.stats() if isinstance(self._engine, Engine) else None
+        return self._engine.stats() if isinstance(self._engine, Engine | Replicas) else None
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -328,8 +339,6 @@ def _as_request(
 
 def _programs_of(loaded: LoadedModel) -> ProgramCache:
     """Where the model's programs are kept; in memory alone for an object, whose code anybody may have changed."""
-    if loaded.sharding is not None:
-        return ProgramCache(mesh=loaded.sharding.mesh)
     folder = programs_dir()
     if folder is None or loaded.source.kind == "object":
         return ProgramCache()

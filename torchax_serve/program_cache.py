@@ -254,8 +254,8 @@ def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
 class MeshProgram:
     """A program on many devices for a caller who knows of one.
 
-    Arguments that lie elsewhere go to all devices. What all devices have alike comes out as the array of the first;
-    what is divided, as the pools are, stays where it is.
+    Arguments that lie elsewhere go to all devices. What all devices have alike comes out on the default device; what is
+    divided, as the pools are, stays where it is.
     """
 
     program: Any
@@ -266,7 +266,9 @@ class MeshProgram:
         return jax.tree.map(self._first, self.program(weights, *on_mesh(args, self.mesh)))
 
     def _first(self, array: jax.Array) -> jax.Array:
-        return array.addressable_data(0) if array.sharding.is_fully_replicated else array
+        if not array.sharding.is_fully_replicated:
+            return array
+        return jax.device_put(array.addressable_data(0), jax.devices()[0])  # where callers have everything else
 
     def memory_analysis(self) -> Any:
         """Of the program, on one device."""

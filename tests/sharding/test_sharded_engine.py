@@ -34,15 +34,15 @@ def on_eight():
 
 # Every family with a table, a type with a plan of its own (olmo2), one with neither (bloom); sizes divide nowhere.
 MESHES = {
-    "llama": "1x2,1x4,1x8",
+    "llama": "1x2,1x4,1x8,2x4",
     "qwen2": "1x4",
-    "qwen3": "1x4",
+    "qwen3": "1x4,2x2",
     "gemma3": "1x4",
     "gpt2": "1x2,1x8",
     "phi3": "1x8",
     "gpt_neox": "1x8",
     "opt": "1x4",
-    "mixtral": "1x4,1x2x2,1x2x4",
+    "mixtral": "1x4,1x2x4,2x2x2",
     "gpt_oss": "1x2x2",
     "deepseek_v3": "1x2x2",
     "mamba": "1x4",

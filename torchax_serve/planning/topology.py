@@ -93,7 +93,13 @@ def _gpu(chip: Chip, number: int) -> list[Any]:
         )
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # no device to tune on
     described = target_config(chip.name)
-    found = topologies.get_topology_desc("", platform="cuda", target_config=described, topology=f"1x1x{number}")
+    try:
+        found = topologies.get_topology_desc("", platform="cuda", target_config=described, topology=f"1x1x{number}")
+    except (NotImplementedError, RuntimeError) as error:  # the plug-in has looked for a driver
+        raise TorchaxServeError(
+            f"topology '{chip.name}:{number}': expected JAX's plug-in for CUDA to describe devices, got "
+            f"{str(error).splitlines()[0]}; set JAX_PLATFORMS=cpu before jax is imported"
+        ) from error
     return list(found.devices)
 
 
