@@ -42,6 +42,9 @@ Value = TypeVar("Value")
 
 _LIBRARIES = ("jax", "jaxlib", "torch", "torchax", "transformers")
 _HITS = threading.local()
+# CPU devices of one process share its threads: two programs that exchange, under way at once, can each hold threads
+# that the exchange of the other waits for, and neither ends.
+_ONE_ON_CPUS = threading.Lock()
 
 
 def model_identity(model_class: type, config_json: str, weights: Mapping[str, jax.Array]) -> str:
@@ -262,8 +265,12 @@ class MeshProgram:
     mesh: jax.sharding.Mesh
 
     def __call__(self, weights: Any, *args: Any) -> Any:
-        """Runs the program."""
-        return jax.tree.map(self._first, self.program(weights, *on_mesh(args, self.mesh)))
+        """Runs the program; on CPU devices one after the other, whoever calls."""
+        if self.mesh.devices.flat[0].platform != "cpu":
+            return jax.tree.map(self._first, self.program(weights, *on_mesh(args, self.mesh)))
+        with _ONE_ON_CPUS:
+            out = self.program(weights, *jax.block_until_ready(on_mesh(args, self.mesh)))
+            return jax.block_until_ready(jax.tree.map(self._first, out))
 
     def _first(self, array: jax.Array) -> jax.Array:
         if not array.sharding.is_fully_replicated:
