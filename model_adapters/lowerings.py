@@ -16,16 +16,17 @@ import torch
 from model_adapters import ops, torch_ops
 from model_adapters.bridge import TorchView, jax_view, lower, lowering_of, torch_view
 from model_adapters.ops import registry
+from model_adapters.sharding import placed_in_use, whole_result
 
 
 @functools.cache
 def install() -> None:
     """Puts our lowerings into torchax's table."""
-    lower(torch.nn.functional.linear, ops.linear)
-    lower(torch.ops.aten.linear, ops.linear)
+    lower(torch.nn.functional.linear, _linear)
+    lower(torch.ops.aten.linear, _linear)
     lower(torch.ops.aten.mm, ops.matmul)
     lower(torch.ops.aten.bmm, ops.bmm)
-    lower(torch.ops.aten.addmm, ops.addmm)
+    lower(torch.ops.aten.addmm, _addmm)
     lower(torch.ops.aten.baddbmm, ops.baddbmm)
     lower(torch.ops.aten._grouped_mm, _grouped_mm)
     lower(torch.ops.aten.silu, ops.silu)
@@ -39,6 +40,18 @@ def install() -> None:
         lower(softmax, _softmax)
     _mend_copy()
     torch_ops.install()
+
+
+def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    out = ops.linear(x, weight, bias)
+    placed = placed_in_use(weight)
+    return out if placed is None else whole_result(out, placed.dims[0])
+
+
+def _addmm(bias: jax.Array, x: jax.Array, weight: jax.Array, *, beta: float = 1.0, alpha: float = 1.0) -> jax.Array:
+    out = ops.addmm(bias, x, weight, beta=beta, alpha=alpha)
+    placed = placed_in_use(weight)
+    return out if placed is None else whole_result(out, placed.dims[1])
 
 
 def _grouped_mm(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,12 +15,14 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 import pytree_registry
-from model_adapters import lowerings
+from model_adapters import experts, lowerings
 from model_adapters.attention import IMPLEMENTATION, goes_through_interface, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view
 from model_adapters.caches import LayerStates, TraceCache
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache
+from model_adapters.sharding import ModelSharding
+from model_adapters.slices import slices_of_parts
 from model_adapters.trace_config import implementations
 
 Arrays = dict[str, Any]
@@ -46,10 +49,16 @@ class ModelProgram:
     """Runs the unmodified forward of `module` as ``forward(weights, states, offset, inputs, spec)``.
 
     The module is a template: its own tensors are never read, those of `weights` stand in their place.
+
+    Args:
+        module: the model.
+        sharding: how `weights` lie on a mesh; None: on one device, as the model has them.
     """
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    def __init__(self, module: PreTrainedModel, sharding: ModelSharding | None = None) -> None:
         lowerings.install()
+        experts.install()
+        self.sharding = sharding
         pytree_registry.register_all()  # the modeling file is loaded, with the outputs and caches it defines
         self.module = module
         self.forward_function = type(module).forward
@@ -95,6 +104,21 @@ class ModelProgram:
         Returns:
             The fields of the model's output by name, without its cache, and the new cache layers.
         """
+        run = functools.partial(self._forward, spec=spec)
+        return self._in_parts(run)(weights, states, offset, dict(inputs))
+
+    def _in_parts(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with the results of fused products kept in parts where they lie on several devices."""
+        return slices_of_parts(function) if self.sharding is not None and self.sharding.has_fused else function
+
+    def _forward(
+        self,
+        weights: Mapping[str, jax.Array],
+        states: LayerStates | None,
+        offset: jax.Array | None,
+        inputs: Arrays,
+        spec: CallSpec,
+    ) -> tuple[Arrays, LayerStates | None]:
         inputs = dict(inputs)
         starts, last = inputs.pop("starts", None), inputs.pop("last", None)
         if spec.padded or self.needs_mask or starts is None:
@@ -144,7 +168,17 @@ class ModelProgram:
         }
         if last is not None and not keep_one:
             fields["logits"] = jax.lax.dynamic_slice_in_dim(fields["logits"], last, 1, axis=1)
+        if "logits" in fields:
+            fields["logits"] = self._true_logits(fields["logits"])
         return fields, None if cache is None else jax_view(cache.states())
+
+    def _true_logits(self, logits: jax.Array) -> jax.Array:
+        """`logits` [..., vocab] without columns that fill the vocabulary up, the same on every device."""
+        if self.sharding is None:
+            return logits
+        if logits.shape[-1] > self.sharding.vocab_size:
+            logits = logits[..., : self.sharding.vocab_size]
+        return jax.lax.with_sharding_constraint(logits, self.sharding.replicated())
 
     def forward_packed(
         self,
@@ -163,7 +197,17 @@ class ModelProgram:
         """
         if not (self.cache_name and self.accepts("position_ids") and goes_through_interface(self.module)):
             raise NotPackableError("the forward takes no positions, or attends past transformers' attention interface")
+        return self._in_parts(functools.partial(self._forward_packed, layout=layout))(weights, pools, batch)
+
+    def _forward_packed(
+        self,
+        weights: Mapping[str, jax.Array],
+        pools: tuple[jax.Array, ...],
+        batch: PackedBatch,
+        layout: PagedLayout,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         cache = PagedTraceCache(pools, batch, layout)
+        assert self.cache_name is not None
         kwargs = {
             "input_ids": torch_view(batch.token_ids[None]),
             "position_ids": torch_view(batch.positions[None]),
@@ -177,13 +221,19 @@ class ModelProgram:
         logits = jax_view(output["logits"])[0]
         if not keep_last and not layout.all_logits:
             logits = logits[batch.last]
-        return logits, cache.pools()
+        pools = cache.pools()
+        if (sharding := self.sharding) is not None:
+            pools = tuple(jax.lax.with_sharding_constraint(p, sharding.pool_sharding(p.shape[1])) for p in pools)
+        return self._true_logits(logits), pools
 
     def _run(self, weights: Mapping[str, jax.Array], kwargs: dict[str, Any], attention: str | None) -> ModelOutput:
         """The unmodified forward, with `weights` in the place of the module's own tensors."""
         state = torch_view(dict(weights))
+        on_devices = contextlib.nullcontext() if self.sharding is None else self.sharding.tracing(self.module, weights)
+        grouped = experts.ON_GROUPED if self.sharding is None else experts.IMPLEMENTATION
         with (
-            implementations(self.module, attention=attention, experts="grouped_mm"),
+            implementations(self.module, attention=attention, experts=grouped),
+            on_devices,
             torch_mode(self.module, state),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):

@@ -1,22 +1,32 @@
 """How the tensors of a model lie on a mesh of devices; see :mod:`sharding_rules.rules`.
 
-``specs_for(table_for("qwen3"), shapes, {"model": 4})`` gives a partition spec by tensor name.
+``place(table_for("qwen3"), shapes, {"model": 4}, Units(16, 8))`` says by tensor name how each lies.
 """
 
 from collections.abc import Mapping
 
-from sharding_rules import gpt2, llama
-from sharding_rules.rules import LOGICAL_AXES, MESH_AXES, Rule, RuleTable, ShardingRuleError, specs_for
+from sharding_rules import deepseek, gpt2, gpt_neox, gpt_oss, llama, mamba, mixtral, opt, phi3
+from sharding_rules.rules import (
+    LOGICAL_AXES,
+    MESH_AXES,
+    Placed,
+    Rule,
+    RuleTable,
+    ShardingRuleError,
+    Units,
+    place,
+)
 
 __all__ = [
     "LOGICAL_AXES",
     "MESH_AXES",
     "TABLES",
+    "Placed",
     "Rule",
     "RuleTable",
     "ShardingRuleError",
-    "specs_for",
-    "table_for",
+    "Units",
+    "place",
 ]
 
 TABLES: Mapping[str, RuleTable] = {
@@ -28,17 +38,14 @@ TABLES: Mapping[str, RuleTable] = {
     "gemma2": llama.TABLE,
     "gemma3_text": llama.TABLE,
     "gpt2": gpt2.TABLE,
+    "mixtral": mixtral.TABLE,
+    "qwen3_moe": mixtral.TABLE,
+    "qwen2_moe": mixtral.TABLE,
+    "gpt_oss": gpt_oss.TABLE,
+    "deepseek_v3": deepseek.TABLE,
+    "phi3": phi3.TABLE,
+    "gpt_neox": gpt_neox.TABLE,
+    "opt": opt.TABLE,
+    "mamba": mamba.TABLE,
 }
-
-
-def table_for(model_type: str) -> RuleTable:
-    """The rule table of a ``config.model_type``.
-
-    Raises:
-        ShardingRuleError: there is none; lists the types that have one.
-    """
-    if model_type not in TABLES:
-        raise ShardingRuleError(
-            f"expected a model type with sharding rules ({', '.join(TABLES)}), got {model_type!r}; pass a RuleTable"
-        )
-    return TABLES[model_type]
+"""By ``config.model_type``."""

@@ -3,7 +3,7 @@
 Two steps, as in JAX's larger language-model codebases. A *rule* names the dimensions of the tensors whose whole name
 its pattern matches, by *logical axes* (``("heads", "embed")``). One small map then sends logical axes to *mesh axes*:
 
-* ``data``: replicas of the model, each with its part of the batch;
+* ``data``: replicas of the model, each with its part of the requests;
 * ``model``: tensor parallelism, the heads, the hidden units of the MLP and the vocabulary are divided;
 * ``expert``: the experts of a mixture are divided.
 
@@ -20,19 +20,33 @@ from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
+from sharding_rules.layout import AxisLayout, DimLayout, Fused, fused_dim, head_layouts, padded_units, plain_dim
+
 MESH_AXES = ("data", "model", "expert")
 
 # None: every device has the whole dimension.
 LOGICAL_AXES: Mapping[str, str | None] = {
-    "batch": "data",
     "vocab": "model",
     "embed": None,
-    "heads": "model",  # query heads times head_dim
-    "kv_heads": "model",  # key or value heads times head_dim
-    "fused_qkv": None,  # a cut by devices would not fall between queries, keys and values
+    "heads": "model",  # query heads times whatever a head has
+    "kv_heads": "model",  # key or value heads times whatever a head has
     "mlp": "model",
+    "mlp_pairs": "model",  # gate and up of one hidden unit side by side
     "experts": "expert",
+    "state": "model",  # channels of a convolution or a state space, each by itself
+    "columns": "model",  # whatever a product makes or takes where nothing more is known of it
+    "latent": None,  # a compressed key, value or query, shared by all heads
 }
+
+# A dimension that holds several logical axes one after the other.
+FUSED_AXES: Mapping[str, Fused] = {
+    "qkv": Fused(("heads", "kv_heads", "kv_heads")),
+    "gate_up": Fused(("mlp", "mlp")),
+    "two_states": Fused(("state", "state")),
+}
+
+UNIT_SIZES: Mapping[str, int] = {"mlp_pairs": 2}
+"""Elements that stay together, where that is not one."""
 
 
 class ShardingRuleError(ValueError):
@@ -48,11 +62,13 @@ class Rule:
         axes: a logical axis, or None for a dimension that is never divided, for each dimension; None instead of
             them all for tensors of any rank that every device has whole.
         optional: whether a model of the family may have no such tensor; any other rule must be used.
+        source: who says so, for people.
     """
 
     pattern: str
     axes: tuple[str | None, ...] | None
     optional: bool = False
+    source: str = "table"
 
 
 @dataclass(frozen=True)
@@ -62,78 +78,206 @@ class RuleTable:
     Attributes:
         family: name in messages.
         rules: in order of precedence.
-        whole_if_uneven: logical axes that stay undivided where the mesh axis does not divide their size; elsewhere that
-            is an error.
+        pads: logical axes that may be filled up with zeros where the devices do not divide their number; every
+            result is then exactly what it was. Others stay whole on every device.
+        attributes: numbers that modules of the family compute with and that follow from an axis: pattern of the
+            module's name, attribute, and the axis whose length it is; ``num_heads`` and ``num_kv_heads`` are how many.
     """
 
     family: str
     rules: tuple[Rule, ...]
-    whole_if_uneven: frozenset[str] = field(default_factory=frozenset)
+    pads: frozenset[str] = frozenset({"vocab", "mlp", "mlp_pairs", "heads", "kv_heads"})
+    attributes: tuple[tuple[str, str, str], ...] = ()
 
 
-def specs_for(
+@dataclass(frozen=True)
+class Placed:
+    """Where one tensor lies.
+
+    Attributes:
+        name: qualified.
+        shape: as the model has it.
+        dims: how each dimension is laid out.
+        rule: whose axes these are.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[DimLayout, ...]
+    rule: Rule
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Mesh axis by dimension."""
+        return PartitionSpec(*(dim.mesh_axis for dim in self.dims))
+
+    @property
+    def laid_out_shape(self) -> tuple[int, ...]:
+        """Shape on the mesh, zeros and repeated heads included."""
+        return tuple(dim.size for dim in self.dims)
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether no element is moved, repeated or added."""
+        return all(dim.index is None for dim in self.dims)
+
+    def num_shards(self, mesh_shape: Mapping[str, int]) -> int:
+        """Parts that the tensor is cut into."""
+        number = 1
+        for dim in self.dims:
+            number *= mesh_shape.get(dim.mesh_axis, 1) if dim.mesh_axis is not None else 1
+        return number
+
+    def bytes_per_device(self, mesh_shape: Mapping[str, int], itemsize: int) -> int:
+        """Bytes of one part, elements of `itemsize` bytes."""
+        size = itemsize
+        for length in self.laid_out_shape:
+            size *= length
+        return size // self.num_shards(mesh_shape)
+
+
+@dataclass(frozen=True)
+class Units:
+    """What a configuration counts: heads of a layer. Other axes are counted in single elements.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: heads of keys and values.
+    """
+
+    heads: int | None = None
+    kv_heads: int | None = None
+
+
+@dataclass
+class _Placement:
+    """One run of `place`: what is asked, and what went wrong so far."""
+
+    table: RuleTable
+    mesh_shape: Mapping[str, int]
+    units: Units
+    logical_axes: Mapping[str, str | None]
+    refuse_uneven: bool
+    problems: list[str] = field(default_factory=list)
+
+    def num_shards(self, axis: str) -> int:
+        mesh_axis = self.logical_axes.get(axis)
+        return self.mesh_shape.get(mesh_axis, 1) if mesh_axis is not None else 1
+
+    def layout_of(self, axis: str, size: int) -> AxisLayout | str:
+        """How `size` elements of one logical axis are laid out; why they cannot be divided, where they cannot."""
+        shards = self.num_shards(axis)
+        if axis in ("heads", "kv_heads"):
+            layouts = self.heads(shards)
+            if isinstance(layouts, str):
+                return layouts
+            layout = layouts[0] if axis == "heads" else layouts[1]
+        else:
+            unit = UNIT_SIZES.get(axis, 1)
+            if size % unit:
+                return f"{size} elements are no whole number of units of {unit}"
+            layout = padded_units(size // unit, shards)
+            if layout.has_padding and axis not in self.table.pads:
+                return f"{layout.num_before} are not divisible by {shards}, and zeros would change the result"
+        if size % layout.num_before:
+            return f"{size} elements are no whole number for each of {layout.num_before}"
+        if self.refuse_uneven and layout.has_padding:
+            self.problems.append(
+                f"{layout.num_before} {axis} over {shards} devices: zeros would be added, which was refused"
+            )
+        return layout
+
+    def heads(self, shards: int) -> tuple[AxisLayout, AxisLayout] | str:
+        """Query heads and heads of keys and values, divided together or not at all."""
+        heads, kv_heads = self.units.heads, self.units.kv_heads or self.units.heads
+        if not heads or not kv_heads or heads % kv_heads:
+            return f"{heads} query heads over {kv_heads} heads of keys and values are not known to divide"
+        layouts = head_layouts(heads, kv_heads, shards)
+        if any(layout.has_padding for layout in layouts) and not {"heads", "kv_heads"} <= self.table.pads:
+            return f"{heads} query heads over {kv_heads} do not divide by {shards}, and zeros would change the result"
+        return layouts
+
+    def dim(self, axis: str | None, size: int) -> DimLayout:
+        """How a dimension of `size` is laid out; whole where its axis is, or cannot be divided."""
+        whole = DimLayout(size, size, None, None)
+        if axis is None:
+            return whole
+        if axis in FUSED_AXES:
+            fused = FUSED_AXES[axis]
+            shards = self.num_shards(fused.axes[0])
+            sizes = self._section_sizes(fused, size)
+            if shards == 1 or sizes is None:
+                return whole
+            layouts = [self.layout_of(a, s) for a, s in zip(fused.axes, sizes, strict=True)]
+            known = [layout for layout in layouts if isinstance(layout, AxisLayout)]
+            if len(known) < len(layouts):
+                return whole
+            return fused_dim(known, sizes, shards, self.logical_axes[fused.axes[0]])
+        if self.num_shards(axis) == 1:
+            return whole
+        layout = self.layout_of(axis, size)
+        return whole if isinstance(layout, str) else plain_dim(layout, size, self.logical_axes[axis])
+
+    def _section_sizes(self, fused: Fused, size: int) -> list[int] | None:
+        counts = [getattr(self.units, axis, None) or 1 for axis in fused.axes]
+        if size % sum(counts):
+            self.problems.append(f"a fused dimension of {size} is no whole number for each of {sum(counts)} parts")
+            return None
+        return [size // sum(counts) * count for count in counts]
+
+
+def place(
     table: RuleTable,
     shapes: Mapping[str, Sequence[int]],
     mesh_shape: Mapping[str, int],
+    units: Units | None = None,
+    *,
     logical_axes: Mapping[str, str | None] = LOGICAL_AXES,
-) -> dict[str, PartitionSpec]:
-    """The partition of every tensor of a model.
+    refuse_uneven: bool = False,
+) -> dict[str, Placed]:
+    """Where every tensor of a model lies.
 
     Args:
         table: rules of the model's family.
         shapes: shape by qualified name, of all tensors.
         mesh_shape: number of devices by mesh axis; a mesh axis that is not named has one device.
+        units: how many heads a layer has; without it heads are not divided.
         logical_axes: mesh axis by logical axis.
-
-    Returns:
-        A spec with one entry per dimension, by name.
+        refuse_uneven: an error for what would have to be padded with zeros.
 
     Raises:
         ShardingRuleError: unmatched tensors, unused rules, ranks that differ, axes that nobody knows, two dimensions on
-            one mesh axis, sizes that cannot be divided evenly; all of them.
+            one mesh axis; all of them.
     """
-    problems = _problems_of_axes(table, mesh_shape, logical_axes)
+    run = _Placement(table, mesh_shape, units or Units(), logical_axes, refuse_uneven)
+    run.problems += _problems_of_axes(table, mesh_shape, logical_axes)
+    patterns = [re.compile(rule.pattern) for rule in table.rules]
     used: set[int] = set()
-    specs = {}
+    placed = {}
     for name, shape in shapes.items():
-        number = next((i for i, rule in enumerate(table.rules) if re.fullmatch(rule.pattern, name)), None)
+        number = next((i for i, pattern in enumerate(patterns) if pattern.fullmatch(name)), None)
         if number is None:
-            problems.append(f"{name} {tuple(shape)}: no rule matches; add one")
+            run.problems.append(f"{name} {tuple(shape)}: no rule matches; add one")
             continue
         used.add(number)
-        axes = table.rules[number].axes
-        if axes is None:
-            axes = (None,) * len(shape)
+        rule = table.rules[number]
+        axes = (None,) * len(shape) if rule.axes is None else rule.axes
         if len(axes) != len(shape):
-            problems.append(f"{name} {tuple(shape)}: rule {table.rules[number].pattern!r} has {len(axes)} axes")
+            run.problems.append(f"{name} {tuple(shape)}: rule {rule.pattern!r} has {len(axes)} axes")
             continue
-        placed = [_place(axis, size, table, mesh_shape, logical_axes) for axis, size in zip(axes, shape, strict=True)]
-        problems += _problems_of_placement(name, shape, placed, mesh_shape)
-        specs[name] = PartitionSpec(*placed)
-    problems += [
+        dims = tuple(run.dim(axis, size) for axis, size in zip(axes, shape, strict=True))
+        run.problems += _collisions(name, shape, dims)
+        placed[name] = Placed(name, tuple(shape), dims, rule)
+    run.problems += [
         f"rule {rule.pattern!r} matches nothing; mend or remove it"
         for i, rule in enumerate(table.rules)
         if i not in used and not rule.optional
     ]
-    if problems:
+    if run.problems:
+        problems = list(dict.fromkeys(run.problems))
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise ShardingRuleError(f"the sharding rules of {table.family} do not fit, {len(problems)} problems:\n{listed}")
-    return specs
-
-
-def _place(
-    axis: str | None,
-    size: int,
-    table: RuleTable,
-    mesh_shape: Mapping[str, int],
-    logical_axes: Mapping[str, str | None],
-) -> str | None:
-    """The mesh axis of a dimension of `size`; None where it is whole on every device."""
-    mesh_axis = logical_axes.get(axis) if axis is not None else None
-    num_devices = mesh_shape.get(mesh_axis, 1) if mesh_axis is not None else 1
-    if num_devices == 1 or (size % num_devices and axis in table.whole_if_uneven):
-        return None
-    return mesh_axis
+    return placed
 
 
 def _problems_of_axes(
@@ -151,22 +295,16 @@ def _problems_of_axes(
         for name, axis in logical_axes.items()
         if axis is not None and axis not in MESH_AXES
     ]
-    named = {axis for rule in table.rules for axis in rule.axes or () if axis is not None} | table.whole_if_uneven
-    unknown = sorted(named - set(logical_axes))
-    return problems + [f"logical axis {axis!r}: expected one of {', '.join(logical_axes)}" for axis in unknown]
+    named = {axis for rule in table.rules for axis in rule.axes or () if axis is not None} | table.pads
+    unknown = sorted(named - set(logical_axes) - set(FUSED_AXES))
+    listed = ", ".join([*logical_axes, *FUSED_AXES])
+    return problems + [f"logical axis {axis!r}: expected one of {listed}" for axis in unknown]
 
 
-def _problems_of_placement(
-    name: str, shape: Sequence[int], placed: Sequence[str | None], mesh_shape: Mapping[str, int]
-) -> list[str]:
-    divided = [axis for axis in placed if axis is not None]
-    problems = [
+def _collisions(name: str, shape: Sequence[int], dims: Sequence[DimLayout]) -> list[str]:
+    divided = [dim.mesh_axis for dim in dims if dim.mesh_axis is not None]
+    return [
         f"{name} {tuple(shape)}: {divided.count(axis)} dimensions on mesh axis {axis!r}, expected at most one"
         for axis in dict.fromkeys(divided)
         if divided.count(axis) > 1
-    ]
-    return problems + [
-        f"{name} {tuple(shape)}: dimension {i} is not divisible by the {mesh_shape[axis]} devices of mesh axis {axis!r}"
-        for i, axis in enumerate(placed)
-        if axis is not None and shape[i] % mesh_shape[axis]
     ]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
 import jax
 import torch
+from jax.sharding import Mesh
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
 from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, UnsupportedModelError
@@ -21,9 +22,11 @@ from torchax_serve.compile_cache import enable_compile_cache, programs_dir
 from torchax_serve.drop_in import attach
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.engine import Engine, EngineStats
+from torchax_serve.engine.replicas import Replicas, runtimes_of
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.sampler_params import ENGINE_OPTIONS
 from torchax_serve.engine.tokens import TokenStream
+from torchax_serve.meshes import mesh_for
 from torchax_serve.program_cache import ProgramCache, model_identity
 from torchax_serve.request import SamplingParams
 from torchax_serve.runtime import Runtime
@@ -44,6 +47,9 @@ def serve(
     progress: Progress | None = None,
     random_weights: bool = False,
     engine: EngineOptions | None = None,
+    mesh: Mesh | Mapping[str, int] | None = None,
+    tensor_parallel: int | None = None,
+    refuse_uneven: bool = False,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
@@ -60,6 +66,10 @@ def serve(
         progress: shows download, load and compilation.
         random_weights: make the weights up, from the configuration alone.
         engine: how requests are batched and how much memory their cache may take; None chooses.
+        mesh: the devices that share the model: how many along ``model`` and ``expert``, and replicas along ``data``,
+            which share the requests; or a mesh with these axes.
+        tensor_parallel: the same as ``mesh={"model": tensor_parallel}``.
+        refuse_uneven: an error for sizes that the devices do not divide, which are otherwise filled up with zeros.
 
     Raises:
         TorchaxServeError: one of its kinds, each saying what was expected, what came, and what to do.
@@ -77,6 +87,8 @@ def serve(
             cache_dir=cache_dir,
             progress=progress,
             random_weights=random_weights,
+            mesh=mesh_for(mesh, tensor_parallel),
+            refuse_uneven=refuse_uneven,
         )
         return ServedModel(loaded, engine)
 
@@ -92,13 +104,17 @@ class ServedModel:
     def __init__(self, loaded: LoadedModel, engine_options: EngineOptions | None = None) -> None:
         self._loaded: LoadedModel | None = loaded
         self._engine_options = engine_options
-        self._engine: Engine | UnsupportedModelError | None = None  # made at the first request
+        self._engine: Engine | Replicas | UnsupportedModelError | None = None  # made at the first request
         self._engine_lock = threading.Lock()
         self.name = loaded.source.name
         self.config = loaded.config
         self.dtype: torch.dtype = loaded.module.dtype
         self.load_report = loaded.report
-        self.torch_model: Any = attach(loaded.module, Runtime(loaded.module, loaded.weights, _programs_of(loaded)))
+        if loaded.sharding is None:
+            self._runtimes = [Runtime(loaded.module, loaded.weights, _programs_of(loaded))]
+        else:
+            self._runtimes = runtimes_of(loaded.module, loaded.weights, loaded.sharding)
+        self.torch_model: Any = attach(loaded.module, self._runtimes[0])
 
     def __enter__(self) -> ServedModel:
         return self
@@ -115,15 +131,16 @@ class ServedModel:
         """
         self._loaded = None
         with self._engine_lock:
-            if isinstance(self._engine, Engine):
+            if isinstance(self._engine, Engine | Replicas):
                 self._engine.close("the model was closed")
             self._engine = None
         if hasattr(self, "torch_model"):
-            self.torch_model._jax_runtime.weights.clear()
+            for runtime in self._runtimes:
+                runtime.weights.clear()
             del self.torch_model
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | Replicas:
         """The engine on which requests of all threads run side by side; made, and its cache with it, when first used.
 
         Raises:
@@ -143,19 +160,21 @@ class ServedModel:
                 raise self._engine
             return self._engine
 
-    def _build_engine(self) -> Engine:
+    def _build_engine(self) -> Engine | Replicas:
         model = self._generator()
         if has_own_generate(model):
             raise UnsupportedModelError(
                 "the model's repository brings a generate of its own, which the engine cannot run; call generate(), "
                 "or load the model without trust_remote_code"
             )
+        if len(self._runtimes) > 1:
+            return Replicas(self._runtimes, self._engine_options)
         return build_engine(model._jax_runtime, self._engine_options)
 
     def stats(self) -> EngineStats | None:
         """Requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
         self._open()
-        return self._engine.stats() if isinstance(self._engine, Engine) else None
+        return self._engine.stats() if isinstance(self._engine, Engine | Replicas) else None
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -170,7 +189,8 @@ class ServedModel:
     @property
     def device_description(self) -> str:
         """The device in words, such as ``cpu`` or ``TPU v6 lite x 8``."""
-        devices = jax.devices()
+        sharding = None if self._loaded is None else self._loaded.sharding
+        devices = jax.devices() if sharding is None else list(sharding.mesh.devices.flat)
         kind = devices[0].device_kind
         return kind if len(devices) == 1 else f"{kind} x {len(devices)}"
 

@@ -42,6 +42,9 @@ Value = TypeVar("Value")
 
 _LIBRARIES = ("jax", "jaxlib", "torch", "torchax", "transformers")
 _HITS = threading.local()
+# CPU devices of one process share its threads: two programs that exchange, under way at once, can each hold threads
+# that the exchange of the other waits for, and neither ends.
+_ONE_ON_CPUS = threading.Lock()
 
 
 def model_identity(model_class: type, config_json: str, weights: Mapping[str, jax.Array]) -> str:
@@ -80,11 +83,15 @@ class _Signature:
 class ProgramCache:
     """Where the programs of one model are kept; `folder` None keeps them in memory alone.
 
-    `num_traces` counts traces by function, `num_loaded` programs that came from the folder.
+    With a `mesh` the programs run on all its devices, and what goes in and out lies where the caller has it; they are
+    kept in memory alone. `num_traces` counts traces by function, `num_loaded` programs that came from the folder.
     """
 
-    def __init__(self, folder: Path | None = None, identity: str | None = None) -> None:
-        self.folder = folder if identity is not None else None
+    def __init__(
+        self, folder: Path | None = None, identity: str | None = None, mesh: jax.sharding.Mesh | None = None
+    ) -> None:
+        self.folder = folder if identity is not None and mesh is None else None
+        self.mesh = mesh
         self.identity = identity
         self.num_traces: collections.Counter[str] = collections.Counter()
         self.num_loaded = 0
@@ -206,6 +213,9 @@ class KeptFunction:
         return program
 
     def _obtain(self, signature: _Signature, weights: Mapping[str, jax.Array], args: tuple[Any, ...]) -> Any:
+        mesh = self._cache.mesh
+        if mesh is not None:
+            args = on_mesh(args, mesh)
         path = self._cache.path_of(self._name, signature)
         if path is not None and (kept := self._cache.read(path)) is not None:
             self._recall(kept[1])
@@ -220,11 +230,56 @@ class KeptFunction:
         parameters = list(inspect.signature(self._function).parameters)
         donated = tuple(parameters.index(name) for name in self._donate)
         with _counting_hits() as hits:
-            program = jax.jit(traced, donate_argnums=donated).lower(weights, *args).compile()
+            program: Any = jax.jit(traced, donate_argnums=donated).lower(weights, *args).compile()
+        if mesh is not None:
+            program = MeshProgram(program, mesh)
         # XLA's CPU client cannot serialize a program that it has itself deserialized: functions are lost.
         if path is not None and not hits:
             self._cache.write(path, program, self._facts())
         return program
+
+
+def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """`tree` with each array that lies elsewhere on all devices of `mesh`."""
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    devices = set(mesh.devices.flat)
+
+    def place(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        is_there = isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
+        return leaf if is_there else jax.device_put(leaf, everywhere)
+
+    return jax.tree.map(place, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshProgram:
+    """A program on many devices for a caller who knows of one.
+
+    Arguments that lie elsewhere go to all devices. What all devices have alike comes out on the default device; what is
+    divided, as the pools are, stays where it is.
+    """
+
+    program: Any
+    mesh: jax.sharding.Mesh
+
+    def __call__(self, weights: Any, *args: Any) -> Any:
+        """Runs the program; on CPU devices one after the other, whoever calls."""
+        if self.mesh.devices.flat[0].platform != "cpu":
+            return jax.tree.map(self._first, self.program(weights, *on_mesh(args, self.mesh)))
+        with _ONE_ON_CPUS:
+            out = self.program(weights, *jax.block_until_ready(on_mesh(args, self.mesh)))
+            return jax.block_until_ready(jax.tree.map(self._first, out))
+
+    def _first(self, array: jax.Array) -> jax.Array:
+        if not array.sharding.is_fully_replicated:
+            return array
+        return jax.device_put(array.addressable_data(0), jax.devices()[0])  # where callers have everything else
+
+    def memory_analysis(self) -> Any:
+        """Of the program, on one device."""
+        return self.program.memory_analysis()
 
 
 def _write_whole(path: Path, content: bytes) -> None:
@@ -276,6 +331,11 @@ def _installed() -> str:
                 digest.update(file.read_bytes())
     versions = [f"{name} {version(name)}" for name in _LIBRARIES]
     return "\n".join([digest.hexdigest(), sys.version, *versions, build.processor()])
+
+
+def installed_versions() -> str:
+    """A digest and versions of all that a program is made with, whatever it is compiled for."""
+    return _installed()
 
 
 def _environment() -> str:

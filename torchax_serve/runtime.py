@@ -17,6 +17,7 @@ from model_adapters.bridge import to_jax_array, to_torch_tensor
 from model_adapters.caches import AttentionLayer, DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program import CallSpec, ModelProgram
+from model_adapters.sharding import ModelSharding
 from torchax_serve.buckets import bucket
 from torchax_serve.padding import Padding
 from torchax_serve.program_cache import ProgramCache
@@ -49,9 +50,13 @@ class Runtime:
     """One model on JAX: its weights there, its program, its compiled steps."""
 
     def __init__(
-        self, module: PreTrainedModel, weights: Mapping[str, jax.Array], programs: ProgramCache | None = None
+        self,
+        module: PreTrainedModel,
+        weights: Mapping[str, jax.Array],
+        programs: ProgramCache | None = None,
+        sharding: ModelSharding | None = None,
     ) -> None:
-        self.program = ModelProgram(module)
+        self.program = ModelProgram(module, sharding)
         self.weights = dict(weights)
         self.steps = Steps(self.program, programs or ProgramCache())
         self.config = module.config

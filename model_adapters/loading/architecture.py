@@ -179,6 +179,20 @@ def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
     return config
 
 
+def module_of(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A module of `model_class` on the meta device; raises CheckpointError where its code does not take `config`."""
+    try:
+        with torch.device("meta"):
+            module = model_class._from_config(config, dtype=dtype)
+    except Exception as error:  # code of an architecture meets a configuration it was not written for
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"{model_class.__name__} cannot be built from its configuration ({type(error).__name__}: {lines[0]}): "
+            "check config.json"
+        ) from error
+    return module.eval()
+
+
 def torch_dtype_of(dtype: Any) -> torch.dtype | None:
     """The torch dtype that a caller's `dtype` means; None for ``"auto"``. Raises `InvalidArgumentError`."""
     if isinstance(dtype, str) and dtype == "auto":

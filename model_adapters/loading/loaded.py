@@ -18,6 +18,7 @@ from model_adapters.errors import CheckpointError, UnsupportedModelError
 from model_adapters.loading.architecture import require_causal_module
 from model_adapters.loading.memory import PeakMemory
 from model_adapters.loading.source import ModelSource
+from model_adapters.sharding import ModelSharding
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -61,6 +62,7 @@ class LoadedModel:
     dtype: Any  # numpy dtype of the floating-point weights (``jnp.dtype("bfloat16")`` …)
     report: LoadReport
     trust_remote_code: bool = False
+    sharding: ModelSharding | None = None  # how `weights` lie on a mesh; None: on one device
     _tokenizers: list[PreTrainedTokenizerBase | None] = field(default_factory=list, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import torch
+from jax.sharding import Mesh
 from transformers import GenerationConfig, PreTrainedModel
 
 from model_adapters.bridge import tensors_of
@@ -20,7 +21,7 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.loading import random_weights as random_init
-from model_adapters.loading.architecture import find_class, load_config, torch_dtype_of
+from model_adapters.loading.architecture import find_class, load_config, module_of, torch_dtype_of
 from model_adapters.loading.checkpoint import Checkpoint, weight_files
 from model_adapters.loading.hub import CONFIG
 from model_adapters.loading.loaded import LoadedModel, numpy_dtype, report_of
@@ -29,6 +30,7 @@ from model_adapters.loading.own_generate import attach_own_generate
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.sink import DevicePut, Placement, WeightSink, meta_like
 from model_adapters.loading.source import ModelSource, of_object, resolve
+from model_adapters.sharding import ModelSharding
 
 
 def load_model(
@@ -46,6 +48,8 @@ def load_model(
     random_weights: bool = False,
     seed: int = 0,
     device_put: DevicePut | None = None,
+    mesh: Mesh | None = None,
+    refuse_uneven: bool = False,
 ) -> LoadedModel:
     """Loads a model of any architecture that transformers knows: module on the meta device, weights as JAX arrays.
 
@@ -64,17 +68,23 @@ def load_model(
         seed: of the random weights.
         device_put: places each array, e.g. ``lambda name, x: jax.device_put(x, sharding_of(name))``; it gets a numpy
             array (a jax.Array for random weights). Default: the default device, on the CPU without a copy.
+        mesh: devices that share the weights; each gets its part of every tensor, as the model's sharding rules say. Not
+            together with `device_put`.
+        refuse_uneven: with `mesh`, an error for sizes that would have to be filled up with zeros.
 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError, InvalidArgumentError, OutOfMemoryError: in one line.
     """
-    shown, torch_dtype, place = progress or SilentProgress(), torch_dtype_of(dtype), Placement(device_put)
+    if mesh is not None and device_put is not None:
+        raise InvalidArgumentError("mesh and device_put: expected one of them, got both; leave one out")
+    shown, torch_dtype = progress or SilentProgress(), torch_dtype_of(dtype)
     if isinstance(model, PreTrainedModel):
         given = {"revision": revision, "random_weights": random_weights or None, "dtype": torch_dtype}
         wrong = [name for name, value in given.items() if value is not None]
         if wrong:
             raise InvalidArgumentError(f"{wrong[0]} was given with a loaded model, which has its own: leave it out")
-        return _share(model, place)
+        sharding = None if mesh is None else ModelSharding.of(model, mesh, refuse_uneven=refuse_uneven)
+        return _share(model, Placement(device_put if sharding is None else sharding.put), sharding)
     source = resolve(
         model,
         revision=revision,
@@ -91,7 +101,11 @@ def load_model(
             f"{source.name} is a configuration without weights: pass its folder, or random_weights=True"
         )
     try:
-        builder = _Builder(source, torch_dtype, trust_remote_code, device_put is None)
+        builder = _Builder(source, torch_dtype, trust_remote_code, device_put is None and mesh is None)
+        if mesh is not None:
+            builder.sharding = ModelSharding.of(builder.empty_module(), mesh, refuse_uneven=refuse_uneven)
+            device_put = builder.sharding.put
+        place = Placement(device_put)
         if random_weights:
             return builder.with_random_weights(place, seed, shown)
         return builder.from_checkpoint(place, allow_pickle, allow_extra_tensors, shown)
@@ -112,12 +126,17 @@ class _Builder:
         assert source.path is not None
         self._source, self._trust = source, trust_remote_code
         self._whole = whole
+        self.sharding: ModelSharding | None = None
         self._peak, self._start = PeakMemory(), time.perf_counter()
         file = source.path if source.kind == "config" else source.path / CONFIG
         config = load_config(file, trust_remote_code=trust_remote_code)
         self._class, self._config = find_class(config, folder=source.folder, trust_remote_code=trust_remote_code)
         said: Any = config.dtype or self._config.dtype
         self._dtype: torch.dtype | None = dtype if dtype is not None else said
+
+    def empty_module(self) -> PreTrainedModel:
+        """The model on the meta device, as its configuration describes it."""
+        return module_of(self._class, self._config, self._dtype or torch.float32)
 
     def from_checkpoint(
         self, place: Placement, allow_pickle: bool, allow_extra_tensors: bool, progress: Progress
@@ -238,7 +257,15 @@ class _Builder:
         report = report_of(weights, self._peak, self._source, took, checkpoint_bytes)
         generation = module.generation_config if module.can_generate() else None
         return LoadedModel(
-            module, weights, self._source, module.config, generation, numpy_dtype(dtype), report, self._trust
+            module,
+            weights,
+            self._source,
+            module.config,
+            generation,
+            numpy_dtype(dtype),
+            report,
+            self._trust,
+            self.sharding,
         )
 
 
@@ -294,7 +321,7 @@ def _generation_config(folder: Path, module: PreTrainedModel) -> GenerationConfi
         ) from error
 
 
-def _share(module: PreTrainedModel, place: Placement) -> LoadedModel:
+def _share(module: PreTrainedModel, place: Placement, sharding: ModelSharding | None) -> LoadedModel:
     """The weights of a model that the caller has loaded, over its own memory where that can be."""
     if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
         raise UnsupportedModelError(
@@ -317,4 +344,5 @@ def _share(module: PreTrainedModel, place: Placement) -> LoadedModel:
     source = of_object(module.name_or_path or "")
     report = report_of(weights, peak, source, time.perf_counter() - start, None)
     generation = module.generation_config if module.can_generate() else None
-    return LoadedModel(module, weights, source, module.config, generation, numpy_dtype(module.dtype), report)
+    dtype = numpy_dtype(module.dtype)
+    return LoadedModel(module, weights, source, module.config, generation, dtype, report, sharding=sharding)

@@ -13,6 +13,8 @@ for op in ("decode_attention", "paged_attention"):
     provide(op, "gpu", "model_adapters.ops.gpu")
     provide(op, "tpu", "model_adapters.ops.tpu")
 
+from model_adapters.ops import sharded  # isort: skip  # noqa: E402, F401  stands before all others on a mesh
+
 __all__ = [
     "addmm",
     "baddbmm",

@@ -41,6 +41,7 @@ class Implementation:
     platforms: tuple[str, ...]
     function: Callable[..., Any]
     refuses: Refusal = _never_refuses
+    before_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,12 @@ def define(name: str, summary: str) -> Callable[[Function], Function]:
 
 
 def register(
-    op: str, name: str, platforms: tuple[str, ...], refuses: Refusal = _never_refuses
+    op: str, name: str, platforms: tuple[str, ...], refuses: Refusal = _never_refuses, *, before_all: bool = False
 ) -> Callable[[Function], Function]:
-    """Decorates a further implementation of `op`, preferred on `platforms` to those registered before it."""
+    """Decorates a further implementation of `op`, preferred on `platforms` to those registered before it.
+
+    With `before_all`, to those that are registered later as well.
+    """
     if unknown := set(platforms) - set(PLATFORMS):
         raise InvalidArgumentError(f"expected platforms out of {PLATFORMS}, got {sorted(unknown)}")
 
@@ -92,7 +96,7 @@ def register(
         implementations = _defined(op).implementations
         if any(other.name == name for other in implementations):
             raise InvalidArgumentError(f"op {op!r} has an implementation {name!r} already; choose another name")
-        implementations.append(Implementation(name, platforms, function, refuses))
+        implementations.append(Implementation(name, platforms, function, refuses, before_all))
         return function
 
     return add
@@ -158,6 +162,11 @@ def is_overridden() -> bool:
     return bool(_CHOSEN.get()) or _PLATFORM.get() is not None
 
 
+def traced_for() -> tuple[Any, ...]:
+    """All that decides here which implementations are traced: equal for two calls that are traced alike."""
+    return platform(), tuple(sorted(_CHOSEN.get().items()))
+
+
 @contextlib.contextmanager
 def use(op: str, implementation: str) -> Iterator[None]:
     """Has calls of `op` traced inside the block go to `implementation`, which then must not refuse them."""
@@ -185,7 +194,8 @@ def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
                 f"drop `use({op!r}, {name!r})`"
             )
         return chosen
-    for candidate in reversed(found.implementations):
+    newest_first = found.implementations[::-1]
+    for candidate in sorted(newest_first, key=lambda each: not each.before_all):
         if here in candidate.platforms and candidate.refuses(*args, **kwargs) is None:
             return candidate
     return found.implementations[0]

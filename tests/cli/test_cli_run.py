@@ -112,6 +112,7 @@ def test_decoding_options_arrive(call):
 
 def test_loading_options_arrive(call):
     flags = "--revision main --dtype bfloat16 --token secret --offline --trust-remote-code --allow-pickle"
+    flags += " --tensor-parallel 2"
     call("Hi there", *flags.split(), "--cache-dir", "/somewhere")
     options = call.served[1]
     del options["progress"]
@@ -123,6 +124,7 @@ def test_loading_options_arrive(call):
         "trust_remote_code": True,
         "allow_pickle": True,
         "cache_dir": "/somewhere",
+        "tensor_parallel": 2,
     }
     call("Hi there", env={"HF_TOKEN": "from the environment"})
     assert call.served[1]["token"] == "from the environment"

@@ -20,6 +20,9 @@ FROM_THE_HUB = {
     "torchax-serve verify qwen3-0.6b",
     "torchax-serve run llama-3.2-1b-instruct --token hf_...",
     "torchax-serve run qwen3-0.6b --offline",
+    "torchax-serve plan qwen3-32b --topology v6e:2x4",
+    "torchax-serve plan llama-3.1-70b-instruct --topology h200:4 --max-len 4096 --slots 64",
+    "torchax-serve plan qwen3-32b --for 64x8192",
     ".venv/bin/torchax-serve bench smollm2-135m-instruct --against hf",
 }
 # At a terminal these talk to a person; here they read from a pipe.

@@ -18,6 +18,7 @@ from torchax_serve import __version__
 from torchax_serve.cli.bench import bench
 from torchax_serve.cli.models import models
 from torchax_serve.cli.ops import ops
+from torchax_serve.cli.plan import plan
 from torchax_serve.cli.reporting import EXIT_INTERRUPTED, EXIT_STATUS_HELP, reported
 from torchax_serve.cli.run import run
 from torchax_serve.cli.verify import verify
@@ -27,6 +28,7 @@ COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("run", run),
     ("verify", verify),
     ("bench", bench),
+    ("plan", plan),
     ("models", models),
     ("ops", ops),
 )
@@ -40,6 +42,7 @@ torchax-serve runs Hugging Face PyTorch models, their code untouched, on JAX.
   torchax-serve run ./my-model -p Hello  a folder of your own, one answer
   torchax-serve verify qwen3-0.6b        its numbers beside those of PyTorch
   torchax-serve bench --against hf       its speed beside that of transformers
+  torchax-serve plan qwen3-32b --topology v6e:2x4   would it fit there, and how fast at most
   torchax-serve models                   what can be run
 
 Every command explains itself: torchax-serve run --help"""

@@ -16,8 +16,8 @@ _option = functools.partial(typer.Option, rich_help_panel="Loading")
 
 
 @dataclass(frozen=True)
-class LoadOptions:
-    """What the loading options said. Each field is an option of every command that takes them; see `load_options`."""
+class ConfigOptions:
+    """Where a model's configuration and code come from. Each field is an option of the commands; see `load_options`."""
 
     revision: Annotated[str | None, _option("--revision", help="Branch, tag or commit of a hub model.")] = None
     dtype: Annotated[str, _option("--dtype", help="auto (that of the checkpoint), float32, bfloat16 or float16.")] = (
@@ -40,35 +40,55 @@ class LoadOptions:
         bool,
         _option("--trust-remote-code", help="Run Python code that comes with the model. Only for authors you trust."),
     ] = False
-    allow_pickle: Annotated[
-        bool,
-        _option("--allow-pickle", help="Load weights from pickle files (.bin, .pt). Only from authors you trust."),
-    ] = False
     cache_dir: Annotated[
         Path | None, _option("--cache-dir", help="Folder for downloads, in place of the hub's default.")
     ] = None
 
-    def serve_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments of `torchax_serve.serve`."""
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments that they stand for."""
         return {
             "revision": self.revision,
             "dtype": self.dtype,
             "token": self.token or None,
             "local_files_only": True if self.offline else None,
             "trust_remote_code": self.trust_remote_code,
-            "allow_pickle": self.allow_pickle,
             "cache_dir": str(self.cache_dir) if self.cache_dir else None,
         }
 
 
+@dataclass(frozen=True)
+class LoadOptions(ConfigOptions):
+    """What the loading options said."""
+
+    allow_pickle: Annotated[
+        bool,
+        _option("--allow-pickle", help="Load weights from pickle files (.bin, .pt). Only from authors you trust."),
+    ] = False
+
+    def serve_kwargs(self) -> dict[str, Any]:
+        """The keyword arguments of `torchax_serve.serve`."""
+        return {**self.kwargs(), "allow_pickle": self.allow_pickle}
+
+
+@dataclass(frozen=True)
+class DeviceOptions(LoadOptions):
+    """Loading options of commands that can spread a model over devices."""
+
+    tensor_parallel: Annotated[int | None, _option("--tensor-parallel", help="Devices that share the model.")] = None
+
+    def serve_kwargs(self) -> dict[str, Any]:
+        """The keyword arguments of `torchax_serve.serve`."""
+        return {**super().serve_kwargs(), "tensor_parallel": self.tensor_parallel}
+
+
 def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command one option for each field of its parameter `load` (a `LoadOptions`), in that parameter's place.
+    """Gives a command one option for each field of its parameter `load` (`ConfigOptions`), in that parameter's place.
 
     The command line is read from a function's signature, so this is a function with another signature: it takes the
     options one by one and hands them on as one object.
     """
     signature = inspect.signature(command, eval_str=True)
-    options: type[LoadOptions] = signature.parameters["load"].annotation
+    options: type[ConfigOptions] = signature.parameters["load"].annotation
     hints = get_type_hints(options, include_extras=True)
     names = [field.name for field in dataclasses.fields(options)]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from torchax_serve.cli.options import LoadOptions, load_options
+from torchax_serve.cli.options import DeviceOptions, LoadOptions, load_options
 from torchax_serve.cli.terminal import is_terminal, note
 
 _SAMPLING = "Decoding (default: what the model's generation_config says)"
@@ -73,7 +73,7 @@ def run(
         bool, typer.Option("--greedy", help="Always the likeliest token.", rich_help_panel=_SAMPLING)
     ] = False,
     *,
-    load: LoadOptions,
+    load: DeviceOptions,
 ) -> None:
     """Chat with a model in the terminal, or get one answer.
 

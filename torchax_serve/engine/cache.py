@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -109,10 +109,16 @@ def _name(window: int | None) -> str:
 
 
 class PagedCache:
-    """The pools of a `CachePlan`: by layer, ``[num_pages, num_heads, page_len, width]``."""
+    """The pools of a `CachePlan`: by layer, ``[num_pages, num_heads, page_len, width]``.
 
-    def __init__(self, plan: CachePlan) -> None:
+    Args:
+        plan: how many pages of what.
+        sharding: of a pool with so many heads; None: on the default device.
+    """
+
+    def __init__(self, plan: CachePlan, sharding: Callable[[int], jax.sharding.Sharding] | None = None) -> None:
         self.plan = plan
+        self._sharding = sharding
         self.layout = plan.layout
         self.pages_per_seq = -(-plan.max_len // plan.page_len)
         self.pools: tuple[jax.Array, ...] = ()
@@ -121,10 +127,12 @@ class PagedCache:
     def reset(self) -> None:
         """Makes the pools anew, all zeros: also after a step has failed and taken them with it."""
         self.pools = ()
-        self.pools = tuple(
-            jax.device_put(jnp.zeros(self._shape(layer), shape.dtype), jax.devices()[0])
-            for layer, shape in enumerate(self.plan.shapes)
-        )
+        self.pools = tuple(self._zeros(layer, shape) for layer, shape in enumerate(self.plan.shapes))
+
+    def _zeros(self, layer: int, shape: PageShape) -> jax.Array:
+        if self._sharding is None:
+            return jax.device_put(jnp.zeros(self._shape(layer), shape.dtype), jax.devices()[0])
+        return jnp.zeros(self._shape(layer), shape.dtype, device=self._sharding(shape.num_heads))
 
     @property
     def is_lost(self) -> bool:

@@ -12,12 +12,15 @@ import numpy as np
 
 from model_adapters.caches import AttentionLayer
 from model_adapters.errors import TorchaxServeError
+from model_adapters.ops.registry import platform
 from model_adapters.paged import NotPackableError, PackedBatch
 from model_adapters.program import CallSpec
-from torchax_serve.engine.cache import PagedCache, PageShape
+from torchax_serve.engine.cache import CachePlan, PagedCache, PageShape
 from torchax_serve.engine.packed import PackedModel
 from torchax_serve.engine.road import Road, Sizes
 from torchax_serve.runtime import Runtime
+
+TPU_LANES = 128
 
 
 def packed_road(runtime: Runtime, sizes: Sizes) -> Road:
@@ -34,13 +37,18 @@ def packed_road(runtime: Runtime, sizes: Sizes) -> Road:
         raise NotPackableError(shapes)
 
     def temporary() -> int:
-        return _model(runtime, PagedCache(sizes.small_plan(shapes)), sizes).temporary_bytes()
+        return _model(runtime, _cache(runtime, sizes.small_plan(shapes)), sizes).temporary_bytes()
 
     budget = sizes.budget_bytes(
         sizes.useful_bytes(shapes), lambda: programs.remembered("temporary", f"{sizes}", temporary)
     )
-    cache = PagedCache(sizes.plan(shapes, budget))
+    cache = _cache(runtime, sizes.plan(shapes, budget))
     return Road(_model(runtime, cache, sizes), cache)
+
+
+def _cache(runtime: Runtime, plan: CachePlan) -> PagedCache:
+    sharding = runtime.program.sharding
+    return PagedCache(plan, None if sharding is None else sharding.pool_sharding)
 
 
 def _model(runtime: Runtime, cache: PagedCache, sizes: Sizes) -> PackedModel:
@@ -80,6 +88,8 @@ def _page_shape(layer: AttentionLayer) -> PageShape:
     if layer.pool is None:
         raise NotPackableError("a layer of the cache stays empty")
     _, num_heads, _, width = layer.pool.shape
+    if platform() == "tpu":  # whose kernels and copies want whole lanes
+        width += -width % TPU_LANES
     return PageShape(num_heads, width, np.dtype(layer.pool.dtype), layer.window)
 
 

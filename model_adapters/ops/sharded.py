@@ -1,0 +1,231 @@
+"""The ops on a mesh of devices: attention by heads, each device with its own, and products that XLA can divide.
+
+While a program is traced :func:`on_mesh`, these implementations stand before all others. Attention runs under
+`jax.shard_map`, so that the kernel of the platform sees the heads of one device and needs nothing of the others;
+products are left to XLA's partitioner, which cannot look into a kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from model_adapters.ops import registry
+from model_adapters.ops.activation import OP as ACTIVATION
+from model_adapters.ops.activation import reference as activation_reference
+from model_adapters.ops.decode_attention import OP as DECODE
+from model_adapters.ops.dense_attention import OP as DENSE
+from model_adapters.ops.grouped_matmul import OP as GROUPED
+from model_adapters.ops.grouped_matmul import reference as grouped_reference
+from model_adapters.ops.linear import OP as LINEAR
+from model_adapters.ops.linear import reference as linear_reference
+from model_adapters.ops.paged_attention import OP as PAGED
+from model_adapters.ops.row_sum import OP as ROW_SUM
+from model_adapters.ops.row_sum import reference as row_sum_reference
+
+NAME = "sharded"
+AXIS = "model"
+_MESH: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
+
+_HEADS = PartitionSpec(None, AXIS)  # of [tokens, heads, ...], of a pool [pages, heads, ...] and of [rows, heads, ...]
+_BY_HEAD = PartitionSpec(AXIS)
+_WHOLE = PartitionSpec()
+
+
+@contextlib.contextmanager
+def on_mesh(mesh: Mesh | None) -> Iterator[None]:
+    """Traces for the devices of `mesh`; None: for one device, as inside of a shard."""
+    token = _MESH.set(mesh)
+    try:
+        yield
+    finally:
+        _MESH.reset(token)
+
+
+def mesh_in_use() -> Mesh | None:
+    """The mesh that is traced for, if there is one."""
+    return _MESH.get()
+
+
+def divides_heads(heads: int, kv_heads: int, mesh: Mesh | None) -> bool:
+    """Whether every device of the mesh's model axis has whole heads of its own."""
+    num_shards = 1 if mesh is None else mesh.shape.get(AXIS, 1)
+    return num_shards > 1 and heads % num_shards == 0 and kv_heads % num_shards == 0
+
+
+def pool_spec(kv_heads: int, mesh: Mesh) -> PartitionSpec:
+    """How a pool ``[pages, kv_heads, page_len, width]`` lies on the mesh."""
+    return _HEADS if divides_heads(kv_heads, kv_heads, mesh) else _WHOLE
+
+
+def _refuses_paged(q: jax.Array, k: jax.Array, v: jax.Array, *args: Any, **kwargs: Any) -> str | None:
+    if divides_heads(q.shape[1], k.shape[1], mesh_in_use()):
+        return None
+    return f"no mesh whose {AXIS!r} axis divides {q.shape[1]} and {k.shape[1]} heads"
+
+
+def per_shard(call: Callable[..., Any], args: tuple[Any, ...], specs: tuple[PartitionSpec, ...], out_specs: Any) -> Any:
+    """`call` on each device's part of `args`, traced as for one device; arguments may be None."""
+    given = [number for number, arg in enumerate(args) if arg is not None]
+    mesh = mesh_in_use()
+    assert mesh is not None
+
+    def one_shard(*parts: jax.Array) -> Any:
+        whole: list[Any] = [None] * len(args)
+        for number, part in zip(given, parts, strict=True):
+            whole[number] = part
+        with on_mesh(None):
+            return call(*whole)
+
+    run = jax.shard_map(
+        one_shard, mesh=mesh, in_specs=tuple(specs[n] for n in given), out_specs=out_specs, check_vma=False
+    )
+    return run(*(args[n] for n in given))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An op with everything of a call that is not an array, and all that decides how it is traced."""
+
+    op: str
+    names: tuple[str, ...]  # of the arrays; those from `num_positional` on are given by name
+    num_positional: int
+    specs: tuple[PartitionSpec, ...]
+    out_specs: Any
+    features: tuple[tuple[str, Any], ...]
+    mesh: Mesh | None
+    traced_for: Any
+
+    def __call__(self, *arrays: Any) -> Any:
+        named = dict(zip(self.names[self.num_positional :], arrays[self.num_positional :], strict=True))
+        return registry.call(self.op, *arrays[: self.num_positional], **named, **dict(self.features))
+
+
+@partial(jax.jit, static_argnums=0)
+def _layer(call: _Call, *arrays: Any) -> Any:
+    """`call` by shards. Being a function of its own it is traced and lowered once, however many layers there are."""
+    return per_shard(call, arrays, call.specs, call.out_specs)
+
+
+def _by_heads(
+    op: str,
+    positional: Mapping[str, tuple[Any, PartitionSpec]],
+    named: Mapping[str, tuple[Any, PartitionSpec]],
+    out_specs: Any,
+    features: Mapping[str, Any],
+) -> Any:
+    arrays = {**positional, **named}
+    call = _Call(
+        op,
+        tuple(arrays),
+        len(positional),
+        tuple(spec for _, spec in arrays.values()),
+        out_specs,
+        tuple(sorted(features.items())),
+        mesh_in_use(),
+        registry.traced_for(),
+    )
+    return _layer(call, *(array for array, _ in arrays.values()))
+
+
+@registry.register(DECODE, NAME, registry.PLATFORMS, refuses=_refuses_paged, before_all=True)
+def sharded_decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    lens: jax.Array,
+    starts: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    alibi: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    **features: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The op on each device's heads and pages."""
+
+    positional = {
+        **{name: (array, _HEADS) for name, array in (("q", q), ("k", k), ("v", v), ("pool", pool))},
+        **{name: (array, _WHOLE) for name, array in (("page_table", page_table), ("lens", lens), ("starts", starts))},
+        "sinks": (sinks, _BY_HEAD),
+    }
+    named = {"alibi": (alibi, _BY_HEAD), "k_scale": (k_scale, _BY_HEAD), "v_scale": (v_scale, _BY_HEAD)}
+    return _by_heads(DECODE, positional, named, (_HEADS, _HEADS), features)
+
+
+@registry.register(PAGED, NAME, registry.PLATFORMS, refuses=_refuses_paged, before_all=True)
+def sharded_paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    alibi: jax.Array | None = None,
+    prefix_lens: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    **features: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The op on each device's heads and pages."""
+
+    tables = (("page_table", page_table), ("kv_lens", kv_lens), ("cu_q_lens", cu_q_lens))
+    positional = {
+        **{name: (array, _HEADS) for name, array in (("q", q), ("k", k), ("v", v), ("pool", pool))},
+        **{name: (array, _WHOLE) for name, array in tables},
+        "sinks": (sinks, _BY_HEAD),
+    }
+    named = {"alibi": (alibi, _BY_HEAD), "k_scale": (k_scale, _BY_HEAD), "v_scale": (v_scale, _BY_HEAD)}
+    return _by_heads(PAGED, positional, {**named, "prefix_lens": (prefix_lens, _WHOLE)}, (_HEADS, _HEADS), features)
+
+
+def _refuses_dense(q: jax.Array, k: jax.Array, *args: Any, return_weights: bool = False, **kwargs: Any) -> str | None:
+    if return_weights:
+        return "weights are asked for, which are not divided"
+    return _refuses_paged(q, k, k)
+
+
+@registry.register(DENSE, NAME, registry.PLATFORMS, refuses=_refuses_dense, before_all=True)
+def sharded_dense_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    **features: Any,
+) -> jax.Array:
+    """The op on each device's heads."""
+
+    mask_spec = _HEADS if mask is not None and mask.shape[1] > 1 else _WHOLE
+    positional = {
+        **{name: (array, _HEADS) for name, array in (("q", q), ("k", k), ("v", v))},
+        "mask": (mask, mask_spec),
+        "sinks": (sinks, _BY_HEAD),
+    }
+    return _by_heads(DENSE, positional, {}, _HEADS, features)
+
+
+def _refuses_product(*args: Any, **kwargs: Any) -> str | None:
+    return "no mesh" if mesh_in_use() is None else None
+
+
+# XLA divides its own products along whatever their operands are divided; a kernel it would give everything to.
+for _op, _reference in (
+    (LINEAR, linear_reference),
+    (GROUPED, grouped_reference),
+    (ACTIVATION, activation_reference),
+    (ROW_SUM, row_sum_reference),
+):
+    registry.register(_op, NAME, ("cpu",), refuses=_refuses_product, before_all=True)(_reference)

@@ -1,0 +1,36 @@
+"""The rules of a model: our table for its type, its own parallel plan, or its shapes, in this order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from transformers import PreTrainedModel
+
+from sharding_rules import TABLES, Rule, RuleTable
+from sharding_rules.inference import infer
+from sharding_rules.plans import translate
+
+
+def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> RuleTable:
+    """The rule table of `module`, whose tensors have `shapes`.
+
+    What the model's own plan does not name is laid out by shape.
+    """
+    config = module.config.get_text_config(decoder=True)
+    table = TABLES.get(config.model_type)
+    if table is not None:
+        return table
+    tp_plan = getattr(config, "base_model_tp_plan", None) or {}
+    ep_plan = getattr(config, "base_model_ep_plan", None) or {}
+    plan = translate(tp_plan, ep_plan, config.model_type, shapes)
+    first = (*_vocabulary(module, shapes), *plan)
+    return infer(shapes, getattr(config, "hidden_size", None), config.model_type, first)
+
+
+def _vocabulary(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[Rule]:
+    """The table of words and the head, which plans of base models leave out; none where they are of another form."""
+    parts = (module.get_input_embeddings(), module.get_output_embeddings())
+    names = [f"{name}.weight" for name, child in module.named_modules() if any(child is part for part in parts)]
+    axes = ("vocab", "embed")
+    return [Rule(re.escape(name), axes, True, "plan of the model") for name in names if len(shapes.get(name, ())) == 2]

@@ -1,0 +1,26 @@
+"""DeepSeek V3: latent attention and experts with shared ones beside them.
+
+What makes the latents is whole on every device, since all heads read them; what makes heads of them is divided by heads
+(DeepSeek-AI 2024, multi-head latent attention).
+"""
+
+from sharding_rules.llama import EMBEDDINGS
+from sharding_rules.mixtral import EXPERTS
+from sharding_rules.rules import Rule, RuleTable
+
+_ATTENTION = r"(model\.)?layers\.\d+\.self_attn\."
+
+TABLE = RuleTable(
+    family="deepseek",
+    rules=(
+        *EMBEDDINGS,
+        Rule(_ATTENTION + r"(q_a_proj|kv_a_proj_with_mqa)\.(weight|bias)", None),
+        Rule(_ATTENTION + r"(q_a|kv_a)_layernorm\.weight", None),
+        Rule(_ATTENTION + r"(q_proj|q_b_proj|kv_b_proj)\.weight", ("heads", "latent")),
+        Rule(_ATTENTION + r"o_proj\.weight", ("embed", "heads")),
+        Rule(_ATTENTION + r"o_proj\.bias", ("embed",), optional=True),
+        *EXPERTS,
+    ),
+    # The code counts heads itself where it opens the latents up.
+    pads=frozenset({"vocab", "mlp"}),
+)

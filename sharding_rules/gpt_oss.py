@@ -1,0 +1,20 @@
+"""GPT-OSS: experts whose gate and up lie side by side for each hidden unit, stacked ``[experts, in, out]``."""
+
+from sharding_rules.llama import ATTENTION, EMBEDDINGS
+from sharding_rules.rules import Rule, RuleTable
+
+_LAYER = r"(model\.)?layers\.\d+\."
+
+TABLE = RuleTable(
+    family="gpt_oss",
+    rules=(
+        *EMBEDDINGS,
+        *ATTENTION,
+        Rule(_LAYER + r"self_attn\.sinks", ("heads",)),
+        Rule(_LAYER + r"mlp\.router\.(weight|bias)", None),
+        Rule(_LAYER + r"mlp\.experts\.gate_up_proj", ("experts", "embed", "mlp_pairs")),
+        Rule(_LAYER + r"mlp\.experts\.gate_up_proj_bias", ("experts", "mlp_pairs")),
+        Rule(_LAYER + r"mlp\.experts\.down_proj", ("experts", "mlp", "embed")),
+        Rule(_LAYER + r"mlp\.experts\.down_proj_bias", ("experts", "embed")),
+    ),
+)

@@ -1,0 +1,143 @@
+"""How the elements of one dimension are ordered, repeated and filled up so that devices can share it evenly.
+
+A logical axis is counted in *units*, such as heads, that stay together. Where there are fewer heads of keys and values
+than devices, each is repeated on a group of neighbours; where a number does not divide, units of zeros are added. Both
+leave every result what it was: a head of zeros is multiplied by zeros in the product behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ZERO = -1
+"""Stands for a unit of zeros."""
+
+
+@dataclass(frozen=True)
+class AxisLayout:
+    """The units of a logical axis on the devices.
+
+    Attributes:
+        num_before: units that the model has.
+        units: for each unit on the devices the model's unit it holds, or `ZERO`; cut evenly among the devices.
+    """
+
+    num_before: int
+    units: tuple[int, ...]
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether units are where they were."""
+        return self.units == tuple(range(self.num_before))
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether there are units of zeros."""
+        return ZERO in self.units
+
+    def elements(self, width: int) -> np.ndarray:
+        """``int64[len(units) * width]``: source of each element, units of `width` elements; `ZERO` for a zero."""
+        units = np.asarray(self.units, np.int64)[:, None]
+        return np.where(units == ZERO, ZERO, units * width + np.arange(width)).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Logical axes that one dimension holds one after the other."""
+
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class DimLayout:
+    """One dimension of a tensor on the devices.
+
+    Attributes:
+        size_before: as the model has it.
+        size: on the mesh.
+        mesh_axis: that it is divided along; None: every device has it whole.
+        index: ``int64[size]``, source of each element, `ZERO` for a zero; None: as it was.
+        sections: lengths of the parts of a fused dimension, on the mesh and all devices together; empty otherwise.
+            Each device has its share of all of them, in order.
+    """
+
+    size_before: int
+    size: int
+    mesh_axis: str | None
+    index: np.ndarray | None
+    sections: tuple[int, ...] = ()
+
+
+def padded_units(number: int, shards: int) -> AxisLayout:
+    """`number` units, with as many of zeros behind them as make them divisible by `shards`."""
+    missing = -number % shards
+    return AxisLayout(number, (*range(number), *([ZERO] * missing)))
+
+
+def head_layouts(heads: int, kv_heads: int, shards: int) -> tuple[AxisLayout, AxisLayout]:
+    """Query heads, and heads of keys and values, such that each device has the keys that its queries read.
+
+    Query head ``i`` reads head ``i // (heads / kv_heads)`` of the keys, before and after.
+
+    Args:
+        heads: query heads, a multiple of `kv_heads`.
+        kv_heads: heads of keys and values.
+        shards: devices.
+    """
+    group = heads // kv_heads
+    # The fewest heads of keys that divide the devices or that the devices divide; those added are zeros.
+    padded = next(n for n in range(kv_heads, kv_heads + shards + 1) if n % shards == 0 or shards % n == 0)
+    repeats = max(1, shards // padded)
+    part = math.ceil(group / repeats)  # query heads that read one copy
+    queries: list[int] = []
+    keys: list[int] = []
+    for head in range(padded):
+        for copy in range(repeats):
+            keys.append(head if head < kv_heads else ZERO)
+            for query in range(copy * part, (copy + 1) * part):
+                queries.append(head * group + query if query < group and head < kv_heads else ZERO)
+    return AxisLayout(heads, tuple(queries)), AxisLayout(kv_heads, tuple(keys))
+
+
+def plain_dim(layout: AxisLayout, size: int, mesh_axis: str | None) -> DimLayout:
+    """A dimension of `size` that holds one logical axis."""
+    if layout.is_identity:
+        return DimLayout(size, size, mesh_axis, None)
+    index = layout.elements(size // layout.num_before)
+    return DimLayout(size, len(index), mesh_axis, index)
+
+
+def fused_dim(layouts: Sequence[AxisLayout], sizes: Sequence[int], shards: int, mesh_axis: str | None) -> DimLayout:
+    """A dimension of several logical axes, cut so that each device has its share of all of them, in order.
+
+    Args:
+        layouts: of the parts.
+        sizes: of the parts, as the model has them.
+        shards: devices.
+        mesh_axis: that the dimension is divided along.
+    """
+    starts = np.cumsum([0, *sizes[:-1]])
+    parts = []
+    for layout, size, start in zip(layouts, sizes, starts, strict=True):
+        elements = layout.elements(size // layout.num_before)
+        parts.append(np.where(elements == ZERO, ZERO, elements + start).reshape(shards, -1))
+    index = np.concatenate(parts, axis=1).reshape(-1)
+    sections = tuple(part.size for part in parts)
+    return DimLayout(sum(sizes), len(index), mesh_axis, index, sections)
+
+
+def take(array: np.ndarray, dim: int, layout: DimLayout, start: int = 0, stop: int | None = None) -> np.ndarray:
+    """The elements `start` to `stop` of dimension `dim` as `layout` has them, out of the model's own `array`."""
+    stop = layout.size if stop is None else stop
+    if layout.index is None:
+        return array[(slice(None),) * dim + (slice(start, stop),)]
+    index = layout.index[start:stop]
+    taken = np.take(array, np.maximum(index, 0), axis=dim)
+    is_zero = index == ZERO
+    if is_zero.any():
+        taken[(slice(None),) * dim + (is_zero,)] = 0
+    return taken

@@ -1,0 +1,18 @@
+"""Phi-3 and Phi-4: Llama's layers with queries, keys and values in one product, and gate and up in one."""
+
+from sharding_rules.llama import ATTENTION, EMBEDDINGS
+from sharding_rules.rules import Rule, RuleTable
+
+_LAYER = r"(model\.)?layers\.\d+\."
+
+TABLE = RuleTable(
+    family="phi3",
+    rules=(
+        *EMBEDDINGS,
+        Rule(_LAYER + r"self_attn\.qkv_proj\.weight", ("qkv", "embed")),
+        Rule(_LAYER + r"mlp\.gate_up_proj\.weight", ("gate_up", "embed")),
+        Rule(_LAYER + r"mlp\.down_proj\.weight", ("embed", "mlp")),
+        *(rule for rule in ATTENTION if "o_proj" in rule.pattern and "weight" in rule.pattern),
+    ),
+    attributes=((r"(model\.)?layers\.\d+\.self_attn", "num_key_value_heads", "num_kv_heads"),),
+)

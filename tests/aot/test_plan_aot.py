@@ -1,0 +1,61 @@
+"""Plans for accelerators that are not there: the engine's steps, sharded, through their own compilers."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.architecture import module_of
+from torchax_serve.planning.plan import PlanRequest, make_plan
+from torchax_serve.planning.topology import describe
+
+CONFIG = transformers.LlamaConfig(
+    hidden_size=1024,
+    intermediate_size=2048,
+    num_hidden_layers=2,
+    vocab_size=32000,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=128,
+)
+REQUEST = PlanRequest(topology="v6e:2x4", max_len=2048, num_slots=16, prefill_lens=())
+
+
+@pytest.fixture
+def module():
+    return module_of(transformers.LlamaForCausalLM, CONFIG, torch.bfloat16)
+
+
+@pytest.mark.parametrize("topology", ["v6e:2x4", "v5e:2x2", "h200:4"])
+def test_a_decoder_is_planned(module, topology):
+    report = make_plan(module, "toy", dataclasses.replace(REQUEST, topology=topology))
+    (decode,) = report.programs
+    assert report.fits
+    assert {kind: number for kind, (number, _) in decode.collectives.items()} == {"all-reduce": 5, "all-gather": 1}
+    assert decode.alias_bytes == report.pages_bytes  # every page is written in place
+    assert decode.temporary_bytes < 32e6
+    assert report.weights_bytes <= report.weights_bytes_of_one_device * (1 / report.num_devices + 0.02)
+    assert report.bounds[0].bound_by == "memory"
+
+
+def test_layers_with_experts_are_planned():
+    config = transformers.MixtralConfig(
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        vocab_size=32000,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_local_experts=8,
+    )
+    mixture = module_of(transformers.MixtralForCausalLM, config, torch.bfloat16)
+    report = make_plan(mixture, "toy", dataclasses.replace(REQUEST, mesh="model=2,expert=4"))
+    assert report.fits
+    assert report.programs[0].collectives["all-reduce"][0] == 5
+
+
+def test_a_topology_that_the_compiler_does_not_know(module):
+    with pytest.raises(InvalidArgumentError, match="expected one that libtpu knows, such as v6e:2x2"):
+        describe("v6e:3x5")

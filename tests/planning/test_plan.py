@@ -1,0 +1,261 @@
+"""Plans on CPU devices, what is said of what cannot be planned, and figures against ones computed by hand."""
+
+import dataclasses
+import importlib.util
+import json
+import pickle
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from jax.experimental import serialize_executable
+from typer.testing import CliRunner
+
+from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedArgumentError
+from model_adapters.loading.architecture import module_of
+from torchax_serve.cli.main import app
+from torchax_serve.meshes import mesh_of, parse_mesh
+from torchax_serve.planning import chips, kept, search, topology
+from torchax_serve.planning.abstract import abstract_model
+from torchax_serve.planning.bounds import decode_bound, prefill_bound
+from torchax_serve.planning.chips import Chip, chip_of
+from torchax_serve.planning.kept import kept_plan
+from torchax_serve.planning.plan import PlanReport, PlanRequest, make_plan
+from torchax_serve.planning.programs import count_collectives
+from torchax_serve.planning.report import lines_of
+from torchax_serve.planning.table import sharding_rows
+
+CONFIG = transformers.LlamaConfig(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    vocab_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+)
+REQUEST = PlanRequest(topology="cpu:1", max_len=64, num_slots=4, page_len=16, prefill_lens=(32,))
+# float32: two layers of q, k, v, o, gate, up, down; words and head; norms; two tables of rotation frequencies
+WEIGHTS_BYTES = 4 * (2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 64) + 2 * 64 * 32 + 5 * 32 + 2 * 4)
+PAGES_BYTES = 2 * (4 * 4 + 1) * 2 * 16 * 16 * 4  # layers, pages and the null page, heads, tokens, key and value
+
+
+@pytest.fixture
+def module():
+    return module_of(transformers.LlamaForCausalLM, CONFIG, torch.float32)
+
+
+@pytest.fixture
+def small_host(monkeypatch):
+    def set_to(num_bytes):
+        monkeypatch.setattr(chips, "free_host_bytes", lambda: num_bytes)
+
+    return set_to
+
+
+def test_bytes_are_those_of_the_shapes(module):
+    report = make_plan(module, "toy", REQUEST)
+    assert report.fits
+    assert report.weights_bytes == report.weights_bytes_of_one_device == WEIGHTS_BYTES
+    assert report.pages_bytes == report.pages_bytes_wanted == PAGES_BYTES
+    assert report.num_tokens == 4 * 64
+    assert report.token_bytes == 2 * 2 * 16 * 4
+    assert [(p.name, p.num_tokens, p.num_rows) for p in report.programs] == [("decode", 4, 4), ("prefill", 32, 4)]
+    for program in report.programs:
+        assert program.alias_bytes == PAGES_BYTES  # written in place
+        assert program.collectives == {}
+        assert WEIGHTS_BYTES + PAGES_BYTES <= program.argument_bytes <= WEIGHTS_BYTES + PAGES_BYTES + 2000
+    assert PlanReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+    page = "\n".join(lines_of(report, was_kept=False))
+    assert "fits: 4 requests of 64 tokens at once" in page
+    assert "no faster than" not in page  # nobody says what this processor can do
+
+
+def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(module, small_host):
+    small_host(WEIGHTS_BYTES + PAGES_BYTES // 2 + 200_000)
+    fitting = make_plan(module, "toy", dataclasses.replace(REQUEST, prefill_lens=()))
+    taken = fitting.temporary_bytes
+    small_host(int((WEIGHTS_BYTES + PAGES_BYTES * 0.6 + taken) / 0.98))
+    report = make_plan(module, "toy", dataclasses.replace(REQUEST, prefill_lens=()))
+    assert not report.fits
+    assert "more than it has" in report.remedies[0]
+    assert report.remedies[1] == "2 slots of 64 tokens"
+    assert report.remedies[2] == "4 slots of about 32 tokens"
+    assert "devices of this kind" in report.remedies[-1]
+    assert 0 < report.pages_bytes < PAGES_BYTES  # compiled with what there is room for
+    assert "DOES NOT FIT" in "\n".join(lines_of(report, was_kept=False))
+    small_host(WEIGHTS_BYTES // 2)
+    report = make_plan(module, "toy", REQUEST)
+    assert (report.fits, report.programs, report.num_pages) == (False, (), 0)
+
+
+def test_a_second_plan_is_answered_without_compiling(module, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = kept_plan(module, "toy", REQUEST)
+    assert not first[1]
+    monkeypatch.setattr(kept, "make_plan", lambda *args, **kwargs: pytest.fail("planned again"))
+    assert kept_plan(module, "toy", REQUEST) == (first[0], True)
+    with pytest.raises(pytest.fail.Exception):
+        kept_plan(module, "toy", dataclasses.replace(REQUEST, num_slots=5))
+    with pytest.raises(pytest.fail.Exception):
+        kept_plan(module, "toy", REQUEST, use_kept=False)
+
+
+def test_saved_programs_run(module, tmp_path):
+    make_plan(module, "toy", dataclasses.replace(REQUEST, prefill_lens=()), save=tmp_path)
+    code, in_tree, out_tree = pickle.loads((tmp_path / "decode-4.pickle").read_bytes())
+    program = serialize_executable.deserialize_and_load(code, in_tree, out_tree, execution_devices=jax.devices()[:1])
+    (avals, _) = program.in_avals
+    tokens, pools = program(*jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), avals))
+    assert tokens.shape == (4,)
+    assert len(pools) == 2
+
+
+def test_bounds_are_those_computed_by_hand(module):
+    chip = Chip("toy", "cpu", 10**12, 1e9, 1e12)
+    model = abstract_model(module, mesh_of(jax.devices()[:1], {}))
+    report = make_plan(module, "toy", REQUEST)
+    shapes = [
+        dataclasses.make_dataclass("S", ["num_heads", "width", "dtype", "window"])(2, 16, np.dtype("f4"), None)
+    ] * 2
+    bound = decode_bound(model, chip, shapes, 4, 64)
+    words = 64 * 32 * 4  # looked up by row
+    assert bound.bytes_read == WEIGHTS_BYTES - words + 2 * 4 * 64 * 2 * 16 * 4
+    products = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 64) + 64 * 32
+    assert bound.flops == 4 * 2 * products + 2 * (2 * 4 * 64 * 4 * 16)
+    assert bound.seconds == pytest.approx(bound.bytes_read / 1e9)
+    assert bound.bound_by == "memory"
+    prefill = prefill_bound(model, dataclasses.replace(chip, flops_per_s=1e6), shapes, 10)
+    pairs = 10 * 11 / 2  # each token sees those before it and itself
+    layers = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 64)
+    assert prefill.flops == 2 * (10 * layers + 64 * 32) + 2 * (2 * pairs * 4 * 16)
+    assert prefill.bound_by == "compute"
+    assert report.bounds[0].bytes_read == bound.bytes_read
+
+
+PROGRAM = """
+  %all-reduce.1 = f32[8,128]{1,0} all-reduce(%x), replica_groups={}
+  ROOT %all-reduce.2 = (bf16[4]{0}, f32[2,2]{1,0}) all-reduce(%a, %b), replica_groups={}
+  %all-gather-start.1 = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%y), dimensions={0}
+  %all-gather-done.1 = bf16[8,4]{1,0} all-gather-done(%all-gather-start.1)
+  %not-all-reduce = f32[1000]{0} fusion(%all-reduce.1), calls=%all-reduce.9
+"""
+
+
+def test_collectives_are_counted_once_with_the_bytes_of_their_results():
+    assert count_collectives(PROGRAM) == {
+        "all-reduce": (2, 8 * 128 * 4 + 4 * 2 + 2 * 2 * 4),
+        "all-gather": (1, 8 * 4 * 2),
+    }
+
+
+def test_rows_of_the_sharding_table(module):
+    rows = {row["parameter"]: row for row in sharding_rows(module, mesh="model=4")}
+    assert rows["model.layers.*.self_attn.k_proj.weight"] == {
+        "parameter": "model.layers.*.self_attn.k_proj.weight",
+        "number": 2,
+        "shape": [16, 32],
+        "laid_out_shape": [32, 32],  # two heads, each on two devices
+        "spec": ["model", None],
+        "source": "table",
+        "bytes_per_device": 8 * 32 * 4,
+    }
+    assert len(sharding_rows(module, topology="v6e:2x2")) == len(rows)  # no compiler is asked
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("v9:2x2", r"topology: expected one of v4:.*v6e:.*h200:.*cpu:<number>; got 'v9:2x2'"),
+        ("v6e", r"topology: expected v6e:<shape> such as v6e:2x2 or v6e:8x8, got 'v6e'"),
+        ("v6e:2y2", r"expected v6e:<shape>"),
+        ("h200:0", r"expected h200:<shape>"),
+        ("cpu:0", r"topology: expected one of"),
+        ("cpu:64", r"topology: expected at most cpu:\d+, the devices that this process has begun with"),
+    ],
+)
+def test_unknown_topologies(name, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        topology.describe(name)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v6e:2x4", r"\[plan\]"), ("h200:8", r"\[cuda\]")])
+def test_an_absent_compiler_is_named_with_its_extra(monkeypatch, name, extra):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TorchaxServeError, match=f"not installed; install torchax-serve{extra}"):
+        topology.describe(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model=3", r"multiply out to the 8 devices, got data 1 x model 3 x expert 1 = 3, fewer than there are"),
+        ("model=8,data=2", r"data 2 x model 8 x expert 1 = 16, more than there are"),
+        ("pipe=8", r"expected axes out of data, model, expert, got 'pipe'"),
+        ("model=x", r"expected model=<a positive number>, got 'model=x'"),
+    ],
+)
+def test_meshes_that_are_none(text, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        parse_mesh(text, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "said"),
+    [
+        ({"kv_cache_dtype": "int8"}, UnsupportedArgumentError, "kv_cache_dtype: expected one of auto.*got 'int8'"),
+        ({"kv_cache_dtype": "int9"}, InvalidArgumentError, "kv_cache_dtype: expected one of auto.*got 'int9'"),
+        ({"num_slots": 0}, InvalidArgumentError, "num_slots"),
+        ({"max_len": 1}, InvalidArgumentError, "max_len"),
+        ({"prefill_lens": (0,)}, InvalidArgumentError, "prefill"),
+    ],
+)
+def test_requests_that_are_none(changes, kind, said):
+    with pytest.raises(kind, match=said):
+        dataclasses.replace(REQUEST, **changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--topology", "v6e:2x4", "--quantization", "int8"],
+            "--quantization int8: quantized weights are not supported",
+        ),
+        ([], "expected --topology, such as v6e:2x4 or h200:8, or --for SLOTSxLEN; got neither"),
+        (["--for", "64by8"], "--for: expected SLOTSxLEN such as 64x8192, got '64by8'"),
+        (["--for", "2x64", "--mesh", "model=2"], "--mesh: expected without --for"),
+        (["--topology", "cpu:1", "--prefill", "a"], "--prefill: expected numbers such as 256,1024, got 'a'"),
+        (["--topology", "cpu:1", "--max-len", "100000000"], ""),
+        (["no/such/folder/at/all", "--topology", "cpu:1"], "no/such/folder/at/all"),
+    ],
+)
+def test_the_command_says_what_is_wrong_in_a_line(arguments, said, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    done = CliRunner().invoke(app, ["plan", *arguments, "--offline"])
+    if said:
+        assert done.exit_code == 2
+        assert said in done.stderr
+        assert done.stderr.count("\n") == 1
+    else:  # rotary positions have no end: it is planned, and does not fit
+        assert done.exit_code == 0
+        assert "DOES NOT FIT" in done.stdout
+
+
+def test_the_search_names_the_smallest_that_fits(module, monkeypatch):
+    asked = []
+
+    def fake(module, name, request):
+        asked.append(request.topology)
+        report = make_plan(module, name, dataclasses.replace(request, topology="cpu:1", prefill_lens=()))
+        return dataclasses.replace(report, topology=request.topology, fits=request.topology.endswith("2x4")), False
+
+    monkeypatch.setattr(search, "kept_plan", fake)
+    monkeypatch.setattr(search, "CHIPS", {"v6e": chip_of("v6e:2x2")})
+    (row,) = search.search(module, "toy", 4, 64, {"page_len": 16, "prefill_lens": ()})
+    assert asked == ["v6e:2x2", "v6e:2x4"]
+    assert (row["topology"], row["fits"]) == ("v6e:2x4", True)

@@ -1,0 +1,221 @@
+"""Run as a program, with eight CPU devices: tiny models on meshes, against the same model on one device.
+
+``python mesh_checks.py tokens FAMILY MESH,MESH...`` and the other functions below; each prints what it found. The
+environment sets JAX_NUM_CPU_DEVICES.
+"""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import torch
+import transformers
+
+from model_adapters.errors import TorchaxServeError
+from model_adapters.loading import load_model
+from model_adapters.loading.architecture import module_of
+from model_adapters.paged import PackedBatch
+from torchax_serve import EngineOptions, serve
+from torchax_serve.engine.cache import CachePlan, PagedCache
+from torchax_serve.engine.packed_road import page_shapes
+from torchax_serve.meshes import mesh_for
+from torchax_serve.planning.plan import PlanRequest, make_plan
+from torchax_serve.runtime import Runtime
+from torchax_serve.scheduling import CacheGroup
+
+SIZES = {"hidden_size": 32, "intermediate_size": 66, "num_hidden_layers": 2, "vocab_size": 61}
+SIZES |= {"max_position_embeddings": 128}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+# Sizes that divide by no mesh: 66 hidden units, 61 words, two heads of keys; one of seven query heads.
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, **HEADS, attention_bias=True, mlp_bias=True),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **{**SIZES, "hidden_size": 28}, num_attention_heads=7, num_key_value_heads=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, **HEADS),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SIZES, **HEADS, **ENDS, sliding_window=8, query_pre_attn_scalar=8
+    ),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=61, n_positions=128, **ENDS),
+    "phi3": lambda: transformers.Phi3Config(
+        **SIZES, **ENDS, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES, **ENDS, num_attention_heads=4),
+    "opt": lambda: transformers.OPTConfig(
+        hidden_size=32,
+        ffn_dim=66,
+        num_hidden_layers=2,
+        vocab_size=61,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        max_position_embeddings=128,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, **HEADS, **EXPERTS),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, **HEADS, **EXPERTS, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SIZES,
+        **MLA,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
+    "mamba": lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4),
+    "olmo2": lambda: transformers.Olmo2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2),  # its own plan
+    "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=61),  # shapes alone
+}
+PROMPTS = [np.random.default_rng(0).integers(3, 60, length).tolist() for length in (5, 9, 17)]
+ALWAYS = {"max_new_tokens": 8, "min_new_tokens": 8}
+DECODING = [
+    transformers.GenerationConfig(**ALWAYS, do_sample=False),
+    transformers.GenerationConfig(**ALWAYS, do_sample=True, temperature=1.0, top_k=0),
+    transformers.GenerationConfig(**ALWAYS, do_sample=True, temperature=1.3, top_k=20),
+]
+
+
+def model_of(family):
+    torch.manual_seed(0)
+    module = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return module
+
+
+def tokens_of(served):
+    streams = [served.iter_tokens(ids, config, seed=7) for ids, config in zip(PROMPTS, DECODING, strict=True)]
+    return [list(stream) for stream in streams]  # which run side by side
+
+
+def shape_of(mesh):
+    """``2x4`` is data x model, ``1x2x4`` data x model x expert."""
+    return dict(zip(("data", "model", "expert"), map(int, mesh.split("x")), strict=False))
+
+
+def tokens(family, meshes):
+    options = EngineOptions(max_len=64, num_slots=4)
+    single = serve(model_of(family), engine=options)
+    wanted = tokens_of(single)
+    assert len({token for row in wanted for token in row}) > 6, wanted
+    for mesh in meshes.split(","):
+        with serve(model_of(family), engine=options, mesh=shape_of(mesh)) as served:
+            got = tokens_of(served)
+            assert got == wanted, f"{family} {mesh}: {got} is not {wanted}"
+            print("same tokens", family, mesh, served.engine.description)
+
+
+def exchange(family, degree):
+    """What a compiled decode step exchanges, from the plan."""
+    report = make_plan(module_on_meta(family), family, PlanRequest(topology=f"cpu:{degree}", **PLAN))
+    decode = report.programs[0]
+    assert decode.name == "decode"
+    print({kind: number for kind, (number, _) in decode.collectives.items()})
+
+
+PLAN = {"max_len": 64, "num_slots": 4, "page_len": 16, "prefill_lens": (32,)}
+
+
+def module_on_meta(family):
+    config = CONFIGS[family]()
+    return module_of(transformers.AutoModelForCausalLM._model_mapping[type(config)], config, torch.float32)
+
+
+def memory(family, degree):
+    """The plan's bytes beside those of the same steps with real arguments."""
+    report = make_plan(module_on_meta(family), family, PlanRequest(topology=f"cpu:{degree}", **PLAN))
+    loaded = load_model(model_of(family), mesh=mesh_for(None, int(degree)))
+    runtime = Runtime(loaded.module, loaded.weights, sharding=loaded.sharding)
+    num_pages = 4 * 4 + 1
+    groups = tuple(CacheGroup(str(w), w, num_pages) for w in dict.fromkeys(s.window for s in page_shapes(runtime)))
+    assert [group.window for group in groups] == [None]
+    cache = PagedCache(CachePlan(page_shapes(runtime), groups, 16, 64), loaded.sharding.pool_sharding)
+    everywhere = loaded.sharding.replicated()
+    for program, num_tokens, is_decode in zip(report.programs, (4, 32), (True, False), strict=True):
+
+        def integers(*shape):
+            return jax.device_put(np.zeros(shape, np.int32), everywhere)
+
+        layout = dataclasses.replace(cache.layout, is_decode=is_decode)
+        tokens = (integers(num_tokens), integers(num_tokens))
+        batch = PackedBatch(*tokens, integers(5), integers(4), integers(4), (integers(4, 4),))
+
+        def step(weights, pools, batch, layout=layout):
+            logits, pools = runtime.program.forward_packed(weights, pools, batch, layout)
+            return logits.argmax(-1), pools
+
+        unique = {id(array): name for name, array in reversed(list(loaded.weights.items()))}
+        owners = {name: unique[id(array)] for name, array in loaded.weights.items()}
+
+        def owned(weights, *args, owners=owners, step=step):
+            return step({name: weights[owner] for name, owner in owners.items()}, *args)
+
+        weights = {name: array for name, array in loaded.weights.items() if owners[name] == name}
+        real = jax.jit(owned, donate_argnums=1).lower(weights, cache.pools, batch).compile().memory_analysis()
+        took = real.temp_size_in_bytes + real.output_size_in_bytes - real.alias_size_in_bytes
+        print(program.argument_bytes, real.argument_size_in_bytes, program.temporary_bytes, took)
+    held = sum(array.addressable_shards[0].data.nbytes for array in weights.values())
+    print(report.weights_bytes, held)
+
+
+def load(folder):
+    """Loads a checkpoint of 0.2 GB; prints the host's peak, the checkpoint, its largest tensor and a device's share."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        moe_intermediate_size=512,
+        num_hidden_layers=6,
+        vocab_size=8000,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        dtype="float32",
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    code = f"""
+from model_adapters.errors import TorchaxServeError
+from model_adapters.loading import load_model
+from torchax_serve.meshes import mesh_for
+import jax
+jax.devices()
+loaded = load_model({folder!r}, mesh=mesh_for(None, 8))
+arrays = {{id(array): array for array in loaded.weights.values()}}.values()
+share = sum(array.addressable_shards[3].data.nbytes for array in arrays)
+largest = max(array.nbytes for array in arrays)
+print(loaded.report.peak_host_bytes, loaded.report.checkpoint_bytes, largest, share)
+"""
+    print(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout, end="")
+
+
+def generate(family, degree):
+    """transformers' own interface, which runs on the dense cache."""
+    ids = torch.tensor([PROMPTS[1], PROMPTS[1][::-1]])
+    config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    wanted = model_of(family).generate(ids, generation_config=config)
+    with serve(model_of(family), tensor_parallel=int(degree)) as served:
+        assert torch.equal(served.generate(ids, generation_config=config), wanted)
+    print("same ids")
+
+
+def refused(arguments):
+    """The one line of the error that `serve` answers with."""
+    try:
+        serve(model_of("llama"), **eval(f"dict({arguments})"))
+    except TorchaxServeError as error:
+        print(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

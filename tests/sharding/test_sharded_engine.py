@@ -1,0 +1,104 @@
+"""Models on several devices, in processes with eight CPU devices: the tokens of one device, exchange, memory."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKS = Path(__file__).with_name("mesh_checks.py")
+ROOT = CHECKS.parents[2]
+
+
+@pytest.fixture(scope="session")
+def on_eight():
+    def run(*arguments):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": "8",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+        done = subprocess.run(
+            [sys.executable, str(CHECKS), *arguments], capture_output=True, text=True, env=environment, timeout=900
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.splitlines()
+
+    return run
+
+
+# Every family with a table, a type with a plan of its own (olmo2), one with neither (bloom); sizes divide nowhere.
+MESHES = {
+    "llama": "1x2,1x4,1x8,2x4",
+    "qwen2": "1x4",
+    "qwen3": "1x4,2x2",
+    "gemma3": "1x4",
+    "gpt2": "1x2,1x8",
+    "phi3": "1x8",
+    "gpt_neox": "1x8",
+    "opt": "1x4",
+    "mixtral": "1x4,1x2x4,2x2x2",
+    "gpt_oss": "1x2x2",
+    "deepseek_v3": "1x2x2",
+    "mamba": "1x4",
+    "olmo2": "1x4",
+    "bloom": "1x4",
+}
+
+
+@pytest.mark.parametrize("family", MESHES)
+def test_tokens_are_those_of_one_device(on_eight, family):
+    lines = on_eight("tokens", family, MESHES[family])
+    assert [line.split()[3] for line in lines] == MESHES[family].split(",")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "mixtral"])
+def test_a_decode_step_exchanges_no_more_than_it_must(on_eight, family):
+    (line,) = on_eight("exchange", family, "4")
+    # One sum after attention and one after the MLP in both layers, one of the embedding; the logits are gathered.
+    assert ast.literal_eval(line) == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
+
+
+def test_the_plan_says_what_the_same_steps_take_with_real_arguments(on_eight):
+    *programs, weights = on_eight("memory", "llama", "8")
+    assert len(programs) == 2
+    for line in programs:
+        planned_arguments, arguments, planned, took = map(int, line.split())
+        assert planned_arguments == pytest.approx(arguments, rel=0.02)
+        assert planned == pytest.approx(took, rel=0.02)
+    planned, held = map(int, weights.split())
+    assert planned == held
+
+
+def test_a_checkpoint_goes_straight_to_its_devices(on_eight, tmp_path):
+    peak, checkpoint, largest, per_device = map(int, on_eight("load", str(tmp_path))[-1].split())
+    assert checkpoint > 200e6
+    # The devices are host memory here; beside them a tensor that is being put together, and one that is on its way.
+    assert peak <= 1.1 * checkpoint + 2 * largest
+    assert per_device <= checkpoint * (1 / 8 + 0.02)
+    assert largest < checkpoint / 8
+
+
+def test_generate_runs_on_a_mesh(on_eight):
+    assert on_eight("generate", "qwen3", "4") == ["same ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("tensor_parallel=9", r"mesh: expected at most the 8 devices there are, got model 9 = 9; lower an axis"),
+        ("mesh={'pipe': 2}", r"mesh: expected axes out of data, model, expert, got 'pipe'"),
+        ("mesh={'model': 0}", r"mesh: expected a whole number >= 1 on axis 'model', got 0"),
+        ("tensor_parallel=0", r"tensor_parallel: expected a whole number >= 1, got 0"),
+        ("tensor_parallel=2, mesh={'model': 2}", r"mesh and tensor_parallel: expected one of them, got both"),
+        ("tensor_parallel=8, refuse_uneven=True", r"4 heads over 8 devices: zeros would be added, which was refused"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(on_eight, arguments, said):
+    (line,) = on_eight("refused", arguments)
+    assert re.search(said, line)

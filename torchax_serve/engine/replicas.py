@@ -1,0 +1,113 @@
+"""Several engines of one model in one process: each has its own devices, weights and pages; requests are shared out."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+
+import jax
+
+from model_adapters.sharding import ModelSharding
+from torchax_serve.engine.build import EngineOptions, build_engine
+from torchax_serve.engine.engine import Engine, EngineStats
+from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.ticket import Ticket
+from torchax_serve.program_cache import ProgramCache
+from torchax_serve.runtime import Runtime
+from torchax_serve.scheduling import SchedulerStats
+
+
+def runtimes_of(module: object, weights: dict[str, jax.Array], sharding: ModelSharding) -> list[Runtime]:
+    """The model once for each place on the axis ``data``, over the arrays that are there: nothing is copied."""
+    runtimes = []
+    for replica in sharding.replicas():
+        shared: dict[int, jax.Array] = {}
+        for name, array in weights.items():
+            if id(array) not in shared:
+                shared[id(array)] = _part(array, replica.sharding_of(name))
+        here = {name: shared[id(array)] for name, array in weights.items()}
+        runtimes.append(Runtime(module, here, ProgramCache(mesh=replica.mesh), replica))  # type: ignore[arg-type]
+    return runtimes
+
+
+def _part(array: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    """The array of those devices of `array` that `sharding` names."""
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    there = [shards[device] for device in sharding.mesh.devices.flat]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, there)
+
+
+class Replicas:
+    """The engines, for callers who want one. A request goes to the engine with the fewest, and stays there.
+
+    Args:
+        runtimes: one for each replica.
+        options: of each engine; slots are shared out among them.
+    """
+
+    def __init__(self, runtimes: Sequence[Runtime], options: EngineOptions | None = None) -> None:
+        self.engines: list[Engine] = []
+        try:
+            for index, runtime in enumerate(runtimes):
+                engine = build_engine(runtime, options)
+                # The number of a request says which engine has it.
+                engine._ids = itertools.count(index, len(runtimes))
+                self.engines.append(engine)
+        except BaseException:
+            self.close("a replica could not be made")
+            raise
+        self._turns = itertools.count()
+        self._lock = threading.Lock()
+
+    @property
+    def description(self) -> str:
+        """How many, and what each is."""
+        return f"{len(self.engines)} replicas, each: {self.engines[0].description}"
+
+    def submit(self, request: RowRequest) -> Ticket:
+        """As `Engine.submit`."""
+        number = len(self.engines)
+        if isinstance(request.fork_of, int):  # shares the pages of its parent
+            return self.engines[request.fork_of % number].submit(request)
+        with self._lock:
+            turn = next(self._turns)
+            order = [(turn + step) % number for step in range(number)]
+            return self.engines[min(order, key=self._load)].submit(request)
+
+    def _load(self, index: int) -> int:
+        scheduler = self.engines[index].stats().scheduler
+        return scheduler.num_running + scheduler.num_waiting
+
+    def warm_up(self) -> None:
+        """As `Engine.warm_up`, one replica after the other."""
+        for engine in self.engines:
+            engine.warm_up()
+
+    def stats(self) -> EngineStats:
+        """Sums over the replicas; the pages of all of them."""
+        each = [engine.stats() for engine in self.engines]
+        counts = [stats.scheduler for stats in each]
+        names = (
+            "num_running",
+            "num_waiting",
+            "num_in_flight",
+            "num_preemptions",
+            "num_prompt_tokens",
+            "num_hit_tokens",
+            "num_new_tokens",
+        )
+        sums = {name: sum(getattr(count, name) for count in counts) for name in names}
+        return EngineStats(
+            scheduler=SchedulerStats(**sums, pages=tuple(group for count in counts for group in count.pages)),
+            num_programs=sum(stats.num_programs for stats in each),
+            num_steps=sum(stats.num_steps for stats in each),
+            tokens_per_s=sum(stats.tokens_per_s for stats in each),
+            host_s=sum(stats.host_s for stats in each),
+            busy_s=max(stats.busy_s for stats in each),
+        )
+
+    def close(self, why: str = "close() was called") -> None:
+        """As `Engine.close`, for all."""
+        for engine in self.engines:
+            engine.close(why)

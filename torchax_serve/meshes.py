@@ -1,0 +1,96 @@
+"""The mesh of devices that a model is spread over: checked, and made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from model_adapters.errors import InvalidArgumentError
+from sharding_rules import MESH_AXES
+
+
+def parse_mesh(text: str | None, num_devices: int | None) -> dict[str, int]:
+    """``data=2,model=4`` as a mapping; all devices on ``model`` where nothing is said.
+
+    With `num_devices` None any number is right.
+
+    Raises:
+        InvalidArgumentError: an axis that nobody knows, or numbers that are not the devices.
+    """
+    if text is None:
+        return {"data": 1, "model": num_devices or 1, "expert": 1}
+    shape = {"data": 1, "model": 1, "expert": 1}
+    for part in text.split(","):
+        axis, _, number = part.partition("=")
+        if axis.strip() not in MESH_AXES:
+            raise InvalidArgumentError(f"mesh: expected axes out of {', '.join(MESH_AXES)}, got {axis.strip()!r}")
+        if not number.strip().isdigit() or int(number) < 1:
+            raise InvalidArgumentError(f"mesh: expected {axis.strip()}=<a positive number>, got {part.strip()!r}")
+        shape[axis.strip()] = int(number)
+    return shape if num_devices is None else check_mesh(shape, num_devices)
+
+
+def check_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """`shape` with all axes; raises InvalidArgumentError unless it multiplies out to `num_devices`."""
+    product = math.prod(shape.values())
+    if product != num_devices:
+        written = " x ".join(f"{axis} {size}" for axis, size in shape.items())
+        relation = "more" if product > num_devices else "fewer"
+        raise InvalidArgumentError(
+            f"mesh: expected axes that multiply out to the {num_devices} devices, got {written} = {product}, "
+            f"{relation} than there are; change an axis"
+        )
+    return dict(shape)
+
+
+def mesh_of(devices: Any, shape: Mapping[str, int]) -> Mesh:
+    """The mesh of `devices` in the order of `MESH_AXES`."""
+    sizes = [shape.get(axis, 1) for axis in MESH_AXES]
+    return Mesh(np.asarray(devices, dtype=object).reshape(sizes), MESH_AXES)
+
+
+def mesh_for(mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None) -> Mesh | None:
+    """The mesh that `torchax_serve.serve` is asked for, with all of `MESH_AXES`; None for one device.
+
+    Raises:
+        InvalidArgumentError: an axis that nobody knows, or more devices than there are.
+    """
+    if tensor_parallel is not None:
+        if mesh is not None:
+            raise InvalidArgumentError("mesh and tensor_parallel: expected one of them, got both; leave one out")
+        if type(tensor_parallel) is not int or tensor_parallel < 1:
+            raise InvalidArgumentError(
+                f"tensor_parallel: expected a whole number >= 1, got {tensor_parallel!r}; give a number of devices"
+            )
+        mesh = {"model": tensor_parallel}
+    if mesh is None:
+        return None
+    shape = {str(axis): size for axis, size in (mesh.shape if isinstance(mesh, Mesh) else mesh).items()}
+    _check(shape)
+    if isinstance(mesh, Mesh):
+        order = [axis for axis in MESH_AXES if axis in shape]
+        devices = np.moveaxis(mesh.devices, [list(mesh.axis_names).index(a) for a in order], range(len(order)))
+        return mesh_of(devices.reshape(-1), shape)
+    number = math.prod(shape.values())
+    if number > len(jax.devices()):
+        raise InvalidArgumentError(
+            f"mesh: expected at most the {len(jax.devices())} devices there are, got "
+            + " x ".join(f"{axis} {size}" for axis, size in shape.items())
+            + f" = {number}; lower an axis"
+        )
+    return None if number == 1 else mesh_of(jax.devices()[:number], shape)
+
+
+def _check(shape: Mapping[str, Any]) -> None:
+    for axis, size in shape.items():
+        if axis not in MESH_AXES:
+            raise InvalidArgumentError(
+                f"mesh: expected axes out of {', '.join(MESH_AXES)}, got {axis!r}; rename it or leave it out"
+            )
+        if type(size) is not int or size < 1:
+            raise InvalidArgumentError(f"mesh: expected a whole number >= 1 on axis {axis!r}, got {size!r}; correct it")

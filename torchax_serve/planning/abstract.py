@@ -1,0 +1,112 @@
+"""A model without weights, laid out on a mesh without devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import Mesh
+from transformers import PreTrainedModel
+
+from model_adapters.bridge import tensors_of
+from model_adapters.loading.architecture import (
+    find_class,
+    load_config,
+    module_of,
+    require_causal_module,
+    torch_dtype_of,
+)
+from model_adapters.loading.hub import CONFIG
+from model_adapters.loading.loaded import numpy_dtype
+from model_adapters.loading.source import resolve
+from model_adapters.sharding import ModelSharding
+
+_NARROWED = {"int64": "int32", "float64": "float32", "uint64": "uint32"}  # JAX without 64-bit types
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractModel:
+    """A module on the meta device and its tensors as JAX sees them.
+
+    Attributes:
+        module: without values.
+        sharding: how it lies on the mesh.
+        weights: by name; tied names share one object.
+    """
+
+    module: PreTrainedModel
+    sharding: ModelSharding
+    weights: Mapping[str, jax.ShapeDtypeStruct]
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Devices by mesh axis."""
+        return {str(axis): size for axis, size in self.sharding.mesh.shape.items()}
+
+    def bytes_per_device(self, name: str) -> int:
+        """Of the tensor called `name`."""
+        placed = self.sharding.placed[name]
+        return placed.bytes_per_device(self.mesh_shape, self.weights[name].dtype.itemsize)
+
+    def unique_names(self) -> list[str]:
+        """One name for each array."""
+        first: dict[int, str] = {}
+        for name, array in self.weights.items():
+            first.setdefault(id(array), name)
+        return list(first.values())
+
+    @property
+    def weights_bytes_per_device(self) -> int:
+        """Of all arrays, shared ones once."""
+        return sum(self.bytes_per_device(name) for name in self.unique_names())
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of all arrays as the model has them, on one device."""
+        return sum(
+            math.prod(self.sharding.placed[name].shape) * self.weights[name].dtype.itemsize
+            for name in self.unique_names()
+        )
+
+
+def empty_module(
+    model: str | os.PathLike[str] | None, *, dtype: str = "auto", trust_remote_code: bool = False, **where: Any
+) -> PreTrainedModel:
+    """The module that `model` (as `serve` takes it, or a config file) describes, on the meta device.
+
+    Raises:
+        ModelNotFoundError, CheckpointError, UnsupportedModelError, InvalidArgumentError: in one line.
+    """
+    wanted = torch_dtype_of(dtype)
+    source = resolve(model, with_weights=False, with_code=trust_remote_code, **where)
+    assert source.path is not None
+    file = source.path if source.kind == "config" else source.path / CONFIG
+    config = load_config(file, trust_remote_code=trust_remote_code)
+    model_class, config = find_class(config, folder=source.folder, trust_remote_code=trust_remote_code)
+    said: Any = config.dtype
+    module = module_of(model_class, config, wanted or said or torch.bfloat16)
+    require_causal_module(module, source.name)
+    return module
+
+
+def abstract_model(module: PreTrainedModel, mesh: Mesh, *, refuse_uneven: bool = False) -> AbstractModel:
+    """`module` laid out on `mesh`.
+
+    Raises:
+        InvalidArgumentError: its rules do not fit.
+    """
+    sharding = ModelSharding.of(module, mesh, refuse_uneven=refuse_uneven)
+    arrays: dict[int, jax.ShapeDtypeStruct] = {}
+    weights = {}
+    for name, tensor in tensors_of(module).items():
+        if id(tensor) not in arrays:
+            kind = numpy_dtype(tensor.dtype)
+            arrays[id(tensor)] = sharding.abstract(name, jnp.dtype(_NARROWED.get(str(kind), kind)))
+        weights[name] = arrays[id(tensor)]
+    return AbstractModel(module, sharding, weights)

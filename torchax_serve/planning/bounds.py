@@ -1,0 +1,127 @@
+"""What no step can be faster than: its weights and pages read once, its products at the chip's peak.
+
+The roofline (Williams et al. 2009) of one device: the larger of bytes over bandwidth and operations over rate. Exchange
+between devices is not in it, so the true time is above.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchax_serve.engine.cache import PageShape
+from torchax_serve.planning.abstract import AbstractModel
+from torchax_serve.planning.chips import Chip
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound of one step on one device.
+
+    Attributes:
+        step: ``decode`` or ``prefill``.
+        num_tokens: computed in the step.
+        context_len: tokens that each of them sees, at the most.
+        bytes_read: weights once, pages once.
+        flops: two for each weight and token, and those of attention.
+        seconds: the larger of both at the chip's rates; None where those are not known.
+        bound_by: "memory" or "compute".
+    """
+
+    step: str
+    num_tokens: int
+    context_len: int
+    bytes_read: int
+    flops: float
+    seconds: float | None
+    bound_by: str | None
+
+
+def decode_bound(
+    model: AbstractModel, chip: Chip, shapes: Sequence[PageShape], num_tokens: int, context_len: int
+) -> Bound:
+    """Of a step in which `num_tokens` requests of `context_len` tokens each get one more."""
+    pages = sum(
+        num_tokens * min(context_len, shape.window or context_len) * _token_bytes(model, shape) for shape in shapes
+    )
+    attention = sum(
+        2.0 * num_tokens * min(context_len, shape.window or context_len) * _row_size(model, shape) for shape in shapes
+    )
+    return _bound(model, chip, "decode", num_tokens, context_len, pages, attention, num_tokens)
+
+
+def prefill_bound(model: AbstractModel, chip: Chip, shapes: Sequence[PageShape], num_tokens: int) -> Bound:
+    """Of a prompt of `num_tokens` tokens, computed in one step."""
+    pages = sum(num_tokens * _token_bytes(model, shape) for shape in shapes)
+    attention = 0.0
+    for shape in shapes:
+        window = min(num_tokens, shape.window or num_tokens)
+        pairs = num_tokens * window - window * (window - 1) / 2
+        attention += 2.0 * pairs * _row_size(model, shape)
+    return _bound(model, chip, "prefill", num_tokens, num_tokens, pages, attention, 1)
+
+
+def _bound(
+    model: AbstractModel,
+    chip: Chip,
+    step: str,
+    num_tokens: int,
+    context_len: int,
+    page_bytes: int,
+    attention_flops: float,
+    num_logits: int,
+) -> Bound:
+    weight_bytes, flops = _weights(model, num_tokens, num_logits)
+    read = weight_bytes + page_bytes
+    flops += attention_flops
+    if chip.bytes_per_s is None or chip.flops_per_s is None:
+        return Bound(step, num_tokens, context_len, int(read), flops, None, None)
+    memory_s, compute_s = read / chip.bytes_per_s, flops / chip.flops_per_s
+    bound_by = "memory" if memory_s >= compute_s else "compute"
+    return Bound(step, num_tokens, context_len, int(read), flops, max(memory_s, compute_s), bound_by)
+
+
+def _weights(model: AbstractModel, num_tokens: int, num_logits: int) -> tuple[float, float]:
+    """Bytes that are read and operations that are made with weights, on one device."""
+    config = model.module.config.get_text_config(decoder=True)
+    head, words = model.module.get_output_embeddings(), model.module.get_input_embeddings()
+    names = {id(child): name for name, child in model.module.named_modules()}
+    head_name = f"{names.get(id(head))}.weight"
+    words_name = f"{names.get(id(words))}.weight"
+    top_k = getattr(config, "num_experts_per_tok", None) or 1
+    read = flops = 0.0
+    tied = head_name in model.weights and model.weights[head_name] is model.weights.get(words_name)
+    for name in model.unique_names():
+        placed = model.sharding.placed[name]
+        num_bytes = model.bytes_per_device(name)
+        size = num_bytes / model.weights[name].dtype.itemsize
+        is_head = name == head_name or (tied and name == words_name)
+        if name == words_name and not is_head:
+            continue  # a row for each token
+        if len(placed.shape) == 3 and "expert" in name:  # each token goes to few
+            experts = placed.shape[0]
+            read += num_bytes * min(1.0, num_tokens * top_k / experts)
+            flops += 2 * size * num_tokens * top_k / experts
+            continue
+        read += num_bytes
+        if len(placed.shape) >= 2:
+            flops += 2 * size * (num_logits if is_head else num_tokens)
+    return read, flops
+
+
+def _token_bytes(model: AbstractModel, shape: PageShape) -> int:
+    """Bytes of one token's keys and values in one layer on one device."""
+    return shape.num_heads * shape.width * shape.dtype.itemsize // _parts(model, shape)
+
+
+def _row_size(model: AbstractModel, shape: PageShape) -> float:
+    """Multiplications for one query token and one key token in one layer on one device, all heads."""
+    heads = getattr(model.module.config.get_text_config(decoder=True), "num_attention_heads", shape.num_heads)
+    return max(heads, shape.num_heads) * shape.width / _parts(model, shape)
+
+
+def _parts(model: AbstractModel, shape: PageShape) -> int:
+    sharding = model.sharding
+    spec = sharding.pool_sharding(shape.num_heads).spec
+    return math.prod(sharding.mesh.shape[axis] for axis in spec if axis is not None)

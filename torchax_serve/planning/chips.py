@@ -1,0 +1,69 @@
+"""What accelerators can do, as their makers say; one entry for what JAX calls a device.
+
+Sources: Google Cloud's pages of TPU v4, v5e, v5p, v6e and TPU7x (memory, bandwidth and peak of a chip; TPU7x is two
+devices a chip), NVIDIA's data sheets of H100 SXM, H200 SXM and HGX B200 (peaks without sparsity). Usable memory is what
+the compiler itself grants on TPUs; on GPUs it is what the device has less a twentieth for context and fragmentation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.memory import free_host_bytes
+
+GIB = 2**30
+GPU_PART = 0.95
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device.
+
+    Attributes:
+        name: as in a topology's name.
+        platform: "tpu", "gpu" or "cpu".
+        memory_bytes: that a program and its arguments may take.
+        bytes_per_s: of its memory.
+        flops_per_s: peak in bfloat16, products summed in float32. Both None for a CPU: nobody says.
+        devices_per_chip: JAX devices that a chip is.
+        topologies: usual ones, the smallest first.
+    """
+
+    name: str
+    platform: str
+    memory_bytes: int
+    bytes_per_s: float | None
+    flops_per_s: float | None
+    devices_per_chip: int = 1
+    topologies: tuple[str, ...] = ()
+
+
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", "tpu", int(30.75 * GIB), 1228e9, 275e12, 1, ("2x2x1", "2x2x2", "2x2x4", "2x4x4")),
+        Chip("v5e", "tpu", int(15.75 * GIB), 819e9, 197e12, 1, ("2x2", "2x4", "4x4", "4x8", "8x8")),
+        Chip("v5p", "tpu", int(94.75 * GIB), 2765e9, 459e12, 1, ("2x2x1", "2x2x2", "2x2x4", "2x4x4")),
+        Chip("v6e", "tpu", int(31.25 * GIB), 1638e9, 918e12, 1, ("2x2", "2x4", "4x4", "4x8", "8x8")),
+        Chip("tpu7x", "tpu", int(94.75 * GIB), 3690e9, 1153.5e12, 2, ("2x2x1", "2x2x2", "2x2x4", "2x4x4")),
+        Chip("h100", "gpu", int(80e9 * GPU_PART), 3350e9, 989e12, 1, ("1", "2", "4", "8")),
+        Chip("h200", "gpu", int(141e9 * GPU_PART), 4800e9, 989e12, 1, ("1", "2", "4", "8")),
+        Chip("b200", "gpu", int(180e9 * GPU_PART), 7700e9, 2250e12, 1, ("1", "2", "4", "8")),
+    )
+}
+
+
+def chip_of(topology: str) -> Chip:
+    """The chip that ``v6e:2x4`` or ``h200:8`` is made of.
+
+    Raises:
+        InvalidArgumentError: no such chip; lists what there is.
+    """
+    name, _, number = topology.partition(":")
+    if name in CHIPS:
+        return CHIPS[name]
+    if name == "cpu" and number.isdigit() and int(number):
+        return Chip("cpu", "cpu", free_host_bytes() // int(number), None, None, 1, ("8",))
+    listed = "; ".join(f"{chip.name}:{', '.join(chip.topologies)}" for chip in CHIPS.values()) + "; cpu:<number>"
+    raise InvalidArgumentError(f"topology: expected one of {listed}; got {topology!r}")

@@ -1,0 +1,61 @@
+"""Plans that were made before: the same model, request, code and libraries give the same answer."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from torchax_serve.compile_cache import default_cache_dir
+from torchax_serve.planning.plan import PlanReport, PlanRequest, make_plan
+from torchax_serve.program_cache import installed_versions
+
+_COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+def kept_plan(
+    module: PreTrainedModel, name: str, request: PlanRequest, *, save: Path | None = None, use_kept: bool = True
+) -> tuple[PlanReport, bool]:
+    """The plan, and whether an earlier process had made it.
+
+    Args:
+        module: on the meta device.
+        name: of the model, for people.
+        request: what is asked.
+        save: a folder for the compiled programs, which are then compiled in any case.
+        use_kept: whether an earlier plan is good enough.
+    """
+    path = default_cache_dir().parent / "plans" / f"{_digest(module, request)}.json"
+    if use_kept and save is None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none there, or of another form
+            content = json.loads(path.read_text())
+            return PlanReport.from_json({**content, "model": name}), True
+    report = make_plan(module, name, request, save=save)
+    with contextlib.suppress(OSError):  # not kept: costs only time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(report.to_json()))
+        partial.replace(path)
+    return report, False
+
+
+def _digest(module: PreTrainedModel, request: PlanRequest) -> str:
+    versions = []
+    for package in _COMPILERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    described = [
+        installed_versions(),
+        *versions,
+        os.environ.get("LIBTPU_INIT_ARGS", ""),
+        os.environ.get("XLA_FLAGS", ""),
+        f"{type(module).__module__}.{type(module).__qualname__} {module.dtype}",
+        module.config.to_json_string(use_diff=False),
+        repr(request),
+    ]
+    return hashlib.sha256("\n".join(described).encode()).hexdigest()[:40]

@@ -1,0 +1,207 @@
+"""The engine's steps, traced on abstract arrays and compiled for devices that need not be there."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.errors import OutOfMemoryError
+from model_adapters.paged import PackedBatch
+from torchax_serve.engine.cache import CachePlan
+from torchax_serve.planning.abstract import AbstractModel
+from torchax_serve.planning.chips import Chip
+from torchax_serve.planning.topology import compiling_for, lowering_platform
+from torchax_serve.runtime import Runtime
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_DTYPE_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramReport:
+    """What the compiler says of one step on one device.
+
+    Attributes:
+        name: ``decode`` or ``prefill``.
+        num_tokens: computed in the step.
+        num_rows: requests in it.
+        argument_bytes: weights, pages and inputs.
+        temporary_bytes: beside them, while the step runs.
+        alias_bytes: of the results, written over arguments: the pages.
+        code_bytes: of the program.
+        collectives: number and bytes of results, by kind.
+        flops, bytes_accessed: in the step, as the compiler counts; None where it does not.
+        compiler_s: the compiler's own estimate; None where it has none.
+        trace_s, compile_s: what it took here.
+    """
+
+    name: str
+    num_tokens: int
+    num_rows: int
+    argument_bytes: int
+    temporary_bytes: int
+    alias_bytes: int
+    code_bytes: int
+    collectives: Mapping[str, tuple[int, int]]
+    flops: float | None
+    bytes_accessed: float | None
+    compiler_s: float | None
+    trace_s: float
+    compile_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step to compile."""
+
+    name: str
+    num_tokens: int
+    num_rows: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row has one token."""
+        return self.name == "decode"
+
+
+class Planner:
+    """Compiles the steps of one model on one mesh.
+
+    Args:
+        model: laid out.
+        chip: its devices.
+        plan: of the cache.
+        runtime: of the model.
+    """
+
+    def __init__(self, model: AbstractModel, chip: Chip, plan: CachePlan, runtime: Runtime) -> None:
+        self._model, self._chip, self._plan, self._runtime = model, chip, plan, runtime
+
+    def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The pages of each layer."""
+        pages = {group.window: group.num_pages for group in self._plan.groups}
+        sharding = self._model.sharding
+        return tuple(
+            jax.ShapeDtypeStruct(
+                (pages[shape.window], shape.num_heads, self._plan.page_len, shape.width),
+                shape.dtype,
+                sharding=sharding.pool_sharding(shape.num_heads),
+            )
+            for shape in self._plan.shapes
+        )
+
+    def batch(self, step: Step) -> PackedBatch:
+        """A step's integers, the same on every device."""
+        whole = self._model.sharding.replicated()
+
+        def integers(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, np.int32, sharding=whole)
+
+        rows, pages_per_seq = step.num_rows, -(-self._plan.max_len // self._plan.page_len)
+        tables = (integers(rows, pages_per_seq),) * len(self._plan.groups)
+        return PackedBatch(
+            token_ids=integers(step.num_tokens),
+            positions=integers(step.num_tokens),
+            cu_q_lens=integers(rows + 1),
+            kv_lens=integers(rows),
+            last=integers(rows),
+            page_tables=tables,
+        )
+
+    def compile(self, step: Step) -> tuple[ProgramReport, Any]:
+        """Compiles `step`; the report, and the program.
+
+        Raises:
+            OutOfMemoryError: the compiler finds no room on the device.
+        """
+        layout = dataclasses.replace(self._plan.layout, is_decode=step.is_decode)
+        names = {id(array): name for name, array in reversed(list(self._model.weights.items()))}
+        owners = {name: names[id(array)] for name, array in self._model.weights.items()}
+        unique = {name: array for name, array in self._model.weights.items() if owners[name] == name}
+
+        def run(weights: dict[str, jax.Array], pools: Any, batch: PackedBatch) -> Any:
+            every = {name: weights[owner] for name, owner in owners.items()}
+            logits, pools = self._runtime.program.forward_packed(every, pools, batch, layout)
+            return jnp.argmax(logits.astype(jnp.float32), -1).astype(jnp.int32), pools
+
+        run.__name__ = step.name
+        with compiling_for(self._chip, self._model.sharding.mesh):
+            start = time.perf_counter()
+            traced = jax.jit(run, donate_argnums=1).trace(unique, self.pools(), self.batch(step))
+            lowered = traced.lower(lowering_platforms=(lowering_platform(self._chip),))
+            lowered_at = time.perf_counter()
+            try:
+                compiled = lowered.compile()
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                raise OutOfMemoryError(_used_of(str(error))) from error
+            end = time.perf_counter()
+        return _report(step, compiled, lowered_at - start, end - lowered_at), compiled
+
+
+def _used_of(message: str) -> str:
+    """What the compiler says about the memory it wanted, in a line."""
+    found = re.search(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm", message)
+    if found:
+        return f"the compiler needs {found[1]}iB of the {found[2]}iB that a device has"
+    return message.strip().splitlines()[0][:200]
+
+
+def _report(step: Step, compiled: Any, trace_s: float, compile_s: float) -> ProgramReport:
+    memory = compiled.memory_analysis()
+    cost = compiled.cost_analysis() or {}
+    estimate = cost.get("optimal_seconds")
+    return ProgramReport(
+        name=step.name,
+        num_tokens=step.num_tokens,
+        num_rows=step.num_rows,
+        argument_bytes=int(memory.argument_size_in_bytes),
+        temporary_bytes=int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        alias_bytes=int(memory.alias_size_in_bytes),
+        code_bytes=int(memory.generated_code_size_in_bytes),
+        collectives=count_collectives(compiled.as_text()),
+        flops=cost.get("flops"),
+        bytes_accessed=cost.get("bytes accessed"),
+        compiler_s=estimate if estimate is not None and estimate > 0 else None,
+        trace_s=trace_s,
+        compile_s=compile_s,
+    )
+
+
+def count_collectives(text: str) -> dict[str, tuple[int, int]]:
+    """How many collectives of each kind a compiled program has, and the bytes of their results on one device.
+
+    Args:
+        text: the program in XLA's language. What begins with ``-start`` and ends with ``-done`` counts once.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for kind in COLLECTIVES:
+        pattern = rf"^\s*(?:ROOT )?%?\S+ = (.*?) {kind}(-start)?\("
+        number, total = 0, 0
+        for match in re.finditer(pattern, text, re.M):
+            arrays = _sizes_in(match[1])
+            if match[2] and kind != "all-reduce" and len(arrays) > 1:
+                arrays = arrays[len(arrays) // 2 :]  # operands stand before results
+            number, total = number + 1, total + sum(arrays)
+        if number:
+            found[kind] = number, total
+    return found
+
+
+def _sizes_in(types: str) -> list[int]:
+    sizes = []
+    for name, shape in re.findall(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]", types):
+        bits = re.search(r"\d+", name)
+        size = _DTYPE_BYTES.get(name, int(bits[0]) // 8 if bits else 0)
+        for length in filter(None, shape.split(",")):
+            size *= int(length)
+        sizes.append(size)
+    return sizes

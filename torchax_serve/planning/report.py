@@ -1,0 +1,76 @@
+"""A plan as a page for people."""
+
+from __future__ import annotations
+
+import sys
+
+from torchax_serve.planning.bounds import Bound
+from torchax_serve.planning.plan import PlanReport
+from torchax_serve.planning.programs import ProgramReport
+
+
+def print_plan(report: PlanReport, *, was_kept: bool) -> None:
+    """Prints `report`: the answer first, then what it comes from."""
+    for line in lines_of(report, was_kept=was_kept):
+        print(line)
+    sys.stdout.flush()
+
+
+def lines_of(report: PlanReport, *, was_kept: bool) -> list[str]:
+    """The page, line by line."""
+    used = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items() if size > 1) or "one device"
+    lines = [
+        f"{report.model} ({report.model_type}, {report.dtype}) on {report.topology}: "
+        f"{report.num_devices} devices, {used}",
+        f"{'fits' if report.fits else 'DOES NOT FIT'}: {report.num_slots} requests of {report.max_len} tokens at once"
+        + (f" in each of {report.num_replicas} replicas" if report.num_replicas > 1 else ""),
+        "",
+        "each device",
+        f"  memory            {_gb(report.memory_bytes)}",
+        f"  weights           {_gb(report.weights_bytes)}  of {_gb(report.weights_bytes_of_one_device).strip()} in all",
+        f"  pages             {_gb(report.pages_bytes_wanted)}  {report.kv_cache_dtype}, {report.page_len} tokens each"
+        + ("" if report.fits else f"; compiled with {_gb(report.pages_bytes).strip()}"),
+        f"  beside them       {_gb(report.temporary_bytes)}  temporaries and code of the largest step",
+        f"  room for          {report.most_tokens:>9,} tokens of cache in all, {report.token_bytes:,} bytes each",
+    ]
+    if report.remedies:
+        lines += ["", "what is missing, and what would fit", *(f"  {each}" for each in report.remedies)]
+    for program, bound in zip(report.programs, report.bounds, strict=True):
+        lines += ["", *_step(program, bound)]
+    if was_kept:
+        lines += ["", "planned before; --no-cache compiles again"]
+    return lines
+
+
+def _step(program: ProgramReport, bound: Bound) -> list[str]:
+    is_decode = program.name == "decode"
+    lines = [f"{program.name}, {program.num_tokens} {'requests' if is_decode else 'tokens'}"]
+    if bound.seconds is not None:
+        lines.append(
+            f"  no faster than    {_ms(bound.seconds)}  bound by {bound.bound_by}, {bound.context_len} tokens long"
+        )
+        if is_decode:
+            lines.append(f"{'':20}{program.num_tokens / bound.seconds:>9,.0f} tokens/s at the most")
+    if program.compiler_s is not None:
+        lines.append(f"  compiler says     {_ms(program.compiler_s)}")
+    took = f"  compiled in       {program.trace_s:>9.1f} s traced, {program.compile_s:.1f} s compiled"
+    return [*lines, *_counts(program), took]
+
+
+def _counts(program: ProgramReport) -> list[str]:
+    lines = []
+    for kind, (number, size) in program.collectives.items():
+        lines.append(f"  {kind:<17} {number:>9,}    {size / 1e6:,.2f} MB")
+    if not program.collectives:
+        lines.append("  exchange               none")
+    if program.flops is not None and program.bytes_accessed is not None:
+        lines.append(f"  compiler counts   {program.flops / 1e9:>9,.1f} GFLOP, {program.bytes_accessed / 1e9:,.2f} GB")
+    return lines
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:>9.2f} GB" if size >= 1e8 else f"{size / 1e6:>9.3f} MB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:>9.3f} ms"

@@ -1,0 +1,83 @@
+"""Which hardware a model needs: the smallest topology of each chip that holds the requests that are asked for."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from torchax_serve.planning.chips import CHIPS, Chip
+from torchax_serve.planning.kept import kept_plan
+from torchax_serve.planning.plan import PlanReport, PlanRequest
+
+
+def parse_wanted(text: str) -> tuple[int, int]:
+    """``64x8192`` as slots and length; raises InvalidArgumentError for anything else."""
+    found = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+    if not found or not int(found[1]) or int(found[2]) < 2:
+        raise InvalidArgumentError(f"--for: expected SLOTSxLEN such as 64x8192, got {text!r}")
+    return int(found[1]), int(found[2])
+
+
+def search(
+    module: PreTrainedModel, name: str, num_slots: int, max_len: int, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A row for each chip: the smallest of its topologies whose compiled steps fit, or why there is none.
+
+    Chips whose compiler is not installed are listed with what to install.
+    """
+    asked = {**options, "num_slots": num_slots, "max_len": max_len, "prefill_lens": options["prefill_lens"]}
+    return [_row(module, name, chip, asked) for chip in CHIPS.values()]
+
+
+def _row(module: PreTrainedModel, name: str, chip: Chip, asked: dict[str, Any]) -> dict[str, Any]:
+    weights = sum(p.numel() * p.element_size() for p in module.parameters())
+    row: dict[str, Any] = {"chip": chip.name, "topology": None, "fits": False}
+    for shape in chip.topologies:
+        devices = chip.devices_per_chip * math.prod(map(int, shape.split("x")))
+        if weights > devices * chip.memory_bytes:
+            continue  # need not be compiled
+        try:
+            report, _ = kept_plan(module, name, PlanRequest(**{**asked, "topology": f"{chip.name}:{shape}"}))
+        except TorchaxServeError as error:
+            return row | {"why": str(error)}
+        row |= _summary(report)
+        if report.fits:
+            return row
+    return row | {"why": "none of its topologies is large enough" if row["topology"] is None else "too small"}
+
+
+def _summary(report: PlanReport) -> dict[str, Any]:
+    decode = next((bound for bound in report.bounds if bound.step == "decode"), None)
+    return {
+        "topology": report.topology,
+        "fits": report.fits,
+        "num_devices": report.num_devices,
+        "gb_per_device": round(report.total_bytes / 1e9, 2),
+        "gb_of_device": round(report.memory_bytes / 1e9, 2),
+        "ms_per_token": None if decode is None or decode.seconds is None else round(decode.seconds * 1e3, 3),
+        "why": None if report.fits else (report.remedies[0] if report.remedies else "too small"),
+    }
+
+
+def print_search(rows: list[dict[str, Any]], wanted: str) -> None:
+    """The rows as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", title=f"the smallest of each chip for {wanted}", title_justify="left")
+    for heading in ("chip", "topology", "fits", "devices", "GB each", "of", "ms a token at least", ""):
+        table.add_column(heading, justify="left" if heading in ("chip", "topology", "fits", "") else "right")
+    for row in rows:
+        table.add_row(
+            row["chip"],
+            (row["topology"] or "-").partition(":")[2] or "-",
+            "yes" if row["fits"] else "no",
+            *(str(row.get(key) or "-") for key in ("num_devices", "gb_per_device", "gb_of_device", "ms_per_token")),
+            row.get("why") or "",
+        )
+    Console(width=None if sys.stdout.isatty() else 200).print(table, highlight=False)

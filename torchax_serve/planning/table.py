@@ -1,0 +1,79 @@
+"""How each parameter of a model lies on a mesh, as rows for people and programs."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from jax.sharding import AbstractMesh
+from transformers import PreTrainedModel
+
+from sharding_rules import MESH_AXES
+from torchax_serve.meshes import parse_mesh
+from torchax_serve.planning.abstract import abstract_model
+from torchax_serve.planning.chips import chip_of
+from torchax_serve.planning.topology import check_shape
+
+DEFAULT_MESH = "model=8"
+
+
+def sharding_rows(
+    module: PreTrainedModel, topology: str | None = None, mesh: str | None = None, *, refuse_uneven: bool = False
+) -> list[dict[str, Any]]:
+    """A row for each form of a parameter's name: name, shape, spec, source, bytes per device.
+
+    Args:
+        module: on the meta device.
+        topology: whose number of devices counts; None: that of `mesh`.
+        mesh: such as ``model=4``; None: all devices on ``model``, eight where no topology is given.
+        refuse_uneven: an error for what would have to be padded.
+    """
+    shape = parse_mesh(mesh or (DEFAULT_MESH if topology is None else None), _num_devices(topology))
+    sizes = tuple(shape[axis] for axis in MESH_AXES)
+    model = abstract_model(module, AbstractMesh(sizes, MESH_AXES), refuse_uneven=refuse_uneven)  # type: ignore[arg-type]
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name in model.sharding.placed:
+        placed = model.sharding.placed[name]
+        form = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        key = (form, placed.shape, placed.rule)
+        row = rows.setdefault(
+            key,
+            {
+                "parameter": form,
+                "number": 0,
+                "shape": list(placed.shape),
+                "laid_out_shape": list(placed.laid_out_shape),
+                "spec": list(placed.spec),
+                "source": placed.rule.source,
+                "bytes_per_device": model.bytes_per_device(name),
+            },
+        )
+        row["number"] += 1
+    return list(rows.values())
+
+
+def _num_devices(topology: str | None) -> int | None:
+    if topology is None:
+        return None
+    chip, shape = chip_of(topology), topology.partition(":")[2]
+    return chip.devices_per_chip * math.prod(check_shape(topology, shape))
+
+
+def print_sharding(rows: list[dict[str, Any]]) -> None:
+    """The rows as a table, with the bytes of all parameters together."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    for heading in ("parameter", "number", "shape", "spec", "source", "bytes per device"):
+        table.add_column(heading, no_wrap=heading == "parameter", justify="right" if "bytes" in heading else "left")
+    for row in rows:
+        shape = " x ".join(map(str, row["shape"])) or "scalar"
+        if row["laid_out_shape"] != row["shape"]:
+            shape += " (" + " x ".join(map(str, row["laid_out_shape"])) + " on the mesh)"
+        spec = ", ".join(axis or "-" for axis in row["spec"]) or "-"
+        each = f"{row['bytes_per_device']:,}"
+        table.add_row(row["parameter"], str(row["number"]), shape, spec, row["source"], each)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table, highlight=False)

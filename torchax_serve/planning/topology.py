@@ -1,0 +1,122 @@
+"""Devices that need not be there, as their compilers describe them, and the mesh made of them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from model_adapters.ops import on_platform
+from torchax_serve.planning.chips import Chip, chip_of
+from torchax_serve.planning.gpus import target_config
+
+# Asked for when libtpu is loaded, whatever is compiled for later; without them it looks for a real TPU on the network.
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+
+def describe(topology: str) -> tuple[Chip, list[Any]]:
+    """The chip and the devices of ``v6e:2x4`` or ``h200:8``.
+
+    Raises:
+        InvalidArgumentError: a topology that nobody knows.
+        TorchaxServeError: the compiler is not installed; says which extra brings it.
+    """
+    chip = chip_of(topology)
+    sizes = check_shape(topology, topology.partition(":")[2])
+    number = math.prod(sizes)
+    if chip.platform == "cpu":
+        return chip, _cpu(number)
+    return chip, _tpu(topology, chip) if chip.platform == "tpu" else _gpu(chip, number)
+
+
+def check_shape(topology: str, shape: str) -> list[int]:
+    """``2x4`` as numbers; raises InvalidArgumentError for anything else, naming the topology."""
+    chip = chip_of(topology)
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
+        raise InvalidArgumentError(
+            f"topology: expected {chip.name}:<shape> such as {chip.name}:{chip.topologies[0]} or "
+            f"{chip.name}:{chip.topologies[-1]}, got {topology!r}"
+        )
+    return [int(size) for size in shape.split("x")]
+
+
+def _cpu(number: int) -> list[Any]:
+    """Devices of this process, as many as are asked for where JAX has not begun yet."""
+    with contextlib.suppress(RuntimeError):  # it has
+        jax.config.update("jax_num_cpu_devices", number)
+    devices = jax.devices("cpu")
+    if len(devices) < number:
+        raise InvalidArgumentError(
+            f"topology: expected at most cpu:{len(devices)}, the devices that this process has begun with, got "
+            f"cpu:{number}; ask in a new process"
+        )
+    return devices[:number]
+
+
+def _tpu(topology: str, chip: Chip) -> list[Any]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise TorchaxServeError(
+            f"topology {topology!r}: expected libtpu, the TPU's compiler, which is not installed; "
+            "install torchax-serve[plan]"
+        )
+    for name, value in _TPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        return list(topologies.get_topology_desc(topology, platform="tpu").devices)
+    except Exception as error:  # libtpu raises whatever its status says
+        usual = ", ".join(f"{chip.name}:{shape}" for shape in chip.topologies)
+        raise InvalidArgumentError(
+            f"topology: expected one that libtpu knows, such as {usual}; got {topology!r} "
+            f"({str(error).splitlines()[0][:120]})"
+        ) from error
+
+
+def _gpu(chip: Chip, number: int) -> list[Any]:
+    if not _has_cuda_plugin():
+        raise TorchaxServeError(
+            f"topology '{chip.name}:{number}': expected JAX's plug-in for CUDA, which is not installed; "
+            "install torchax-serve[cuda]"
+        )
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # no device to tune on
+    described = target_config(chip.name)
+    try:
+        found = topologies.get_topology_desc("", platform="cuda", target_config=described, topology=f"1x1x{number}")
+    except (NotImplementedError, RuntimeError) as error:  # the plug-in has looked for a driver
+        raise TorchaxServeError(
+            f"topology '{chip.name}:{number}': expected JAX's plug-in for CUDA to describe devices, got "
+            f"{str(error).splitlines()[0]}; set JAX_PLATFORMS=cpu before jax is imported"
+        ) from error
+    return list(found.devices)
+
+
+def _has_cuda_plugin() -> bool:
+    try:
+        return any(importlib.util.find_spec(f"jax_plugins.{name}") is not None for name in ("xla_cuda13", "xla_cuda12"))
+    except ModuleNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def compiling_for(chip: Chip, mesh: Mesh) -> Iterator[None]:
+    """Traces and compiles for the devices of `mesh` while it is open."""
+    with jax.set_mesh(mesh), on_platform(chip.platform):
+        yield
+
+
+def lowering_platform(chip: Chip) -> str:
+    """JAX's name of the platform."""
+    return "cuda" if chip.platform == "gpu" else chip.platform
