@@ -25,7 +25,27 @@ from model_adapters.caches import CacheWrite
 from model_adapters.ops import decode_attention, dense_attention
 from model_adapters.paged import NotPackableError, PagedWrite, attend_paged
 
-IMPLEMENTATION = "torchax_serve"
+
+class ImplementationName(str):
+    """The name of our attention, which model code that asks takes for torch's ``sdpa``.
+
+    Some model code builds its masks by the name of the implementation (``in ("eager", "sdpa")``): additions to a mask
+    that a kernel of another name would not read. What ``sdpa`` reads, our attention reads too. Tables of
+    implementations look a name up by its hash, which stays that of the name.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or other == "sdpa"
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+IMPLEMENTATION = ImplementationName("torchax_serve")
 
 
 @dataclasses.dataclass(frozen=True)

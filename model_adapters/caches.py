@@ -27,6 +27,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
     StaticCache,
+    StaticIndexedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -59,9 +60,14 @@ class AttentionLayer(CacheLayerMixin):
 
     An empty layer (``pool is None``) takes a first prefill: it returns the new keys and values as they are, and
     stores them at position 0. Later updates store at ``offset`` and return the whole pool.
+
+    A layer that leans returns the pool shifted, so that the newest token is the last of it: to model code it looks like
+    the end of a batch padded on the left, whose lengths are numbers and not traced. For code that counts from the end.
     """
 
     supports_early_init = False
+    POOLS: tuple[str, ...] = ("pool",)
+    """Attributes with an array [batch, heads, capacity, width], a row per token."""
 
     def __init__(self, capacity: int, window: int | None = None) -> None:
         self.capacity = capacity
@@ -69,6 +75,7 @@ class AttentionLayer(CacheLayerMixin):
         self.k_dim = 0
         self.pool: Any = None
         self.offset: Any = None
+        self.lean_len: int | None = None  # new tokens of this forward, if the layer leans in it
 
     @property
     def is_sliding(self) -> bool:
@@ -109,7 +116,11 @@ class AttentionLayer(CacheLayerMixin):
             keys_out, values_out = torch_view(keys), torch_view(values)
         else:
             pool = jax.lax.dynamic_update_slice(before, new.astype(before.dtype), (0, 0, jax_view(self.offset), 0))
-            keys_out, values_out = torch_view(pool[..., : self.k_dim]), torch_view(pool[..., self.k_dim :])
+            seen = pool
+            if self.lean_len is not None:
+                seen = jnp.roll(pool, self.capacity - new.shape[2] - jax_view(self.offset), axis=2)
+                self.lean_len = 0  # as a cache that has been updated counts
+            keys_out, values_out = torch_view(seen[..., : self.k_dim]), torch_view(seen[..., self.k_dim :])
         self.pool = torch_view(pool)
         keys_out.cache_write = CacheWrite(self, keys, values, before)
         return keys_out, values_out
@@ -120,7 +131,9 @@ class AttentionLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Any:
         """Tokens stored so far: 0 for an empty layer, else a traced scalar."""
-        return 0 if self.pool is None else self.offset
+        if self.pool is None:
+            return 0
+        return self.offset if self.lean_len is None else self.capacity - self.lean_len
 
     def get_max_length(self) -> int:
         """Tokens that fit."""
@@ -142,6 +155,30 @@ class HybridLayer(LinearAttentionLayer, AttentionLayer):  # type: ignore[overrid
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
+class IndexedLayer(AttentionLayer):
+    """An attention layer with the keys of an indexer beside, which chooses the positions that are attended to."""
+
+    POOLS = ("pool", "index_pool")
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.index_pool: Any = None  # [batch, 1, capacity, index_dim]
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Stores an indexer's new keys [batch, num_new, dim]; returns all there are, as `update` does."""
+        new = jax_view(indexer_key_states)[:, None]
+        if self.index_pool is None:
+            pool = jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - new.shape[2]), (0, 0)))
+            self.index_pool = torch_view(pool)
+            return indexer_key_states
+        if self.lean_len is not None:
+            raise UnsupportedModelError("an indexer's keys do not lean")
+        before = jax_view(self.index_pool)
+        pool = jax.lax.dynamic_update_slice(before, new.astype(before.dtype), (0, 0, jax_view(self.offset), 0))
+        self.index_pool = torch_view(pool)
+        return torch_view(pool[:, 0])
+
+
 def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
     """One empty cache layer per layer of the model, kinds as transformers' own static cache chooses them.
 
@@ -156,6 +193,8 @@ def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
             layers.append(AttentionLayer(capacity, window))
         elif isinstance(theirs, LinearAttentionCacheLayerMixin) and isinstance(theirs, StaticLayer):
             layers.append(HybridLayer(capacity, window, theirs.number_of_states))
+        elif type(theirs) is StaticIndexedLayer:
+            layers.append(IndexedLayer(capacity))
         elif isinstance(theirs, StaticLayer):
             raise UnsupportedModelError(f"cache layers of kind {type(theirs).__name__} have no static form here")
         else:
@@ -164,13 +203,17 @@ def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
 
 
 class TraceCache(Cache):
-    """The cache as model code sees it inside a trace; `offset` is the number of tokens stored, a traced scalar."""
+    """The cache as model code sees it inside a trace; `offset` is the number of tokens stored, a traced scalar.
 
-    def __init__(self, layers: LayerStates, offset: Any) -> None:
+    With `lean_len`, the number of new tokens, layers that hold something lean.
+    """
+
+    def __init__(self, layers: LayerStates, offset: Any, lean_len: int | None = None) -> None:
         super().__init__(layers=list(layers))
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
                 layer.offset = offset
+                layer.lean_len = None if layer.pool is None else lean_len
 
     def mask_len(self, query_len: int) -> int:
         """Length of the attention mask for `query_len` new tokens; 0 where a recurrent state leaves nothing to mask."""
@@ -183,7 +226,7 @@ class TraceCache(Cache):
         """The layers, to be returned from the trace; the offset stays with the host."""
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
-                layer.offset = None
+                layer.offset = layer.lean_len = None
         return tuple(self.layers)
 
     @property
@@ -222,7 +265,7 @@ class DeviceCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether a rollback leaves no trace: only attention layers can forget."""
-        return all(type(layer) is AttentionLayer for layer in self.states)
+        return all(type(layer) in (AttentionLayer, IndexedLayer) for layer in self.states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens stored."""
@@ -242,8 +285,9 @@ class DeviceCache(Cache):
             return
         for layer in self.states:
             if isinstance(layer, AttentionLayer):
-                if layer.pool is not None:
-                    layer.pool = jnp.pad(layer.pool, ((0, 0), (0, 0), (0, capacity - self.capacity), (0, 0)))
+                for name in layer.POOLS:
+                    if (pool := getattr(layer, name)) is not None:
+                        setattr(layer, name, jnp.pad(pool, ((0, 0), (0, 0), (0, capacity - self.capacity), (0, 0))))
                 layer.capacity = capacity
         self.capacity = capacity
 
@@ -305,6 +349,9 @@ def _take(state: Any, layer: Any, length: int) -> None:
         missing = length - pool.shape[2]  # forgotten by a sliding layer, so masked in every step to come
         state.pool = jnp.pad(to_jax_array(pool), ((0, 0), (0, 0), (missing, state.capacity - length), (0, 0)))
         state.k_dim = layer.keys.shape[-1]
+    if isinstance(state, IndexedLayer) and layer.is_indexer_initialized:
+        missing = state.capacity - length
+        state.index_pool = jnp.pad(to_jax_array(layer.indexer_keys)[:, None], ((0, 0), (0, 0), (0, missing), (0, 0)))
     if isinstance(state, LinearAttentionCacheLayerMixin):
         for name in ("conv_states", "recurrent_states"):
             theirs = getattr(layer, name)
@@ -333,6 +380,10 @@ def _fill(layer: Any, state: Any, length: int) -> None:
         layer.keys, layer.values = keys[:, :, start:], values[:, :, start:]
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length = length
+    if isinstance(state, IndexedLayer) and state.index_pool is not None:
+        keys = to_torch_tensor(state.index_pool[:, 0, :length])
+        layer.lazy_initialization_indexer(keys)
+        layer.indexer_keys = keys
     if isinstance(state, LinearAttentionCacheLayerMixin):
         for name in ("conv_states", "recurrent_states"):
             ours = getattr(state, name)
@@ -343,3 +394,4 @@ def _fill(layer: Any, state: Any, length: int) -> None:
 
 pytree_registry.register(AttentionLayer)
 pytree_registry.register(HybridLayer)
+pytree_registry.register(IndexedLayer)

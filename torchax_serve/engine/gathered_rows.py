@@ -134,7 +134,9 @@ class RowForward:
 
     def _find_layout(self) -> StateLayout:
         states, size = self._after_first(TRIAL_LEN)
-        pools = {id(layer.pool) for layer in states if isinstance(layer, AttentionLayer)}
+        pools = {
+            id(getattr(layer, name)) for layer in states if isinstance(layer, AttentionLayer) for name in layer.POOLS
+        }
         leaves: list[PageShape | StateRow] = []
         for leaf in jax.tree.leaves(states):
             dtype = np.dtype(leaf.dtype)

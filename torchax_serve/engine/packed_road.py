@@ -77,6 +77,8 @@ def page_shapes(runtime: Runtime) -> tuple[PageShape, ...]:
 
 
 def _page_shape(layer: AttentionLayer) -> PageShape:
+    if len(layer.POOLS) > 1:
+        raise NotPackableError("a layer keeps more than keys and values: an indexer chooses what is attended to")
     if layer.pool is None:
         raise NotPackableError("a layer of the cache stays empty")
     _, num_heads, _, width = layer.pool.shape
