@@ -155,6 +155,8 @@ def served_attention(
         return attend_paged(query, key, paged, note.window, scale=scale, softcap=softcap, sinks=s_aux), None
     sinks = None if s_aux is None else jax_view(s_aux)
     write: CacheWrite | None = getattr(key, "cache_write", None)
+    if write is not None and value is not write.values_out:
+        write = None  # model code has made other values of those that were written
     q = jax_view(query)
     if q.shape[2] == 1 and write is not None and write.pool_before is not None and note and position_bias is None:
         out: Any = _decode(q, write, note, scale=scale, softcap=softcap, sinks=sinks)

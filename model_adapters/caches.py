@@ -33,7 +33,7 @@ from transformers.cache_utils import (
 )
 
 import pytree_registry
-from model_adapters.bridge import jax_view, to_jax_array, to_torch_tensor, torch_view
+from model_adapters.bridge import StoredLength, jax_view, to_jax_array, to_torch_tensor, torch_view
 from model_adapters.errors import UnsupportedModelError
 
 LayerStates = tuple[Any, ...]
@@ -52,6 +52,7 @@ class CacheWrite:
     layer: AttentionLayer
     keys: jax.Array  # [batch, kv_heads, num_new, k_dim]
     values: jax.Array  # [batch, kv_heads, num_new, v_dim]
+    values_out: torch.Tensor  # what `update` returned beside the keys
     pool_before: jax.Array | None  # [batch, kv_heads, capacity, k_dim + v_dim]; None in a first prefill
 
 
@@ -122,7 +123,7 @@ class AttentionLayer(CacheLayerMixin):
                 self.lean_len = 0  # as a cache that has been updated counts
             keys_out, values_out = torch_view(seen[..., : self.k_dim]), torch_view(seen[..., self.k_dim :])
         self.pool = torch_view(pool)
-        keys_out.cache_write = CacheWrite(self, keys, values, before)
+        keys_out.cache_write = CacheWrite(self, keys, values, values_out, before)
         return keys_out, values_out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -212,7 +213,7 @@ class TraceCache(Cache):
         super().__init__(layers=list(layers))
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
-                layer.offset = offset
+                layer.offset = offset if layer.pool is None or offset is None else StoredLength.of(jax_view(offset))
                 layer.lean_len = None if layer.pool is None else lean_len
 
     def mask_len(self, query_len: int) -> int:

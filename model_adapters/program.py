@@ -123,7 +123,9 @@ class ModelProgram:
         holds = states is not None and any(isinstance(x, AttentionLayer) and x.pool is not None for x in states)
         if starts is None:
             return ((False, False),)
-        leaning = ((True, True),) if holds and self.accepts("attention_mask") else ()
+        # A model that counts positions by the length of its cache would count what is not there.
+        may_lean = self.leans or (self.accepts("position_ids") and self.accepts("attention_mask"))
+        leaning = ((True, True),) if holds and may_lean else ()
         if self.leans and leaning:
             return leaning
         if spec.padded or self.needs_mask:

@@ -126,6 +126,8 @@ class JaxModel:
             raise UnsupportedArgumentError("synced_gpus=True is not supported here: one process decodes by itself")
         model_kwargs.pop("tokenizer", None)  # generate has made the stop strings of it
         runtime = self._jax_runtime
+        for name in [name for name, value in model_kwargs.items() if isinstance(value, dict) and not value]:
+            del model_kwargs[name]  # such as what no image's encoder has put out
         request = LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         if why_not_fast(runtime, request) is None:
             return DecodeLoop(runtime, request).run()

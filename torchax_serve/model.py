@@ -311,6 +311,7 @@ def _as_request(
     """Ends transformers' ``generate`` after its preparations, with what it prepared."""
     for name in ("synced_gpus", "tokenizer", "assistant_model", "streamer"):
         model_kwargs.pop(name, None)
+    model_kwargs = {name: value for name, value in model_kwargs.items() if not (isinstance(value, dict) and not value)}
     return LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, None, model_kwargs)
 
 

@@ -130,6 +130,8 @@ def _spread(model: PreTrainedModel, embedding_std: float) -> None:
                 parameter.normal_(std=GAIN * parameter.shape[-1] ** -0.5)
             elif parameter.ndim == 1 and name in ("weight", "bias"):
                 parameter.add_(torch.randn_like(parameter), alpha=NOISE_STD)
+            elif not parameter.any():  # what it scales would be equal, and the order of equals is nobody's
+                parameter.normal_(std=NOISE_STD)
 
 
 def _is_product(module: torch.nn.Module, name: str) -> bool:
