@@ -22,6 +22,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types; all if none is named")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
+    parser.add_argument("--failed", action="store_true", help="also those that did not pass")
     parser.add_argument("--third", type=int, choices=(1, 2, 3), help="check a third against the table, write nothing")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     arguments = parser.parse_args()
@@ -32,8 +33,12 @@ def main():
     folder.mkdir(exist_ok=True)
     path = folder / f"transformers-{VERSIONS['transformers']}.json"
     began = time.monotonic()
+
+    def again(known):
+        return known is None or arguments.again or (arguments.failed and known.status != "passed")
+
     results = sweep.update(
-        path, types, VERSIONS, again=arguments.again, say=lambda one: say(one, began), num_workers=arguments.workers
+        path, types, VERSIONS, again=again, say=lambda one: say(one, began), num_workers=arguments.workers
     )
     passed = sum(result.status == "passed" for result in results.values())
     print(f"{passed} of {len(results)} pass, {time.monotonic() - began:.0f} s")

@@ -30,6 +30,23 @@ TorchTensor = torchax.tensor.Tensor
 JaxFunction = Callable[..., Any]
 
 
+def take_host_tensors() -> None:
+    """Has torchax take PyTorch's own tensors for constants, where it refuses them beside its own.
+
+    Model code that names no device makes them on the host, while it is traced: their values are known.
+    """
+    env = torchax.default_env()
+    theirs = env.t2j_iso
+
+    def taken(x: torch.Tensor) -> Any:
+        return x if isinstance(x, (TorchTensor, TorchView)) else TorchTensor(to_jax_array(x), env)
+
+    def t2j_iso(tensors: Any) -> Any:
+        return theirs(torch.utils._pytree.tree_map_only(torch.Tensor, taken, tensors))
+
+    env.t2j_iso = t2j_iso
+
+
 def lower(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool = False) -> None:
     """Makes `torch_op` run `function`, over JAX arrays; with `keep_kind` over whatever the present lowering takes."""
     env = torchax.default_env()
@@ -63,6 +80,7 @@ class StoredLength(TorchTensor):  # type: ignore[misc, valid-type]
 
     @staticmethod
     def __new__(cls: Any, elem: jax.Array, env: Any, base: Any = None, plus: int = 0) -> Any:
+        """A tensor over `elem`; what else there is to say, `__init__` keeps."""
         return TorchTensor.__new__(cls, elem, env)
 
     def __init__(self, elem: jax.Array, env: Any, base: Any = None, plus: int = 0) -> None:

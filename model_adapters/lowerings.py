@@ -21,6 +21,7 @@ from model_adapters.bridge import (
     lower,
     lower_raw,
     lowering_of,
+    take_host_tensors,
     torch_view,
 )
 
@@ -37,6 +38,7 @@ def install() -> None:
     lower(torch.ops.aten._grouped_mm, _grouped_mm)
     lower(torch.nn.functional.scaled_dot_product_attention, _attention)
     lower(torch.ops.aten.scaled_dot_product_attention, _attention)
+    take_host_tensors()
     _mend_copy()
     _mend_type_as()
     _understand_stored_lengths()
@@ -98,7 +100,7 @@ def _attention(
         mask = jnp.broadcast_to(attn_mask, (*batch, *jnp.broadcast_shapes((1, 1, 1), attn_mask.shape[-3:])))
         attn_mask = mask.reshape(-1, *mask.shape[-3:])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out = ops.dense_attention(q, k, v, attn_mask, scale=scale, causal=is_causal)
+    out: Any = ops.dense_attention(q, k, v, attn_mask, scale=scale, causal=is_causal)
     return out.reshape(*batch, *out.shape[1:])
 
 

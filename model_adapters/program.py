@@ -19,6 +19,7 @@ from model_adapters.attention import IMPLEMENTATION, goes_through_interface, pad
 from model_adapters.bridge import jax_view, torch_mode, torch_view
 from model_adapters.caches import AttentionLayer, LayerStates, TraceCache
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.module_state import attributes_restored
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache
 from model_adapters.trace_config import implementations
 
@@ -60,6 +61,7 @@ class ModelProgram:
         self.output_class: type[ModelOutput] = ModelOutput  # known after the first trace
         self.needs_mask = False  # found out at the first trace of a decode step
         self.leans = quirks.leans(module)  # likewise, where it does not stand written
+        self.kept_in_module: set[str] = set()  # tensors that the code has left on the module in some trace
         self.is_float32 = module.dtype == torch.float32
 
     def found_out(self) -> dict[str, Any]:
@@ -71,6 +73,15 @@ class ModelProgram:
         self.output_class = facts["output_class"]
         self.needs_mask = self.needs_mask or facts["needs_mask"]
         self.leans = self.leans or facts["leans"]
+
+    def check_keeps_nothing(self) -> None:
+        """Raises UnsupportedModelError if a trace has shown that the code keeps tensors on the module."""
+        if self.kept_in_module:
+            one, *others = sorted(self.kept_in_module)
+            raise UnsupportedModelError(
+                f"expected a model that keeps its state in a cache, got one that keeps it in itself ({one} and "
+                f"{len(others)} more), where requests would share it"
+            )
 
     def accepts(self, name: str) -> bool:
         """Whether the forward names an argument `name`."""
@@ -210,12 +221,14 @@ class ModelProgram:
         """The unmodified forward, with `weights` in the place of the module's own tensors."""
         state = torch_view(dict(weights))
         with (
+            attributes_restored(self.module) as kept,
             implementations(self.module, attention=attention, experts="grouped_mm"),
             torch_mode(self.module, state),
             quirks.applied(self.module),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):
             output = self.forward_function(self.module, **kwargs, return_dict=True)
+        self.kept_in_module.update(kept)
         written = [name for name, tensor in state.items() if jax_view(tensor) is not weights[name]]
         if written:
             raise UnsupportedModelError(

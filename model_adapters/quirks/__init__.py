@@ -3,7 +3,8 @@
 A quirk is a module named after the folder of transformers' modeling code that it is for. It has ``REPLACED``: functions
 by ``Class.method``, which stand in the place of those methods while a model is traced, and are written in torch as
 these are. Nothing is replaced outside of a trace, and nothing in another architecture. ``LEANS = True`` says that the
-code counts from the end of the keys, so that the cache must lean (`model_adapters.caches.AttentionLayer`).
+code counts from the end of the keys, so that the cache must lean (`model_adapters.caches.AttentionLayer`); ``UNREAD``
+names arguments of the forward that the code takes and never reads, so that their shapes need not be compiled for.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ def _module(architecture: str) -> types.ModuleType | None:
 def leans(module: torch.nn.Module) -> bool:
     """Whether a quirk says that the cache of `module` must lean."""
     return bool(getattr(_module(_architecture(module)), "LEANS", False))
+
+
+def unread(module: torch.nn.Module) -> frozenset[str]:
+    """Arguments that the forward of `module` does not read."""
+    return frozenset(getattr(_module(_architecture(module)), "UNREAD", ()))
 
 
 def quirk_of(module: torch.nn.Module) -> str | None:

@@ -130,8 +130,7 @@ def _tiny_kwargs(config_class: type[PreTrainedConfig], overrides: Mapping[str, A
     if "kv_lora_rank" in values:  # latent attention: every head has its own keys, and rotates a part of them
         small["num_key_value_heads"] = NUM_HEADS
         small["head_dim"] = ROTATED_DIM if is_declared("head_dim") else UNSET
-    if "is_decoder" in values:
-        small["is_decoder"] = True
+    small |= {name: True for name in ("is_decoder", "causal") if name in values}
     small |= _kept_layers(values, overrides)
     return {name: value for name, value in (small | overrides).items() if value is not UNSET}
 
