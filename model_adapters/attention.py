@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from model_adapters.bridge import jax_view, torch_view
-from model_adapters.caches import CacheWrite
+from model_adapters.cache_layers import CacheWrite
 from model_adapters.ops import decode_attention, dense_attention
 from model_adapters.paged import NotPackableError, PagedWrite, attend_paged
 

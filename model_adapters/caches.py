@@ -6,14 +6,10 @@ Two objects with two lives:
   arrays, and it dies with the trace.
 * `DeviceCache` is the handle that the host keeps between calls. It is a `transformers.Cache` too, so that transformers'
   own generation loop can carry it around, reorder it for beams and crop it after a rejected draft.
-
-An attention layer keeps K and V side by side in one array ``pool[batch, kv_heads, capacity, k_dim + v_dim]``. Sliding
-layers keep the full length as well: the window is applied by the attention mask or the kernel.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -22,162 +18,20 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     DynamicCache,
     LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
     StaticCache,
     StaticIndexedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
-import pytree_registry
-from model_adapters.bridge import StoredLength, jax_view, to_jax_array, to_torch_tensor, torch_view
+from model_adapters.bridge import StoredLength, jax_view, to_jax_array, to_torch_tensor
+from model_adapters.cache_layers import AttentionLayer, HybridLayer, IndexedLayer
 from model_adapters.errors import UnsupportedModelError
 
 LayerStates = tuple[Any, ...]
 LONGEST = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheWrite:
-    """What one call of ``cache.update`` wrote, attached to the keys it returned.
-
-    The attention function that receives those very keys may attend and write in one pass, from the pool as it was
-    before; the write that ``update`` has traced is then dead code. Model code that changes the keys in between loses
-    the attachment and gets the dense keys and values it computed with.
-    """
-
-    layer: AttentionLayer
-    keys: jax.Array  # [batch, kv_heads, num_new, k_dim]
-    values: jax.Array  # [batch, kv_heads, num_new, v_dim]
-    values_out: torch.Tensor  # what `update` returned beside the keys
-    pool_before: jax.Array | None  # [batch, kv_heads, capacity, k_dim + v_dim]; None in a first prefill
-
-
-class AttentionLayer(CacheLayerMixin):
-    """Keys and values of one attention layer, full or sliding.
-
-    An empty layer (``pool is None``) takes a first prefill: it returns the new keys and values as they are, and
-    stores them at position 0. Later updates store at ``offset`` and return the whole pool.
-
-    A layer that leans returns the pool shifted, so that the newest token is the last of it: to model code it looks like
-    the end of a batch padded on the left, whose lengths are numbers and not traced. For code that counts from the end.
-    """
-
-    supports_early_init = False
-    POOLS: tuple[str, ...] = ("pool",)
-    """Attributes with an array [batch, heads, capacity, width], a row per token."""
-
-    def __init__(self, capacity: int, window: int | None = None) -> None:
-        self.capacity = capacity
-        self.window = window
-        self.k_dim = 0
-        self.pool: Any = None
-        self.offset: Any = None
-        self.lean_len: int | None = None  # new tokens of this forward, if the layer leans in it
-
-    @property
-    def is_sliding(self) -> bool:
-        """Whether only the last `window` positions are ever attended to."""
-        return self.window is not None
-
-    @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether something has been stored."""
-        return self.pool is not None
-
-    @property
-    def keys(self) -> torch.Tensor:  # type: ignore[override]
-        """Dense keys [batch, kv_heads, capacity, k_dim]."""
-        return torch_view(jax_view(self.pool)[..., : self.k_dim])
-
-    @property
-    def values(self) -> torch.Tensor:  # type: ignore[override]
-        """Dense values [batch, kv_heads, capacity, v_dim]."""
-        return torch_view(jax_view(self.pool)[..., self.k_dim :])
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the pool is made by the first update."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new keys and values [batch, kv_heads, num_new, dim]; returns those to attend to."""
-        keys, values = jax_view(key_states), jax_view(value_states)
-        before = None if self.pool is None else jax_view(self.pool)
-        new = jnp.concatenate([keys, values], -1)
-        if before is None:
-            num_new = new.shape[2]
-            if num_new > self.capacity:
-                raise ValueError(f"expected at most {self.capacity} tokens for this cache, got {num_new}")
-            self.k_dim = keys.shape[-1]
-            pool = jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - num_new), (0, 0)))
-            keys_out, values_out = torch_view(keys), torch_view(values)
-        else:
-            pool = jax.lax.dynamic_update_slice(before, new.astype(before.dtype), (0, 0, jax_view(self.offset), 0))
-            seen = pool
-            if self.lean_len is not None:
-                seen = jnp.roll(pool, self.capacity - new.shape[2] - jax_view(self.offset), axis=2)
-                self.lean_len = 0  # as a cache that has been updated counts
-            keys_out, values_out = torch_view(seen[..., : self.k_dim]), torch_view(seen[..., self.k_dim :])
-        self.pool = torch_view(pool)
-        keys_out.cache_write = CacheWrite(self, keys, values, values_out, before)
-        return keys_out, values_out
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that ``update`` returns for `query_length` new tokens."""
-        return (query_length if self.pool is None else self.capacity), 0
-
-    def get_seq_length(self) -> Any:
-        """Tokens stored so far: 0 for an empty layer, else a traced scalar."""
-        if self.pool is None:
-            return 0
-        return self.offset if self.lean_len is None else self.capacity - self.lean_len
-
-    def get_max_length(self) -> int:
-        """Tokens that fit."""
-        return self.capacity
-
-
-class HybridLayer(LinearAttentionLayer, AttentionLayer):  # type: ignore[override]  # as transformers' own
-    """A layer with both a linear-attention state and keys and values."""
-
-    is_initialized = AttentionLayer.is_initialized
-
-    def __init__(self, capacity: int, window: int | None, number_of_states: int) -> None:
-        AttentionLayer.__init__(self, capacity, window)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Prepares the linear-attention state; keys and values need nothing."""
-        if kwargs:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
-
-class IndexedLayer(AttentionLayer):
-    """An attention layer with the keys of an indexer beside, which chooses the positions that are attended to."""
-
-    POOLS = ("pool", "index_pool")
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.index_pool: Any = None  # [batch, 1, capacity, index_dim]
-
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Stores an indexer's new keys [batch, num_new, dim]; returns all there are, as `update` does."""
-        new = jax_view(indexer_key_states)[:, None]
-        if self.index_pool is None:
-            pool = jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - new.shape[2]), (0, 0)))
-            self.index_pool = torch_view(pool)
-            return indexer_key_states
-        if self.lean_len is not None:
-            raise UnsupportedModelError("an indexer's keys do not lean")
-        before = jax_view(self.index_pool)
-        pool = jax.lax.dynamic_update_slice(before, new.astype(before.dtype), (0, 0, jax_view(self.offset), 0))
-        self.index_pool = torch_view(pool)
-        return torch_view(pool[:, 0])
 
 
 def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
@@ -214,7 +68,7 @@ class TraceCache(Cache):
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
                 layer.offset = offset if layer.pool is None or offset is None else StoredLength.of(jax_view(offset))
-                layer.lean_len = None if layer.pool is None else lean_len
+                layer.lean_len, layer.has_counted = None if layer.pool is None else lean_len, False
 
     def mask_len(self, query_len: int) -> int:
         """Length of the attention mask for `query_len` new tokens; 0 where a recurrent state leaves nothing to mask."""
@@ -227,7 +81,7 @@ class TraceCache(Cache):
         """The layers, to be returned from the trace; the offset stays with the host."""
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
-                layer.offset = layer.lean_len = None
+                layer.offset, layer.lean_len, layer.has_counted = None, None, False
         return tuple(self.layers)
 
     @property
@@ -351,8 +205,11 @@ def _take(state: Any, layer: Any, length: int) -> None:
         state.pool = jnp.pad(to_jax_array(pool), ((0, 0), (0, 0), (missing, state.capacity - length), (0, 0)))
         state.k_dim = layer.keys.shape[-1]
     if isinstance(state, IndexedLayer) and layer.is_indexer_initialized:
-        missing = state.capacity - length
-        state.index_pool = jnp.pad(to_jax_array(layer.indexer_keys)[:, None], ((0, 0), (0, 0), (0, missing), (0, 0)))
+        tail = ((0, 0), (0, 0), (0, state.capacity - length), (0, 0))
+        state.index_pool = jnp.pad(to_jax_array(layer.indexer_keys)[:, None], tail)
+        if layer.indexer_position_ids is not None:
+            positions = jnp.moveaxis(to_jax_array(layer.indexer_position_ids), 0, 2)[:, None]
+            state.position_pool = jnp.pad(positions, tail)
     if isinstance(state, LinearAttentionCacheLayerMixin):
         for name in ("conv_states", "recurrent_states"):
             theirs = getattr(layer, name)
@@ -385,14 +242,11 @@ def _fill(layer: Any, state: Any, length: int) -> None:
         keys = to_torch_tensor(state.index_pool[:, 0, :length])
         layer.lazy_initialization_indexer(keys)
         layer.indexer_keys = keys
+        if state.position_pool is not None:
+            layer.indexer_position_ids = to_torch_tensor(state.position_pool[:, 0, :length]).movedim(2, 0).long()
     if isinstance(state, LinearAttentionCacheLayerMixin):
         for name in ("conv_states", "recurrent_states"):
             ours = getattr(state, name)
             getattr(layer, name).update({i: None if x is None else to_torch_tensor(x) for i, x in ours.items()})
         _copy_flags(state, layer)
         layer.device = torch.device("cpu")
-
-
-pytree_registry.register(AttentionLayer)
-pytree_registry.register(HybridLayer)
-pytree_registry.register(IndexedLayer)

@@ -118,6 +118,8 @@ def _understand_stored_lengths() -> None:
 
     def getitem(self: torch.Tensor, indexes: Any) -> Any:
         given = indexes if isinstance(indexes, tuple) else (indexes,)
+        if isinstance(self, TorchView) and any(isinstance(x, torch.Tensor) for x in given):
+            self = torch_view(jax_view(self))  # torchax 0.0.13 reads an array that a view does not have
         if not any(isinstance(x, slice) and isinstance(x.start, StoredLength) for x in given):
             return their_getitem(self, indexes)
         array, rest = jax_view(self), list(given)

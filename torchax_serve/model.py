@@ -353,7 +353,7 @@ def _tokens_of_plain_loop(
 
     def run() -> None:
         try:
-            with torch.random.fork_rng(enabled=seed is not None):
+            with torch.random.fork_rng(devices=[], enabled=seed is not None):
                 if seed is not None:
                     torch.manual_seed(seed)
                 model.generate(input_ids, streamer=streamer, **kwargs)

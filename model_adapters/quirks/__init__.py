@@ -3,7 +3,7 @@
 A quirk is a module named after the folder of transformers' modeling code that it is for. It has ``REPLACED``: functions
 by ``Class.method``, which stand in the place of those methods while a model is traced, and are written in torch as
 these are. Nothing is replaced outside of a trace, and nothing in another architecture. ``LEANS = True`` says that the
-code counts from the end of the keys, so that the cache must lean (`model_adapters.caches.AttentionLayer`); ``UNREAD``
+code counts from the end of the keys, so that the cache must lean (`model_adapters.cache_layers`); ``UNREAD``
 names arguments of the forward that the code takes and never reads, so that their shapes need not be compiled for.
 """
 

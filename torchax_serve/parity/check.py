@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -125,11 +126,16 @@ def _road(served: ServedModel) -> tuple[str, str | None]:
 
 def _together(served: ServedModel) -> list[torch.Tensor]:
     """New tokens of both prompts on the engine, among others that begin, end and draw at other times."""
-    greedy = GenerationConfig(max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
-    drawn = GenerationConfig(max_new_tokens=5, do_sample=True, pad_token_id=0)
+
+    def config(**options: Any) -> GenerationConfig:
+        found = copy.deepcopy(served.generation_config)  # with what the type asks for by itself, such as forced tokens
+        found.update(**options)
+        return found
+
+    greedy, drawn = config(max_new_tokens=NUM_NEW, do_sample=False), config(max_new_tokens=5, do_sample=True)
     first, second = (prompt[0].tolist() for prompt in prompts())
     asked = [(first, greedy, None), (second[:3], drawn, 1), (second, greedy, None), (first[5:], drawn, 2)]
-    streams = [served.iter_tokens(prompt, config, seed=seed) for prompt, config, seed in asked]
+    streams = [served.iter_tokens(prompt, wanted, seed=seed) for prompt, wanted, seed in asked]
     answers = [torch.tensor(list(stream)) for stream in streams]
     return [answers[0], answers[2]]
 

@@ -29,14 +29,20 @@ def causal_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def sweep(types: Sequence[str], *, num_workers: int = 2, time_limit_s: float = TIME_LIMIT_S) -> Iterator[Result]:
-    """Yields a result for each type, in the order in which they end."""
+def sweep(
+    types: Sequence[str],
+    *,
+    num_workers: int = 2,
+    time_limit_s: float = TIME_LIMIT_S,
+    work: Callable[[Connection], None] | None = None,
+) -> Iterator[Result]:
+    """Yields a result for each type, in the order in which they end; `work` is what a worker process runs."""
     waiting = collections.deque(types)
     workers: list[_Worker] = []
     try:
         while waiting or workers:
             while waiting and len(workers) < num_workers:
-                workers.append(_Worker())
+                workers.append(_Worker(work or _work))
             for worker in workers:
                 if worker.is_ready and waiting:
                     worker.give(waiting.popleft())
@@ -55,10 +61,10 @@ def sweep(types: Sequence[str], *, num_workers: int = 2, time_limit_s: float = T
 class _Worker:
     """One process; checks one type after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Callable[[Connection], None]) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self.process = context.Process(target=work, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
         self.model_type: str | None = None
@@ -129,7 +135,6 @@ def _work(connection: Connection) -> None:
             result = check(model_type)
         except Exception as error:  # the harness itself; whatever it is, the other types go on
             result = Result(model_type, "", status="crashed", error=f"{type(error).__name__}: {str(error)[:300]}")
-        jax.clear_caches()
         connection.send(dataclasses.asdict(result))
 
 
@@ -157,6 +162,7 @@ def update(
     again: Callable[[Result | None], bool],
     say: Callable[[Result], None],
     num_workers: int = 2,
+    work: Callable[[Connection], None] | None = None,
 ) -> dict[str, Result]:
     """Checks the types whose result in `path` (or None) `again` answers True for, writing after each; returns all."""
     results: dict[str, Result] = {}
@@ -165,7 +171,7 @@ def update(
         if content["versions"] == versions:
             results = {name: Result(**fields) for name, fields in content["results"].items()}
     missing = [name for name in types if again(results.get(name))]
-    for result in sweep(missing, num_workers=num_workers):
+    for result in sweep(missing, num_workers=num_workers, work=work):
         results[result.model_type] = result
         save(path, results, versions)
         say(result)
