@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from model_adapters import lowerings
-from model_adapters.bridge import StoredLength, extract_jax, jax_view, to_torch_tensor, torch_mode, torch_view
+from model_adapters.bridge import (
+    StoredLength,
+    extract_jax,
+    jax_view,
+    to_jax_array,
+    to_torch_tensor,
+    torch_mode,
+    torch_view,
+)
+from model_adapters.errors import UnsupportedModelError
 from model_adapters.routed_experts import group_ends, routed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
@@ -140,3 +149,9 @@ def test_extracted_functions_take_host_tensors():
 
     weights, function = extract_jax(Module())
     assert jax.jit(function)(weights, (jnp.zeros(3),)).tolist() == [0, 1, 2]
+
+
+def test_integers_that_32_bits_do_not_hold_are_refused():
+    with pytest.raises(UnsupportedModelError, match="got 4294967296 in a tensor of 64-bit ones"):
+        to_jax_array(torch.tensor([1, 1 << 32]))
+    assert to_jax_array(torch.tensor([-(1 << 31), (1 << 31) - 1])).tolist() == [-(1 << 31), (1 << 31) - 1]

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import multiprocessing
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from torchax_serve.parity.result import Result
 TIME_LIMIT_S = 600.0
 """For one type. The slowest takes a tenth of it on a quiet machine."""
 START_LIMIT_S = 300.0
+QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""What is computed is the same, and it is computed once."""
 TYPES_PER_WORKER = 40
 """After so many a worker is replaced: what JAX and transformers keep of each model adds up."""
 
@@ -119,6 +122,7 @@ class _Worker:
 def _work(connection: Connection) -> None:
     """The life of a worker process."""
     warnings.filterwarnings("ignore")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
     import jax
     import torch
     import transformers
