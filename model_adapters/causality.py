@@ -10,6 +10,9 @@ SAID = {"is_decoder": False, "causal": False, "attn_type": "bi"}
 """Values of a configuration that make it an encoder, or a decoder used as one."""
 BY_THEMSELVES = frozenset({"openai-gpt", "rwkv"})
 """Types whose code makes a causal mask, or a recurrence, by itself."""
+SHIFTED = frozenset({"git"})
+"""Types that shift the mask of later tokens, by the number of an image's patches: these see what padding on the left has
+computed, which is a mean over the whole prompt and whatever pads it on the right."""
 
 
 def is_causal(module: PreTrainedModel) -> bool:
@@ -19,7 +22,7 @@ def is_causal(module: PreTrainedModel) -> bool:
     causal ones. Of other code that is not known, and False is answered: exact lengths are slower, never different.
     """
     config = module.config.get_text_config(decoder=True)
-    if any(getattr(config, name, None) == value for name, value in SAID.items()):
+    if config.model_type in SHIFTED or any(getattr(config, name, None) == value for name, value in SAID.items()):
         return False
     makes_masks = any(
         getattr(sys.modules.get(type(child).__module__), "create_causal_mask", None) is not None

@@ -24,6 +24,7 @@ from model_adapters.bridge import (
     take_host_tensors,
     torch_view,
 )
+from model_adapters.errors import InvalidArgumentError
 
 
 @functools.cache
@@ -100,7 +101,10 @@ def _attention(
         mask = jnp.broadcast_to(attn_mask, (*batch, *jnp.broadcast_shapes((1, 1, 1), attn_mask.shape[-3:])))
         attn_mask = mask.reshape(-1, *mask.shape[-3:])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out: Any = ops.dense_attention(q, k, v, attn_mask, scale=scale, causal=is_causal)
+    try:
+        out: Any = ops.dense_attention(q, k, v, attn_mask, scale=scale, causal=is_causal)
+    except InvalidArgumentError as error:
+        raise RuntimeError(str(error)) from None  # as torch has it: model code made the shapes, and no user
     return out.reshape(*batch, *out.shape[1:])
 
 
