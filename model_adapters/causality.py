@@ -11,8 +11,8 @@ SAID = {"is_decoder": False, "causal": False, "attn_type": "bi"}
 BY_THEMSELVES = frozenset({"openai-gpt", "rwkv"})
 """Types whose code makes a causal mask, or a recurrence, by itself."""
 SHIFTED = frozenset({"git"})
-"""Types that shift the mask of later tokens, by the number of an image's patches: these see what padding on the left has
-computed, which is a mean over the whole prompt and whatever pads it on the right."""
+"""Types that shift the mask of later tokens, by the number of an image's patches: these see what padding on the left
+has computed, which is a mean over the whole prompt and whatever pads it on the right."""
 
 
 def is_causal(module: PreTrainedModel) -> bool:
