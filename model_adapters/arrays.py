@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from model_adapters.errors import UnsupportedModelError
+
 XLA_CPU_ALIGNMENT = 64
 """Bytes. XLA's CPU client takes a foreign buffer as it is only where it starts on a multiple of this."""
 
@@ -22,12 +24,26 @@ _VIA_INTEGER: dict[torch.dtype, tuple[torch.dtype, np.dtype]] = {
 }
 
 
+def _check_integers(tensor: torch.Tensor) -> None:
+    """Raises UnsupportedModelError for 64-bit integers that are cut in 32 bits, such as those of a hash function."""
+    limits = torch.iinfo(torch.int32)
+    if tensor.dtype == torch.int64 and tensor.numel():
+        least, most = torch.aminmax(tensor)
+        if least < limits.min or most > limits.max:
+            worst = int(most if most > limits.max else least)
+            raise UnsupportedModelError(
+                f"expected integers that 32 bits hold, got {worst} in a tensor of 64-bit ones, which JAX narrows; "
+                "set JAX_ENABLE_X64=1"
+            )
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in C order on the host, and in a dtype that JAX without 64-bit types has."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         raise ValueError(f"expected a tensor on the CPU, got one on {tensor.device}")
     if not jax.config.read("jax_enable_x64") and tensor.dtype in _NARROWED:
+        _check_integers(tensor)
         tensor = tensor.to(_NARROWED[tensor.dtype])
     return tensor.resolve_conj().resolve_neg().contiguous()
 

@@ -21,11 +21,31 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from model_adapters.bridge import jax_view, torch_view
-from model_adapters.caches import CacheWrite
+from model_adapters.cache_layers import CacheWrite
 from model_adapters.ops import decode_attention, dense_attention
 from model_adapters.paged import NotPackableError, PagedWrite, attend_paged
 
-IMPLEMENTATION = "torchax_serve"
+
+class ImplementationName(str):
+    """The name of our attention, which model code that asks takes for torch's ``sdpa``.
+
+    Some model code builds its masks by the name of the implementation (``in ("eager", "sdpa")``): additions to a mask
+    that a kernel of another name would not read. What ``sdpa`` reads, our attention reads too. Tables of
+    implementations look a name up by its hash, which stays that of the name.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or other == "sdpa"
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+IMPLEMENTATION = ImplementationName("torchax_serve")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +155,8 @@ def served_attention(
         return attend_paged(query, key, paged, note.window, scale=scale, softcap=softcap, sinks=s_aux), None
     sinks = None if s_aux is None else jax_view(s_aux)
     write: CacheWrite | None = getattr(key, "cache_write", None)
+    if write is not None and value is not write.values_out:
+        write = None  # model code has made other values of those that were written
     q = jax_view(query)
     if q.shape[2] == 1 and write is not None and write.pool_before is not None and note and position_bias is None:
         out: Any = _decode(q, write, note, scale=scale, softcap=softcap, sinks=sinks)

@@ -26,7 +26,25 @@ torchax = import_torchax()
 from torchax.interop import jax_view, torch_view  # noqa: E402
 
 TorchView = torchax.view.View
+TorchTensor = torchax.tensor.Tensor
 JaxFunction = Callable[..., Any]
+
+
+def take_host_tensors() -> None:
+    """Has torchax take PyTorch's own tensors for constants, where it refuses them beside its own.
+
+    Model code that names no device makes them on the host, while it is traced: their values are known.
+    """
+    env = torchax.default_env()
+    theirs = env.t2j_iso
+
+    def taken(x: torch.Tensor) -> Any:
+        return x if isinstance(x, (TorchTensor, TorchView)) else TorchTensor(to_jax_array(x), env)
+
+    def t2j_iso(tensors: Any) -> Any:
+        return theirs(torch.utils._pytree.tree_map_only(torch.Tensor, taken, tensors))
+
+    env.t2j_iso = t2j_iso
 
 
 def lower(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool = False) -> None:
@@ -43,9 +61,65 @@ def _over_arrays(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return torch_view(function(*args, **kwargs))
 
 
+def lower_raw(torch_op: Any, function: Callable[..., Any]) -> None:
+    """Makes `torch_op` run `function`, over whatever it is called with: torch views, and numbers as they are."""
+    operator = torchax.default_env()._ops[torch_op]
+    torchax.default_env()._ops[torch_op] = dataclasses.replace(operator, func=function, is_jax_function=False)
+
+
 def lowering_of(torch_op: Any) -> Callable[..., Any]:
     """The function that torchax runs for `torch_op`."""
     return torchax.default_env()._ops[torch_op].func
+
+
+class StoredLength(TorchTensor):  # type: ignore[misc, valid-type]
+    """The number of tokens that a cache holds, int32[], as model code gets it in a trace.
+
+    What is known of it although it is traced: it is not zero, and how far apart it and sums of it with numbers are.
+    """
+
+    @staticmethod
+    def __new__(cls: Any, elem: jax.Array, env: Any, base: Any = None, plus: int = 0) -> Any:
+        """A tensor over `elem`; what else there is to say, `__init__` keeps."""
+        return TorchTensor.__new__(cls, elem, env)
+
+    def __init__(self, elem: jax.Array, env: Any, base: Any = None, plus: int = 0) -> None:
+        super().__init__(elem, env)
+        self.base = self if base is None else base
+        self.plus = plus
+
+    @classmethod
+    def of(cls, length: jax.Array) -> StoredLength:
+        """The length `length` int32[]; the caller knows that it is at least 1."""
+        return cls(length, torchax.default_env())
+
+    def distance(self, other: Any) -> int | None:
+        """`other` less this, where it is known."""
+        return other.plus - self.plus if isinstance(other, StoredLength) and other.base is self.base else None
+
+    def _is_zero(self, other: Any) -> bool:
+        return type(other) is int and other == 0 and self.plus >= 0
+
+    def __add__(self, other: Any) -> Any:
+        if type(other) is int:
+            return StoredLength(self._elem + other, self._env, self.base, self.plus + other)
+        return super().__add__(other)
+
+    __radd__ = __add__
+
+    def __gt__(self, other: Any) -> Any:
+        return True if self._is_zero(other) else super().__gt__(other)
+
+    def __ne__(self, other: Any) -> Any:
+        return True if self._is_zero(other) else super().__ne__(other)
+
+    def __eq__(self, other: Any) -> Any:
+        return False if self._is_zero(other) else super().__eq__(other)
+
+    def __bool__(self) -> bool:
+        return True if self.plus >= 0 else super().__bool__()
+
+    __hash__ = torch.Tensor.__hash__
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

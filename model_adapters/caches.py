@@ -6,14 +6,10 @@ Two objects with two lives:
   arrays, and it dies with the trace.
 * `DeviceCache` is the handle that the host keeps between calls. It is a `transformers.Cache` too, so that transformers'
   own generation loop can carry it around, reorder it for beams and crop it after a rejected draft.
-
-An attention layer keeps K and V side by side in one array ``pool[batch, kv_heads, capacity, k_dim + v_dim]``. Sliding
-layers keep the full length as well: the window is applied by the attention mask or the kernel.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -22,124 +18,20 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     DynamicCache,
     LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
     StaticCache,
+    StaticIndexedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
-import pytree_registry
-from model_adapters.bridge import jax_view, to_jax_array, to_torch_tensor, torch_view
+from model_adapters.bridge import StoredLength, jax_view, to_jax_array, to_torch_tensor
+from model_adapters.cache_layers import AttentionLayer, HybridLayer, IndexedLayer
 from model_adapters.errors import UnsupportedModelError
 
 LayerStates = tuple[Any, ...]
 LONGEST = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheWrite:
-    """What one call of ``cache.update`` wrote, attached to the keys it returned.
-
-    The attention function that receives those very keys may attend and write in one pass, from the pool as it was
-    before; the write that ``update`` has traced is then dead code. Model code that changes the keys in between loses
-    the attachment and gets the dense keys and values it computed with.
-    """
-
-    layer: AttentionLayer
-    keys: jax.Array  # [batch, kv_heads, num_new, k_dim]
-    values: jax.Array  # [batch, kv_heads, num_new, v_dim]
-    pool_before: jax.Array | None  # [batch, kv_heads, capacity, k_dim + v_dim]; None in a first prefill
-
-
-class AttentionLayer(CacheLayerMixin):
-    """Keys and values of one attention layer, full or sliding.
-
-    An empty layer (``pool is None``) takes a first prefill: it returns the new keys and values as they are, and
-    stores them at position 0. Later updates store at ``offset`` and return the whole pool.
-    """
-
-    supports_early_init = False
-
-    def __init__(self, capacity: int, window: int | None = None) -> None:
-        self.capacity = capacity
-        self.window = window
-        self.k_dim = 0
-        self.pool: Any = None
-        self.offset: Any = None
-
-    @property
-    def is_sliding(self) -> bool:
-        """Whether only the last `window` positions are ever attended to."""
-        return self.window is not None
-
-    @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether something has been stored."""
-        return self.pool is not None
-
-    @property
-    def keys(self) -> torch.Tensor:  # type: ignore[override]
-        """Dense keys [batch, kv_heads, capacity, k_dim]."""
-        return torch_view(jax_view(self.pool)[..., : self.k_dim])
-
-    @property
-    def values(self) -> torch.Tensor:  # type: ignore[override]
-        """Dense values [batch, kv_heads, capacity, v_dim]."""
-        return torch_view(jax_view(self.pool)[..., self.k_dim :])
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the pool is made by the first update."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new keys and values [batch, kv_heads, num_new, dim]; returns those to attend to."""
-        keys, values = jax_view(key_states), jax_view(value_states)
-        before = None if self.pool is None else jax_view(self.pool)
-        new = jnp.concatenate([keys, values], -1)
-        if before is None:
-            num_new = new.shape[2]
-            if num_new > self.capacity:
-                raise ValueError(f"expected at most {self.capacity} tokens for this cache, got {num_new}")
-            self.k_dim = keys.shape[-1]
-            pool = jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - num_new), (0, 0)))
-            keys_out, values_out = torch_view(keys), torch_view(values)
-        else:
-            pool = jax.lax.dynamic_update_slice(before, new.astype(before.dtype), (0, 0, jax_view(self.offset), 0))
-            keys_out, values_out = torch_view(pool[..., : self.k_dim]), torch_view(pool[..., self.k_dim :])
-        self.pool = torch_view(pool)
-        keys_out.cache_write = CacheWrite(self, keys, values, before)
-        return keys_out, values_out
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that ``update`` returns for `query_length` new tokens."""
-        return (query_length if self.pool is None else self.capacity), 0
-
-    def get_seq_length(self) -> Any:
-        """Tokens stored so far: 0 for an empty layer, else a traced scalar."""
-        return 0 if self.pool is None else self.offset
-
-    def get_max_length(self) -> int:
-        """Tokens that fit."""
-        return self.capacity
-
-
-class HybridLayer(LinearAttentionLayer, AttentionLayer):  # type: ignore[override]  # as transformers' own
-    """A layer with both a linear-attention state and keys and values."""
-
-    is_initialized = AttentionLayer.is_initialized
-
-    def __init__(self, capacity: int, window: int | None, number_of_states: int) -> None:
-        AttentionLayer.__init__(self, capacity, window)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Prepares the linear-attention state; keys and values need nothing."""
-        if kwargs:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
 def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
@@ -156,6 +48,8 @@ def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
             layers.append(AttentionLayer(capacity, window))
         elif isinstance(theirs, LinearAttentionCacheLayerMixin) and isinstance(theirs, StaticLayer):
             layers.append(HybridLayer(capacity, window, theirs.number_of_states))
+        elif type(theirs) is StaticIndexedLayer:
+            layers.append(IndexedLayer(capacity))
         elif isinstance(theirs, StaticLayer):
             raise UnsupportedModelError(f"cache layers of kind {type(theirs).__name__} have no static form here")
         else:
@@ -164,13 +58,17 @@ def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
 
 
 class TraceCache(Cache):
-    """The cache as model code sees it inside a trace; `offset` is the number of tokens stored, a traced scalar."""
+    """The cache as model code sees it inside a trace; `offset` is the number of tokens stored, a traced scalar.
 
-    def __init__(self, layers: LayerStates, offset: Any) -> None:
+    With `lean_len`, the number of new tokens, layers that hold something lean.
+    """
+
+    def __init__(self, layers: LayerStates, offset: Any, lean_len: int | None = None) -> None:
         super().__init__(layers=list(layers))
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
-                layer.offset = offset
+                layer.offset = offset if layer.pool is None or offset is None else StoredLength.of(jax_view(offset))
+                layer.lean_len, layer.has_counted = None if layer.pool is None else lean_len, False
 
     def mask_len(self, query_len: int) -> int:
         """Length of the attention mask for `query_len` new tokens; 0 where a recurrent state leaves nothing to mask."""
@@ -183,7 +81,7 @@ class TraceCache(Cache):
         """The layers, to be returned from the trace; the offset stays with the host."""
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
-                layer.offset = None
+                layer.offset, layer.lean_len, layer.has_counted = None, None, False
         return tuple(self.layers)
 
     @property
@@ -222,7 +120,7 @@ class DeviceCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether a rollback leaves no trace: only attention layers can forget."""
-        return all(type(layer) is AttentionLayer for layer in self.states)
+        return all(type(layer) in (AttentionLayer, IndexedLayer) for layer in self.states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens stored."""
@@ -242,8 +140,9 @@ class DeviceCache(Cache):
             return
         for layer in self.states:
             if isinstance(layer, AttentionLayer):
-                if layer.pool is not None:
-                    layer.pool = jnp.pad(layer.pool, ((0, 0), (0, 0), (0, capacity - self.capacity), (0, 0)))
+                for name in layer.POOLS:
+                    if (pool := getattr(layer, name)) is not None:
+                        setattr(layer, name, jnp.pad(pool, ((0, 0), (0, 0), (0, capacity - self.capacity), (0, 0))))
                 layer.capacity = capacity
         self.capacity = capacity
 
@@ -305,6 +204,12 @@ def _take(state: Any, layer: Any, length: int) -> None:
         missing = length - pool.shape[2]  # forgotten by a sliding layer, so masked in every step to come
         state.pool = jnp.pad(to_jax_array(pool), ((0, 0), (0, 0), (missing, state.capacity - length), (0, 0)))
         state.k_dim = layer.keys.shape[-1]
+    if isinstance(state, IndexedLayer) and layer.is_indexer_initialized:
+        tail = ((0, 0), (0, 0), (0, state.capacity - length), (0, 0))
+        state.index_pool = jnp.pad(to_jax_array(layer.indexer_keys)[:, None], tail)
+        if layer.indexer_position_ids is not None:
+            positions = jnp.moveaxis(to_jax_array(layer.indexer_position_ids), 0, 2)[:, None]
+            state.position_pool = jnp.pad(positions, tail)
     if isinstance(state, LinearAttentionCacheLayerMixin):
         for name in ("conv_states", "recurrent_states"):
             theirs = getattr(layer, name)
@@ -333,13 +238,15 @@ def _fill(layer: Any, state: Any, length: int) -> None:
         layer.keys, layer.values = keys[:, :, start:], values[:, :, start:]
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length = length
+    if isinstance(state, IndexedLayer) and state.index_pool is not None:
+        keys = to_torch_tensor(state.index_pool[:, 0, :length])
+        layer.lazy_initialization_indexer(keys)
+        layer.indexer_keys = keys
+        if state.position_pool is not None:
+            layer.indexer_position_ids = to_torch_tensor(state.position_pool[:, 0, :length]).movedim(2, 0).long()
     if isinstance(state, LinearAttentionCacheLayerMixin):
         for name in ("conv_states", "recurrent_states"):
             ours = getattr(state, name)
             getattr(layer, name).update({i: None if x is None else to_torch_tensor(x) for i, x in ours.items()})
         _copy_flags(state, layer)
         layer.device = torch.device("cpu")
-
-
-pytree_registry.register(AttentionLayer)
-pytree_registry.register(HybridLayer)

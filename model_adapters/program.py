@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 import pytree_registry
-from model_adapters import experts, lowerings
+from model_adapters import experts, lowerings, quirks
 from model_adapters.attention import IMPLEMENTATION, goes_through_interface, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view
-from model_adapters.caches import LayerStates, TraceCache
+from model_adapters.caches import AttentionLayer, LayerStates, TraceCache
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.module_state import attributes_restored
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache
 from model_adapters.sharding import ModelSharding
 from model_adapters.slices import slices_of_parts
@@ -68,16 +69,28 @@ class ModelProgram:
         self.cache_name = next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
         self.output_class: type[ModelOutput] = ModelOutput  # known after the first trace
         self.needs_mask = False  # found out at the first trace of a decode step
+        self.leans = quirks.leans(module)  # likewise, where it does not stand written
+        self.kept_in_module: set[str] = set()  # tensors that the code has left on the module in some trace
         self.is_float32 = module.dtype == torch.float32
 
     def found_out(self) -> dict[str, Any]:
         """What tracing has shown about the model, for `recall` in a process that need not trace."""
-        return {"output_class": self.output_class, "needs_mask": self.needs_mask}
+        return {"output_class": self.output_class, "needs_mask": self.needs_mask, "leans": self.leans}
 
     def recall(self, facts: dict[str, Any]) -> None:
         """Takes over what `found_out` answered."""
         self.output_class = facts["output_class"]
         self.needs_mask = self.needs_mask or facts["needs_mask"]
+        self.leans = self.leans or facts["leans"]
+
+    def check_keeps_nothing(self) -> None:
+        """Raises UnsupportedModelError if a trace has shown that the code keeps tensors on the module."""
+        if self.kept_in_module:
+            one, *others = sorted(self.kept_in_module)
+            raise UnsupportedModelError(
+                f"expected a model that keeps its state in a cache, got one that keeps it in itself ({one} and "
+                f"{len(others)} more), where requests would share it"
+            )
 
     def accepts(self, name: str) -> bool:
         """Whether the forward names an argument `name`."""
@@ -121,18 +134,38 @@ class ModelProgram:
     ) -> tuple[Arrays, LayerStates | None]:
         inputs = dict(inputs)
         starts, last = inputs.pop("starts", None), inputs.pop("last", None)
-        if spec.padded or self.needs_mask or starts is None:
-            return self._attempt(weights, states, offset, inputs, spec, starts, last)
-        try:
-            return self._attempt(weights, states, offset, inputs, spec, None, last)
-        except Exception as error:
-            # Some models count positions by a mask they make themselves, of a length that only the host could know.
+        first_error: Exception | None = None
+        for masked, leaning in self._ways(states, starts, spec):
+            given = starts if masked else None
             try:
-                result = self._attempt(weights, states, offset, inputs, spec, starts, last)
-            except Exception:
-                raise error from None
-            self.needs_mask = True
+                result = self._attempt(weights, states, offset, inputs, spec, given, last, leaning)
+            except Exception as error:
+                first_error = first_error or error
+                continue
+            self.needs_mask, self.leans = self.needs_mask or (masked and not spec.padded), leaning or self.leans
             return result
+        assert first_error is not None
+        raise first_error
+
+    def _ways(
+        self, states: LayerStates | None, starts: jax.Array | None, spec: CallSpec
+    ) -> tuple[tuple[bool, bool], ...]:
+        """How a forward may be called, with a mask or without and on a cache that leans or not, the cheapest first.
+
+        Some models count positions by a mask they make themselves, of a length that only the host could know; some
+        count from the end of the keys, or compare their number.
+        """
+        holds = states is not None and any(isinstance(x, AttentionLayer) and x.pool is not None for x in states)
+        if starts is None:
+            return ((False, False),)
+        # A model that counts positions by the length of its cache would count what is not there.
+        may_lean = self.leans or (self.accepts("position_ids") and self.accepts("attention_mask"))
+        leaning = ((True, True),) if holds and may_lean else ()
+        if self.leans and leaning:
+            return leaning
+        if spec.padded or self.needs_mask:
+            return ((True, False), *leaning)
+        return ((False, False), (True, False), *leaning)
 
     def _attempt(
         self,
@@ -143,17 +176,22 @@ class ModelProgram:
         spec: CallSpec,
         starts: jax.Array | None,
         last: jax.Array | None,
+        leaning: bool,
     ) -> tuple[Arrays, LayerStates | None]:
         """One trace of the forward; `starts` is None for no attention mask."""
         kwargs = torch_view(inputs)
         query_len = next(x for name, x in inputs.items() if name in ("input_ids", "inputs_embeds")).shape[1]
         cache = None
         if states is not None:
-            cache = TraceCache(torch_view(states), None if offset is None else torch_view(offset))
+            viewed = torch_view(jax.tree.map(lambda x: x, states))  # layers of its own: another attempt may follow
+            cache = TraceCache(viewed, None if offset is None else torch_view(offset), query_len if leaning else None)
             assert self.cache_name is not None
             kwargs[self.cache_name] = cache
         if starts is not None and self.accepts("attention_mask"):
             length = query_len if cache is None else cache.mask_len(query_len)
+            if leaning:
+                assert offset is not None
+                starts = starts + (length - query_len - offset)
             if length:
                 kwargs["attention_mask"] = padding_mask(starts, length)
         if self.accepts("use_cache"):
@@ -232,12 +270,15 @@ class ModelProgram:
         on_devices = contextlib.nullcontext() if self.sharding is None else self.sharding.tracing(self.module, weights)
         grouped = experts.ON_GROUPED if self.sharding is None else experts.IMPLEMENTATION
         with (
+            attributes_restored(self.module) as kept,
             implementations(self.module, attention=attention, experts=grouped),
             on_devices,
             torch_mode(self.module, state),
+            quirks.applied(self.module),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):
             output = self.forward_function(self.module, **kwargs, return_dict=True)
+        self.kept_in_module.update(kept)
         written = [name for name, tensor in state.items() if jax_view(tensor) is not weights[name]]
         if written:
             raise UnsupportedModelError(

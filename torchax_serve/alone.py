@@ -55,13 +55,14 @@ def _as_request(
     """Ends transformers' ``generate`` after its preparations, with what it prepared."""
     for name in ("synced_gpus", "tokenizer", "assistant_model", "streamer"):
         model_kwargs.pop(name, None)
+    model_kwargs = {name: value for name, value in model_kwargs.items() if not (isinstance(value, dict) and not value)}
     return LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, None, model_kwargs)
 
 
 @contextlib.contextmanager
 def _torch_seed(seed: int | None) -> Iterator[None]:
     """torch's global generator at `seed`, and as it was before at the end; untouched for None."""
-    with torch.random.fork_rng(enabled=seed is not None):
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
         yield

@@ -7,6 +7,7 @@ defaults, errors and return types are transformers' by construction.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -120,6 +121,8 @@ class JaxModel:
             model_kwargs[name] = runtime.new_cache(1)
             return None
         generation_config.cache_implementation = None
+        if name and not runtime.can_cache and model_kwargs.get(name) is None:
+            generation_config.use_cache = model_kwargs["use_cache"] = False  # every token anew
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -145,6 +148,8 @@ class JaxModel:
             raise UnsupportedArgumentError("synced_gpus=True is not supported here: one process decodes by itself")
         model_kwargs.pop("tokenizer", None)  # generate has made the stop strings of it
         runtime = self._jax_runtime
+        for name in [name for name, value in model_kwargs.items() if isinstance(value, dict) and not value]:
+            del model_kwargs[name]  # such as what no image's encoder has put out
         request = LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         if why_not_fast(runtime, request) is None:
             return DecodeLoop(runtime, request).run()
@@ -201,13 +206,17 @@ def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]
     cache_name = runtime.program.cache_name
     return_dict = given.pop("return_dict", model.config.return_dict)
     use_cache = given.pop("use_cache", getattr(runtime.text_config, "use_cache", False))
+    if cache_name is None and runtime.program.accepts("use_cache"):
+        given["use_cache"] = bool(use_cache)  # what such a model keeps are arguments and fields as any other
     cache = None if cache_name is None else given.pop(cache_name, None)
     if cache is None and use_cache and runtime.can_cache and "labels" not in given:
         cache = runtime.new_cache(1)
     hidden, attentions = (bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS)
     spec = CallSpec(output_hidden_states=hidden, output_attentions=attentions)
     fields = runtime.forward(given, spec, cache)
-    if cache is not None and cache_name is not None:
+    output_class = runtime.program.output_class
+    has_field = any(field.name == cache_name for field in dataclasses.fields(output_class))  # type: ignore[arg-type]
+    if cache is not None and cache_name is not None and has_field:
         fields[cache_name] = cache
-    output = runtime.program.output_class(**fields)
+    output = output_class(**fields)
     return output if return_dict else output.to_tuple()

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
+from model_adapters import quirks
 from model_adapters.arrays import from_host
 from model_adapters.bridge import to_jax_array, to_torch_tensor
 from model_adapters.caches import AttentionLayer, DeviceCache
+from model_adapters.causality import is_causal
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program import CallSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
 from torchax_serve.buckets import bucket
 from torchax_serve.padding import Padding
 from torchax_serve.program_cache import ProgramCache
-from torchax_serve.steps import Steps
+from torchax_serve.steps import Carry, DecodeSpec, Steps
 
 # Inputs that may be padded along the sequence; with any other tensor a call runs at its exact length.
 SEQUENCE_INPUTS = frozenset({"input_ids", "inputs_embeds", "position_ids", "attention_mask"})
@@ -61,29 +65,67 @@ class Runtime:
         self.steps = Steps(self.program, programs or ProgramCache())
         self.config = module.config
         self.text_config = module.config.get_text_config(decoder=True)
-        self.max_positions: int | None = getattr(self.text_config, "max_position_embeddings", None)
+        positions = getattr(self.text_config, "max_position_embeddings", None)
+        self.max_positions: int | None = positions if positions is not None and positions > 0 else None  # -1: no end
         self.vocab_size: int = module.get_input_embeddings().num_embeddings  # type: ignore[assignment]
         self.learned_positions = _learned_positions(module, self.max_positions)
-        self.can_cache, self.is_recurrent = self._cache_kinds()
+        self.is_causal = is_causal(module)
+        self.unread = quirks.unread(module)
 
-    def _cache_kinds(self) -> tuple[bool, bool]:
-        """Whether a device cache can be made for this model, and whether it has recurrent layers."""
+    @functools.cached_property
+    def why_no_cache(self) -> str | None:
+        """Why this model runs without a cache here, every token anew; None if it has one."""
         if self.config.is_encoder_decoder or self.program.cache_name is None:
-            return False, True
+            return "its forward takes no cache that transformers' other models take"
         try:
-            states = self.new_cache(16).states
-        except (UnsupportedModelError, AttributeError, KeyError, TypeError):  # no static form of this configuration
-            return False, True
-        return True, any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in states)
+            self.new_cache(16)
+        except (UnsupportedModelError, AttributeError, KeyError, TypeError) as error:
+            return f"its cache has no static form: {type(error).__name__}: {error}"
+        if getattr(self.program.module, "_can_compile_fullgraph", False):
+            return None  # transformers itself compiles it on a cache of fixed shapes
+        return self.steps.cache.remembered("cache", "", self._try_cache)
+
+    def _try_cache(self) -> str | None:
+        """Traces a first forward and a step after it."""
+        states, one = self.new_cache(16).states, jax.ShapeDtypeStruct((1,), np.int32)
+        spec = DecodeSpec(CallSpec(), self.program.accepts("position_ids"))
+
+        def both(weights: Any, ids: jax.Array, token: jax.Array) -> Any:
+            _, after = self.program.forward(weights, states, jnp.int32(0), {"input_ids": ids}, CallSpec())
+            carry = Carry(jnp.full(1, 3, jnp.int32), jnp.int32(3), jnp.zeros(1, jnp.int32))
+            for _ in range(2):
+                assert after is not None
+                _, after, carry = self.steps.decode_once(weights, after, token, carry, spec)
+            return after
+
+        try:
+            jax.eval_shape(both, self.weights, jax.ShapeDtypeStruct((1, 3), np.int32), one)
+            self.program.check_keeps_nothing()
+        except Exception as error:  # whatever model code raises on a cache that is not its own
+            return f"on a cache of fixed shapes, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return None
+
+    @property
+    def can_cache(self) -> bool:
+        """Whether a device cache can be made for this model."""
+        return self.why_no_cache is None
+
+    @functools.cached_property
+    def is_recurrent(self) -> bool:
+        """Whether the cache of this model has recurrent layers."""
+        states = self.new_cache(16).states if self.can_cache else ()
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in states)
 
     def new_cache(self, capacity: int) -> DeviceCache:
         """An empty cache with room for `capacity` tokens per row."""
         return DeviceCache(self.text_config, capacity)
 
-    def padded_len(self, length: int, past: int) -> int:
-        """Length a query of `length` tokens is padded to: a rung of the ladder, or the same where padding is seen."""
-        # A recurrent state would go on through padding on the right.
-        if length == 1 or self.is_recurrent:
+    def padded_len(self, length: int, past: int, *, is_kept: bool) -> int:
+        """Length a query of `length` tokens is padded to: a rung of the ladder, or the same where padding is seen.
+
+        `is_kept` says that there is a cache: a recurrent state would go on through padding on the right.
+        """
+        if length == 1 or not self.is_causal or (is_kept and self.is_recurrent):
             return length
         rung = bucket(length)
         # Nor may padding reach behind the end of a table of positions: what is read there is no number.
@@ -141,7 +183,7 @@ class Runtime:
 
     def forward_arrays(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None) -> dict[str, Any]:
         """As `forward`, with arrays out, left on the device."""
-        given = dict(given)
+        given = {key: value for key, value in given.items() if key not in self.unread}
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
         exact = bool(set(given) - SEQUENCE_INPUTS - {"logits_to_keep"}) or given.get(name) is None
         if exact and cache is None:
@@ -153,7 +195,7 @@ class Runtime:
         exact = exact or spec.output_attentions or spec.output_hidden_states
         length = tensor.shape[1]
         past = 0 if cache is None else cache.length
-        query = Query(name, tensor, length if exact else self.padded_len(length, past))
+        query = Query(name, tensor, length if exact else self.padded_len(length, past, is_kept=cache is not None))
         return self._forward_padded(query, given, spec, cache)
 
     def _on_device(self, cache: Cache) -> DeviceCache:
@@ -217,9 +259,11 @@ def _learned_positions(module: PreTrainedModel, max_positions: int | None) -> in
 
 
 def _arrays_and_rest(given: dict[str, Any]) -> tuple[dict[str, jax.Array], tuple[tuple[str, Any], ...]]:
-    """A forward's arguments, cut into those that are traced and those that are static."""
-    arrays = {k: to_jax_array(v) for k, v in given.items() if isinstance(v, torch.Tensor)}
-    return arrays, tuple(sorted((k, v) for k, v in given.items() if not isinstance(v, torch.Tensor)))
+    """A forward's arguments, cut into those that are traced, tensors and lists of them, and those that are static."""
+    leaves = {name: jax.tree.leaves(value) for name, value in given.items()}
+    traced = {name for name, found in leaves.items() if found and all(isinstance(x, torch.Tensor) for x in found)}
+    arrays = {name: jax.tree.map(to_jax_array, given[name]) for name in traced}
+    return arrays, tuple(sorted((name, value) for name, value in given.items() if name not in traced))
 
 
 def _pad_to(tensor: torch.Tensor, length: int, fill: int | None) -> jax.Array:

@@ -51,7 +51,7 @@ class Steps:
         self.cache = cache
         kept = partial(KeptFunction, cache, donate=["states"], facts=program.found_out, recall=program.recall)
         self.forward = kept("forward", self._forward)
-        self.decode = kept("decode", self._decode)
+        self.decode = kept("decode", self.decode_once)
 
     @property
     def num_traces(self) -> collections.Counter[str]:
@@ -69,7 +69,7 @@ class Steps:
         """Any forward: prefill, or a call from outside; see `ModelProgram.forward`."""
         return self.program.forward(weights, states, offset, inputs, spec)
 
-    def _decode(
+    def decode_once(
         self,
         weights: Mapping[str, jax.Array],
         states: LayerStates,

@@ -178,6 +178,20 @@ def use(op: str, implementation: str) -> Iterator[None]:
         _CHOSEN.reset(token)
 
 
+_RECORDS: list[set[tuple[str, str]]] = []
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[set[tuple[str, str]]]:
+    """Collects (op, implementation) of what is traced meanwhile, in any thread."""
+    record: set[tuple[str, str]] = set()
+    _RECORDS.append(record)
+    try:
+        yield record
+    finally:
+        _RECORDS.remove(record)
+
+
 def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
     """The implementation that a call with these arguments is given to.
 
@@ -203,4 +217,7 @@ def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
 
 def call(op: str, *args: Any, **kwargs: Any) -> Any:
     """Computes `op` with the implementation that the platform, the arguments and :func:`use` select."""
-    return implementation_for(op, *args, **kwargs).function(*args, **kwargs)
+    chosen = implementation_for(op, *args, **kwargs)
+    for record in _RECORDS:
+        record.add((op, chosen.name))
+    return chosen.function(*args, **kwargs)

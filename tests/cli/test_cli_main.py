@@ -103,6 +103,22 @@ def test_models_as_json():
     assert everything["architectures"].keys() == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
 
 
+def test_models_shows_how_one_type_was_checked():
+    text = call("models", "llama").stdout
+    assert "LlamaForCausalLM" in text
+    assert "paged" in text
+    checked = json.loads(call("models", "llama", "--json").stdout)["checked"]
+    assert checked["status"] == "passed"
+    assert checked["forward_difference"] <= 1e-4
+
+
+def test_models_names_near_types():
+    done = call("models", "lama")
+    assert done.exit_code
+    assert "llama" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import json
 import sys
 from typing import Annotated, Any
 
 import typer
 
+from model_adapters.errors import ModelNotFoundError
+
 _EMBEDDED = "torchax-serve run, without a name"
 
 
 def models(
+    model_type: Annotated[str | None, typer.Argument(help="A model type, to see how it was checked.")] = None,
     list_all: Annotated[bool, typer.Option("--all", help="Also list the architectures by name.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
@@ -19,12 +24,20 @@ def models(
     from model_adapters.loading.names import SHORT_NAMES
 
     architectures = _architectures()
+    if model_type is not None:
+        _print_one(model_type, architectures, as_json=as_json)
+        return
     if as_json:
         short_names = {
             name: {"hub_id": entry.hub_id, "num_parameters": entry.num_parameters, "note": entry.note}
             for name, entry in SHORT_NAMES.items()
         }
-        everything = {"embedded": _EMBEDDED, "short_names": short_names, "architectures": architectures}
+        everything = {
+            "embedded": _EMBEDDED,
+            "short_names": short_names,
+            "architectures": architectures,
+            "checked": _checked(),
+        }
         print(json.dumps(everything, indent=1))
         return
     _print_tables(SHORT_NAMES, architectures, list_all=list_all)
@@ -38,6 +51,37 @@ def _architectures() -> dict[str, list[str]]:
         model_type: [classes] if isinstance(classes, str) else list(classes)
         for model_type, classes in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
     }
+
+
+def _checked() -> dict[str, Any]:
+    """The sweep that comes with the package: versions, numbers, and each type's result."""
+    from torchax_serve.parity.table import shipped, summary
+
+    versions, results = shipped()
+    by_type = {name: dataclasses.asdict(result) for name, result in results.items()}
+    return {"versions": versions, **summary(results), "results": by_type}
+
+
+def _print_one(model_type: str, architectures: dict[str, list[str]], *, as_json: bool) -> None:
+    """What is known about `model_type`; raises for a type that transformers does not know."""
+    if model_type not in architectures:
+        near = difflib.get_close_matches(model_type, architectures, n=5)
+        raise ModelNotFoundError(
+            f"expected a model type of a causal language model in transformers, got {model_type!r}; "
+            + (f"did you mean {', '.join(near)}?" if near else "`torchax-serve models --all` lists them")
+        )
+    checked = _checked()
+    fields = checked["results"].get(model_type)
+    if as_json:
+        print(json.dumps({"model_type": model_type, "classes": architectures[model_type], "checked": fields}, indent=1))
+        return
+    print(f"{model_type}: {', '.join(architectures[model_type])}")
+    if fields is None:
+        print(f"not checked: newer than the table, of transformers {checked['versions']['transformers']}")
+        return
+    for name, value in fields.items():
+        if name not in ("model_type", "class_name") and value not in (None, []):
+            print(f"  {name:20} {', '.join(value) if isinstance(value, list) else value}")
 
 
 def _size(num_parameters: int) -> str:
@@ -60,6 +104,13 @@ def _print_tables(short_names: Any, architectures: dict[str, list[str]], *, list
     console.print(
         f"\nAny other causal language model of the Hugging Face hub by its id, or a folder: {len(architectures)} "
         f"architectures{' (--all lists them)' if not list_all else ':'}",
+        highlight=False,
+    )
+    checked = _checked()
+    roads = ", ".join(f"{number} {road}" for road, number in checked["roads"].items())
+    console.print(
+        f"Checked beside PyTorch, token for token (transformers {checked['versions']['transformers']}): "
+        f"{checked['passed']} of {checked['checked']} pass ({roads}); torchax-serve models TYPE shows one.",
         highlight=False,
     )
     if list_all:

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 
 from model_adapters.caches import AttentionLayer, LayerStates
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
@@ -88,8 +87,8 @@ class RowForward:
     def __init__(self, runtime: Runtime) -> None:
         if not runtime.can_cache:
             raise UnsupportedModelError(
-                f"expected a decoder with a cache of fixed shapes, got {type(runtime.program.module).__name__}; "
-                "generate runs it, one batch at a time"
+                f"expected a decoder with a cache of fixed shapes, got {type(runtime.program.module).__name__}: "
+                f"{runtime.why_no_cache}; generate runs it, one batch at a time"
             )
         self.program, self._weights = runtime.program, runtime.weights
         self._new_cache = runtime.new_cache
@@ -129,12 +128,15 @@ class RowForward:
         Raises:
             UnsupportedModelError: what it keeps changes its shape from step to step, lies elsewhere, or is nothing.
         """
-        with _keeps_nothing_itself(self.program.module):
-            return self._find_layout()
+        found = self._find_layout()
+        self.program.check_keeps_nothing()
+        return found
 
     def _find_layout(self) -> StateLayout:
         states, size = self._after_first(TRIAL_LEN)
-        pools = {id(layer.pool) for layer in states if isinstance(layer, AttentionLayer)}
+        pools = {
+            id(getattr(layer, name)) for layer in states if isinstance(layer, AttentionLayer) for name in layer.POOLS
+        }
         leaves: list[PageShape | StateRow] = []
         for leaf in jax.tree.leaves(states):
             dtype = np.dtype(leaf.dtype)
@@ -354,31 +356,6 @@ def as_unsupported() -> Iterator[None]:
         raise UnsupportedModelError(
             f"expected a forward that can be traced on a cache, got {type(error).__name__}: {''.join(said)}"
         ) from error
-
-
-@contextlib.contextmanager
-def _keeps_nothing_itself(module: torch.nn.Module) -> Iterator[None]:
-    """Refuses a module that has other tensors as attributes afterwards; takes them away from it again.
-
-    Raises:
-        UnsupportedModelError: it has; names some.
-    """
-    before = {child: dict(vars(child)) for child in module.modules()}
-    written = []
-    try:
-        yield
-    finally:
-        for name, child in module.named_modules():
-            for attribute, value in list(vars(child).items()):
-                was = before[child].get(attribute)
-                if isinstance(value, torch.Tensor) and was is not value:
-                    written.append(f"{name}.{attribute}")
-                    vars(child)[attribute] = was
-    if written:
-        raise UnsupportedModelError(
-            f"expected a model that keeps its state in a cache, got one that keeps it in itself ({written[0]} and "
-            f"{len(written) - 1} more), where requests would share it"
-        )
 
 
 def _structure(states: LayerStates) -> Any:

@@ -84,7 +84,11 @@ def page_shapes(runtime: Runtime) -> tuple[PageShape, ...]:
     return tuple(_page_shape(layer) for layer in _shapes_of(prompt, runtime.weights, inputs))
 
 
-def _page_shape(layer: AttentionLayer) -> PageShape:
+def _page_shape(layer: Any) -> PageShape:
+    if not isinstance(layer, AttentionLayer):
+        raise NotPackableError(f"a layer of the cache is a {type(layer).__name__}, which keeps no keys and values")
+    if len(layer.POOLS) > 1:
+        raise NotPackableError("a layer keeps more than keys and values: an indexer chooses what is attended to")
     if layer.pool is None:
         raise NotPackableError("a layer of the cache stays empty")
     _, num_heads, _, width = layer.pool.shape

@@ -1,0 +1,31 @@
+"""Whether what a model computes of a token is the same whatever stands behind it."""
+
+from __future__ import annotations
+
+import sys
+
+from transformers import PreTrainedModel
+
+SAID = {"is_decoder": False, "causal": False, "attn_type": "bi"}
+"""Values of a configuration that make it an encoder, or a decoder used as one."""
+BY_THEMSELVES = frozenset({"openai-gpt", "rwkv"})
+"""Types whose code makes a causal mask, or a recurrence, by itself."""
+SHIFTED = frozenset({"git"})
+"""Types that shift the mask of later tokens, by the number of an image's patches: these see what padding on the left
+has computed, which is a mean over the whole prompt and whatever pads it on the right."""
+
+
+def is_causal(module: PreTrainedModel) -> bool:
+    """Whether padding on the right of `module`'s input changes nothing before it.
+
+    A model that its configuration does not make an encoder, and whose code makes masks by transformers' function for
+    causal ones. Of other code that is not known, and False is answered: exact lengths are slower, never different.
+    """
+    config = module.config.get_text_config(decoder=True)
+    if config.model_type in SHIFTED or any(getattr(config, name, None) == value for name, value in SAID.items()):
+        return False
+    makes_masks = any(
+        getattr(sys.modules.get(type(child).__module__), "create_causal_mask", None) is not None
+        for child in module.modules()
+    )
+    return makes_masks or config.model_type in BY_THEMSELVES

@@ -1,0 +1,75 @@
+"""What a single architecture needs and no general means gives: one file each, with its reason.
+
+A quirk is a module named after the folder of transformers' modeling code that it is for. It has ``REPLACED``: functions
+by ``Class.method``, which stand in the place of those methods while a model is traced, and are written in torch as
+these are. Nothing is replaced outside of a trace, and nothing in another architecture. ``LEANS = True`` says that the
+code counts from the end of the keys, so that the cache must lean (`model_adapters.cache_layers`); ``UNREAD``
+names arguments of the forward that the code takes and never reads, so that their shapes need not be compiled for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_MODELS = "transformers.models."
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """Architectures that have a quirk, by the name of their folder in transformers."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+@functools.cache
+def _replaced(architecture: str) -> dict[str, Callable[..., Any]]:
+    return getattr(_module(architecture), "REPLACED", {})
+
+
+def _module(architecture: str) -> types.ModuleType | None:
+    return importlib.import_module(f"{__name__}.{architecture}") if architecture in names() else None
+
+
+def leans(module: torch.nn.Module) -> bool:
+    """Whether a quirk says that the cache of `module` must lean."""
+    return bool(getattr(_module(_architecture(module)), "LEANS", False))
+
+
+def unread(module: torch.nn.Module) -> frozenset[str]:
+    """Arguments that the forward of `module` does not read."""
+    return frozenset(getattr(_module(_architecture(module)), "UNREAD", ()))
+
+
+def quirk_of(module: torch.nn.Module) -> str | None:
+    """The quirk that a part of `module` has, by name; None without one."""
+    found = {_architecture(child) for child in module.modules()} & set(names())
+    return min(found) if found else None
+
+
+def _architecture(module: torch.nn.Module) -> str:
+    path = next((c.__module__ for c in type(module).__mro__ if c.__module__.startswith(_MODELS)), "")
+    return path.removeprefix(_MODELS).partition(".")[0]
+
+
+@contextlib.contextmanager
+def applied(module: torch.nn.Module) -> Iterator[None]:
+    """The methods of quirks stand in the place of those of `module` and its parts inside."""
+    changed: list[tuple[torch.nn.Module, str]] = []
+    try:
+        for child in module.modules():
+            for name, function in _replaced(_architecture(child)).items():
+                class_name, _, method = name.partition(".")
+                if any(base.__name__ == class_name for base in type(child).__mro__):
+                    vars(child)[method] = types.MethodType(function, child)
+                    changed.append((child, method))
+        yield
+    finally:
+        for child, method in changed:
+            vars(child).pop(method, None)

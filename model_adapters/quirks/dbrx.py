@@ -1,0 +1,30 @@
+"""DBRX loops over the experts that are hit, which only the host could count (5.23: `DbrxExperts.forward`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from model_adapters.routed_experts import routed
+
+
+def _forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    w1, v1, w2 = (w.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for w in _weights(self.mlp))
+
+    def experts(x: torch.Tensor, ends: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        gate = self.mlp.activation_fn(torch._grouped_mm(x, w1.transpose(1, 2), offs=ends))
+        return torch._grouped_mm(gate * torch._grouped_mm(x, v1.transpose(1, 2), offs=ends), w2, offs=ends)
+
+    flat = hidden_states.reshape(-1, self.hidden_size)
+    out = routed(flat, top_k_index, top_k_weights, self.num_experts, experts)
+    return out.view(hidden_states.shape[0], -1, self.hidden_size)
+
+
+def _weights(mlp: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return mlp.w1, mlp.v1, mlp.w2
+
+
+REPLACED = {"DbrxExperts.forward": _forward}

@@ -1,0 +1,28 @@
+"""LongCat Flash loops over the experts that are hit, which only the host could count; some experts are the identity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from model_adapters.routed_experts import routed
+
+
+def _forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    num_routed = self.num_routed_experts
+
+    def experts(x: torch.Tensor, ends: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if self.gate_up_proj is None:
+            return x
+        up = torch._grouped_mm(x, self.gate_up_proj[:num_routed].transpose(1, 2), offs=ends)
+        gate, up = up.chunk(2, dim=-1)
+        down = torch._grouped_mm(self.act_fn(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+        return torch.where((ids >= num_routed)[:, None], x, down)
+
+    return routed(hidden_states, top_k_index, top_k_weights, num_routed, experts).to(hidden_states.dtype)
+
+
+REPLACED = {"LongcatFlashExperts.forward": _forward}

@@ -1,0 +1,157 @@
+"""Torch operators that are lowered here, beside torch itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from model_adapters import lowerings
+from model_adapters.bridge import (
+    StoredLength,
+    extract_jax,
+    jax_view,
+    to_jax_array,
+    to_torch_tensor,
+    torch_mode,
+    torch_view,
+)
+from model_adapters.errors import UnsupportedModelError
+from model_adapters.routed_experts import group_ends, routed
+
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
+
+
+def traced(function, *arrays):
+    """`function` over torch views, under jit."""
+    lowerings.install()
+
+    def run(*arrays):
+        with torch_mode(torch.nn.Identity(), {}):
+            return jax_view(function(*torch_view(arrays)))
+
+    return to_torch_tensor(jax.jit(run)(*arrays))
+
+
+def as_arrays(*tensors):
+    return [jnp.asarray(x.float().numpy()).astype(str(x.dtype).removeprefix("torch.")) for x in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, "bool", "additive", "causal"])
+@pytest.mark.parametrize("shape", [(2, 4, 5, 8), (4, 5, 8), (2, 3, 4, 5, 8)])
+def test_attention(dtype, mask, shape):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+    given = {"is_causal": mask == "causal"}
+    if mask in ("bool", "additive"):
+        seen = torch.rand(5, 5, generator=generator) < 0.6
+        seen[:, 0] = True
+        given["attn_mask"] = seen if mask == "bool" else torch.zeros(5, 5, dtype=dtype).masked_fill(~seen, -1e4)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(q, k, v, **given)
+    in_trace = {
+        name: torch_view(jnp.asarray(x.numpy())) if name == "attn_mask" and x.dtype == torch.bool else x
+        for name, x in given.items()
+    }
+    if mask == "additive":
+        in_trace["attn_mask"] = torch_view(as_arrays(given["attn_mask"])[0])
+    found = traced(lambda q, k, v: attend(q, k, v, **in_trace), *as_arrays(q, k, v))
+    torch.testing.assert_close(found, expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-5)
+
+
+def test_attention_that_sees_nothing_is_zero():
+    q = jnp.ones((1, 1, 2, 4))
+    mask = jnp.array([[True, True], [False, False]])
+    found = traced(
+        lambda q, mask: torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask[None, None]), q, mask
+    )
+    np.testing.assert_array_equal(found[0, 0, 1], 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
+def test_type_as_leaves_the_tensor_alone(dtype):
+    def run(x):
+        y = x.transpose(0, 1)
+        changed = x.type_as(torch.zeros(1, dtype=dtype)) + y.type_as(torch.zeros(1, dtype=dtype)).transpose(0, 1)
+        assert changed.dtype == dtype
+        return x
+
+    assert traced(run, jnp.full((2, 3), 1.5)).dtype == torch.float32
+
+
+def test_a_view_is_indexed_by_a_tensor():
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    found = traced(lambda x, i: x.transpose(1, 2)[:, i, :], jnp.asarray(x.numpy()), jnp.array([2]))
+    assert torch.equal(found, x.transpose(1, 2)[:, [2], :])
+
+
+def test_tensors_of_the_host_are_constants():
+    found = traced(lambda x: torch.full((3,), 2.0) * x + torch.tensor([1.0, 2.0, 3.0]), jnp.arange(3.0))
+    assert found.tolist() == [1, 4, 7]
+
+
+def test_stored_lengths():
+    table = torch.arange(40).reshape(1, 40)
+
+    def run(offset, table):
+        past = StoredLength.of(jax_view(offset))
+        assert past > 0 and past != 0 and past
+        assert (past == 0) is False
+        positions = torch.arange(past, past + 3, dtype=torch.long, device=table.device)
+        assert positions.shape == (3,)
+        return positions * 100 + table[:, past : 3 + past][0]
+
+    found = traced(run, jnp.int32(7), jnp.asarray(table.numpy()))
+    assert found.tolist() == [707, 808, 909]
+
+
+def test_stored_lengths_of_other_caches_are_not_taken_for_known():
+    def run(a, b):
+        a, b = StoredLength.of(jax_view(a)), StoredLength.of(jax_view(b))
+        assert a.distance(b + 2) is None
+        assert (a + 1).distance(a + 4) == 3
+        return a + b
+
+    assert traced(run, jnp.int32(7), jnp.int32(8)).item() == 15
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_routed_experts(num_tokens):
+    generator = torch.Generator().manual_seed(0)
+    x, ids = torch.randn(num_tokens, 8, generator=generator), torch.randint(0, 4, (num_tokens, 2), generator=generator)
+    weights, matrices = torch.rand(num_tokens, 2, generator=generator), torch.randn(3, 8, 8, generator=generator)
+    expected = torch.zeros_like(x)
+    for token in range(num_tokens):
+        for choice in range(2):
+            expert = int(ids[token, choice])
+            made = x[token] @ matrices[expert] if expert < 3 else x[token]
+            expected[token] += weights[token, choice] * made
+
+    def run(x, ids, weights, matrices):
+        def experts(rows, ends, of):
+            return torch.where((of >= 3)[:, None], rows, torch._grouped_mm(rows, matrices, offs=ends))
+
+        return routed(x, ids, weights, 3, experts)
+
+    found = traced(run, *(jnp.asarray(y.numpy()) for y in (x, ids.int(), weights, matrices)))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_group_ends():
+    assert traced(lambda ids: group_ends(ids, 3), jnp.array([[2, 0], [2, 5]])).tolist() == [1, 1, 3]
+
+
+def test_extracted_functions_take_host_tensors():
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x + torch.arange(3)
+
+    weights, function = extract_jax(Module())
+    assert jax.jit(function)(weights, (jnp.zeros(3),)).tolist() == [0, 1, 2]
+
+
+def test_integers_that_32_bits_do_not_hold_are_refused():
+    with pytest.raises(UnsupportedModelError, match="got 4294967296 in a tensor of 64-bit ones"):
+        to_jax_array(torch.tensor([1, 1 << 32]))
+    assert to_jax_array(torch.tensor([-(1 << 31), (1 << 31) - 1])).tolist() == [-(1 << 31), (1 << 31) - 1]

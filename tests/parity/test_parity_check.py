@@ -1,0 +1,112 @@
+"""The harness: tiny configurations, a check that can fail, workers that crash and hang; and a handful of types."""
+
+import dataclasses
+import os
+import time
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from model_adapters.errors import UnsupportedModelError
+from torchax_serve.parity import check, sweep, table, tiny_model
+from torchax_serve.parity.tiny_config import MAX_LAYERS, tiny_config
+
+_, SHIPPED = table.shipped()
+# A road each, and what needed something of its own: an indexer's keys, experts looped over on the host, a cache that
+# leans, no cache at all.
+HANDFUL = ("qwen3", "jetmoe", "gpt_neo", "deepseek_v32", "openai-gpt")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@pytest.mark.parametrize("model_type", HANDFUL)
+def test_type_passes_on_the_road_of_the_table(model_type):
+    result = check.check(model_type)
+    assert result.status == "passed", result
+    assert result.road == SHIPPED[model_type].road
+
+
+def test_a_wrong_token_is_noticed(monkeypatch):
+    model, expected = tiny_model.clearest_model("llama")
+    wrong = (expected.alone[0], (expected.alone[1] + 1) % 90)
+    monkeypatch.setattr(
+        check, "clearest_model", lambda name: (model, dataclasses.replace(expected, alone=wrong, padded=None))
+    )
+    result = check.check("llama")
+    assert (result.status, result.alone_equal, result.engine_equal) == ("failed", True, False)
+
+
+def test_torch_error_is_told(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(tiny_model, "_forward", broken)
+    result = check.check("llama")
+    assert result.status == "impossible"
+    assert "fails in PyTorch itself: RuntimeError: no such thing" in result.error
+
+
+def test_every_kind_of_layer_stays():
+    checked = 0
+    for model_type in sweep.causal_types():
+        try:
+            tiny = tiny_config(model_type).get_text_config()
+            default = CONFIG_MAPPING[model_type]().get_text_config()
+        except Exception:  # test_parity_table has these
+            continue
+        kinds = set(getattr(default, "layer_types", None) or ())
+        if len(kinds) > 1:
+            assert kinds <= set(tiny.layer_types), model_type
+            checked += 1
+        assert (getattr(tiny, "num_hidden_layers", None) or 0) <= MAX_LAYERS + 10
+    assert checked > 20
+
+
+def test_unknown_type():
+    with pytest.raises(UnsupportedModelError, match="expected a model type that transformers knows, got 'lama'"):
+        tiny_config("lama")
+
+
+def test_prompts_are_padded_on_the_left():
+    ids, mask = tiny_model.padded_batch()
+    assert ids.shape == mask.shape == (2, 14)
+    assert mask[1].tolist() == [0] * 5 + [1] * 9
+    assert torch.equal(ids[1, 5:], tiny_model.prompts()[1][0])
+
+
+def _work_that_breaks(connection):
+    connection.send("ready")
+    while True:
+        name = connection.recv()
+        if name == "crash":
+            os._exit(3)
+        if name == "hang":
+            time.sleep(60)
+        connection.send({"model_type": name, "class_name": "", "status": "passed"})
+
+
+def test_a_crash_and_a_hang_end_nothing_else():
+    names = ["a", "crash", "b", "hang", "c"]
+    found = {r.model_type: r for r in sweep.sweep(names, time_limit_s=3, work=_work_that_breaks)}
+    assert {name: result.status for name, result in found.items()} == {
+        "a": "passed",
+        "b": "passed",
+        "c": "passed",
+        "crash": "crashed",
+        "hang": "timed out",
+    }
+    assert "status 3" in found["crash"].error
+
+
+def test_results_are_continued(tmp_path):
+    path, versions = tmp_path / "results.json", {"transformers": "1"}
+
+    def run(names, **options):
+        said = []
+        sweep.update(path, names, versions, again=lambda known: known is None, say=said.append, **options)
+        return [result.model_type for result in said]
+
+    assert sorted(run(["a", "b"], work=_work_that_breaks)) == ["a", "b"]
+    assert run(["a", "b", "c"], work=_work_that_breaks) == ["c"]
+    assert list(table.read(path)[1]) == ["a", "b", "c"]

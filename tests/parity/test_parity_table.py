@@ -1,0 +1,39 @@
+"""The shipped results: complete for the pinned transformers, and what docs/models.md says."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+from packaging.version import Version
+
+from torchax_serve.parity import table
+from torchax_serve.parity.sweep import causal_types
+
+ROOT = Path(__file__).resolve().parents[2]
+SWEEPS = {versions["transformers"]: results for versions, results in table.all_shipped()}
+
+
+def test_results_are_of_the_types_that_transformers_has():
+    installed = transformers.__version__
+    if installed in SWEEPS:
+        assert set(SWEEPS[installed]) == set(causal_types())
+    else:  # both ends of the range are shipped
+        assert min(map(Version, SWEEPS)) < Version(installed) < max(map(Version, SWEEPS))
+
+
+def test_document_is_generated_from_the_results():
+    (versions, newest), *others = table.all_shipped()
+    assert (ROOT / "docs" / "models.md").read_text() == table.markdown(versions, newest, others)
+
+
+@pytest.mark.parametrize("version", SWEEPS)
+def test_what_passed_was_compared_and_was_clear(version):
+    for result in SWEEPS[version].values():
+        if result.status == "passed":
+            assert result.forward_difference <= 1e-4, result
+            assert result.alone_equal, result
+            assert result.padded_equal or (result.padded_equal is None and result.notes), result
+            assert result.engine_equal or result.road == "generate", result
+            assert result.smallest_gap > 2 * result.forward_difference, result
+        else:
+            assert result.error or "differ" in table.tokens_said(result), result

@@ -1,0 +1,1 @@
+"""Every architecture of transformers, tiny and random, on JAX beside eager PyTorch."""

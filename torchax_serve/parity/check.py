@@ -1,0 +1,169 @@
+"""One model type, tiny and random, served beside eager PyTorch: logits, and tokens of ``generate`` and the engine."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from model_adapters.caches import AttentionLayer
+from model_adapters.errors import UnsupportedModelError
+from model_adapters.ops import registry
+from torchax_serve.engine.build import EngineOptions
+from torchax_serve.model import ServedModel, serve
+from torchax_serve.parity.result import PASSED, Result
+from torchax_serve.parity.tiny_model import NUM_NEW, Expected, causal_class, clearest_model, padded_batch, prompts
+from torchax_serve.runtime import Runtime
+
+TOLERANCE = 1e-4
+ENGINE = EngineOptions(max_len=48, num_slots=4, page_len=4, token_budget=32, kv_cache_bytes=1 << 20)
+COMPILE_EVENTS = ("/jax/core/compile/",)
+
+
+def check(model_type: str) -> Result:
+    """Checks one type; what goes wrong stands in the result."""
+    began = time.monotonic()
+    result = Result(model_type, causal_class(model_type).__name__)
+    with _compile_seconds() as seconds, registry.recorded() as kernels:
+        try:
+            model, expected = clearest_model(model_type)
+        except UnsupportedModelError as error:
+            return dataclasses.replace(result, status="impossible", error=str(error))
+        result = dataclasses.replace(
+            result,
+            class_name=type(model).__name__,
+            smallest_gap=round(expected.smallest_gap, 6),
+            num_distinct=expected.num_distinct,
+            notes=list(expected.notes),
+            has_tp_plan=bool(getattr(model.config.get_text_config(), "base_model_tp_plan", None)),
+        )
+        result = _compared(result, model, expected)
+    used = sorted({f"{op} ({name})" for op, name in kernels if name != registry.REFERENCE})
+    return dataclasses.replace(
+        result, kernels=used, compile_s=round(sum(seconds), 2), total_s=round(time.monotonic() - began, 2)
+    )
+
+
+def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Result:
+    """The result with what serving `model` gave."""
+    errors: list[str] = []
+
+    def tried(name: str, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            errors.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            return None
+
+    with serve(model, engine=ENGINE) as served:
+        runtime: Runtime = served.torch_model._jax_runtime
+        result = dataclasses.replace(result, cache_kinds=cache_kinds(runtime))
+        logits = tried("forward", _logits, served)
+        difference = None if logits is None else float((logits - expected.logits).abs().max())
+        padded_same = None
+        if expected.padded is not None:
+            padded = tried("padded", _generate, served, *padded_batch(), expected.options)
+            padded_same = padded is not None and torch.equal(padded, expected.padded)
+        first = prompts()[0]
+        alone = tried("alone", _generate, served, first, torch.ones_like(first), expected.options)
+        alone_same = alone is not None and torch.equal(alone, expected.alone[0])
+        try:
+            road, reason = _road(served)
+        except Exception as error:
+            road, reason = "generate", f"{type(error).__name__}: {error}"
+            errors.append(f"engine: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        engine_same = None
+        if road != "generate":
+            together = tried("engine", _together, served)
+            engine_same = together is not None and all(
+                torch.equal(ours, theirs[0]) for ours, theirs in zip(together, expected.alone, strict=False)
+            )
+    parts = [padded_same, alone_same, engine_same]
+    if not expected.prompts_differ:
+        errors.append("harness: the prompts have one answer")
+    passed = difference is not None and difference <= TOLERANCE and False not in parts and not errors
+    return dataclasses.replace(
+        result,
+        status=PASSED if passed else "failed",
+        road=road,
+        road_reason=reason,
+        forward_difference=difference,
+        padded_equal=padded_same,
+        alone_equal=alone_same,
+        engine_equal=engine_same,
+        error="; ".join(errors) or None,
+    )
+
+
+def _logits(served: ServedModel) -> torch.Tensor:
+    model: Any = served.torch_model
+    return model(input_ids=prompts()[0]).logits
+
+
+def _generate(served: ServedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    model: Any = served.torch_model
+    tokens = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, **options)
+    return tokens[:, ids.shape[1] :]
+
+
+def _road(served: ServedModel) -> tuple[str, str | None]:
+    """The engine's road, and why it is not a faster one."""
+    try:
+        description = served.engine.description
+    except UnsupportedModelError as error:
+        return "generate", str(error)
+    _, not_packed, reason = description.partition("; gathered, not packed: ")
+    return ("gathered", reason) if not_packed else ("paged", None)
+
+
+def _together(served: ServedModel) -> list[torch.Tensor]:
+    """New tokens of both prompts on the engine, among others that begin, end and draw at other times."""
+
+    def config(**options: Any) -> GenerationConfig:
+        found = copy.deepcopy(served.generation_config)  # with what the type asks for by itself, such as forced tokens
+        found.update(**options)
+        return found
+
+    greedy, drawn = config(max_new_tokens=NUM_NEW, do_sample=False), config(max_new_tokens=5, do_sample=True)
+    first, second = (prompt[0].tolist() for prompt in prompts())
+    asked = [(first, greedy, None), (second[:3], drawn, 1), (second, greedy, None), (first[5:], drawn, 2)]
+    streams = [served.iter_tokens(prompt, wanted, seed=seed) for prompt, wanted, seed in asked]
+    answers = [torch.tensor(list(stream)) for stream in streams]
+    return [answers[0], answers[2]]
+
+
+def cache_kinds(runtime: Runtime) -> list[str]:
+    """What the layers of the model keep, each kind once."""
+    if not runtime.can_cache:
+        return []
+    kinds = []
+    for layer in runtime.new_cache(16).states:
+        if isinstance(layer, AttentionLayer):
+            kinds.append("full" if layer.window is None else "window")
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            kinds.append("state")
+    return sorted(set(kinds))
+
+
+@contextmanager
+def _compile_seconds() -> Iterator[list[float]]:
+    """Seconds that JAX traces, lowers and compiles inside."""
+    seconds: list[float] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event.startswith(COMPILE_EVENTS):
+            seconds.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seconds
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,0 +1,182 @@
+"""Checks many model types in worker processes, so that one that crashes or hangs ends nothing but itself."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from torchax_serve.parity.result import Result
+
+TIME_LIMIT_S = 600.0
+"""For one type. The slowest takes a tenth of it on a quiet machine."""
+START_LIMIT_S = 300.0
+QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""What is computed is the same, and it is computed once."""
+TYPES_PER_WORKER = 40
+"""After so many a worker is replaced: what JAX and transformers keep of each model adds up."""
+
+
+def causal_types() -> list[str]:
+    """Every model type that the installed transformers knows as a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def sweep(
+    types: Sequence[str],
+    *,
+    num_workers: int = 2,
+    time_limit_s: float = TIME_LIMIT_S,
+    work: Callable[[Connection], None] | None = None,
+) -> Iterator[Result]:
+    """Yields a result for each type, in the order in which they end; `work` is what a worker process runs."""
+    waiting = collections.deque(types)
+    workers: list[_Worker] = []
+    try:
+        while waiting or workers:
+            while waiting and len(workers) < num_workers:
+                workers.append(_Worker(work or _work))
+            for worker in workers:
+                if worker.is_ready and waiting:
+                    worker.give(waiting.popleft())
+            wait([worker.connection for worker in workers], timeout=1.0)
+            for worker in list(workers):
+                if (result := worker.look(time_limit_s)) is not None:
+                    yield result
+                if worker.is_over or (not waiting and worker.model_type is None):
+                    worker.end()
+                    workers.remove(worker)
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+class _Worker:
+    """One process; checks one type after the other."""
+
+    def __init__(self, work: Callable[[Connection], None]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.model_type: str | None = None
+        self.since = time.monotonic()
+        self.num_done = 0
+        self.is_started = False
+        self.is_over = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can take a type."""
+        return self.is_started and self.model_type is None and not self.is_over
+
+    def give(self, model_type: str) -> None:
+        """Has it check `model_type`."""
+        self.model_type, self.since = model_type, time.monotonic()
+        self.connection.send(model_type)
+
+    def look(self, time_limit_s: float) -> Result | None:
+        """What it has answered, or what became of it."""
+        try:
+            if self.connection.poll():
+                answer = self.connection.recv()
+                if not self.is_started:
+                    self.is_started = True
+                    return None
+                self.model_type, self.num_done = None, self.num_done + 1
+                self.is_over = self.num_done >= TYPES_PER_WORKER
+                return Result(**answer)
+        except (EOFError, ConnectionResetError):
+            return self._ended("crashed", f"the process ended with status {self.process.exitcode}")
+        seconds = time.monotonic() - self.since
+        if not self.is_started and seconds > START_LIMIT_S:
+            raise TimeoutError(f"expected a worker process within {START_LIMIT_S:.0f} s")
+        if self.model_type is not None and seconds > time_limit_s:
+            return self._ended("timed out", f"no answer within {time_limit_s:.0f} s")
+        return None
+
+    def _ended(self, status: str, error: str) -> Result | None:
+        self.is_over = True
+        if not self.is_started:
+            raise RuntimeError(f"a worker process could not start: {error}")
+        return None if self.model_type is None else Result(self.model_type, "", status=status, error=error)
+
+    def end(self) -> None:
+        """Ends the process."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def _work(connection: Connection) -> None:
+    """The life of a worker process."""
+    warnings.filterwarnings("ignore")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
+    import jax
+    import torch
+    import transformers
+
+    from torchax_serve.parity.check import check
+
+    torch.set_num_threads(1)
+    jax.config.update("jax_enable_compilation_cache", False)  # so that the seconds are those of compiling
+    transformers.logging.set_verbosity_error()
+    connection.send("ready")
+    while True:
+        model_type = connection.recv()
+        try:
+            result = check(model_type)
+        except Exception as error:  # the harness itself; whatever it is, the other types go on
+            result = Result(model_type, "", status="crashed", error=f"{type(error).__name__}: {str(error)[:300]}")
+        connection.send(dataclasses.asdict(result))
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A file of results."""
+    return json.loads(path.read_text())
+
+
+def save(path: Path, results: dict[str, Result], versions: dict[str, str]) -> None:
+    """Writes results by type, in order, whole or not at all."""
+    content = {
+        "versions": versions,
+        "results": {name: dataclasses.asdict(results[name]) for name in sorted(results)},
+    }
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def update(
+    path: Path,
+    types: Sequence[str],
+    versions: dict[str, str],
+    *,
+    again: Callable[[Result | None], bool],
+    say: Callable[[Result], None],
+    num_workers: int = 2,
+    work: Callable[[Connection], None] | None = None,
+) -> dict[str, Result]:
+    """Checks the types whose result in `path` (or None) `again` answers True for, writing after each; returns all."""
+    results: dict[str, Result] = {}
+    if path.exists():
+        content = load(path)
+        if content["versions"] == versions:
+            results = {name: Result(**fields) for name, fields in content["results"].items()}
+    missing = [name for name in types if again(results.get(name))]
+    for result in sweep(missing, num_workers=num_workers, work=work):
+        results[result.model_type] = result
+        save(path, results, versions)
+        say(result)
+    return results

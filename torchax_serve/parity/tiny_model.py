@@ -1,0 +1,222 @@
+"""Tiny random models whose greedy choices are clear, and what eager PyTorch makes of them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from model_adapters.errors import UnsupportedModelError
+from torchax_serve.parity.tiny_config import PROMPT_IDS_END, tiny_config
+
+NUM_NEW = 16
+PROMPT_LENS = (14, 9)
+FIRST_PROMPT_ID = 5
+CLEAR_GAP = 0.02
+"""Between the first and the second logit of every greedy choice: two hundred times what a logit may be off."""
+NUM_SEEDS = 6
+EMBEDDING_STDS = (0.4, 0.1, 0.03)
+"""By seed: many models scale their embeddings, and one that only repeats its last token checks little."""
+LEAST_DISTINCT = 4
+GAIN, NOISE_STD = 1.4, 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What eager PyTorch gives.
+
+    Attributes:
+        logits: float32[1, prompt_len, vocab] of the first prompt.
+        padded: int64[2, NUM_NEW], new tokens of both prompts in one batch, the shorter padded on the left; None where
+            transformers raises.
+        alone: int64[1, NUM_NEW] by prompt.
+        smallest_gap: between the first and the second logit of all choices.
+        options: further arguments of ``generate`` that eager PyTorch needed.
+        notes: what transformers could not do.
+    """
+
+    logits: torch.Tensor
+    padded: torch.Tensor | None
+    alone: tuple[torch.Tensor, ...]
+    smallest_gap: float
+    options: dict[str, Any]
+    notes: tuple[str, ...]
+
+    @property
+    def num_distinct(self) -> int:
+        """The number of different tokens in the less varied answer."""
+        return min(len(set(tokens[0].tolist())) for tokens in self.alone)
+
+    @property
+    def prompts_differ(self) -> bool:
+        """Whether the prompts have different answers."""
+        return not torch.equal(*self.alone)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the choices are clear and differ from prompt to prompt."""
+        return self.prompts_differ and self.smallest_gap >= CLEAR_GAP and self.num_distinct >= LEAST_DISTINCT
+
+
+def prompts() -> tuple[torch.Tensor, ...]:
+    """Prompts int64[1, len] of different lengths, none beginning as another does."""
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randint(FIRST_PROMPT_ID, PROMPT_IDS_END, (1, n), generator=generator) for n in PROMPT_LENS)
+
+
+def padded_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """The prompts in one batch, padded on the left: input_ids and attention_mask, int64[2, len]."""
+    length = max(PROMPT_LENS)
+    ids, mask = torch.zeros(2, length, dtype=torch.long), torch.zeros(2, length, dtype=torch.long)
+    for row, prompt in enumerate(prompts()):
+        ids[row, length - prompt.shape[1] :] = prompt[0]
+        mask[row, length - prompt.shape[1] :] = 1
+    return ids, mask
+
+
+def causal_class(model_type: str) -> type[PreTrainedModel]:
+    """The class that transformers maps `model_type` to as a causal language model."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return getattr(transformers, names if isinstance(names, str) else names[0])
+
+
+def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
+    """A tiny model in float32, random weights, attention as eager code.
+
+    Raises:
+        UnsupportedModelError: transformers cannot build it; with its reason.
+    """
+    model_class = causal_class(model_type)
+    config = _config_for(model_class, tiny_config(model_type))
+    torch.manual_seed(seed)
+    try:
+        model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"transformers cannot build {model_class.__name__} from a configuration: {type(error).__name__}: "
+            f"{said[:300]}"
+        ) from error
+    _spread(model, EMBEDDING_STDS[seed % len(EMBEDDING_STDS)])
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """`config`, or the part of it that `model_class` is made from."""
+    wanted = model_class.config_class
+    if wanted is None or isinstance(config, wanted):
+        return config
+    parts = [part for part in vars(config).values() if isinstance(part, wanted)]
+    return parts[0] if parts else config
+
+
+@torch.no_grad()
+def _spread(model: PreTrainedModel, embedding_std: float) -> None:
+    """Weights large enough that what the layers add outweighs the token's own embedding, and no bias is zero."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_floating_point():
+                continue
+            if isinstance(module, torch.nn.Embedding):
+                parameter.normal_(std=embedding_std)
+            elif parameter.ndim > 1 and _is_product(module, name):
+                parameter.normal_(std=GAIN * parameter.shape[-1] ** -0.5)
+            elif parameter.ndim == 1 and name in ("weight", "bias"):
+                parameter.add_(torch.randn_like(parameter), alpha=NOISE_STD)
+            elif not parameter.any():  # what it scales would be equal, and the order of equals is nobody's
+                parameter.normal_(std=NOISE_STD)
+
+
+def _is_product(module: torch.nn.Module, name: str) -> bool:
+    """Whether the parameter is a matrix, rather than rates and scales that must stay in their range."""
+    known = isinstance(module, (torch.nn.Linear, torch.nn.Conv1d)) or type(module).__name__ == "Conv1D"
+    return known or name.endswith("_proj") or name in ("weight", "kernel")
+
+
+def clearest_model(model_type: str) -> tuple[PreTrainedModel, Expected]:
+    """The first of a few seeds whose greedy choices are clear, or the one with the widest gap; fixed for a type."""
+    best: tuple[PreTrainedModel, Expected] | None = None
+    for seed in range(NUM_SEEDS):
+        model = tiny_model(model_type, seed)
+        expected = expect(model)
+        if expected.is_clear:
+            return model, expected
+        if best is None or _quality(expected) > _quality(best[1]):
+            best = model, expected
+    assert best is not None
+    return best
+
+
+def _quality(expected: Expected) -> tuple[bool, bool, float]:
+    return expected.prompts_differ, expected.num_distinct >= 2, expected.smallest_gap
+
+
+@torch.no_grad()
+def expect(model: PreTrainedModel) -> Expected:
+    """What eager PyTorch gives, each time on a copy, for there are models that write into themselves.
+
+    Raises:
+        UnsupportedModelError: the forward itself fails in PyTorch; with PyTorch's own error.
+    """
+    first = prompts()[0]
+    try:
+        logits = _forward(copy.deepcopy(model), first)
+        assert torch.isfinite(logits).all(), "logits that are no numbers"
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"the forward of {type(model).__name__} fails in PyTorch itself: {type(error).__name__}: {said[:300]}"
+        ) from error
+    notes: list[str] = []
+    options: dict[str, Any] = {}
+    try:
+        alone = [_greedy(model, prompt, torch.ones_like(prompt), options) for prompt in prompts()]
+    except Exception as error:
+        notes.append(f"eager generate with a cache raises {_said(error)}; compared without one")
+        options = {"use_cache": False}
+        try:
+            alone = [_greedy(model, prompt, torch.ones_like(prompt), options) for prompt in prompts()]
+        except Exception as second:
+            raise UnsupportedModelError(f"eager generate raises {_said(second)}") from second
+    gaps = [gap for _, gap in alone]
+    padded = None
+    try:
+        padded, gap = _greedy(model, *padded_batch(), options)
+        gaps.append(gap)
+    except Exception as error:
+        notes.append(f"eager generate on a padded batch raises {_said(error)}; not compared")
+    return Expected(logits, padded, tuple(tokens for tokens, _ in alone), min(gaps), options, tuple(notes))
+
+
+def _forward(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids).logits
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _greedy(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
+) -> tuple[torch.Tensor, float]:
+    """New tokens int64[batch, NUM_NEW], and the smallest gap between the first two logits of a choice."""
+    twin: Any = copy.deepcopy(model)
+    output = twin.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NUM_NEW,
+        min_new_tokens=NUM_NEW,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    top = torch.stack([step.topk(2, -1).values for step in output.logits])
+    return output.sequences[:, -NUM_NEW:], float((top[..., 0] - top[..., 1]).min())

@@ -1,0 +1,77 @@
+"""What no rule of `tiny_config` finds: values by model type, as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+UNSET: Any = object()
+"""Takes away what a rule gives, so that the configuration derives it."""
+
+_ATTENTION_MAMBA = {"mamba_d_head": "auto"}
+_SHARED_4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "gemma3n_text": _SHARED_4
+    | {"num_kv_shared_layers": 2, "intermediate_size": 48, "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0]},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 12,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+        "head_dim": 12,
+        "sliding_window_size": 6,
+    },
+    "gemma4_text": {"global_head_dim": 16},
+    "gemma4_unified_text": {"global_head_dim": 16},
+    "qwen4_exp_text": {
+        "eos_token_id": 2,
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 8,
+    },
+    "bamba": _ATTENTION_MAMBA | {"attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "hrm_text": {"num_layers_per_stack": UNSET},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 6},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "attention_hidden_size": 64,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
+    "reformer": {"is_decoder": True, "hash_seed": 0, "axial_pos_shape": (8, 16), "axial_pos_embds_dim": (8, 24)},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"moe_top_k": 2}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "layer_types": UNSET},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+    "dots3_note_audio_encoder": {"downsample_hidden_size": 16, "adapter_input_size": 32, "adapter_out_dim": 32},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_hash_byte_group_size": [3, 4],
+        "local_attention_window_len": 6,
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "xmod": {"default_language": "en_XX"},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "chunk_size": 16},
+}
+"""By a configuration's own type, also where it stands inside another one."""
