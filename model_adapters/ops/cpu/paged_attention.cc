@@ -18,7 +18,7 @@ namespace tas {
 namespace {
 
 constexpr int64_t kTileRows = 16 * kRowTile;        // query rows that share one reading of keys and values
-constexpr int64_t kProductsPerWorker = 64 << 10;    // less than this is not worth waking a thread for
+constexpr int64_t kProductsPerWorker = 512 << 10;  // less, a dozen microseconds, is not worth waking a thread for
 constexpr int64_t kTokensPerWrite = 32;             // that a thread writes at a time
 
 // Numbers of any of the float types, by the row.
