@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterator
 
 import jax
 
@@ -16,7 +17,7 @@ from torchax_serve.engine.packed_road import packed_road
 from torchax_serve.engine.road import Sizes
 from torchax_serve.engine.runner import ModelRunner
 from torchax_serve.runtime import Runtime
-from torchax_serve.scheduling import Scheduler, SchedulerConfig
+from torchax_serve.scheduling import RequestId, Scheduler, SchedulerConfig
 from torchax_serve.scheduling.config import check_whole
 
 logger = logging.getLogger("torchax_serve")
@@ -64,8 +65,10 @@ class EngineOptions:
                 check_whole(field.name, value, 1, "None chooses" if field.default is None else "give a positive number")
 
 
-def build_engine(runtime: Runtime, options: EngineOptions | None = None) -> Engine:
-    """An engine for the model of `runtime`; its thread runs until it is closed.
+def build_engine(
+    runtime: Runtime, options: EngineOptions | None = None, ids: Iterator[RequestId] | None = None
+) -> Engine:
+    """An engine for the model of `runtime`; its thread runs until it is closed. `ids` are those of its requests.
 
     Raises:
         UnsupportedModelError: the model's forward does not let requests be batched.
@@ -100,7 +103,7 @@ def build_engine(runtime: Runtime, options: EngineOptions | None = None) -> Engi
     )
     logger.info("%s", road)
     runner = ModelRunner(road.model, road.cache, num_slots=sizes.num_slots, vocab_size=runtime.vocab_size)
-    return Engine(Scheduler(config), runner, str(road))
+    return Engine(Scheduler(config), runner, str(road), ids)
 
 
 def _max_num_steps(options: EngineOptions) -> int:

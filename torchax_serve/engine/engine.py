@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.engine.request import RowRequest
@@ -53,11 +53,16 @@ class EngineStats:
 class Engine:
     """Owns scheduler and runner and the thread that drives them. Its methods may be called from any thread.
 
-    Attributes:
+    Args:
+        scheduler: of the engine alone.
+        runner: with the model and its cache.
         description: the road that requests take, and what the cache holds, in a line.
+        ids: of the requests to come; 0, 1, ... by default.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, description: str = "") -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, description: str = "", ids: Iterator[RequestId] | None = None
+    ) -> None:
         self.description = description
         self._scheduler, self._runner = scheduler, runner
         self._requests: dict[RequestId, tuple[RowRequest, Ticket]] = {}
@@ -65,7 +70,7 @@ class Engine:
         self._flights: collections.deque[tuple[Flight, float, bool]] = collections.deque()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
-        self._ids = itertools.count()
+        self._ids: Iterator[RequestId] = itertools.count() if ids is None else ids
         self._closed: str | None = None  # why, once it is
         self._rate: collections.deque[tuple[float, int]] = collections.deque(maxlen=512)
         self._num_steps = 0

@@ -50,10 +50,8 @@ class Replicas:
         self.engines: list[Engine] = []
         try:
             for index, runtime in enumerate(runtimes):
-                engine = build_engine(runtime, options)
-                # The number of a request says which engine has it.
-                engine._ids = itertools.count(index, len(runtimes))
-                self.engines.append(engine)
+                ids = itertools.count(index, len(runtimes))  # the number of a request says which engine has it
+                self.engines.append(build_engine(runtime, options, ids))
         except BaseException:
             self.close("a replica could not be made")
             raise
