@@ -166,6 +166,11 @@ def expect(model: PreTrainedModel) -> Expected:
         UnsupportedModelError: the forward itself fails in PyTorch; with PyTorch's own error.
     """
     first = prompts()[0]
+    if hasattr(model, "num_codebooks"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads {model.num_codebooks} rows of audio codes for one sequence, and generates "
+            "them by a pattern of delays; this harness compares rows of text tokens"
+        )
     try:
         logits = _forward(copy.deepcopy(model), first)
         assert torch.isfinite(logits).all(), "logits that are no numbers"
