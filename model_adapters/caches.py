@@ -81,7 +81,7 @@ class TraceCache(Cache):
         """The layers, to be returned from the trace; the offset stays with the host."""
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
-                layer.offset, layer.lean_len, layer.has_counted = None, None, False
+                layer.offset, layer.lean_len, layer.first_len, layer.has_counted = None, None, None, False
         return tuple(self.layers)
 
     @property
