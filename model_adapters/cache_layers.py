@@ -56,6 +56,7 @@ class AttentionLayer(CacheLayerMixin):
         self.pool: Any = None
         self.offset: Any = None
         self.lean_len: int | None = None  # new tokens of this forward, if the layer leans in it
+        self.first_len: int | None = None  # tokens stored in this forward, if it is the first
         self.has_counted = False  # the new tokens are among those stored
 
     @property
@@ -94,6 +95,7 @@ class AttentionLayer(CacheLayerMixin):
                 raise ValueError(f"expected at most {self.capacity} tokens for this cache, got {num_new}")
             self.k_dim = keys.shape[-1]
             pool = jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - num_new), (0, 0)))
+            self.first_len = num_new
             keys_out, values_out = torch_view(keys), torch_view(values)
         else:
             pool = jax.lax.dynamic_update_slice(before, new.astype(before.dtype), (0, 0, jax_view(self.offset), 0))
@@ -118,6 +120,8 @@ class AttentionLayer(CacheLayerMixin):
         """Tokens stored so far: 0 for an empty layer, else a traced scalar."""
         if self.pool is None:
             return 0
+        if self.first_len is not None:
+            return self.first_len
         if self.lean_len is None:
             return self.offset
         return self.capacity - (0 if self.has_counted else self.lean_len)

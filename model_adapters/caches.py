@@ -81,7 +81,7 @@ class TraceCache(Cache):
         """The layers, to be returned from the trace; the offset stays with the host."""
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
-                layer.offset, layer.lean_len, layer.has_counted = None, None, False
+                layer.offset, layer.lean_len, layer.first_len, layer.has_counted = None, None, None, False
         return tuple(self.layers)
 
     @property
@@ -207,7 +207,7 @@ def _take(state: Any, layer: Any, length: int) -> None:
     if isinstance(state, IndexedLayer) and layer.is_indexer_initialized:
         tail = ((0, 0), (0, 0), (0, state.capacity - length), (0, 0))
         state.index_pool = jnp.pad(to_jax_array(layer.indexer_keys)[:, None], tail)
-        if layer.indexer_position_ids is not None:
+        if getattr(layer, "indexer_position_ids", None) is not None:
             positions = jnp.moveaxis(to_jax_array(layer.indexer_position_ids), 0, 2)[:, None]
             state.position_pool = jnp.pad(positions, tail)
     if isinstance(state, LinearAttentionCacheLayerMixin):

@@ -21,7 +21,7 @@ def attributes_restored(module: torch.nn.Module) -> Iterator[list[str]]:
     finally:
         for name, child in module.named_modules():
             for attribute, value in list(vars(child).items()):
-                was = before[child].get(attribute)
+                was = before.get(child, {}).get(attribute)  # code may exchange modules, too
                 if isinstance(value, torch.Tensor) and was is not value:
                     written.append(f"{name}.{attribute}")
                     vars(child)[attribute] = was

@@ -12,8 +12,8 @@ class Result:
     """One row of the table.
 
     Attributes:
-        status: "passed"; "failed"; "impossible", where transformers or torch cannot run the model; "crashed" or
-            "timed out", where the worker did not answer.
+        status: "passed"; "failed"; "impossible", where there is nothing to compare with: transformers or torch cannot
+            run the model, or not on text; "crashed" or "timed out", where the worker did not answer.
         road: of the engine: "paged", "gathered", or "generate" for what runs one request after the other.
         road_reason: why not a faster road.
         forward_difference: the largest between logits under ``jax.jit`` and those of eager PyTorch.
