@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -18,7 +19,8 @@ import pytree_registry
 from model_adapters import experts, lowerings, quirks
 from model_adapters.attention import IMPLEMENTATION, goes_through_interface, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view
-from model_adapters.caches import AttentionLayer, LayerStates, TraceCache
+from model_adapters.cache_layers import AttentionLayer
+from model_adapters.caches import LONGEST, LayerStates, TraceCache
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.module_state import attributes_restored
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache
@@ -69,6 +71,7 @@ class ModelProgram:
         self.cache_name = next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
         self.output_class: type[ModelOutput] = ModelOutput  # known after the first trace
         self.needs_mask = False  # found out at the first trace of a decode step
+        self.forgets = quirks.forgets(module)
         self.leans = quirks.leans(module)  # likewise, where it does not stand written
         self.kept_in_module: set[str] = set()  # tensors that the code has left on the module in some trace
         self.is_float32 = module.dtype == torch.float32
@@ -163,7 +166,7 @@ class ModelProgram:
         leaning = ((True, True),) if holds and may_lean else ()
         if self.leans and leaning:
             return leaning
-        if spec.padded or self.needs_mask:
+        if spec.padded or self.needs_mask or (holds and self.forgets):
             return ((True, False), *leaning)
         return ((False, False), (True, False), *leaning)
 
@@ -189,6 +192,8 @@ class ModelProgram:
             kwargs[self.cache_name] = cache
         if starts is not None and self.accepts("attention_mask"):
             length = query_len if cache is None else cache.mask_len(query_len)
+            if self.forgets and offset is not None:
+                starts = jnp.maximum(starts, offset - _shortest_window(states) + 1)
             if leaning:
                 assert offset is not None
                 starts = starts + (length - query_len - offset)
@@ -292,3 +297,9 @@ class ModelProgram:
         if spec.output_attentions:
             return "eager"
         return IMPLEMENTATION if goes_through_interface(self.module) else None
+
+
+def _shortest_window(states: LayerStates | None) -> int:
+    """Tokens that a cache which holds something keeps, if it forgets any."""
+    layers = [x for x in states or () if isinstance(x, AttentionLayer) and x.pool is not None]
+    return min((x.window for x in layers if x.window is not None), default=LONGEST)

@@ -1,10 +1,12 @@
 """What a single architecture needs and no general means gives: one file each, with its reason.
 
-A quirk is a module named after the folder of transformers' modeling code that it is for. It has ``REPLACED``: functions
-by ``Class.method``, which stand in the place of those methods while a model is traced, and are written in torch as
-these are. Nothing is replaced outside of a trace, and nothing in another architecture. ``LEANS = True`` says that the
-code counts from the end of the keys, so that the cache must lean (`model_adapters.cache_layers`); ``UNREAD``
-names arguments of the forward that the code takes and never reads, so that their shapes need not be compiled for.
+A quirk is a module named after the folder of transformers' modeling code that it is for. It may have:
+
+* ``REPLACED``: functions by ``Class.method``, which stand in the place of those methods while a model is traced, and
+  are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
+* ``LEANS = True``: the code counts from the end of the keys, so the cache must lean (`model_adapters.cache_layers`).
+* ``FORGETS = True``: its masks show all tokens, and what its cache has kept of them decides what is seen.
+* ``UNREAD``: arguments that the forward takes and never reads, so that their shapes need not be compiled for.
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ def _module(architecture: str) -> types.ModuleType | None:
 def leans(module: torch.nn.Module) -> bool:
     """Whether a quirk says that the cache of `module` must lean."""
     return bool(getattr(_module(_architecture(module)), "LEANS", False))
+
+
+def forgets(module: torch.nn.Module) -> bool:
+    """Whether a quirk says that what the cache of `module` has forgotten is not masked otherwise."""
+    return bool(getattr(_module(_architecture(module)), "FORGETS", False))
 
 
 def unread(module: torch.nn.Module) -> frozenset[str]:

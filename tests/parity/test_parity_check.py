@@ -1,9 +1,8 @@
 """The harness: tiny configurations, a check that can fail, workers that crash and hang; and a handful of types."""
 
 import dataclasses
-import os
-import time
 
+import breaking_worker
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -75,20 +74,9 @@ def test_prompts_are_padded_on_the_left():
     assert torch.equal(ids[1, 5:], tiny_model.prompts()[1][0])
 
 
-def _work_that_breaks(connection):
-    connection.send("ready")
-    while True:
-        name = connection.recv()
-        if name == "crash":
-            os._exit(3)
-        if name == "hang":
-            time.sleep(60)
-        connection.send({"model_type": name, "class_name": "", "status": "passed"})
-
-
 def test_a_crash_and_a_hang_end_nothing_else():
     names = ["a", "crash", "b", "hang", "c"]
-    found = {r.model_type: r for r in sweep.sweep(names, time_limit_s=3, work=_work_that_breaks)}
+    found = {r.model_type: r for r in sweep.sweep(names, time_limit_s=10, work=breaking_worker.work)}
     assert {name: result.status for name, result in found.items()} == {
         "a": "passed",
         "b": "passed",
@@ -107,6 +95,6 @@ def test_results_are_continued(tmp_path):
         sweep.update(path, names, versions, again=lambda known: known is None, say=said.append, **options)
         return [result.model_type for result in said]
 
-    assert sorted(run(["a", "b"], work=_work_that_breaks)) == ["a", "b"]
-    assert run(["a", "b", "c"], work=_work_that_breaks) == ["c"]
+    assert sorted(run(["a", "b"], work=breaking_worker.work)) == ["a", "b"]
+    assert run(["a", "b", "c"], work=breaking_worker.work) == ["c"]
     assert list(table.read(path)[1]) == ["a", "b", "c"]

@@ -17,8 +17,8 @@ def test_results_are_of_the_types_that_transformers_has():
     installed = transformers.__version__
     if installed in SWEEPS:
         assert set(SWEEPS[installed]) == set(causal_types())
-    else:  # both ends of the range are shipped
-        assert min(map(Version, SWEEPS)) < Version(installed) < max(map(Version, SWEEPS))
+    else:  # an older one than the newest that was swept: a newer one is swept before it is allowed
+        assert Version(installed) < max(map(Version, SWEEPS))
 
 
 def test_document_is_generated_from_the_results():

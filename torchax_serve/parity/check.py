@@ -19,7 +19,7 @@ from model_adapters.errors import UnsupportedModelError
 from model_adapters.ops import registry
 from torchax_serve.engine.build import EngineOptions
 from torchax_serve.model import ServedModel, serve
-from torchax_serve.parity.result import PASSED, Result
+from torchax_serve.parity.result import PASSED, Result, said
 from torchax_serve.parity.tiny_model import NUM_NEW, Expected, causal_class, clearest_model, padded_batch, prompts
 from torchax_serve.runtime import Runtime
 
@@ -60,7 +60,7 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
         try:
             return function(*args)
         except Exception as error:
-            errors.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            errors.append(f"{name}: {said(error)}")
             return None
 
     with serve(model, engine=ENGINE) as served:
@@ -78,8 +78,8 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
         try:
             road, reason = _road(served)
         except Exception as error:
-            road, reason = "generate", f"{type(error).__name__}: {error}"
-            errors.append(f"engine: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            road, reason = "generate", said(error)
+            errors.append(f"engine: {said(error)}")
         engine_same = None
         if road != "generate":
             together = tried("engine", _together, served)
@@ -119,7 +119,7 @@ def _road(served: ServedModel) -> tuple[str, str | None]:
     try:
         description = served.engine.description
     except UnsupportedModelError as error:
-        return "generate", str(error)
+        return "generate", said(error)
     _, not_packed, reason = description.partition("; gathered, not packed: ")
     return ("gathered", reason) if not_packed else ("paged", None)
 

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 PASSED = "passed"
+
+
+def said(error: Exception) -> str:
+    """An error in one line, without the folders of this machine."""
+    text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {text[:300]}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,6 +98,7 @@ class _Worker:
                 self.is_over = self.num_done >= TYPES_PER_WORKER
                 return Result(**answer)
         except (EOFError, ConnectionResetError):
+            self.process.join(timeout=10)
             return self._ended("crashed", f"the process ended with status {self.process.exitcode}")
         seconds = time.monotonic() - self.since
         if not self.is_started and seconds > START_LIMIT_S:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from model_adapters.errors import UnsupportedModelError
+from torchax_serve.parity.result import said
 from torchax_serve.parity.tiny_config import PROMPT_IDS_END, tiny_config
 
 NUM_NEW = 16
@@ -103,10 +104,8 @@ def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     try:
         model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     except Exception as error:
-        said = " ".join(str(error).split())
         raise UnsupportedModelError(
-            f"transformers cannot build {model_class.__name__} from a configuration: {type(error).__name__}: "
-            f"{said[:300]}"
+            f"transformers cannot build {model_class.__name__} from a configuration: {said(error)}"
         ) from error
     _spread(model, EMBEDDING_STDS[seed % len(EMBEDDING_STDS)], GAINS[seed >= len(EMBEDDING_STDS)])
     model.generation_config.pad_token_id = 0
@@ -182,37 +181,32 @@ def expect(model: PreTrainedModel) -> Expected:
         logits = _forward(copy.deepcopy(model), first)
         assert torch.isfinite(logits).all(), "logits that are no numbers"
     except Exception as error:
-        said = " ".join(str(error).split())
         raise UnsupportedModelError(
-            f"the forward of {type(model).__name__} fails in PyTorch itself: {type(error).__name__}: {said[:300]}"
+            f"the forward of {type(model).__name__} fails in PyTorch itself: {said(error)}"
         ) from error
     notes: list[str] = []
     options: dict[str, Any] = {}
     try:
         alone = [_greedy(model, prompt, torch.ones_like(prompt), options) for prompt in prompts()]
     except Exception as error:
-        notes.append(f"eager generate with a cache raises {_said(error)}; compared without one")
+        notes.append(f"eager generate with a cache raises {said(error)}; compared without one")
         options = {"use_cache": False}
         try:
             alone = [_greedy(model, prompt, torch.ones_like(prompt), options) for prompt in prompts()]
         except Exception as second:
-            raise UnsupportedModelError(f"eager generate raises {_said(second)}") from second
+            raise UnsupportedModelError(f"eager generate raises {said(second)}") from second
     gaps = [gap for _, gap in alone]
     padded = None
     try:
         padded, gap = _greedy(model, *padded_batch(), options)
         gaps.append(gap)
     except Exception as error:
-        notes.append(f"eager generate on a padded batch raises {_said(error)}; not compared")
+        notes.append(f"eager generate on a padded batch raises {said(error)}; not compared")
     return Expected(logits, padded, tuple(tokens for tokens, _ in alone), min(gaps), options, tuple(notes))
 
 
 def _forward(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids).logits
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _greedy(

@@ -71,6 +71,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
+    "minicpm3": {"dim_model_base": 32},
     "xmod": {"default_language": "en_XX"},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "chunk_size": 16},
 }

@@ -1,0 +1,33 @@
+"""Why a type does not pass, and where that lies: written by people, for docs/models.md."""
+
+CAUSES: dict[str, str] = {
+    "blt": (
+        "In transformers: its configuration has no `num_hidden_layers`, which its cache asks for, so eager "
+        "`forward` and `generate` raise with their defaults (`use_cache=False` works there; here the lengths "
+        "of patches are read on the host)."
+    ),
+    "cpmant": (
+        "Here: its prompt of 32 embeddings stands in the cache before the request's tokens, which caches here "
+        "have no room for; and eager transformers gives other tokens with its cache than without."
+    ),
+    "deepseek_v4": (
+        "Here: the compressed layers keep a cache of their own, and the logits of a prompt differ; not understood."
+    ),
+    "gemma3n": (
+        "In the environment: transformers builds its vision tower from the package `timm` alone. `gemma3n_text` passes."
+    ),
+    "gemma4_assistant": (
+        "In transformers: not a model by itself. It reads the keys of the model that it drafts for, and a "
+        "bare configuration, all of whose layers share such keys, is refused."
+    ),
+    "gemma4_unified_assistant": "In transformers: as `gemma4_assistant`.",
+    "musicgen": "In the harness: the class reads four rows of audio codes for one sequence.",
+    "musicgen_melody": "In the harness: as `musicgen`.",
+    "prophetnet": (
+        "Here: its cache takes no fixed shapes, and eager transformers gives other tokens with it than without."
+    ),
+    "reformer": (
+        "Here: it reads positions and lengths on the host, draws its hashes from PyTorch's random stream, and "
+        "has a cache of its own."
+    ),
+}
