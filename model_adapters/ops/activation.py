@@ -6,10 +6,10 @@ Written with 16-bit operations, as jax.nn has them, every step in between is rou
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
@@ -49,35 +49,18 @@ def reference(x: jax.Array, *, kind: Kind) -> jax.Array:
 def _kernel_refuses(x: jax.Array, *, kind: Kind) -> str | None:
     if kind == "gelu":
         return "the kernel has no error function"
-    if x.dtype not in kernels.DTYPES:
-        return f"x is {x.dtype}, the kernel has bfloat16, float16 and float32"
-    return kernels.missing()
+    return kernels.refuses(x)
 
 
 @registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
 def vectorized(x: jax.Array, *, kind: Kind) -> jax.Array:
     """The C++ loop."""
-    return _differentiable(x, kind)
+    return _DIFFERENTIABLE[kind](x)
 
 
-@jax.custom_jvp
-def _silu(x: jax.Array) -> jax.Array:
-    return kernels.activation(x, is_gelu=False)
-
-
-@jax.custom_jvp
-def _gelu_tanh(x: jax.Array) -> jax.Array:
-    return kernels.activation(x, is_gelu=True)
-
-
-def _differentiable(x: jax.Array, kind: Kind) -> jax.Array:
-    return _silu(x) if kind == "silu" else _gelu_tanh(x)
-
-
-def _tangent(kind: Kind, primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
-    slope = jax.jvp(lambda x: reference(x, kind=kind), primals, tangents)[1]
-    return _differentiable(*primals, kind), slope.astype(jnp.result_type(primals[0]))
-
-
-_silu.defjvp(lambda primals, tangents: _tangent("silu", primals, tangents))
-_gelu_tanh.defjvp(lambda primals, tangents: _tangent("gelu_tanh", primals, tangents))
+_DIFFERENTIABLE = {
+    kind: kernels.differentiable(
+        partial(kernels.activation, is_gelu=kind == "gelu_tanh"), partial(reference, kind=kind)
+    )
+    for kind in ("silu", "gelu_tanh")
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -112,9 +112,7 @@ def tiled(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: La
 def _kernel_refuses(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> str | None:
     if layout != "enk":
         return "the kernel takes weights [E, N, K]"
-    if x.dtype not in kernels.DTYPES:
-        return f"x is {x.dtype}, the kernel has bfloat16, float16 and float32"
-    return kernels.missing()
+    return kernels.refuses(x)
 
 
 @registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
@@ -123,12 +121,4 @@ def streamed(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout:
     return _differentiable(x, weight, group_sizes)
 
 
-@jax.custom_jvp
-def _differentiable(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return kernels.grouped_linear(x, weight, group_sizes)
-
-
-@_differentiable.defjvp
-def _tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-    with_reference = partial(reference, layout="enk")
-    return _differentiable(*primals), jax.jvp(with_reference, primals, tangents)[1]
+_differentiable = kernels.differentiable(kernels.grouped_linear, partial(reference, layout="enk"))

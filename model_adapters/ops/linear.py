@@ -22,8 +22,6 @@ float16: 37 against 2 at one row, 389 against 150 at 128.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -95,9 +93,7 @@ def padded(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
 
 def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
-    if x.dtype not in kernels.DTYPES:
-        return f"x is {x.dtype}, the kernel has bfloat16, float16 and float32"
-    if (reason := kernels.missing()) is not None:
+    if (reason := kernels.refuses(x)) is not None:
         return reason
     limit = kernels.max_linear_rows(x.dtype)
     if limit is not None and x.shape[0] > limit:
@@ -111,14 +107,7 @@ def streamed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> 
     return _differentiable(x, weight, bias)
 
 
-@jax.custom_jvp
-def _differentiable(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return kernels.linear(x, weight, bias, x.dtype)
-
-
-@_differentiable.defjvp
-def _tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-    return _differentiable(*primals), jax.jvp(reference, primals, tangents)[1]
+_differentiable = kernels.differentiable(lambda x, weight, bias: kernels.linear(x, weight, bias, x.dtype), reference)
 
 
 def at_least(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -6,8 +6,6 @@ the token chosen, would depend on what else is in the batch. The C++ sum has one
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -54,23 +52,10 @@ def reference(x: jax.Array) -> jax.Array:
     return jnp.sum(x.astype(accumulator(x.dtype)), -1)
 
 
-def _kernel_refuses(x: jax.Array) -> str | None:
-    if x.dtype not in kernels.DTYPES:
-        return f"x is {x.dtype}, the kernel has bfloat16, float16 and float32"
-    return kernels.missing()
-
-
-@registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
+@registry.register(OP, "cpu-ffi", ("cpu",), refuses=kernels.refuses)
 def ordered(x: jax.Array) -> jax.Array:
     """The C++ sum, in one order."""
     return _differentiable(x)
 
 
-@jax.custom_jvp
-def _differentiable(x: jax.Array) -> jax.Array:
-    return kernels.row_sum(x)
-
-
-@_differentiable.defjvp
-def _tangent(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
-    return _differentiable(*primals), reference(*tangents)
+_differentiable = kernels.differentiable(kernels.row_sum, reference)

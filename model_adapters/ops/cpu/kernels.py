@@ -91,6 +91,27 @@ def _or_empty(array: jax.Array | None) -> jax.Array:
     return jnp.zeros((0,), jnp.float32) if array is None else array.astype(jnp.float32)
 
 
+def refuses(x: jax.Array) -> str | None:
+    """Why the kernels cannot take numbers of x's dtype here, or None."""
+    if x.dtype not in DTYPES:
+        return f"x is {x.dtype}, the kernel has bfloat16, float16 and float32"
+    return missing()
+
+
+def differentiable(kernel: Callable[..., jax.Array], reference: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`kernel` with the derivatives of `reference`, which computes the same of the same arrays."""
+
+    @jax.custom_jvp
+    def run(*arrays: Any) -> jax.Array:
+        return kernel(*arrays)
+
+    @run.defjvp
+    def tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        return run(*primals), jax.jvp(reference, primals, tangents)[1]
+
+    return run
+
+
 def refuses_attention(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array) -> str | None:
     """Why the attention kernels cannot take these arrays, or None."""
     for name, array, dtypes in (("q", q, DTYPES), ("k", k, DTYPES), ("v", v, DTYPES), ("pool", pool, POOL_DTYPES)):

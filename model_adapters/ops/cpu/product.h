@@ -123,7 +123,7 @@ class Product {
   struct Sums {
     float* data;
     int64_t stride;
-    Vec* at(int64_t i, int64_t g) const { return (Vec*)(data + i * stride + g * kLanes); }
+    float* at(int64_t i, int64_t g) const { return data + i * stride + g * kLanes; }
   };
 
   static Word splat_word(const char* p) {
@@ -207,7 +207,7 @@ class Product {
     }
     Vec sum[R][G];
     for (int i = 0; i < R; i++)
-      for (int h = 0; h < G; h++) sum[i][h] = d == 0 ? Vec{} : load((const float*)sums.at(row + i, g + h));
+      for (int h = 0; h < G; h++) sum[i][h] = d == 0 ? Vec{} : load(sums.at(row + i, g + h));
     const float* x[G];
     for (int h = 0; h < G; h++) x[h] = x_ + ((g + h) * num_words_ + d / kPerWord) * kLanes;
     const char* rows[(R + 3) / 4];  // a pointer for four rows: more would not stay in registers
@@ -239,14 +239,14 @@ class Product {
         return (Word)(UVec{} + uint32_t(half));
       });
     for (int i = 0; i < R; i++)
-      for (int h = 0; h < G; h++) store((float*)sums.at(row + i, g + h), sum[i][h]);
+      for (int h = 0; h < G; h++) store(sums.at(row + i, g + h), sum[i][h]);
   }
 
   // Writes the sums of group g and `count` weight rows from i on, which are rows from `row` on of the chunk.
   template <class Out>
   void finish(const Sums& sums, int64_t g, int64_t i, int64_t row, int64_t count, Out* out) const {
     Vec v[kLanes] = {};
-    for (int64_t j = 0; j < count; j++) v[j] = load((const float*)sums.at(row + j, g)) + (bias_ ? bias_[i + j] : 0.f);
+    for (int64_t j = 0; j < count; j++) v[j] = load(sums.at(row + j, g)) + (bias_ ? bias_[i + j] : 0.f);
     transpose_square(v);
     const int64_t begin = g * kLanes, rows = std::min<int64_t>(kLanes, rows_ - begin);
     for (int64_t r = 0; r < rows; r++) put(v[r], count, out + (begin + r) * n_ + i);

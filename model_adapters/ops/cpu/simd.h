@@ -277,34 +277,24 @@ inline Vec exp(Vec x) {
 
 inline Vec tanh(Vec x) { return 1.f - 2.f / (exp(2.f * x) + 1.f); }
 
-// How products of streamed numbers T (weights, keys) with held ones (activations, queries) are summed. The held ones are
-// float, zero-padded to whole steps; two bf16 stay as they are where the processor multiplies pairs of them by itself.
-template <class T, class Held = T>
+// How products of T are summed: in steps of numbers that fill a vector, as floats, or as pairs of bf16 where the processor
+// multiplies those by itself.
+template <class T>
 struct Pair {
-  using Other = float;
   static constexpr int kStep = kLanes;
   static Vec load(const T* p) { return tas::load(p); }
   static Vec load(const T* p, int n) { return load_first(p, n); }
-  static Vec load_other(const float* p) { return tas::load(p); }
-  static void accumulate(Vec& acc, Vec streamed, Vec other) { acc += streamed * other; }
+  static void accumulate(Vec& acc, Vec a, Vec b) { acc += a * b; }
 };
 
 #if defined(__AVX512BF16__)
 template <>
-struct Pair<bf16, bf16> {
-  using Other = bf16;
+struct Pair<bf16> {
   static constexpr int kStep = 2 * kLanes;
   static __m512i load(const bf16* p) { return _mm512_loadu_si512(p); }
   static __m512i load(const bf16* p, int n) { return _mm512_maskz_loadu_epi16((1u << n) - 1, p); }
-  static __m512i load_other(const bf16* p) { return _mm512_loadu_si512(p); }
-  static void accumulate(Vec& acc, __m512i streamed, __m512i other) {
-    acc = (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)streamed, (__m512bh)other);
-  }
+  static void accumulate(Vec& acc, __m512i a, __m512i b) { acc = (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
 };
 #endif
-
-inline void hold(bf16 x, bf16* out) { *out = x; }
-template <class T>
-void hold(T x, float* out) { *out = to_float(x); }
 
 }  // namespace tas
