@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--fast", action="store_true", help="without EngineOptions(batch_invariant=True)")
     parser.add_argument("--output", type=Path, help="also write the numbers here, as JSON")
     options = parser.parse_args()
 
@@ -38,7 +39,11 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = []
     for dtype in options.dtype:
-        layout = EngineOptions(max_len=2 * (options.prompt_len + options.new_tokens), prefix_caching=False)
+        layout = EngineOptions(
+            max_len=2 * (options.prompt_len + options.new_tokens),
+            prefix_caching=False,
+            batch_invariant=not options.fast,
+        )
         with serve(options.config, random_weights=True, dtype=dtype, engine=layout) as model:
             vocab_size = model.config.vocab_size
             lengths = torch.randint(

@@ -3,13 +3,14 @@
 What XLA does with them on a CPU: one row of bfloat16 alone becomes "convert all weights, then multiply"; a bfloat16
 *result* is 9 times slower than a float32 one and a cast; float16 is converted number by number. So on a CPU the C++
 product of `cpu/product.h` is taken where it can be built, whose outputs are the same to the last bit for any number of
-rows. GFLOP/s with weights of 3072 x 1024, eight of them in turns so that most come from memory (2 cores of an AVX-512
-server processor with 44 GB/s, 986 GFLOP/s in bfloat16 and 493 in float32; best of ten):
+rows; only a lone row of a 16-bit type is summed in another order (`cpu/lone_row.h`), so that its weights come from memory
+a third faster. GFLOP/s with weights of 3072 x 1024, eight of them in turns so that most come from memory (2 cores of an
+AVX-512 server processor with 44 to 51 GB/s, 986 GFLOP/s in bfloat16 and 493 in float32; best of ten):
 
 =====  =========  ===  =========  ===
 rows   bfloat16:  XLA  float32:   XLA
 =====  =========  ===  =========  ===
-1      53         25   18         11
+1      60         22   18         11
 4      240        99   73         42
 16     634        308  191        130
 32     765        410  415        201
@@ -17,7 +18,7 @@ rows   bfloat16:  XLA  float32:   XLA
 512    915        647  457        445
 =====  =========  ===  =========  ===
 
-float16: 37 against 2 at one row, 389 against 150 at 128.
+float16: 48 against 2 at one row, 389 against 150 at 128.
 """
 
 from __future__ import annotations
@@ -108,6 +109,17 @@ def streamed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> 
 
 
 _differentiable = kernels.differentiable(lambda x, weight, bias: kernels.linear(x, weight, bias, x.dtype), reference)
+
+
+def why_not_invariant() -> str | None:
+    """Why the numbers of a row may depend on how many rows are beside it (from two rows on), or None."""
+    if registry.platform() != "cpu":
+        return f"products on a {registry.platform()} are its compiler's"
+    if (reason := kernels.missing()) is not None:
+        return f"no C++ kernels: {reason}"
+    if kernels.max_linear_rows(jnp.dtype(jnp.bfloat16)) is not None:
+        return "products of many rows are XLA's on this processor"
+    return None
 
 
 def at_least(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -1,6 +1,7 @@
 """The engine against transformers: every request gets the tokens it gets alone, whatever runs beside it."""
 
 import asyncio
+import dataclasses
 import random
 import subprocess
 import sys
@@ -260,12 +261,39 @@ def test_requests_that_can_never_run(options, prompt, new, message):
         ({"max_len": 1.5}, "max_len: expected a whole number >= 1"),
         ({"kv_cache_bytes": 0}, "kv_cache_bytes: expected a whole number >= 1"),
         ({"prefix_caching": "yes"}, "prefix_caching: expected True or False"),
+        ({"batch_invariant": 1}, "batch_invariant: expected True or False"),
         ({"max_decode_slowdown": 1}, "max_decode_slowdown: expected a number above 1, got 1"),
     ],
 )
 def test_options_out_of_their_range(kwargs, message):
     with pytest.raises(InvalidArgumentError, match=message):
         EngineOptions(**kwargs)
+
+
+def test_batch_invariant_bfloat16_has_the_same_logprobs_alone_and_in_company():
+    options = dataclasses.replace(SMALL, batch_invariant=True, prefix_caching=False)
+    rng = random.Random(3)
+    requests = [request(random_prompt(rng), params=SamplingParams(logprobs=2)) for _ in range(4)]
+
+    def logprobs(ticket):
+        return [each for new in ticket for each in new.logprobs]
+
+    wide = transformers.LlamaConfig(  # sums short enough have but one order
+        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    with serve(transformers.LlamaForCausalLM(wide).bfloat16(), engine=options) as model:
+        alone = [logprobs(model.engine.submit(each)) for each in requests]
+        tickets = [model.engine.submit(each) for each in requests]
+        assert [logprobs(ticket) for ticket in tickets] == alone
+
+
+def test_batch_invariance_is_refused_where_it_does_not_hold():
+    with (
+        serve(tiny_model("bloom"), engine=EngineOptions(max_len=64, batch_invariant=True)) as model,
+        pytest.raises(InvalidArgumentError, match="batch_invariant: expected a model on the packed road"),
+    ):
+        model.engine.stats()
 
 
 def test_no_room_for_a_page():

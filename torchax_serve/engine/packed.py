@@ -81,6 +81,7 @@ class PackedModel:
         programs: where compiled steps are kept.
         num_slots: most rows of a step.
         token_budget: most tokens of a step.
+        min_rows: what a decode step of fewer is padded to.
     """
 
     def __init__(
@@ -92,9 +93,10 @@ class PackedModel:
         *,
         num_slots: int,
         token_budget: int,
+        min_rows: int = 1,
     ) -> None:
         self._program, self._weights, self._cache = program, weights, cache
-        self._decode_rungs = ladder(num_slots)
+        self._decode_rungs = ladder(num_slots, start=min_rows)
         self._row_rungs = ladder(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
         self._token_rungs = token_rungs(token_budget)
         kept = partial(KeptFunction, programs, facts=program.found_out, recall=program.recall)

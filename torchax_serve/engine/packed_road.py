@@ -54,7 +54,15 @@ def _cache(runtime: Runtime, plan: CachePlan) -> PagedCache:
 def _model(runtime: Runtime, cache: PagedCache, sizes: Sizes) -> PackedModel:
     programs = runtime.steps.cache
     slots, budget = sizes.num_slots, sizes.token_budget
-    return PackedModel(runtime.program, runtime.weights, cache, programs, num_slots=slots, token_budget=budget)
+    return PackedModel(
+        runtime.program,
+        runtime.weights,
+        cache,
+        programs,
+        num_slots=slots,
+        token_budget=budget,
+        min_rows=sizes.min_rows,
+    )
 
 
 def _shapes_or_reason(runtime: Runtime, sizes: Sizes) -> tuple[PageShape, ...] | str:

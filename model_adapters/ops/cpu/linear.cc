@@ -2,6 +2,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "lone_row.h"
 #include "product.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -18,6 +19,11 @@ int64_t num_workers(int64_t rows, int64_t n, int64_t k, int64_t itemsize) {
 template <class T, class Out>
 ffi::Error run(ffi::ThreadPool& threads, const T* x, const T* weight, const float* bias, Out* out, int64_t rows, int64_t n, int64_t k) {
   const HeldRows<T> held(&threads, x, rows, k);
+  if (rows == 1 && sizeof(T) < sizeof(float)) {  // float32 keeps the order of many rows, on which its promise rests
+    const LoneRow<T> lone(held, weight, n, k, bias);
+    parallel_for(threads, lone.num_chunks(), num_workers(rows, n, k, sizeof(T)), [&](int64_t c, int64_t) { lone.run(c, out); });
+    return ffi::Error::Success();
+  }
   const Product<T> product(held, rows, weight, n, k, bias);
   parallel_for(threads, product.num_chunks(), num_workers(rows, n, k, sizeof(T)), [&](int64_t c, int64_t next) { product.run(c, next, out); });
   return ffi::Error::Success();
