@@ -3,9 +3,9 @@
 What XLA does with them on a CPU: one row of bfloat16 alone becomes "convert all weights, then multiply"; a bfloat16
 *result* is 9 times slower than a float32 one and a cast; float16 is converted number by number. So on a CPU the C++
 product of `cpu/product.h` is taken where it can be built, whose outputs are the same to the last bit for any number of
-rows; a lone row of a 16-bit type alone is summed in another order (`cpu/lone_row.h`), and its weights come from memory a
-third faster for it. GFLOP/s with weights of 3072 x 1024, eight of them in turns so that most come from memory (2 cores of an
-AVX-512 server processor with 44 to 51 GB/s, 986 GFLOP/s in bfloat16 and 493 in float32; best of ten):
+rows; a lone row of a 16-bit type alone is summed in another order (`cpu/lone_row.h`), so that its weights come a third
+faster. GFLOP/s with weights of 3072 x 1024, eight of them in turns so that most come from memory (2 cores of an AVX-512
+server processor with 44 to 51 GB/s, 986 GFLOP/s in bfloat16 and 493 in float32; best of ten):
 
 =====  =========  ===  =========  ===
 rows   bfloat16:  XLA  float32:   XLA
