@@ -58,10 +58,26 @@ struct Sums {
   }
 };
 
-// Asks for the cache line at p, once for each line that is read in steps of `step` bytes from `offset` on.
-inline void ask_for(const void* p, int64_t offset, int64_t step) {
-  if (step >= 64 || offset % 64 < step) __builtin_prefetch(p);
-}
+// Asks memory for the rows of a block, a few lines of the cache at a time and in the order in which they lie, while another
+// block is computed: pages lie anywhere, the hardware follows no list of them, and it takes only so many requests at once.
+class Fetch {
+ public:
+  Fetch() = default;
+  Fetch(const char* const* rows, int count, int64_t row_bytes) : rows_(rows), left_(count), row_bytes_(row_bytes) {}
+
+  void lines(int n) {
+    for (; n > 0 && left_ > 0; n--) {
+      __builtin_prefetch(*rows_ + at_);
+      if ((at_ += 64) >= row_bytes_) at_ = 0, rows_++, left_--;
+    }
+  }
+  void rest() { lines(std::numeric_limits<int>::max()); }
+
+ private:
+  const char* const* rows_ = nullptr;
+  int left_ = 0;
+  int64_t row_bytes_ = 0, at_ = 0;
+};
 
 // Numbers of T that share a 32-bit word. Keys are transposed by the word, as they are; products unpack them.
 template <class T>
@@ -71,17 +87,15 @@ constexpr int64_t kPerWord = 4 / sizeof(T);
 template <class T>
 int64_t num_words(int64_t dim) { return (dim + kPerWord<T> - 1) / kPerWord<T>; }
 
-// out[i][t] = word i of rows[t] for kLanes rows. Meanwhile `next` is asked for.
+// out[i][t] = word i of rows[t] for kLanes rows.
 template <class T>
-void transpose(const T* const* rows, const T* const* next, int64_t dim, float* out) {
+void transpose(const T* const* rows, int64_t dim, float* out, Fetch& fetch) {
   const int64_t words = num_words<T>(dim);
   for (int64_t i = 0; i < words; i += kLanes) {
     const int64_t d = i * kPerWord<T>;
     Vec v[kLanes];
-    for (int t = 0; t < kLanes; t++) {
-      ask_for(next[t] + d, d * int64_t(sizeof(T)), sizeof(Vec));
-      v[t] = load_words(rows[t] + d, (dim - d) * int64_t(sizeof(T)));
-    }
+    for (int t = 0; t < kLanes; t++) v[t] = load_words(rows[t] + d, (dim - d) * int64_t(sizeof(T)));
+    fetch.lines(kLanes);
     transpose_square(v);
     const int n = int(std::min<int64_t>(kLanes, words - i));
     if (n == kLanes)
@@ -93,10 +107,11 @@ void transpose(const T* const* rows, const T* const* next, int64_t dim, float* o
 
 // scores[r][t] = q[r] . keys[t] for the kBlock keys of a transposed block, each product summed from the first dimension on.
 template <int R, class T>
-void dot_keys(const float* keys, const float* q, int64_t words, float* scores) {
+void dot_keys(const float* keys, const float* q, int64_t words, float* scores, Fetch& fetch) {
   for (int t = 0; t < kBlock; t += kWide * kLanes) {
     Vec sum[R][kWide] = {};
-    for (int64_t i = 0; i < words; i++)
+    for (int64_t i = 0; i < words; i++) {
+      fetch.lines(2);
       for (int j = 0; j < kPerWord<T>; j++) {
         Vec k[kWide];
         for (int w = 0; w < kWide; w++) k[w] = unpack<T>(load(keys + i * kBlock + t + w * kLanes), j);
@@ -105,28 +120,22 @@ void dot_keys(const float* keys, const float* q, int64_t words, float* scores) {
           for (int w = 0; w < kWide; w++) sum[r][w] += x * k[w];
         }
       }
+    }
     for (int r = 0; r < R; r++)
       for (int w = 0; w < kWide; w++) store(scores + r * kBlock + t + w * kLanes, sum[r][w]);
   }
 }
 
-// The rows of a block's values, and those of the next block to be asked for meanwhile; null: none.
-template <class T>
-struct Values {
-  const T *const *rows, *const *next;
-};
-
 // acc[r] = acc[r] * keep[r] + sum over t in [first, last) of weights[r][t] * values[t], for W vectors from `d` on.
 template <int R, int W, bool kPartial, class T>
-void add_values(const Values<T>& values, int first, int last, int64_t d, int64_t dim, const float* weights, const float* keep, float* acc, int64_t acc_stride) {
+void add_values(const T* const* values, int first, int last, int64_t d, int64_t dim, const float* weights, const float* keep, float* acc, int64_t acc_stride, Fetch& fetch) {
   Vec sum[R][W];
   for (int r = 0; r < R; r++)
     for (int w = 0; w < W; w++) sum[r][w] = load(acc + r * acc_stride + d + w * kLanes) * keep[r];
   for (int t = first; t < last; t++) {
     Vec v[W];
-    const T* row = values.rows[t] + d;
-    if (values.next) // of these W vectors, each line once
-      for (int64_t i = 0; i < W * kLanes * int64_t(sizeof(T)); i += 64) ask_for((const char*)(values.next[t] + d) + i, d * int64_t(sizeof(T)), W * kLanes * sizeof(T));
+    const T* row = values[t] + d;
+    fetch.lines(2);
     for (int w = 0; w < W; w++) v[w] = kPartial ? load_first(row, int(dim - d)) : load(row + w * kLanes);
     for (int r = 0; r < R; r++) {
       const Vec x = splat(weights[r * kBlock + t]);
@@ -138,11 +147,11 @@ void add_values(const Values<T>& values, int first, int last, int64_t d, int64_t
 }
 
 template <int R, class T>
-void add_all_values(const Values<T>& values, int first, int last, int64_t dim, const float* weights, const float* keep, float* acc, int64_t acc_stride) {
+void add_all_values(const T* const* values, int first, int last, int64_t dim, const float* weights, const float* keep, float* acc, int64_t acc_stride, Fetch& fetch) {
   int64_t d = 0;
-  for (; d + kWide * kLanes <= dim; d += kWide * kLanes) add_values<R, kWide, false>(values, first, last, d, dim, weights, keep, acc, acc_stride);
-  for (; d + kLanes <= dim; d += kLanes) add_values<R, 1, false>(values, first, last, d, dim, weights, keep, acc, acc_stride);
-  if (d < dim) add_values<R, 1, true>(values, first, last, d, dim, weights, keep, acc, acc_stride);
+  for (; d + kWide * kLanes <= dim; d += kWide * kLanes) add_values<R, kWide, false>(values, first, last, d, dim, weights, keep, acc, acc_stride, fetch);
+  for (; d + kLanes <= dim; d += kLanes) add_values<R, 1, false>(values, first, last, d, dim, weights, keep, acc, acc_stride, fetch);
+  if (d < dim) add_values<R, 1, true>(values, first, last, d, dim, weights, keep, acc, acc_stride, fetch);
 }
 
 // Turns one row's products with the block at `begin` into weights, in place; returns what the earlier sums are to be
@@ -198,17 +207,14 @@ struct Block {
     for (int t = 0; t < kBlock; t++) values[t] = keys[t] + shape.key_dim;
   }
 
-  void ask_for(int known, int64_t width) const {
-    for (int t = 0; t < known; t++)
-      for (int64_t d = 0; d < width; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(keys[t] + d);
-  }
+  Fetch fetch(int known, const Shape& shape) const { return {(const char* const*)keys, known, (shape.key_dim + shape.value_dim) * int64_t(sizeof(T))}; }
 };
 
 template <int R, class K, class V>
-void attend_rows(const Tile& tile, int64_t row, int64_t begin, const float* keys, const Values<V>& values, int64_t value_dim, const Sums& sums, int64_t words) {
+void attend_rows(const Tile& tile, int64_t row, int64_t begin, const float* keys, const V* const* values, int64_t value_dim, const Sums& sums, int64_t words, Fetch& fetch) {
   float scores[R * kBlock], keep[R];
   const int64_t acc_stride = padded(value_dim);
-  dot_keys<R, K>(keys, tile.q + row * words * kPerWord<K>, words, scores);
+  dot_keys<R, K>(keys, tile.q + row * words * kPerWord<K>, words, scores, fetch);
   for (int r = 0; r < R; r++) keep[r] = softmax_step(tile, row + r, begin, scores + r * kBlock, sums.top + row + r, sums.total + row + r);
   const auto within = [&](int64_t n) { return int(std::clamp<int64_t>(n - begin, 0, kBlock)); };
   // What some of these rows see, in one or two runs: between them may lie anything, and 0 times anything may be NaN.
@@ -217,33 +223,73 @@ void attend_rows(const Tile& tile, int64_t row, int64_t begin, const float* keys
   if (last <= first) first = last = prefix;
   float* acc = sums.acc + row * acc_stride;
   if (prefix > 0 && prefix < first) {
-    add_all_values<R>(values, 0, prefix, value_dim, scores, keep, acc, acc_stride);
+    add_all_values<R>(values, 0, prefix, value_dim, scores, keep, acc, acc_stride, fetch);
     std::fill(keep, keep + R, 1.f);
   } else if (prefix > 0) {
     first = 0, last = std::max(last, prefix);
   }
-  add_all_values<R>(values, first, last, value_dim, scores, keep, acc, acc_stride);
+  add_all_values<R>(values, first, last, value_dim, scores, keep, acc, acc_stride, fetch);
 }
 
 template <class K, class V>
-void attend_tile(const Tile& tile, int64_t begin, const float* keys, const Values<V>& values, int64_t value_dim, const Sums& sums, int64_t words) {
+void attend_tile(const Tile& tile, int64_t begin, const float* keys, const V* const* values, int64_t value_dim, const Sums& sums, int64_t words, Fetch& fetch) {
   for (int64_t row = 0; row < tile.rows;) {
     const int n = int(std::min<int64_t>(kRowTile, tile.rows - row));
     if (tile.sees(row, row + n, begin, begin + kBlock)) switch (n) {
-        case 1: attend_rows<1, K>(tile, row, begin, keys, values, value_dim, sums, words); break;
-        case 2: attend_rows<2, K>(tile, row, begin, keys, values, value_dim, sums, words); break;
-        case 3: attend_rows<3, K>(tile, row, begin, keys, values, value_dim, sums, words); break;
-        case 4: attend_rows<4, K>(tile, row, begin, keys, values, value_dim, sums, words); break;
-        case 5: attend_rows<5, K>(tile, row, begin, keys, values, value_dim, sums, words); break;
-        default: attend_rows<kRowTile, K>(tile, row, begin, keys, values, value_dim, sums, words);
+        case 1: attend_rows<1, K>(tile, row, begin, keys, values, value_dim, sums, words, fetch); break;
+        case 2: attend_rows<2, K>(tile, row, begin, keys, values, value_dim, sums, words, fetch); break;
+        case 3: attend_rows<3, K>(tile, row, begin, keys, values, value_dim, sums, words, fetch); break;
+        case 4: attend_rows<4, K>(tile, row, begin, keys, values, value_dim, sums, words, fetch); break;
+        case 5: attend_rows<5, K>(tile, row, begin, keys, values, value_dim, sums, words, fetch); break;
+        default: attend_rows<kRowTile, K>(tile, row, begin, keys, values, value_dim, sums, words, fetch);
       }
     row += n;
   }
 }
 
-// The sums of a tile over the positions [begin, stop), which lie in one span.
+// A block of positions that a tile sees some of, with where their keys and values lie.
 template <class T>
-void attend_span(const T* pool, const int32_t* pages, int64_t head, const Shape& shape, const Tile& tile, int64_t begin, int64_t stop, const Sums& sums) {
+struct Visit {
+  int64_t begin;
+  int known;  // positions up to the last one that any row sees
+  Block<T> block;
+};
+
+// The positions [begin, stop) of a tile, which lie in one span, block by block.
+template <class T>
+class Walk {
+ public:
+  Walk(const T* pool, const int32_t* pages, int64_t head, const Shape& shape, const Tile& tile, int64_t begin, int64_t stop)
+      : pool_(pool), pages_(pages), head_(head), shape_(shape), tile_(tile), begin_(begin), stop_(stop),
+        lowest_(tile.prefix > 0 ? 0 : tile.first(0)), highest_(std::max(tile.last(tile.rows - 1), tile.prefix)) {
+    if (highest_ <= lowest_) begin_ = stop_;
+  }
+
+  int skipped(int64_t begin) const { return int(std::clamp<int64_t>(lowest_ - begin, 0, kBlock - 1)); }
+
+  // Finds the next block; false: there is none.
+  bool next(Visit<T>& visit) {
+    while (begin_ < stop_ && !tile_.sees(0, tile_.rows, begin_, begin_ + kBlock)) begin_ += kBlock;
+    if (begin_ >= stop_) return false;
+    visit.begin = begin_, visit.known = int(std::min<int64_t>(kBlock, highest_ - begin_));
+    visit.block.find(pool_, pages_, head_, shape_, begin_, skipped(begin_), visit.known);
+    begin_ += kBlock;
+    return true;
+  }
+
+ private:
+  const T* pool_;
+  const int32_t* pages_;
+  int64_t head_;
+  const Shape& shape_;
+  const Tile& tile_;
+  int64_t begin_, stop_, lowest_, highest_;
+};
+
+// The sums of a tile over a walk. `then` is asked for while the last block is computed, as the first one of `walk` was by
+// whoever came before.
+template <class T>
+void attend_span(Walk<T> walk, const Shape& shape, const Tile& tile, const Sums& sums, Fetch then) {
   static thread_local std::vector<float> scratch;
   const int64_t value_stride = padded(shape.value_dim);
   const int64_t words = num_words<T>(shape.key_dim);
@@ -253,40 +299,23 @@ void attend_span(const T* pool, const int32_t* pages, int64_t head, const Shape&
   const float* converted_rows[kBlock];
   for (int t = 0; t < kBlock; t++) converted_rows[t] = converted + t * value_stride;
   sums.clear(tile.rows, shape.value_dim);
-  const int64_t lowest = tile.prefix > 0 ? 0 : tile.first(0), highest = std::max(tile.last(tile.rows - 1), tile.prefix);
-  if (highest <= lowest) return;
-  const auto skip_unseen = [&](int64_t at) {
-    while (at < stop && !tile.sees(0, tile.rows, at, at + kBlock)) at += kBlock;
-    return at;
-  };
-  const auto skipped_of = [&](int64_t at) { return int(std::clamp<int64_t>(lowest - at, 0, kBlock - 1)); };
-  const auto known_of = [&](int64_t at) { return int(std::min<int64_t>(kBlock, highest - at)); };
-  Block<T> blocks[2];
-  begin = skip_unseen(begin);
-  if (begin < stop) {
-    blocks[0].find(pool, pages, head, shape, begin, skipped_of(begin), known_of(begin));
-    blocks[0].ask_for(known_of(begin), shape.key_dim + shape.value_dim);
-  }
-  for (int current = 0; begin < stop; current ^= 1) {
-    // While a block is read, the next is asked for: pages lie anywhere, and the hardware follows no list of them.
-    const int64_t after = skip_unseen(begin + kBlock);
-    const Block<T>& block = blocks[current];
-    Block<T>& next = blocks[current ^ 1];
-    if (after < stop) next.find(pool, pages, head, shape, after, skipped_of(after), known_of(after));
-    else next = block;
-    const int known = known_of(begin);
-    for (int t = 0; t < known; t += kLanes) transpose(block.keys + t, next.keys + t, shape.key_dim, keys + t);
+  Visit<T> visits[2];
+  bool is_left = walk.next(visits[0]);
+  for (int current = 0; is_left; current ^= 1) {
+    const Visit<T>& visit = visits[current];
+    is_left = walk.next(visits[current ^ 1]);
+    Fetch fetch = is_left ? visits[current ^ 1].block.fetch(visits[current ^ 1].known, shape) : then;
+    const Block<T>& block = visit.block;
+    for (int t = 0; t < visit.known; t += kLanes) transpose(block.keys + t, shape.key_dim, keys + t, fetch);
     if (tile.rows <= kRowTile) {
-      attend_tile<T>(tile, begin, keys, Values<T>{block.values, next.values}, shape.value_dim, sums, words);
+      attend_tile<T>(tile, visit.begin, keys, block.values, shape.value_dim, sums, words, fetch);
     } else {
-      for (int t = skipped_of(begin); t < known; t++)
-        for (int64_t d = 0; d < value_stride; d += kLanes) {
-          ask_for(next.values[t] + d, d * int64_t(sizeof(T)), kLanes * sizeof(T));
+      for (int t = walk.skipped(visit.begin); t < visit.known; t++)
+        for (int64_t d = 0; d < value_stride; d += kLanes)
           store(converted + t * value_stride + d, d + kLanes <= shape.value_dim ? load(block.values[t] + d) : load_first(block.values[t] + d, int(shape.value_dim - d)));
-        }
-      attend_tile<T>(tile, begin, keys, Values<float>{converted_rows, nullptr}, shape.value_dim, sums, words);
+      attend_tile<T>(tile, visit.begin, keys, converted_rows, shape.value_dim, sums, words, fetch);
     }
-    begin = after;
+    fetch.rest();
   }
 }
 

@@ -122,14 +122,16 @@ class Attention {
     }
     const int64_t workers = std::min<int64_t>(threads_.num_threads(), 1 + products / kProductsPerWorker);
     if (workers > 1 && most_spans > 1 && num_items < 2 * workers) return run_spans(pieces, workers);
-    parallel_for(threads_, num_items, workers, [&](int64_t i, int64_t) {
+    parallel_for(threads_, num_items, workers, [&](int64_t i, int64_t next_item) {
       const Piece& piece = pieces[i / shape_.kv_heads];
       const int64_t head = i % shape_.kv_heads, rows = piece.count * shape_.group;
+      const Piece* next_piece = next_item < num_items ? &pieces[next_item / shape_.kv_heads] : nullptr;
       static thread_local std::vector<float> scratch;
       scratch.resize(2 * Sums::size(rows, shape_.value_dim));
       const Sums sums = Sums::at(scratch.data(), rows), next = Sums::at(scratch.data() + Sums::size(rows, shape_.value_dim), rows);
       for (int64_t n = 0; n < piece.num_spans(); n++) {
-        attend(piece, head, n, n == 0 ? sums : next);
+        const Unit then = n + 1 < piece.num_spans() ? Unit{&piece, head, n + 1} : Unit{next_piece, next_item % shape_.kv_heads, 0};
+        attend({&piece, head, n}, n == 0 ? sums : next, then);
         if (n > 0) join(sums, next, rows, shape_.value_dim);
       }
       finish(piece, head, sums);
@@ -175,9 +177,22 @@ class Attention {
     if (covered < call_.num_tokens) std::memset(call_.out, 0, call_.num_tokens * call_.query_heads * shape_.value_dim * item);
   }
 
-  // The sums of one piece and kv head over its n-th span.
-  void attend(const Piece& piece, int64_t head, int64_t n, const Sums& sums) const {
+  // One piece and kv head, and the n-th span of what they see; no piece: nothing.
+  struct Unit {
+    const Piece* piece;
+    int64_t head, span;
+  };
+
+  Walk<T> walk_of(const Unit& unit, const Tile& tile) const {
+    const int64_t begin = (unit.piece->first_span() + unit.span) * kSpan;
+    return {pool_, call_.page_table + unit.piece->seq * shape_.pages_per_seq, unit.head, shape_, tile, begin, std::min(begin + kSpan, unit.piece->highest)};
+  }
+
+  // The sums of a unit; what `then` begins with is asked for meanwhile.
+  void attend(const Unit& unit, const Sums& sums, const Unit& then) const {
     static thread_local std::vector<float> queries;
+    const Piece& piece = *unit.piece;
+    const int64_t head = unit.head;
     Tile tile = tile_of(call_, shape_, piece.seq, piece.token, piece.count);
     if (call_.k_scale) tile.scale *= call_.k_scale[head];
     if (call_.alibi) tile.alibi = call_.alibi + head * shape_.group;
@@ -186,35 +201,40 @@ class Attention {
     for (int64_t r = 0; r < tile.rows; r++)
       call_.q.read(((piece.token + r / shape_.group) * call_.query_heads + head * shape_.group + r % shape_.group) * shape_.key_dim, shape_.key_dim, &queries[r * stride]);
     tile.q = queries.data();
-    const int64_t begin = (piece.first_span() + n) * kSpan;
-    attend_span(pool_, call_.page_table + piece.seq * shape_.pages_per_seq, head, shape_, tile, begin, std::min(begin + kSpan, piece.highest), sums);
+    Visit<T> first;
+    Fetch fetch;
+    if (then.piece != nullptr) {
+      const Tile next = tile_of(call_, shape_, then.piece->seq, then.piece->token, then.piece->count);
+      if (walk_of(then, next).next(first)) fetch = first.block.fetch(first.known, shape_);
+    }
+    attend_span(walk_of(unit, tile), shape_, tile, sums, fetch);
   }
 
   // Each span of each item on whatever thread is free; then they are joined in order.
   void run_spans(const std::vector<Piece>& pieces, int64_t workers) {
-    struct Unit {
-      int64_t piece, head, span, offset;
+    struct Part {
+      Unit unit;
+      int64_t offset;
     };
-    std::vector<Unit> units;
+    std::vector<Part> parts;
     int64_t size = 0;
-    for (int64_t p = 0; p < int64_t(pieces.size()); p++)
+    for (const Piece& piece : pieces)
       for (int64_t head = 0; head < shape_.kv_heads; head++)
-        for (int64_t n = 0; n < pieces[p].num_spans(); n++) {
-          units.push_back({p, head, n, size});
-          size += Sums::size(pieces[p].count * shape_.group, shape_.value_dim);
+        for (int64_t n = 0; n < piece.num_spans(); n++) {
+          parts.push_back({{&piece, head, n}, size});
+          size += Sums::size(piece.count * shape_.group, shape_.value_dim);
         }
     std::vector<float> partials(size);
-    const auto sums_of = [&](const Unit& unit) { return Sums::at(partials.data() + unit.offset, pieces[unit.piece].count * shape_.group); };
-    parallel_for(threads_, int64_t(units.size()), workers, [&](int64_t i, int64_t) {
-      const Unit& unit = units[i];
-      attend(pieces[unit.piece], unit.head, unit.span, sums_of(unit));
+    const auto sums_of = [&](const Part& part) { return Sums::at(partials.data() + part.offset, part.unit.piece->count * shape_.group); };
+    const int64_t num_parts = int64_t(parts.size());
+    parallel_for(threads_, num_parts, workers, [&](int64_t i, int64_t next) {
+      attend(parts[i].unit, sums_of(parts[i]), next < num_parts ? parts[next].unit : Unit{});
     });
-    for (size_t i = 0; i < units.size();) {
-      const Unit& first = units[i];
-      const Piece& piece = pieces[first.piece];
-      const Sums sums = sums_of(first);
-      for (i++; i < units.size() && units[i].span > 0; i++) join(sums, sums_of(units[i]), piece.count * shape_.group, shape_.value_dim);
-      finish(piece, first.head, sums);
+    for (int64_t i = 0; i < num_parts;) {
+      const Unit& first = parts[i].unit;
+      const Sums sums = sums_of(parts[i]);
+      for (i++; i < num_parts && parts[i].unit.span > 0; i++) join(sums, sums_of(parts[i]), first.piece->count * shape_.group, shape_.value_dim);
+      finish(*first.piece, first.head, sums);
     }
   }
 
