@@ -18,7 +18,7 @@ from model_adapters.loading import load_model
 from model_adapters.loading.architecture import module_of
 from model_adapters.paged import PackedBatch
 from torchax_serve import EngineOptions, serve
-from torchax_serve.engine.cache import CachePlan, PagedCache
+from torchax_serve.engine.cache import CachePlan, PagedCache, Pages
 from torchax_serve.engine.packed_road import page_shapes
 from torchax_serve.meshes import mesh_for
 from torchax_serve.planning.plan import PlanRequest, make_plan
@@ -139,7 +139,7 @@ def memory(family, degree):
     num_pages = 4 * 4 + 1
     groups = tuple(CacheGroup(str(w), w, num_pages) for w in dict.fromkeys(s.window for s in page_shapes(runtime)))
     assert [group.window for group in groups] == [None]
-    cache = PagedCache(CachePlan(page_shapes(runtime), groups, 16, 64), loaded.sharding.pool_sharding)
+    cache = PagedCache(CachePlan(page_shapes(runtime), groups, 16, 64), Pages(loaded.sharding.pool_sharding))
     everywhere = loaded.sharding.replicated()
     for program, num_tokens, is_decode in zip(report.programs, (4, 32), (True, False), strict=True):
 
