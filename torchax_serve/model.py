@@ -90,18 +90,18 @@ def serve(
         raise InvalidArgumentError(
             f"hosts: expected host_id 0, the leader's, got {hosts.host_id}; call follow() on the other hosts"
         )
-    loading = dict(
-        revision=revision,
-        token=token,
-        local_files_only=local_files_only,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-        cache_dir=cache_dir,
-        progress=progress,
-        random_weights=random_weights,
-        refuse_uneven=refuse_uneven,
-    )
+    loading: dict[str, Any] = {
+        "revision": revision,
+        "token": token,
+        "local_files_only": local_files_only,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "allow_pickle": allow_pickle,
+        "cache_dir": cache_dir,
+        "progress": progress,
+        "random_weights": random_weights,
+        "refuse_uneven": refuse_uneven,
+    }
     enable_compile_cache()
     with collector.paused():
         if hosts is None:
@@ -152,11 +152,8 @@ def _in_common(
     """What all hosts have to be asked for alike."""
     shape = None if mesh is None else dict(mesh.shape if isinstance(mesh, Mesh) else mesh)
     same = {"dtype": "auto", "revision": None, "random_weights": False, "refuse_uneven": False}
-    return {
-        **{name: loading.get(name, usual) for name, usual in same.items()},
-        "mesh": shape,
-        "tensor_parallel": tensor_parallel,
-    }
+    said = {name: loading.get(name, usual) for name, usual in same.items()}
+    return {**said, "mesh": shape, "tensor_parallel": tensor_parallel}
 
 
 class ServedModel:

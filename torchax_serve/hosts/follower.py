@@ -46,9 +46,9 @@ class Follower:
             order = pickle.loads(self._leader.incoming.get())
             if isinstance(order, End):
                 self._leader.over()
+                jax.distributed.shutdown()
                 if order.why is not None:
                     raise HostsError(f"host 0 has ended the run: {order.why}")
-                jax.distributed.shutdown()
                 return
             if isinstance(order, Compile):
                 self._compile(order)

@@ -20,6 +20,7 @@ from torchax_serve.program_cache import LIBRARIES, source_digest
 
 PROGRAM = "torchax-serve"
 RETRY_S = 0.25
+SHUTDOWN_S = 30
 HELLO_S = 5.0
 """How long somebody who has connected may take to say who they are."""
 
@@ -40,18 +41,18 @@ def join(hosts: Hosts, asked: Mapping[str, str]) -> list[Watch]:
     if jax.distributed.is_initialized():
         raise HostsError("hosts: expected a process that has not joined any, got one that has; start another process")
     hello = {"program": PROGRAM, "num_hosts": str(hosts.num_hosts), **installed(), **asked}
-    if hosts.is_leader:
-        watches = _gather(hosts, hello)
-    else:
-        watches = [_report_to_leader(hosts, hello)]
+    watches = _gather(hosts, hello) if hosts.is_leader else [_report_to_leader(hosts, hello)]
     try:
         jax.distributed.initialize(
-            hosts.jax_address, hosts.num_hosts, hosts.host_id, cluster_detection_method="deactivate"
+            hosts.jax_address,
+            hosts.num_hosts,
+            hosts.host_id,
+            cluster_detection_method="deactivate",
+            shutdown_timeout_seconds=SHUTDOWN_S,
         )
     except RuntimeError as error:
-        raise HostsError(
-            f"jax.distributed did not start: {' '.join(str(error).split())}; start a new process"
-        ) from error
+        said = " ".join(str(error).split())
+        raise HostsError(f"jax.distributed did not start: {said}; start a new process") from error
     return watches
 
 

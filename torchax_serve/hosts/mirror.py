@@ -1,8 +1,9 @@
 """The leader's side: each program that it runs on the mesh, all hosts run, in one order.
 
 Programs of many controllers are launched by each of them (Barham et al. 2022 call it multi-controller; so does JAX).
-What the leader launches follows from requests that it alone knows, so it sends for each program what to run and on what.
-Arrays that a program has left on all hosts, pages above all, are named by number; the few integers of a step travel.
+What the leader launches follows from requests that it alone knows, so it sends for each program what to run, and on
+what. Arrays that a program has left on all hosts, pages above all, are named by number; the few integers of a step
+travel.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -125,7 +126,7 @@ class Mirror:
             return jax.tree.unflatten(tree, [self._result(array, first + i) for i, array in enumerate(out)])
 
     @contextlib.contextmanager
-    def _telling(self) -> Any:
+    def _telling(self) -> Iterator[None]:
         """Where a program fails because a host is lost, the watch has the better error: it is let speak first."""
         if self._is_over:
             raise HostsError("expected an open model, this one is closed; start all hosts again")

@@ -50,6 +50,8 @@ def joined(hosts: Hosts, model: Any, asked: Mapping[str, Any]) -> Iterator[list[
                     watch.wire.order(End(why))
                 else:
                     watch.wire.say(failed=why)
+        if hosts.is_leader:
+            jax.distributed.shutdown()  # in step with the followers, whose part of it ends with this process
         raise
 
 
