@@ -9,8 +9,19 @@ from typing import Any
 
 from model_adapters.errors import ModelNotFoundError
 from torchax_serve.cli.interrupts import prompt_interrupts
-from torchax_serve.cli.options import LoadOptions
+from torchax_serve.cli.options import DeviceOptions, LoadOptions
 from torchax_serve.cli.terminal import may_style, passing_note
+
+
+def followed(name: str | None, options: DeviceOptions) -> bool:
+    """Lends this host's devices to the leader, if it is a follower, and says whether it was; ends with the leader."""
+    hosts = options.hosts()
+    if hosts is None or hosts.is_leader:
+        return False
+    with passing_note("starting torch and jax ..."):
+        from torchax_serve import follow
+    follow(name, **options.serve_kwargs())
+    return True
 
 
 @contextlib.contextmanager

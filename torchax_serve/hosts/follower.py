@@ -47,6 +47,7 @@ class Follower:
             if isinstance(order, End):
                 self._leader.over()
                 jax.distributed.shutdown()
+                self._leader.close()
                 if order.why is not None:
                     raise HostsError(f"host 0 has ended the run: {order.why}")
                 return

@@ -192,6 +192,8 @@ class Mirror:
                 with contextlib.suppress(OSError):
                     follower.wire.order(End())
             jax.distributed.shutdown()
+            for follower in self._followers:
+                follower.close()
 
 
 @dataclasses.dataclass(frozen=True)

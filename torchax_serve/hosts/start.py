@@ -52,6 +52,8 @@ def joined(hosts: Hosts, model: Any, asked: Mapping[str, Any]) -> Iterator[list[
                     watch.wire.say(failed=why)
         if hosts.is_leader:
             jax.distributed.shutdown()  # in step with the followers, whose part of it ends with this process
+        for watch in watches:
+            watch.close()
         raise
 
 

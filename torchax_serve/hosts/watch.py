@@ -59,6 +59,15 @@ class Watch:
         """The connection may end from now on."""
         self._over.set()
 
+    def close(self) -> None:
+        """Ends the connection; what was sent arrives."""
+        self._over.set()
+        self.wire.hang_up()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self.wire.close()
+
     def lost(self, why: str) -> None:
         """Reports the other host as lost, unless the run is over anyway."""
         if not self._over.is_set():

@@ -7,6 +7,7 @@ The leader unpickles nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import select
@@ -69,6 +70,11 @@ class Wire:
                 raise OSError("the connection was closed")
             parts += part
         return bytes(parts)
+
+    def hang_up(self) -> None:
+        """Nothing more will be sent or received, which whoever is receiving notices."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Ends the connection."""
