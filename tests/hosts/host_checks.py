@@ -1,7 +1,7 @@
 """Run as a program, one of several hosts on this machine: a tiny model over the CPU devices of all of them.
 
-``python host_checks.py ACTION HOST_ID PORT``; followers do the same whatever the action. What the leader finds out is
-printed. The environment sets JAX_NUM_CPU_DEVICES.
+``python host_checks.py ACTION HOST_ID COORDINATOR``; followers do the same whatever the action. What the leader finds
+out is printed. The environment sets JAX_NUM_CPU_DEVICES.
 """
 
 import os
@@ -76,8 +76,8 @@ def load(served):
 
 
 def main():
-    action, host_id, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    hosts = Hosts(coordinator=f"127.0.0.1:{port}", num_hosts=2, host_id=host_id, join_timeout_s=120)
+    action, host_id, coordinator = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    hosts = Hosts(coordinator=coordinator, num_hosts=2, host_id=host_id, join_timeout_s=120)
     try:
         if host_id:
             follow(model_of(int(os.environ.get("SEED", "0"))), hosts=hosts)

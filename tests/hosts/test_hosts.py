@@ -33,7 +33,7 @@ class Host:
 
     def __init__(self, action, host_id, port, **environment):
         self.process = subprocess.Popen(
-            [sys.executable, str(CHECKS), action, str(host_id), str(port)],
+            [sys.executable, str(CHECKS), action, str(host_id), f"127.0.0.1:{port}"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

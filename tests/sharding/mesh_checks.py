@@ -204,8 +204,11 @@ def generate(family, degree):
     ids = torch.tensor([PROMPTS[1], PROMPTS[1][::-1]])
     config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
     wanted = model_of(family).generate(ids, generation_config=config)
+    beams = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    wanted_of_beams = model_of(family).generate(ids, **beams)
     with serve(model_of(family), tensor_parallel=int(degree)) as served:
         assert torch.equal(served.generate(ids, generation_config=config), wanted)
+        assert torch.equal(served.generate(ids, **beams), wanted_of_beams)
     print("same ids")
 
 

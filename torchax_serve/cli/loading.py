@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +21,17 @@ def followed(name: str | None, options: DeviceOptions) -> bool:
         return False
     with passing_note("starting torch and jax ..."):
         from torchax_serve import follow
+    _keep_stdout_for_answers()
     follow(name, **options.serve_kwargs())
     return True
+
+
+def _keep_stdout_for_answers() -> None:
+    """Sends what libraries print to stderr: Gloo, which connects CPU devices of several hosts, reports on stdout."""
+    sys.stdout.flush()
+    answers = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = os.fdopen(answers, "w", encoding=sys.stdout.encoding, buffering=1)
 
 
 @contextlib.contextmanager
@@ -37,6 +47,8 @@ def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
             from model_adapters.loading.progress import RichProgress, SilentProgress
             from torchax_serve import serve
 
+        if isinstance(options, DeviceOptions) and options.hosts() is not None:
+            _keep_stdout_for_answers()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
         try:
             model = serve(name, progress=progress, **options.serve_kwargs())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from transformers import PreTrainedModel
@@ -14,10 +15,12 @@ from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.ticket import Ticket
-from torchax_serve.hosts.mirror import Mirror
 from torchax_serve.program_cache import ProgramCache
 from torchax_serve.runtime import Runtime
 from torchax_serve.scheduling import SchedulerStats
+
+if TYPE_CHECKING:
+    from torchax_serve.hosts.mirror import Mirror
 
 
 def runtimes_of(
