@@ -16,9 +16,9 @@ from model_adapters.ops.registry import platform
 from model_adapters.paged import NotPackableError, PackedBatch
 from model_adapters.program import CallSpec
 from torchax_serve.engine.cache import CachePlan, PagedCache, Pages, PageShape
+from torchax_serve.engine.mirrored_pages import MirroredPages
 from torchax_serve.engine.packed import PackedModel
 from torchax_serve.engine.road import Road, Sizes
-from torchax_serve.engine.mirrored_pages import MirroredPages
 from torchax_serve.runtime import Runtime
 
 TPU_LANES = 128

@@ -12,10 +12,10 @@ import jax
 from model_adapters.errors import HostsError
 from model_adapters.sharding import ModelSharding
 from torchax_serve.engine.cache import CachePlan, PagedCache
+from torchax_serve.engine.mirrored_pages import MirroredPages
 from torchax_serve.engine.packed import PackedModel
 from torchax_serve.hosts.mirror import compile_for_hosts, run_in_turn
 from torchax_serve.hosts.orders import Compile, End, Held, Kind, Run, spread
-from torchax_serve.engine.mirrored_pages import MirroredPages
 from torchax_serve.hosts.watch import Watch, wait_for_news
 from torchax_serve.runtime import Runtime
 
