@@ -30,6 +30,7 @@ SIZES |= {"max_position_embeddings": 128}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 # Sizes that divide by no mesh: 66 hidden units, 61 words, two heads of keys; one of seven query heads.
 CONFIGS = {
@@ -41,6 +42,11 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **SIZES, **HEADS, **ENDS, sliding_window=8, query_pre_attn_scalar=8
     ),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, **HEADS, sliding_window=8),
+    "gemma": lambda: transformers.GemmaConfig(**SIZES, **HEADS, **ENDS),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, **HEADS, **ENDS, sliding_window=8, query_pre_attn_scalar=8),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SIZES, **HEADS, **QWEN_EXPERTS),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **HEADS, **QWEN_EXPERTS),
     "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=61, n_positions=128, **ENDS),
     "phi3": lambda: transformers.Phi3Config(
         **SIZES, **ENDS, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0
