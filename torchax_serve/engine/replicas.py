@@ -120,6 +120,11 @@ class Replicas:
             busy_s=max(stats.busy_s for stats in each),
         )
 
+    @property
+    def why_closed(self) -> str | None:
+        """As `Engine.why_closed`, of the first that is."""
+        return next((engine.why_closed for engine in self.engines if engine.why_closed is not None), None)
+
     def close(self, why: str = "close() was called") -> None:
         """As `Engine.close`, for all."""
         for engine in self.engines:
