@@ -2,10 +2,12 @@
 
     python benchmarks/load_memory.py                      # 1 GB dense (Qwen3) and 1 GB with experts merged at load
     python benchmarks/load_memory.py --kind moe --megabytes 300 --dtype float32
+    python benchmarks/load_memory.py --megabytes 2000 --devices 8 --save benchmarks/results/load-8-devices.json
 
 A first process writes random bfloat16 weights in several shards. A second one loads them, after a tiny model of the
 same architecture, so that imports and compiled code are in its baseline, and reads the growth of its resident memory:
-the high-water mark that Linux keeps, so no peak between two samples is missed.
+the high-water mark that Linux keeps, so no peak between two samples is missed. With --devices the weights go straight
+to so many CPU devices, which are host memory too.
 """
 
 from __future__ import annotations
@@ -82,22 +84,25 @@ def write(kind: str, megabytes: int, folder: Path) -> None:
         model.save_pretrained(folder / name, max_shard_size=f"{max(1, megabytes // 6)}MB")
 
 
-def load(folder: Path, dtype: str, random_weights: bool) -> dict[str, Any]:
+def load(folder: Path, dtype: str, random_weights: bool, devices: int) -> dict[str, Any]:
     """Loads ``folder/big`` and returns what it took."""
     import jax
 
     from model_adapters.loading import load_model
     from model_adapters.loading.memory import PeakMemory
+    from torchax_serve.meshes import mesh_for
 
-    jax.devices()
-    load_model(folder / "tiny", dtype=dtype, random_weights=random_weights)
+    assert len(jax.devices()) == devices
+    mesh = mesh_for(None, devices)
+    load_model(folder / "tiny", dtype=dtype, random_weights=random_weights, mesh=mesh)
     peak = PeakMemory()
-    loaded = load_model(folder / "big", dtype=dtype, random_weights=random_weights)
+    loaded = load_model(folder / "big", dtype=dtype, random_weights=random_weights, mesh=mesh)
     report = loaded.report
     on_disk = sum(file.stat().st_size for file in (folder / "big").glob("*.safetensors"))
     return {
         "architecture": type(loaded.module).__name__,
         "dtype": str(loaded.dtype),
+        "num_devices": devices,
         "num_files": len(list((folder / "big").glob("*.safetensors"))),
         "files_bytes": on_disk,
         "weights_bytes": report.weights_bytes,
@@ -108,12 +113,15 @@ def load(folder: Path, dtype: str, random_weights: bool) -> dict[str, Any]:
     }
 
 
-def measure(kind: str, megabytes: int, dtype: str = "auto", random_weights: bool = False) -> dict[str, Any]:
+def measure(
+    kind: str, megabytes: int, dtype: str = "auto", random_weights: bool = False, devices: int = 1
+) -> dict[str, Any]:
     """Writes and loads in two processes of their own; returns the second one's numbers."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]), "HF_HUB_OFFLINE": "1"}
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     with tempfile.TemporaryDirectory(prefix="load_memory") as folder:
         common = [sys.executable, __file__, "--kind", kind, "--megabytes", str(megabytes), "--folder", folder]
-        flags = ["--dtype", dtype, *(["--random-weights"] if random_weights else [])]
+        flags = ["--dtype", dtype, "--devices", str(devices), *(["--random-weights"] if random_weights else [])]
         for step in (["write"], ["load", *flags]):
             done = subprocess.run([*common, "--step", *step], env=environment, capture_output=True, text=True)
             if done.returncode:
@@ -127,16 +135,23 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1000, help="size of the checkpoint (10^6 bytes)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--devices", type=int, default=1, help="CPU devices that share the weights")
+    parser.add_argument("--save", type=Path, help="file for the results")
     parser.add_argument("--step", choices=["all", "write", "load"], default="all", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step == "write":
         write(options.kind, options.megabytes, options.folder)
     elif options.step == "load":
-        print(json.dumps(load(options.folder, options.dtype, options.random_weights)))
+        print(json.dumps(load(options.folder, options.dtype, options.random_weights, options.devices)))
     else:
+        results = []
         for kind in SHAPES if options.kind == "all" else [options.kind]:
-            print(json.dumps(measure(kind, options.megabytes, options.dtype, options.random_weights)), flush=True)
+            common = (options.dtype, options.random_weights, options.devices)
+            results.append(measure(kind, options.megabytes, *common))
+            print(json.dumps(results[-1]), flush=True)
+        if options.save is not None:
+            options.save.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def share_with_jax(tensor: torch.Tensor) -> jax.Array:
         tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch's own buffers start at 64 bytes
     # Through numpy rather than DLPack: JAX lets go of a numpy array on a Python thread. A torch tensor taken by DLPack
     # is freed on the XLA thread that used it last, which brings the process down where the interpreter is ending.
-    return jax.device_put(host_array(tensor), jax.devices("cpu")[0], may_alias=True)
+    return jax.device_put(host_array(tensor), jax.local_devices(backend="cpu")[0], may_alias=True)
 
 
 def from_host(values: Any, dtype: Any) -> jax.Array:

@@ -143,7 +143,7 @@ def to_jax_array(tensor: torch.Tensor) -> jax.Array:
     Without 64-bit types in JAX (its default) int64 becomes int32 and float64 becomes float32.
     """
     array = share_with_jax(tensor)
-    return array if jax.default_backend() == "cpu" else jax.device_put(array, jax.devices()[0])
+    return array if jax.default_backend() == "cpu" else jax.device_put(array, jax.local_devices()[0])
 
 
 def to_torch_tensor(array: jax.Array) -> torch.Tensor:

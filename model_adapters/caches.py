@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 
 from model_adapters.bridge import StoredLength, jax_view, to_jax_array, to_torch_tensor
 from model_adapters.cache_layers import AttentionLayer, HybridLayer, IndexedLayer
-from model_adapters.errors import UnsupportedModelError
+from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 
 LayerStates = tuple[Any, ...]
 LONGEST = 2**30
@@ -138,6 +138,7 @@ class DeviceCache(Cache):
         """Makes room for `capacity` tokens; what is stored stays."""
         if capacity <= self.capacity:
             return
+        self._check_is_here()
         for layer in self.states:
             if isinstance(layer, AttentionLayer):
                 for name in layer.POOLS:
@@ -147,7 +148,16 @@ class DeviceCache(Cache):
         self.capacity = capacity
 
     def _map(self, function: Any) -> None:
+        self._check_is_here()
         self.states = jax.tree.map(function, self.states)
+
+    def _check_is_here(self) -> None:
+        """Raises UnsupportedArgumentError where devices of other hosts have a part, which runs what the model runs."""
+        if not all(array.is_fully_addressable for array in jax.tree.leaves(self.states)):
+            raise UnsupportedArgumentError(
+                "expected a cache on this host, got one on several, which beams, assistants and callers of the cache "
+                "cannot cut, reorder or read; use greedy search or sampling, or serve the model on one host"
+            )
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Rows become those at `beam_idx` int[batch]."""
@@ -155,7 +165,7 @@ class DeviceCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows at `indices` int[new_batch]."""
-        rows = to_jax_array(indices)
+        rows = indices.numpy()  # of no device, so that the array may lie on several
         self._map(lambda array: jnp.take(array, rows, axis=0))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -191,6 +201,7 @@ class DeviceCache(Cache):
 
     def to_dynamic(self) -> DynamicCache:
         """A copy as transformers' own dynamic cache, tensors on the CPU, cut to the tokens stored."""
+        self._check_is_here()
         cache = DynamicCache(config=self.config)
         for layer, state in zip(cache.layers, self.states, strict=True):
             _fill(layer, state, self.length)

@@ -9,6 +9,7 @@
     ├── InvalidArgumentError    an argument with a value nobody can honour (also a ValueError)
     ├── UnsupportedArgumentError  an argument that exists in transformers and is not honoured here (also a ValueError)
     ├── ChatTemplateError       no chat template, or one that does not render
+    ├── HostsError              hosts of one model that do not find each other, or are not alike
     └── OutOfMemoryError        weights or cache do not fit; says how much was needed
 
 A message says what was expected, what came, and what to do.
@@ -41,6 +42,10 @@ class UnsupportedArgumentError(TorchaxServeError, ValueError):
 
 class ChatTemplateError(TorchaxServeError):
     """A chat was asked of a model without a chat template, or the template does not render."""
+
+
+class HostsError(TorchaxServeError):
+    """Hosts that are to share a model do not find each other, or are not alike."""
 
 
 class OutOfMemoryError(TorchaxServeError, MemoryError):

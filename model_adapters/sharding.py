@@ -188,9 +188,12 @@ def _head_counts(placed: Mapping[str, Placed], units: Units) -> dict[str, int]:
 
 
 def units_of(config: PreTrainedConfig) -> Units:
-    """How many heads a layer has, as the configuration says."""
-    heads = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None)
+    """How many heads a layer has, as the configuration says; nothing where layers have different numbers."""
+    try:
+        heads = getattr(config, "num_attention_heads", None)
+        kv_heads = getattr(config, "num_key_value_heads", None)
+    except RuntimeError:  # transformers' answer to a question about all layers that has none
+        return Units()
     if not isinstance(heads, int):
         return Units()
     return Units(heads, kv_heads if isinstance(kv_heads, int) else heads)

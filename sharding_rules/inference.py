@@ -31,18 +31,17 @@ def infer(
         first: rules that go before.
     """
     patterns = [re.compile(rule.pattern) for rule in first]
-    found: dict[tuple[str, int], Rule] = {}
+    found: dict[str, Rule] = {}  # by pattern
     for name, shape in shapes.items():
         if any(pattern.fullmatch(name) for pattern in patterns):
             continue
         form = re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", re.escape(name).replace(r"\.", ".")).replace(".", r"\.")
         axes = _axes(name, shape, hidden_size)
-        key = (form, len(shape))
-        if key in found and found[key].axes != axes:
+        if form in found and found[form].axes != axes:
             # Layers of one name and several shapes: each for itself.
-            found[(re.escape(name), len(shape))] = Rule(re.escape(name), axes, True, _SOURCE)
+            found[re.escape(name)] = Rule(re.escape(name), axes, True, _SOURCE)
             continue
-        found.setdefault(key, Rule(form, axes, True, _SOURCE))
+        found.setdefault(form, Rule(form, axes, True, _SOURCE))
     # The longer patterns are the more particular ones.
     particular = sorted(found.values(), key=lambda rule: r"\d+" in rule.pattern)
     return RuleTable(family, (*first, *particular))

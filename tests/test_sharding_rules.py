@@ -299,3 +299,38 @@ def test_the_packages_leaves_do_not_know_each_other_nor_the_bridge():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_tensors_of_one_name_and_several_shapes_have_rules_of_their_own():
+    shapes = {f"a.{n}.weight": shape for n, shape in enumerate([(64, 16), (16,), (64, 16)])}
+    placed = place(infer(shapes, 16, "toy"), shapes, {"model": 4})
+    assert [each.spec for each in placed.values()] == [P("model", None), P(None), P("model", None)]
+
+
+def test_a_model_with_towers_does_not_take_the_table_of_its_text_model():
+    config = transformers.Gemma3Config(
+        text_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "vocab_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        },
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 8,
+        },
+    )
+    with torch.device("meta"):
+        module = transformers.Gemma3ForConditionalGeneration(config)
+    placed = place(rules_for(module, shapes_of(module)), shapes_of(module), {"model": 2}, Units(4, 2))
+    by_source = {each.rule.source for each in placed.values()}
+    assert by_source == {"plan of the model", "shape"}
+    query = next(name for name in placed if name.endswith("language_model.layers.0.self_attn.q_proj.weight"))
+    assert placed[query].spec == P("model", None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from model_adapters.errors import (
     ChatTemplateError,
     CheckpointError,
+    HostsError,
     InvalidArgumentError,
     ModelNotFoundError,
     OutOfMemoryError,
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from torchax_serve.drop_in import to_jax
     from torchax_serve.engine.build import EngineOptions
     from torchax_serve.engine.ticket import RequestError
-    from torchax_serve.model import ServedModel, serve
+    from torchax_serve.hosts.options import Hosts
+    from torchax_serve.model import ServedModel, follow, serve
     from torchax_serve.request import SamplingParams
     from torchax_serve.text import Completion, TextStream
 
@@ -38,6 +40,8 @@ __all__ = [
     "CheckpointError",
     "Completion",
     "EngineOptions",
+    "Hosts",
+    "HostsError",
     "InvalidArgumentError",
     "ModelNotFoundError",
     "OutOfMemoryError",
@@ -49,6 +53,7 @@ __all__ = [
     "UnsupportedArgumentError",
     "UnsupportedModelError",
     "extract_jax",
+    "follow",
     "serve",
     "to_jax",
 ]
@@ -56,11 +61,13 @@ __all__ = [
 _HOME = {
     "Completion": "torchax_serve.text",
     "EngineOptions": "torchax_serve.engine.build",
+    "Hosts": "torchax_serve.hosts.options",
     "RequestError": "torchax_serve.engine.ticket",
     "SamplingParams": "torchax_serve.request",
     "ServedModel": "torchax_serve.model",
     "TextStream": "torchax_serve.text",
     "extract_jax": "model_adapters.bridge",
+    "follow": "torchax_serve.model",
     "serve": "torchax_serve.model",
     "to_jax": "torchax_serve.drop_in",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,12 @@ import torch
 from jax.sharding import Mesh
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
-from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, UnsupportedModelError
+from model_adapters.errors import (
+    InvalidArgumentError,
+    TorchaxServeError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
 from model_adapters.loading import LoadedModel, Progress, has_own_generate, load_model
 from torchax_serve import collector
 from torchax_serve.alone import tokens_alone
@@ -26,6 +32,10 @@ from torchax_serve.engine.replicas import Replicas, runtimes_of
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.sampler_params import ENGINE_OPTIONS
 from torchax_serve.engine.tokens import TokenStream
+from torchax_serve.hosts.follower import follow as obey
+from torchax_serve.hosts.mirror import Mirror
+from torchax_serve.hosts.options import Hosts
+from torchax_serve.hosts.start import check_alike, facts_of, joined, mesh_of_hosts
 from torchax_serve.meshes import mesh_for
 from torchax_serve.program_cache import ProgramCache, model_identity
 from torchax_serve.request import SamplingParams
@@ -50,6 +60,7 @@ def serve(
     mesh: Mesh | Mapping[str, int] | None = None,
     tensor_parallel: int | None = None,
     refuse_uneven: bool = False,
+    hosts: Hosts | None = None,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
@@ -70,27 +81,79 @@ def serve(
             which share the requests; or a mesh with these axes.
         tensor_parallel: the same as ``mesh={"model": tensor_parallel}``.
         refuse_uneven: an error for sizes that the devices do not divide, which are otherwise filled up with zeros.
+        hosts: the hosts whose devices share the model, of which this is the leader; the others call `follow`.
 
     Raises:
         TorchaxServeError: one of its kinds, each saying what was expected, what came, and what to do.
     """
+    if hosts is not None and not hosts.is_leader:
+        raise InvalidArgumentError(
+            f"hosts: expected host_id 0, the leader's, got {hosts.host_id}; call follow() on the other hosts"
+        )
+    loading: dict[str, Any] = {
+        "revision": revision,
+        "token": token,
+        "local_files_only": local_files_only,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "allow_pickle": allow_pickle,
+        "cache_dir": cache_dir,
+        "progress": progress,
+        "random_weights": random_weights,
+        "refuse_uneven": refuse_uneven,
+    }
     enable_compile_cache()
     with collector.paused():
-        loaded = load_model(
-            model,
-            revision=revision,
-            token=token,
-            local_files_only=local_files_only,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            allow_pickle=allow_pickle,
-            cache_dir=cache_dir,
-            progress=progress,
-            random_weights=random_weights,
-            mesh=mesh_for(mesh, tensor_parallel),
-            refuse_uneven=refuse_uneven,
-        )
-        return ServedModel(loaded, engine)
+        if hosts is None:
+            return ServedModel(load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading), engine)
+        with joined(hosts, model, _in_common(loading, mesh, tensor_parallel)) as followers:
+            loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
+            check_alike(followers, facts_of(loaded))
+        assert loaded.sharding is not None
+        return ServedModel(loaded, engine, Mirror(loaded.sharding.mesh, followers))
+
+
+def follow(
+    model: str | os.PathLike[str] | PreTrainedModel | None = None,
+    *,
+    hosts: Hosts,
+    mesh: Mapping[str, int] | None = None,
+    tensor_parallel: int | None = None,
+    **loading: Any,
+) -> None:
+    """Lends this host's devices to a model that host 0 serves; returns when that is closed.
+
+    Args:
+        model: as host 0 has it, possibly in another folder.
+        hosts: as host 0 has them, with the number of this host.
+        mesh, tensor_parallel: as host 0 has them.
+        loading: further arguments of `serve` that say what is loaded and from where.
+
+    Raises:
+        HostsError: host 0 cannot be found, is not alike, or has ended the run with an error. Where it is lost in the
+            middle of one, there is a line on stderr and the process ends.
+        TorchaxServeError: as `serve`.
+    """
+    if hosts.is_leader:
+        raise InvalidArgumentError("hosts: expected the number of a follower, got 0, the leader's; call serve()")
+    inspect.signature(load_model).bind(model, **loading)  # a wrong name is told before others wait
+    enable_compile_cache()
+    with collector.paused(), joined(hosts, model, _in_common(loading, mesh, tensor_parallel)) as (leader,):
+        loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
+        assert loaded.sharding is not None
+        (runtime,) = runtimes_of(loaded.module, loaded.weights, loaded.sharding)
+        leader.wire.say(loaded=facts_of(loaded))
+    obey(runtime, leader)
+
+
+def _in_common(
+    loading: Mapping[str, Any], mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None
+) -> dict[str, Any]:
+    """What all hosts have to be asked for alike."""
+    shape = None if mesh is None else dict(mesh.shape if isinstance(mesh, Mesh) else mesh)
+    same = {"dtype": "auto", "revision": None, "random_weights": False, "refuse_uneven": False}
+    said = {name: loading.get(name, usual) for name, usual in same.items()}
+    return {**said, "mesh": shape, "tensor_parallel": tensor_parallel}
 
 
 class ServedModel:
@@ -101,7 +164,10 @@ class ServedModel:
             one (``transformers.pipeline``, lm-eval).
     """
 
-    def __init__(self, loaded: LoadedModel, engine_options: EngineOptions | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, engine_options: EngineOptions | None = None, mirror: Mirror | None = None
+    ) -> None:
+        self._mirror = mirror
         self._loaded: LoadedModel | None = loaded
         self._engine_options = engine_options
         self._engine: Engine | Replicas | UnsupportedModelError | None = None  # made at the first request
@@ -113,7 +179,7 @@ class ServedModel:
         if loaded.sharding is None:
             self._runtimes = [Runtime(loaded.module, loaded.weights, _programs_of(loaded))]
         else:
-            self._runtimes = runtimes_of(loaded.module, loaded.weights, loaded.sharding)
+            self._runtimes = runtimes_of(loaded.module, loaded.weights, loaded.sharding, mirror)
         self.torch_model: Any = attach(loaded.module, self._runtimes[0])
 
     def __enter__(self) -> ServedModel:
@@ -134,6 +200,8 @@ class ServedModel:
             if isinstance(self._engine, Engine | Replicas):
                 self._engine.close("the model was closed")
             self._engine = None
+        if self._mirror is not None:
+            self._mirror.close()
         if hasattr(self, "torch_model"):
             for runtime in self._runtimes:
                 runtime.weights.clear()

@@ -20,10 +20,11 @@ import os
 import pickle
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 from jax.experimental import serialize_executable
@@ -35,16 +36,17 @@ import torchax_serve
 from model_adapters.ops import registry
 from model_adapters.ops.cpu import build, kernels
 from torchax_serve import collector
+from torchax_serve.mesh_programs import MeshProgram, on_mesh
+
+if TYPE_CHECKING:
+    from torchax_serve.hosts.mirror import Mirror
 
 logger = logging.getLogger("torchax_serve")
 
 Value = TypeVar("Value")
 
-_LIBRARIES = ("jax", "jaxlib", "torch", "torchax", "transformers")
+LIBRARIES = ("jax", "jaxlib", "torch", "torchax", "transformers")
 _HITS = threading.local()
-# CPU devices of one process share its threads: two programs that exchange, under way at once, can each hold threads
-# that the exchange of the other waits for, and neither ends.
-_ONE_ON_CPUS = threading.Lock()
 
 
 def model_identity(model_class: type, config_json: str, weights: Mapping[str, jax.Array]) -> str:
@@ -84,14 +86,21 @@ class ProgramCache:
     """Where the programs of one model are kept; `folder` None keeps them in memory alone.
 
     With a `mesh` the programs run on all its devices, and what goes in and out lies where the caller has it; they are
-    kept in memory alone. `num_traces` counts traces by function, `num_loaded` programs that came from the folder.
+    kept in memory alone. With a `mirror` the mesh has devices of other hosts, which are made to run them too.
+    `num_traces` counts traces by function, `num_loaded` programs that came from the folder; `functions` are those that
+    are kept here, by name.
     """
 
     def __init__(
-        self, folder: Path | None = None, identity: str | None = None, mesh: jax.sharding.Mesh | None = None
+        self,
+        folder: Path | None = None,
+        identity: str | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.folder = folder if identity is not None and mesh is None else None
-        self.mesh = mesh
+        self.mesh, self.mirror = mesh, mirror
+        self.functions: weakref.WeakValueDictionary[str, KeptFunction] = weakref.WeakValueDictionary()
         self.identity = identity
         self.num_traces: collections.Counter[str] = collections.Counter()
         self.num_loaded = 0
@@ -180,10 +189,11 @@ class KeptFunction:
         facts: Callable[[], dict[str, Any]] = dict,
         recall: Callable[[dict[str, Any]], None] = lambda facts: None,
     ) -> None:
-        self._cache, self._name, self._function = cache, name, function
-        self._donate, self._facts, self._recall = tuple(donate), facts, recall
+        self._cache, self.name, self._function = cache, name, function
+        self._donate, self.facts, self.recall = tuple(donate), facts, recall
         self._programs: dict[_Signature, Any] = {}
         self._lock = threading.Lock()
+        cache.functions[name] = self
 
     @property
     def num_programs(self) -> int:
@@ -213,73 +223,54 @@ class KeptFunction:
         return program
 
     def _obtain(self, signature: _Signature, weights: Mapping[str, jax.Array], args: tuple[Any, ...]) -> Any:
-        mesh = self._cache.mesh
+        mesh, mirror = self._cache.mesh, self._cache.mirror
+        if mirror is not None:
+            return mirror.program(self, weights, args, signature.spec, signature.precision)
         if mesh is not None:
             args = on_mesh(args, mesh)
-        path = self._cache.path_of(self._name, signature)
+        path = self._cache.path_of(self.name, signature)
         if path is not None and (kept := self._cache.read(path)) is not None:
-            self._recall(kept[1])
+            self.recall(kept[1])
             return kept[0]
-
-        def traced(weights: Any, *args: Any) -> Any:
-            self._cache.num_traces[self._name] += 1
-            return self._function(weights, *args, spec=signature.spec)
-
-        # The name tells JAX's own cache apart what this one does: see below.
-        traced.__name__ = self._name if path is None else path.name.replace("-", "_")
-        parameters = list(inspect.signature(self._function).parameters)
-        donated = tuple(parameters.index(name) for name in self._donate)
         with _counting_hits() as hits:
-            program: Any = jax.jit(traced, donate_argnums=donated).lower(weights, *args).compile()
+            # The name tells JAX's own cache apart what this one does: see below.
+            program: Any = self.compile(
+                weights, args, signature.spec, name=None if path is None else path.name.replace("-", "_")
+            )
         if mesh is not None:
             program = MeshProgram(program, mesh)
         # XLA's CPU client cannot serialize a program that it has itself deserialized: functions are lost.
         if path is not None and not hits:
-            self._cache.write(path, program, self._facts())
+            self._cache.write(path, program, self.facts())
         return program
 
+    def compile(
+        self,
+        weights: Mapping[str, jax.Array],
+        args: tuple[Any, ...],
+        spec: Any,
+        *,
+        name: str | None = None,
+        adapt: Callable[[Any], Any] = lambda out: out,
+    ) -> Any:
+        """Compiles the function anew.
 
-def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """`tree` with each array that lies elsewhere on all devices of `mesh`."""
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    devices = set(mesh.devices.flat)
+        Args:
+            weights: by name.
+            args: arrays or their shapes, where the program will have them.
+            spec: what is static.
+            name: of the program.
+            adapt: a last step of the program, over its result.
+        """
 
-    def place(leaf: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        is_there = isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
-        return leaf if is_there else jax.device_put(leaf, everywhere)
+        def traced(weights: Any, *args: Any) -> Any:
+            self._cache.num_traces[self.name] += 1
+            return adapt(self._function(weights, *args, spec=spec))
 
-    return jax.tree.map(place, tree)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshProgram:
-    """A program on many devices for a caller who knows of one.
-
-    Arguments that lie elsewhere go to all devices. What all devices have alike comes out on the default device; what is
-    divided, as the pools are, stays where it is.
-    """
-
-    program: Any
-    mesh: jax.sharding.Mesh
-
-    def __call__(self, weights: Any, *args: Any) -> Any:
-        """Runs the program; on CPU devices one after the other, whoever calls."""
-        if self.mesh.devices.flat[0].platform != "cpu":
-            return jax.tree.map(self._first, self.program(weights, *on_mesh(args, self.mesh)))
-        with _ONE_ON_CPUS:
-            out = self.program(weights, *jax.block_until_ready(on_mesh(args, self.mesh)))
-            return jax.block_until_ready(jax.tree.map(self._first, out))
-
-    def _first(self, array: jax.Array) -> jax.Array:
-        if not array.sharding.is_fully_replicated:
-            return array
-        return jax.device_put(array.addressable_data(0), jax.devices()[0])  # where callers have everything else
-
-    def memory_analysis(self) -> Any:
-        """Of the program, on one device."""
-        return self.program.memory_analysis()
+        traced.__name__ = name or self.name
+        parameters = list(inspect.signature(self._function).parameters)
+        donated = tuple(parameters.index(each) for each in self._donate)
+        return jax.jit(traced, donate_argnums=donated).lower(weights, *args).compile()
 
 
 def _write_whole(path: Path, content: bytes) -> None:
@@ -322,15 +313,21 @@ def _listen() -> None:
 
 
 @functools.cache
-def _installed() -> str:
-    """What stays as it is while the process lives: this project's source, the libraries, the processor."""
+def source_digest() -> str:
+    """Of this project's source."""
     digest = hashlib.sha256()
     for package in (model_adapters, pytree_registry, sharding_rules, torchax_serve):
         for file in sorted(Path(package.__path__[0]).rglob("*")):
             if file.suffix in (".py", ".cc", ".h"):
                 digest.update(file.read_bytes())
-    versions = [f"{name} {version(name)}" for name in _LIBRARIES]
-    return "\n".join([digest.hexdigest(), sys.version, *versions, build.processor()])
+    return digest.hexdigest()
+
+
+@functools.cache
+def _installed() -> str:
+    """What stays as it is while the process lives: this project's source, the libraries, the processor."""
+    versions = [f"{name} {version(name)}" for name in LIBRARIES]
+    return "\n".join([source_digest(), sys.version, *versions, build.processor()])
 
 
 def installed_versions() -> str:

@@ -194,7 +194,7 @@ class _Builder:
         return self._loaded(module, weights, dtype, None)
 
     def _check_fits(self, sizes: list[int]) -> None:
-        check_fits(sum(sizes), max(sizes), what=self._source.name, device=jax.devices()[0], whole=self._whole)
+        check_fits(sum(sizes), max(sizes), what=self._source.name, device=jax.local_devices()[0], whole=self._whole)
 
     def _checked(self, dtype: torch.dtype) -> torch.dtype:
         if dtype == torch.float64:

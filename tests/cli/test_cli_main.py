@@ -112,6 +112,29 @@ def test_models_shows_how_one_type_was_checked():
     assert checked["forward_difference"] <= 1e-4
 
 
+def test_models_shows_how_a_type_lies_on_a_mesh():
+    rows = json.loads(call("models", "llama", "--sharding", "--mesh", "model=4", "--json").stdout)
+    down = next(row for row in rows if row["parameter"] == "model.layers.*.mlp.down_proj.weight")
+    assert (down["shape"], down["spec"]) == ([4096, 11008], [None, "model"])
+    assert (down["number"], down["bytes_per_device"]) == (32, 4096 * 11008 * 2 // 4)  # bfloat16
+    assert "down_proj" in call("models", "llama", "--sharding").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sharding"], "expected a MODEL_TYPE, got none"),
+        (["llama", "--mesh", "model=4"], "--mesh: expected together with --sharding"),
+        (["lama", "--sharding"], "did you mean llama"),
+        (["llama", "--sharding", "--mesh", "pipe=4"], "expected axes out of data, model, expert, got 'pipe'"),
+    ],
+)
+def test_models_refuses_what_makes_no_table(arguments, said):
+    done = call("models", *arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
 def test_models_names_near_types():
     done = call("models", "lama")
     assert done.exit_code

@@ -18,7 +18,7 @@ from model_adapters.loading import load_model
 from model_adapters.loading.architecture import module_of
 from model_adapters.paged import PackedBatch
 from torchax_serve import EngineOptions, serve
-from torchax_serve.engine.cache import CachePlan, PagedCache
+from torchax_serve.engine.cache import CachePlan, PagedCache, Pages
 from torchax_serve.engine.packed_road import page_shapes
 from torchax_serve.meshes import mesh_for
 from torchax_serve.planning.plan import PlanRequest, make_plan
@@ -30,6 +30,7 @@ SIZES |= {"max_position_embeddings": 128}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 # Sizes that divide by no mesh: 66 hidden units, 61 words, two heads of keys; one of seven query heads.
 CONFIGS = {
@@ -41,6 +42,11 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **SIZES, **HEADS, **ENDS, sliding_window=8, query_pre_attn_scalar=8
     ),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, **HEADS, sliding_window=8),
+    "gemma": lambda: transformers.GemmaConfig(**SIZES, **HEADS, **ENDS),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, **HEADS, **ENDS, sliding_window=8, query_pre_attn_scalar=8),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SIZES, **HEADS, **QWEN_EXPERTS),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **HEADS, **QWEN_EXPERTS),
     "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=61, n_positions=128, **ENDS),
     "phi3": lambda: transformers.Phi3Config(
         **SIZES, **ENDS, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0
@@ -139,7 +145,7 @@ def memory(family, degree):
     num_pages = 4 * 4 + 1
     groups = tuple(CacheGroup(str(w), w, num_pages) for w in dict.fromkeys(s.window for s in page_shapes(runtime)))
     assert [group.window for group in groups] == [None]
-    cache = PagedCache(CachePlan(page_shapes(runtime), groups, 16, 64), loaded.sharding.pool_sharding)
+    cache = PagedCache(CachePlan(page_shapes(runtime), groups, 16, 64), Pages(loaded.sharding.pool_sharding))
     everywhere = loaded.sharding.replicated()
     for program, num_tokens, is_decode in zip(report.programs, (4, 32), (True, False), strict=True):
 
@@ -204,8 +210,11 @@ def generate(family, degree):
     ids = torch.tensor([PROMPTS[1], PROMPTS[1][::-1]])
     config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
     wanted = model_of(family).generate(ids, generation_config=config)
+    beams = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    wanted_of_beams = model_of(family).generate(ids, **beams)
     with serve(model_of(family), tensor_parallel=int(degree)) as served:
         assert torch.equal(served.generate(ids, generation_config=config), wanted)
+        assert torch.equal(served.generate(ids, **beams), wanted_of_beams)
     print("same ids")
 
 

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from model_adapters.errors import ModelNotFoundError
 from torchax_serve.cli.interrupts import prompt_interrupts
-from torchax_serve.cli.options import LoadOptions
+from torchax_serve.cli.options import DeviceOptions, LoadOptions
 from torchax_serve.cli.terminal import may_style, passing_note
+
+
+def followed(name: str | None, options: DeviceOptions) -> bool:
+    """Lends this host's devices to the leader, if it is a follower, and says whether it was; ends with the leader."""
+    hosts = options.hosts()
+    if hosts is None or hosts.is_leader:
+        return False
+    with passing_note("starting torch and jax ..."):
+        from torchax_serve import follow
+    _keep_stdout_for_answers()
+    follow(name, **options.serve_kwargs())
+    return True
+
+
+def _keep_stdout_for_answers() -> None:
+    """Sends what libraries print to stderr: Gloo, which connects CPU devices of several hosts, reports on stdout."""
+    sys.stdout.flush()
+    answers = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = os.fdopen(answers, "w", encoding=sys.stdout.encoding, buffering=1)
 
 
 @contextlib.contextmanager
@@ -26,6 +47,8 @@ def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
             from model_adapters.loading.progress import RichProgress, SilentProgress
             from torchax_serve import serve
 
+        if isinstance(options, DeviceOptions) and options.hosts() is not None:
+            _keep_stdout_for_answers()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
         try:
             model = serve(name, progress=progress, **options.serve_kwargs())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from model_adapters.errors import ModelNotFoundError
+from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
 
 _EMBEDDED = "torchax-serve run, without a name"
 
@@ -19,11 +20,27 @@ def models(
     model_type: Annotated[str | None, typer.Argument(help="A model type, to see how it was checked.")] = None,
     list_all: Annotated[bool, typer.Option("--all", help="Also list the architectures by name.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    sharding: Annotated[
+        bool, typer.Option("--sharding", help="How each parameter of MODEL_TYPE lies on a mesh, at its default sizes.")
+    ] = False,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", help="With --sharding: such as model=4,expert=2; model=8 by default.")
+    ] = None,
 ) -> None:
     """List what can be run: the embedded model, the short names, and every causal architecture of transformers."""
     from model_adapters.loading.names import SHORT_NAMES
 
     architectures = _architectures()
+    if mesh is not None and not sharding:
+        raise InvalidArgumentError("--mesh: expected together with --sharding; add it")
+    if sharding:
+        if model_type is None:
+            raise InvalidArgumentError(
+                "--sharding: expected a MODEL_TYPE, got none; such as torchax-serve models llama"
+            )
+        _check_type(model_type, architectures)
+        _print_sharding(model_type, mesh, as_json=as_json)
+        return
     if model_type is not None:
         _print_one(model_type, architectures, as_json=as_json)
         return
@@ -62,14 +79,32 @@ def _checked() -> dict[str, Any]:
     return {"versions": versions, **summary(results), "results": by_type}
 
 
-def _print_one(model_type: str, architectures: dict[str, list[str]], *, as_json: bool) -> None:
-    """What is known about `model_type`; raises for a type that transformers does not know."""
+def _print_sharding(model_type: str, mesh: str | None, *, as_json: bool) -> None:
+    """A row for each parameter: shape, axes, who says so, bytes on each device."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed
+    from torchax_serve.planning.abstract import module_of_type
+    from torchax_serve.planning.table import print_sharding, sharding_rows
+
+    rows = sharding_rows(module_of_type(model_type), None, mesh)
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print_sharding(rows)
+
+
+def _check_type(model_type: str, architectures: dict[str, list[str]]) -> None:
+    """Raises for a type that transformers does not know, with near ones."""
     if model_type not in architectures:
         near = difflib.get_close_matches(model_type, architectures, n=5)
         raise ModelNotFoundError(
             f"expected a model type of a causal language model in transformers, got {model_type!r}; "
             + (f"did you mean {', '.join(near)}?" if near else "`torchax-serve models --all` lists them")
         )
+
+
+def _print_one(model_type: str, architectures: dict[str, list[str]], *, as_json: bool) -> None:
+    """What is known about `model_type`."""
+    _check_type(model_type, architectures)
     checked = _checked()
     fields = checked["results"].get(model_type)
     if as_json:

@@ -8,11 +8,17 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from model_adapters.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from torchax_serve.hosts.options import Hosts
+
 _option = functools.partial(typer.Option, rich_help_panel="Loading")
+_hosts_option = functools.partial(typer.Option, rich_help_panel="Several hosts, the same command on each")
 
 
 @dataclass(frozen=True)
@@ -75,10 +81,50 @@ class DeviceOptions(LoadOptions):
     """Loading options of commands that can spread a model over devices."""
 
     tensor_parallel: Annotated[int | None, _option("--tensor-parallel", help="Devices that share the model.")] = None
+    coordinator: Annotated[
+        str | None,
+        _hosts_option(
+            "--coordinator", envvar="TORCHAX_SERVE_COORDINATOR", help="HOST:PORT of host 0, as all others reach it."
+        ),
+    ] = None
+    num_hosts: Annotated[
+        int | None,
+        _hosts_option("--num-hosts", envvar="TORCHAX_SERVE_NUM_HOSTS", help="Hosts whose devices share the model."),
+    ] = None
+    host_id: Annotated[
+        int | None,
+        _hosts_option(
+            "--host-id", envvar="TORCHAX_SERVE_HOST_ID", help="Of this host; 0 answers, all others lend their devices."
+        ),
+    ] = None
+    join_timeout: Annotated[
+        float, _hosts_option("--join-timeout", help="Seconds that hosts wait for each other.", show_default=True)
+    ] = 300.0
 
     def serve_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of `torchax_serve.serve`."""
-        return {**super().serve_kwargs(), "tensor_parallel": self.tensor_parallel}
+        return {**super().serve_kwargs(), "tensor_parallel": self.tensor_parallel, "hosts": self.hosts()}
+
+    def hosts(self) -> Hosts | None:
+        """The hosts that share the model; None for this one alone.
+
+        Raises:
+            InvalidArgumentError: one of the options without the others.
+        """
+        given = {"--coordinator": self.coordinator, "--num-hosts": self.num_hosts, "--host-id": self.host_id}
+        missing = [name for name, value in given.items() if value is None]
+        if self.coordinator is None or self.num_hosts is None or self.host_id is None:
+            if len(missing) == len(given):
+                return None
+            raise InvalidArgumentError(f"expected {missing[0]} beside the other options of hosts, got none; add it")
+        from torchax_serve.hosts.options import Hosts
+
+        return Hosts(
+            coordinator=self.coordinator,
+            num_hosts=self.num_hosts,
+            host_id=self.host_id,
+            join_timeout_s=self.join_timeout,
+        )
 
 
 def load_options(command: Callable[..., Any]) -> Callable[..., Any]:

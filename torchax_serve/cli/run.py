@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from torchax_serve.cli.loading import followed
 from torchax_serve.cli.options import DeviceOptions, LoadOptions, load_options
 from torchax_serve.cli.terminal import is_terminal, note
 
@@ -88,6 +89,8 @@ def run(
     """
     from torchax_serve.request import SamplingParams
 
+    if followed(None if model is not None and prompt is None and _is_prompt(model) else model, load):
+        return
     model, text = _model_and_prompt(model, prompt, prompt_option)
     params = SamplingParams(
         max_new_tokens=max_new_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,17 +108,38 @@ def _name(window: int | None) -> str:
     return "full attention" if window is None else f"window of {window}"
 
 
+class Pages:
+    """Makes pools and copies pages, on one device or a mesh of this host.
+
+    Args:
+        sharding: of a pool with so many heads; None: on the default device.
+    """
+
+    def __init__(self, sharding: Callable[[int], jax.sharding.Sharding] | None = None) -> None:
+        self._sharding = sharding
+
+    def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> jax.Array:
+        """A pool ``[num_pages, num_heads, page_len, width]``."""
+        if self._sharding is None:
+            return jax.device_put(jnp.zeros(shape, dtype), jax.local_devices()[0])
+        return jnp.zeros(shape, dtype, device=self._sharding(shape[1]))
+
+    def copied(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
+        """`pools`, which are given away, with pages copied in each."""
+        return _copy_pages(pools, from_host(sources, np.int32), from_host(targets, np.int32))
+
+
 class PagedCache:
     """The pools of a `CachePlan`: by layer, ``[num_pages, num_heads, page_len, width]``.
 
     Args:
         plan: how many pages of what.
-        sharding: of a pool with so many heads; None: on the default device.
+        pages: makes them; None: on the default device.
     """
 
-    def __init__(self, plan: CachePlan, sharding: Callable[[int], jax.sharding.Sharding] | None = None) -> None:
+    def __init__(self, plan: CachePlan, pages: Pages | None = None) -> None:
         self.plan = plan
-        self._sharding = sharding
+        self._pages = pages or Pages()
         self.layout = plan.layout
         self.pages_per_seq = -(-plan.max_len // plan.page_len)
         self.pools: tuple[jax.Array, ...] = ()
@@ -127,12 +148,7 @@ class PagedCache:
     def reset(self) -> None:
         """Makes the pools anew, all zeros: also after a step has failed and taken them with it."""
         self.pools = ()
-        self.pools = tuple(self._zeros(layer, shape) for layer, shape in enumerate(self.plan.shapes))
-
-    def _zeros(self, layer: int, shape: PageShape) -> jax.Array:
-        if self._sharding is None:
-            return jax.device_put(jnp.zeros(self._shape(layer), shape.dtype), jax.devices()[0])
-        return jnp.zeros(self._shape(layer), shape.dtype, device=self._sharding(shape.num_heads))
+        self.pools = tuple(self._pages.zeros(self._shape(n), shape.dtype) for n, shape in enumerate(self.plan.shapes))
 
     @property
     def is_lost(self) -> bool:
@@ -148,9 +164,9 @@ class PagedCache:
         for group in sorted({copy.group for copy in copies}):
             pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
             pairs += [(0, 0)] * (_power_of_two(len(pairs)) - len(pairs))  # the null page onto itself
-            sources, targets = (from_host(column, np.int32) for column in zip(*pairs, strict=True))
+            sources, targets = zip(*pairs, strict=True)
             layers = [layer for layer, owner in enumerate(self.layout.groups) if owner == group]
-            copied = _copy_pages(tuple(self.pools[layer] for layer in layers), sources, targets)
+            copied = self._pages.copied(tuple(self.pools[layer] for layer in layers), sources, targets)
             pools = list(self.pools)
             for layer, pool in zip(layers, copied, strict=True):
                 pools[layer] = pool
@@ -161,6 +177,9 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-@partial(jax.jit, donate_argnums=0)
-def _copy_pages(pools: tuple[jax.Array, ...], sources: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
+def copy_pages(pools: tuple[jax.Array, ...], sources: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
+    """To be traced: each pool with the pages int32[n] at `sources` copied to `targets`."""
     return tuple(pool.at[targets].set(pool[sources]) for pool in pools)
+
+
+_copy_pages = jax.jit(copy_pages, donate_argnums=0)

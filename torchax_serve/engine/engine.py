@@ -159,6 +159,11 @@ class Engine:
             busy_s=self._busy_s,
         )
 
+    @property
+    def why_closed(self) -> str | None:
+        """Why no more requests are taken; None as long as they are."""
+        return self._closed
+
     def close(self, why: str = "close() was called") -> None:
         """Ends all requests with an error and the thread; closing twice is fine."""
         with self._wake:

@@ -28,6 +28,10 @@ def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
         OutOfMemoryError: there is no room for a cache.
     """
     programs = runtime.steps.cache
+    if programs.mirror is not None:
+        raise UnsupportedModelError(
+            f"requests of this model cannot be batched on several hosts, only on one: {why_not_packed}"
+        )
     try:
         forward = RowForward(runtime)
         layout = programs.remembered("gathered layout", "", forward.layout)

@@ -15,7 +15,8 @@ from model_adapters.errors import TorchaxServeError
 from model_adapters.ops.registry import platform
 from model_adapters.paged import NotPackableError, PackedBatch
 from model_adapters.program import CallSpec
-from torchax_serve.engine.cache import CachePlan, PagedCache, PageShape
+from torchax_serve.engine.cache import CachePlan, PagedCache, Pages, PageShape
+from torchax_serve.engine.mirrored_pages import MirroredPages
 from torchax_serve.engine.packed import PackedModel
 from torchax_serve.engine.road import Road, Sizes
 from torchax_serve.runtime import Runtime
@@ -47,8 +48,11 @@ def packed_road(runtime: Runtime, sizes: Sizes) -> Road:
 
 
 def _cache(runtime: Runtime, plan: CachePlan) -> PagedCache:
-    sharding = runtime.program.sharding
-    return PagedCache(plan, None if sharding is None else sharding.pool_sharding)
+    sharding, programs = runtime.program.sharding, runtime.steps.cache
+    if sharding is None:
+        return PagedCache(plan)
+    is_mirrored = programs.mirror is not None
+    return PagedCache(plan, MirroredPages(programs, sharding) if is_mirrored else Pages(sharding.pool_sharding))
 
 
 def _model(runtime: Runtime, cache: PagedCache, sizes: Sizes) -> PackedModel:

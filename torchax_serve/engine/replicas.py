@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
+from transformers import PreTrainedModel
 
 from model_adapters.sharding import ModelSharding
 from torchax_serve.engine.build import EngineOptions, build_engine
@@ -17,9 +19,21 @@ from torchax_serve.program_cache import ProgramCache
 from torchax_serve.runtime import Runtime
 from torchax_serve.scheduling import SchedulerStats
 
+if TYPE_CHECKING:
+    from torchax_serve.hosts.mirror import Mirror
 
-def runtimes_of(module: object, weights: dict[str, jax.Array], sharding: ModelSharding) -> list[Runtime]:
-    """The model once for each place on the axis ``data``, over the arrays that are there: nothing is copied."""
+
+def runtimes_of(
+    module: PreTrainedModel, weights: dict[str, jax.Array], sharding: ModelSharding, mirror: Mirror | None = None
+) -> list[Runtime]:
+    """The model once for each place on the axis ``data``, over the arrays that are there: nothing is copied.
+
+    Args:
+        module: of the model.
+        weights: by name.
+        sharding: of the weights.
+        mirror: where devices are other hosts'; there is one place then.
+    """
     runtimes = []
     for replica in sharding.replicas():
         shared: dict[int, jax.Array] = {}
@@ -27,14 +41,15 @@ def runtimes_of(module: object, weights: dict[str, jax.Array], sharding: ModelSh
             if id(array) not in shared:
                 shared[id(array)] = _part(array, replica.sharding_of(name))
         here = {name: shared[id(array)] for name, array in weights.items()}
-        runtimes.append(Runtime(module, here, ProgramCache(mesh=replica.mesh), replica))  # type: ignore[arg-type]
+        programs = ProgramCache(mesh=replica.mesh, mirror=mirror)
+        runtimes.append(Runtime(module, here, programs, replica))
     return runtimes
 
 
 def _part(array: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
-    """The array of those devices of `array` that `sharding` names."""
+    """The array of those devices of `array` that `sharding` names; of them, this host has its own."""
     shards = {shard.device: shard.data for shard in array.addressable_shards}
-    there = [shards[device] for device in sharding.mesh.devices.flat]
+    there = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, there)
 
 
@@ -104,6 +119,11 @@ class Replicas:
             host_s=sum(stats.host_s for stats in each),
             busy_s=max(stats.busy_s for stats in each),
         )
+
+    @property
+    def why_closed(self) -> str | None:
+        """As `Engine.why_closed`, of the first that is."""
+        return next((engine.why_closed for engine in self.engines if engine.why_closed is not None), None)
 
     def close(self, why: str = "close() was called") -> None:
         """As `Engine.close`, for all."""

@@ -106,7 +106,7 @@ class Road:
 
 def free_bytes() -> int:
     """Bytes that the cache may take, weights already there."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats:
         return int(free_host_bytes() * HOST_PART)

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import torch
 from jax.sharding import Mesh
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.bridge import tensors_of
+from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading.architecture import (
     find_class,
     load_config,
@@ -93,6 +95,24 @@ def empty_module(
     module = module_of(model_class, config, wanted or said or torch.bfloat16)
     require_causal_module(module, source.name)
     return module
+
+
+def module_of_type(model_type: str) -> PreTrainedModel:
+    """The causal language model of a type, in the sizes that its configuration has by default, on the meta device.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: the type has no such configuration.
+    """
+    try:
+        config = CONFIG_MAPPING[model_type]()
+    except Exception as error:  # some configurations cannot be made of nothing, each for a reason of its own
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UnsupportedModelError(
+            f"{model_type}: expected a configuration that has defaults, got one that has not ({said}); plan a "
+            "config.json of the type: torchax-serve plan FILE --sharding"
+        ) from error
+    model_class, config = find_class(config, folder=None, trust_remote_code=False)
+    return module_of(model_class, config, torch.bfloat16)
 
 
 def abstract_model(module: PreTrainedModel, mesh: Mesh, *, refuse_uneven: bool = False) -> AbstractModel:

@@ -1,0 +1,93 @@
+"""Run as a program, one of several hosts on this machine: a tiny model over the CPU devices of all of them.
+
+``python host_checks.py ACTION HOST_ID COORDINATOR``; followers do the same whatever the action. What the leader finds
+out is printed. The environment sets JAX_NUM_CPU_DEVICES.
+"""
+
+import os
+import sys
+
+import torch
+import transformers
+
+from model_adapters.errors import TorchaxServeError
+from torchax_serve import EngineOptions, Hosts, follow, serve
+
+PROMPTS = [[5, 9, 17, 3], list(range(3, 40)), [8, 8, 2]]
+ALWAYS = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+DECODING = [
+    transformers.GenerationConfig(**ALWAYS, do_sample=False),
+    transformers.GenerationConfig(**ALWAYS, do_sample=True, temperature=1.2, top_k=20),
+    transformers.GenerationConfig(**ALWAYS, do_sample=True, temperature=1.0),
+]
+OPTIONS = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=24)
+
+
+def model_of(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=66,
+        num_hidden_layers=2,
+        vocab_size=61,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+    )
+    module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+def tokens_of(served):
+    """Of requests side by side, one of which shares a page with another that has run, and of a `generate`."""
+    streams = [served.iter_tokens(ids, config, seed=7) for ids, config in zip(PROMPTS, DECODING, strict=True)]
+    rows = [list(stream) for stream in streams]
+    rows.append(list(served.iter_tokens(PROMPTS[1][:-3], DECODING[0])))
+    ids = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
+    return [*rows, *served.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0).tolist()]
+
+
+def tokens(served):
+    with serve(model_of(), engine=OPTIONS) as alone:
+        wanted = tokens_of(alone)
+    assert len({token for row in wanted for token in row}) > 6, wanted
+    got = tokens_of(served)
+    assert got == wanted, f"{got} is not {wanted}"
+    refused(served)
+    print("same tokens on", served.device_description)
+
+
+def refused(served):
+    """What several hosts cannot do is said, and ends nothing."""
+    try:
+        served.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=4, num_beams=2, pad_token_id=0)
+    except TorchaxServeError as error:
+        print("refused:", error)
+
+
+def load(served):
+    """Until somebody ends it."""
+    while True:
+        tokens_of(served)
+        print("running", flush=True)
+
+
+def main():
+    action, host_id, coordinator = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    hosts = Hosts(coordinator=coordinator, num_hosts=2, host_id=host_id, join_timeout_s=120)
+    try:
+        if host_id:
+            follow(model_of(int(os.environ.get("SEED", "0"))), hosts=hosts)
+            print("the leader has closed")
+            return
+        with serve(model_of(), hosts=hosts, engine=OPTIONS) as served:
+            globals()[action](served)
+    except TorchaxServeError as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    main()

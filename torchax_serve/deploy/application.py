@@ -1,0 +1,149 @@
+"""The application: replicas that serve a model each, and an ingress that no lost replica shows through.
+
+``serve run torchax_serve.deploy.application:application model=qwen3-0.6b max_replicas=4`` runs it on a Ray cluster, as
+does ``torchax-serve deploy``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import ray
+from ray import serve as ray_serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from torchax_serve.deploy.options import ROUTER, DeployOptions
+from torchax_serve.request import SamplingParams
+
+logger = logging.getLogger("torchax_serve")
+
+KNOWN = frozenset({"prompt", "messages"}) | {field.name for field in dataclasses.fields(SamplingParams)}
+MOST_TRIES = 5
+
+
+def params_of(request: Mapping[str, Any]) -> SamplingParams:
+    """How a request is decoded.
+
+    Raises:
+        InvalidArgumentError: a field that nobody knows, or not exactly one of ``prompt`` and ``messages``.
+    """
+    if unknown := sorted(set(request) - KNOWN):
+        raise InvalidArgumentError(f"expected fields out of {', '.join(sorted(KNOWN))}, got {', '.join(unknown)}")
+    if ("prompt" in request) == ("messages" in request):
+        raise InvalidArgumentError("expected one of prompt and messages, got both or neither; leave one out")
+    options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
+    return SamplingParams(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    )
+
+
+class Replica:
+    """One model, in a process of its own."""
+
+    def __init__(self, options: DeployOptions) -> None:
+        from torchax_serve import EngineOptions, serve
+
+        engine = EngineOptions(num_slots=options.num_slots, max_len=options.max_len)
+        self._model = serve(options.model, dtype=options.dtype, tensor_parallel=options.tensor_parallel, engine=engine)
+        self._model.engine.warm_up()
+
+    async def stream(self, request: dict[str, Any]) -> AsyncIterator[str]:
+        """Pieces of the answer; refuses what it does not know before the first one."""
+        params = params_of(request)
+        if "messages" in request:
+            pieces = self._model.chat(request["messages"], params, stream=True)
+        else:
+            pieces = self._model.stream(request["prompt"], params)
+        async for piece in pieces:
+            yield piece
+
+    def process_id(self, request: dict[str, Any]) -> int:
+        """Of the replica that would get `request`."""
+        return os.getpid()
+
+    def check_health(self) -> None:
+        """Asked by Ray, which replaces a replica that raises; its engine ends where the cache or a thread is lost."""
+        why = self._model.engine.why_closed
+        if why is not None:
+            raise RuntimeError(f"the engine is closed: {why}")
+
+
+class Ingress:
+    """Takes requests, by HTTP or by handle, and tries another replica where one is lost before its first word."""
+
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        self._replicas = replicas.options(stream=True)
+
+    async def stream(self, request: dict[str, Any]) -> AsyncIterator[str]:
+        """Pieces of the answer."""
+        has_begun = False
+        for left in reversed(range(MOST_TRIES)):
+            try:
+                async for piece in self._replicas.stream.remote(request):
+                    has_begun = True
+                    yield piece
+                return
+            except ray.exceptions.RayActorError:
+                # What was streamed cannot be taken back, and a sampled answer would go on otherwise.
+                if has_begun or not left:
+                    raise
+                logger.warning("a replica was lost before its first word; the request goes to another")
+
+    async def __call__(self, request: Request) -> Response:
+        """POST of ``{"prompt": ...}`` or ``{"messages": ...}`` with sampling options; answers text as it comes."""
+        try:
+            body = await request.json()
+            if not isinstance(body, dict):
+                raise InvalidArgumentError(f"expected a JSON object, got {type(body).__name__}")
+            params_of(body)
+        except (json.JSONDecodeError, TorchaxServeError, TypeError, ValueError) as error:
+            return JSONResponse({"error": " ".join(str(error).split())}, status_code=400)
+        pieces = self.stream(body)
+        try:
+            first = await anext(pieces, "")
+        except Exception as error:
+            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, TorchaxServeError):
+                return JSONResponse({"error": " ".join(str(error.cause).split())}, status_code=400)
+            logger.exception("a request has failed")
+            return JSONResponse({"error": "the request failed on all replicas that were tried"}, status_code=503)
+        return StreamingResponse(_joined(first, pieces), media_type="text/plain; charset=utf-8")
+
+
+async def _joined(first: str, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for piece in pieces:
+        yield piece
+
+
+def application_of(options: DeployOptions) -> ray_serve.Application:
+    """The application, to be run by ``ray.serve.run``. Running it again replaces replicas one after the other."""
+    replicas = ray_serve.deployment(Replica).options(
+        max_ongoing_requests=2 * options.num_slots,
+        autoscaling_config={
+            "min_replicas": options.min_replicas,
+            "initial_replicas": options.min_replicas,
+            "max_replicas": options.max_replicas,
+            "target_ongoing_requests": options.num_slots,
+        },
+        health_check_period_s=options.health_check_period_s,
+        health_check_timeout_s=options.health_check_timeout_s,
+        graceful_shutdown_timeout_s=options.drain_s,
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        ray_actor_options=options.actor_options(),
+    )
+    ingress = ray_serve.deployment(Ingress).options(max_ongoing_requests=4096)
+    return ingress.bind(replicas.bind(options))
+
+
+def application(arguments: dict[str, str]) -> ray_serve.Application:
+    """The application from ``name=value`` arguments of Ray's own command line: the fields of `DeployOptions`."""
+    return application_of(DeployOptions.of_text(arguments))

@@ -1,0 +1,80 @@
+"""What a deployment is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from model_adapters.errors import InvalidArgumentError
+
+ROUTER = "torchax_serve.deploy.router.PrefixRouter"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeployOptions:
+    """Replicas of a model on a Ray cluster.
+
+    Attributes:
+        model: short name, hub id or folder that every node has; None is the model of the package.
+        dtype: of the weights.
+        tensor_parallel: devices of a replica.
+        min_replicas, max_replicas: Ray makes more where more than `num_slots` requests a replica are under way.
+        num_slots: requests that a replica runs at once.
+        max_len: tokens of a request, prompt and answer.
+        accelerator: Ray's name of what a replica takes `tensor_parallel` of: ``GPU`` or ``TPU``; None: processor cores.
+        num_cpus: processor cores that Ray sets aside for a replica.
+        health_check_period_s, health_check_timeout_s: how often replicas are asked, and how long they may take.
+        drain_s: how long a replica that is replaced may go on with its requests.
+    """
+
+    model: str | None = None
+    dtype: str = "auto"
+    tensor_parallel: int | None = None
+    min_replicas: int = 1
+    max_replicas: int = 1
+    num_slots: int = 32
+    max_len: int | None = None
+    accelerator: str | None = None
+    num_cpus: float = 1.0
+    health_check_period_s: float = 10.0
+    health_check_timeout_s: float = 30.0
+    drain_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise InvalidArgumentError(
+                f"min_replicas and max_replicas: expected 1 <= min <= max, got {self.min_replicas} and "
+                f"{self.max_replicas}; correct them"
+            )
+        if self.num_slots < 1:
+            raise InvalidArgumentError(f"num_slots: expected a whole number >= 1, got {self.num_slots}")
+        if self.accelerator not in (None, "GPU", "TPU"):
+            raise InvalidArgumentError(f"accelerator: expected GPU or TPU, got {self.accelerator!r}")
+
+    def actor_options(self) -> dict[str, Any]:
+        """What Ray sets aside for a replica."""
+        number = self.tensor_parallel or 1
+        if self.accelerator == "GPU":
+            return {"num_cpus": self.num_cpus, "num_gpus": number}
+        if self.accelerator == "TPU":
+            return {"num_cpus": self.num_cpus, "resources": {"TPU": number}}
+        return {"num_cpus": self.num_cpus}
+
+    @classmethod
+    def of_text(cls, arguments: Mapping[str, str]) -> DeployOptions:
+        """From words, as command lines have them.
+
+        Raises:
+            InvalidArgumentError: a name that is none, or a value of another kind.
+        """
+        kinds = {field.name: str(field.type).partition(" |")[0] for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(arguments) - set(kinds)):
+            raise InvalidArgumentError(f"expected arguments out of {', '.join(kinds)}, got {', '.join(unknown)}")
+        made: dict[str, Any] = {}
+        for name, value in arguments.items():
+            try:
+                made[name] = {"int": int, "float": float, "str": str}[kinds[name]](value)
+            except ValueError as error:
+                raise InvalidArgumentError(f"{name}: expected a number, got {value!r}") from error
+        return cls(**made)

@@ -1,0 +1,43 @@
+"""Ray Serve's choice of a replica, by beginnings and load. Loaded by Ray, from its path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from torchax_serve.deploy.prefixes import PrefixTable, beginning_of, choose
+
+MOST_AHEAD = 4
+
+
+class PrefixRouter(RequestRouter):
+    """Sends a request to the replica that had its beginning, unless that is much busier than another."""
+
+    def initialize_state(self, most_ahead: int = MOST_AHEAD) -> None:
+        """Called by Ray with the deployment's ``request_router_kwargs``."""
+        self._most_ahead, self._prefixes = most_ahead, PrefixTable()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Replicas one by one, the preferred one first; the next is asked where one takes no more."""
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if not by_id:
+            return []
+        lengths = self.replica_queue_len_cache
+        loads = {name: lengths.get(replica.replica_id) or 0 for name, replica in by_id.items()}
+        text = _text(pending_request)
+        owner = None if text is None else self._prefixes.owner(text, by_id)
+        return [[by_id[name]] for name in choose(owner, loads, self._most_ahead)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Remembers who computes this beginning now."""
+        text = _text(pending_request)
+        if text is not None:
+            self._prefixes.remember(text, replica_id.unique_id)
+
+
+def _text(pending: PendingRequest | None) -> str | None:
+    request: Any = pending.args[0] if pending is not None and pending.args else None
+    return beginning_of(request) if isinstance(request, dict) else None

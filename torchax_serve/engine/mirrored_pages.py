@@ -1,0 +1,53 @@
+"""Pages whose pools lie on the devices of several hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.sharding import ModelSharding
+from torchax_serve.engine.cache import Pages, copy_pages
+from torchax_serve.program_cache import KeptFunction, ProgramCache
+
+PoolSpec = tuple[tuple[int, int, int, int], str]
+
+
+class MirroredPages(Pages):
+    """Makes pools and copies pages by programs that all hosts run.
+
+    Args:
+        programs: that all hosts run.
+        sharding: of the model.
+    """
+
+    def __init__(self, programs: ProgramCache, sharding: ModelSharding) -> None:
+        super().__init__(sharding.pool_sharding)
+        self._pool_sharding = sharding.pool_sharding
+        self._zeros = KeptFunction(programs, "zero_pool", self._make)
+        self._copied = KeptFunction(programs, "copy_pages", self._copy, donate=["pools"])
+
+    def _make(self, weights: Mapping[str, jax.Array], spec: PoolSpec) -> tuple[None, jax.Array]:
+        shape, dtype = spec
+        return None, jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), self._pool_sharding(shape[1]))
+
+    @staticmethod
+    def _copy(
+        weights: Mapping[str, jax.Array],
+        pools: tuple[jax.Array, ...],
+        sources: jax.Array,
+        targets: jax.Array,
+        spec: None,
+    ) -> tuple[None, tuple[jax.Array, ...]]:
+        return None, copy_pages(pools, sources, targets)
+
+    def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> jax.Array:
+        """As `Pages.zeros`."""
+        return self._zeros({}, spec=(shape, np.dtype(dtype).name))[1]
+
+    def copied(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
+        """As `Pages.copied`."""
+        return self._copied({}, pools, np.array(sources, np.int32), np.array(targets, np.int32), spec=None)[1]

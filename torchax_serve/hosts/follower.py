@@ -1,0 +1,105 @@
+"""A follower: it has the model's part of its own devices, and runs what the leader runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+from typing import Any
+
+import jax
+
+from model_adapters.errors import HostsError
+from model_adapters.sharding import ModelSharding
+from torchax_serve.engine.cache import CachePlan, PagedCache
+from torchax_serve.engine.mirrored_pages import MirroredPages
+from torchax_serve.engine.packed import PackedModel
+from torchax_serve.hosts.mirror import compile_for_hosts, run_in_turn
+from torchax_serve.hosts.orders import Compile, End, Held, Kind, Run, spread
+from torchax_serve.hosts.watch import Watch, wait_for_news
+from torchax_serve.runtime import Runtime
+
+
+class Follower:
+    """Obeys the leader.
+
+    Args:
+        runtime: the model on the mesh of all hosts.
+        leader: the connection.
+    """
+
+    def __init__(self, runtime: Runtime, leader: Watch) -> None:
+        self._runtime, self._leader = runtime, leader
+        assert runtime.program.sharding is not None
+        self._mesh = runtime.program.sharding.mesh
+        self._owners = functions_of(runtime, runtime.program.sharding)
+        self._programs: dict[int, tuple[Any, Any]] = {}  # with the tree of its arguments
+        self._held: dict[int, jax.Array] = {}
+
+    def run(self) -> None:
+        """Until the leader ends the run.
+
+        Raises:
+            HostsError: the leader says that something is wrong.
+        """
+        while True:
+            order = pickle.loads(self._leader.incoming.get())
+            if isinstance(order, End):
+                self._leader.over()
+                jax.distributed.shutdown()
+                self._leader.close()
+                if order.why is not None:
+                    raise HostsError(f"host 0 has ended the run: {order.why}")
+                return
+            if isinstance(order, Compile):
+                self._compile(order)
+            else:
+                self._run(order)
+
+    def _compile(self, order: Compile) -> None:
+        weights = self._runtime.weights if order.has_weights else {}
+        kept = self._runtime.steps.cache.functions[order.function]
+        kept.recall(order.facts)
+
+        def here(leaf: Held | Kind) -> Any:
+            return self._held[leaf.number] if isinstance(leaf, Held) else leaf.abstract(self._mesh)
+
+        args = jax.tree.map(here, order.args, is_leaf=lambda leaf: isinstance(leaf, Held | Kind))
+        try:
+            with jax.default_matmul_precision(order.precision) if order.precision else contextlib.nullcontext():
+                program = compile_for_hosts(kept, self._mesh, weights, args, order.spec)
+        except Exception as error:  # the leader says so; what fails there too is no reason to end
+            self._leader.wire.say(compiled=order.program, error=" ".join(f"{type(error).__name__}: {error}".split()))
+            return
+        self._programs[order.program] = functools.partial(program, weights), jax.tree.structure(args)
+        self._leader.wire.say(compiled=order.program)
+
+    def _run(self, order: Run) -> None:
+        for number in order.dropped:
+            self._held.pop(number, None)
+        program, tree = self._programs[order.program]
+        leaves = [
+            self._held[leaf.number] if isinstance(leaf, Held) else spread(leaf, self._mesh) for leaf in order.leaves
+        ]
+        out = jax.tree.leaves(run_in_turn(self._mesh, program, *jax.tree.unflatten(tree, leaves)))
+        self._held.update(enumerate(out, order.first))
+
+
+def functions_of(runtime: Runtime, sharding: ModelSharding) -> list[Any]:
+    """Owners of the functions that a leader may name, beside those of the runtime: while they live, it finds them.
+
+    Their pages are arguments, so this cache has none.
+    """
+    programs = runtime.steps.cache
+    cache = PagedCache(CachePlan((), (), page_len=1, max_len=1))
+    packed = PackedModel(runtime.program, runtime.weights, cache, programs, num_slots=1, token_budget=16)
+    return [packed, MirroredPages(programs, sharding)]
+
+
+def follow(runtime: Runtime, leader: Watch) -> None:
+    """Runs what the leader runs until it ends; see `Follower`."""
+    try:
+        Follower(runtime, leader).run()
+    except jax.errors.JaxRuntimeError:
+        wait_for_news()  # a host that is lost is the better error
+        raise

@@ -1,0 +1,213 @@
+"""The leader's side: each program that it runs on the mesh, all hosts run, in one order.
+
+Programs of many controllers are launched by each of them (Barham et al. 2022 call it multi-controller; so does JAX).
+What the leader launches follows from requests that it alone knows, so it sends for each program what to run, and on
+what. Arrays that a program has left on all hosts, pages above all, are named by number; the few integers of a step
+travel.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from model_adapters.errors import HostsError, UnsupportedArgumentError
+from model_adapters.ops import registry
+from torchax_serve.hosts.orders import Compile, End, Held, Kind, Run, everywhere, spread
+from torchax_serve.hosts.watch import Watch, wait_for_news
+from torchax_serve.mesh_programs import ONE_ON_CPUS
+
+if TYPE_CHECKING:
+    from torchax_serve.program_cache import KeptFunction
+
+
+def compile_for_hosts(
+    kept: KeptFunction, mesh: Mesh, weights: Mapping[str, jax.Array], args: tuple[Any, ...], spec: Any
+) -> Any:
+    """The program of a function on the devices of all hosts.
+
+    The first of its results is what a host reads, so every device gets it whole; what follows is what programs hand on.
+    """
+
+    def adapt(out: tuple[Any, ...]) -> tuple[Any, ...]:
+        read, *rest = out
+        return (jax.lax.with_sharding_constraint(read, everywhere(mesh)) if read is not None else None, *rest)
+
+    return kept.compile(weights, args, spec, adapt=adapt)
+
+
+def run_in_turn(mesh: Mesh, program: Any, *args: Any) -> Any:
+    """Launches a program; on CPU devices one ends before the next begins (`mesh_programs`)."""
+    if mesh.devices.flat[0].platform != "cpu":
+        return program(*args)
+    with ONE_ON_CPUS:
+        return jax.block_until_ready(program(*jax.block_until_ready(args)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What the leader holds of an array that all hosts have."""
+
+    number: int
+    array: weakref.ref[jax.Array] | jax.Array  # on the mesh; the caller's own where it is divided
+
+
+class Mirror:
+    """Sends followers what the leader runs.
+
+    Args:
+        mesh: of all hosts' devices.
+        followers: the connections.
+    """
+
+    def __init__(self, mesh: Mesh, followers: Sequence[Watch]) -> None:
+        self._mesh, self._followers = mesh, list(followers)
+        self._order = threading.RLock()  # all hosts run programs in the order in which it is taken
+        self._known: dict[int, _Known] = {}  # by id of the array that the caller has
+        self._dropped: collections.deque[int] = collections.deque()
+        self._num_programs = self._num_results = 0
+        self._is_over = False
+        atexit.register(self.close)
+
+    def program(
+        self, kept: KeptFunction, weights: Mapping[str, jax.Array], args: tuple[Any, ...], spec: Any, precision: Any
+    ) -> MirroredProgram:
+        """Has all hosts compile a function for these arguments, side by side."""
+        if registry.is_overridden():
+            raise UnsupportedArgumentError("ops.use: expected on one host only, got a model on several; leave it out")
+        with self._order, self._telling():
+            number, self._num_programs = self._num_programs, self._num_programs + 1
+            leaves, tree = jax.tree.flatten(args)
+            sent = [self._sent(leaf) for leaf in leaves]
+            kinds = [each if isinstance(each, Held) else Kind(each.shape, each.dtype) for each in sent]
+            described = jax.tree.unflatten(tree, kinds)
+            self._send(Compile(number, kept.name, spec, precision, bool(weights), described, kept.facts()))
+            error, program = None, None
+            try:
+                here = [
+                    self._here(leaf) if isinstance(kind, Held) else kind.abstract(self._mesh)
+                    for leaf, kind in zip(leaves, kinds, strict=True)
+                ]
+                program = compile_for_hosts(kept, self._mesh, weights, tuple(jax.tree.unflatten(tree, here)), spec)
+            except Exception as caught:
+                error = caught
+            for follower in self._followers:
+                said = follower.incoming.get()
+                assert said["compiled"] == number
+                if error is None and "error" in said:
+                    error = HostsError(f"{follower.who} cannot compile {kept.name}: {said['error']}")
+            if error is not None:
+                raise error
+            return MirroredProgram(self, number, program)
+
+    def run(self, number: int, program: Any, weights: Mapping[str, jax.Array], args: tuple[Any, ...]) -> Any:
+        """Runs a compiled program on all hosts; what all devices have alike comes out on the leader's first."""
+        with self._order, self._telling():
+            leaves, tree = jax.tree.flatten(args)
+            sent = [self._sent(leaf) for leaf in leaves]
+            first = self._num_results
+            self._send(Run(number, tuple(sent), first, self._take_dropped()))
+            here = [
+                self._here(leaf) if isinstance(each, Held) else spread(each, self._mesh)
+                for leaf, each in zip(leaves, sent, strict=True)
+            ]
+            out, tree = jax.tree.flatten(run_in_turn(self._mesh, program, weights, *jax.tree.unflatten(tree, here)))
+            self._num_results += len(out)
+            return jax.tree.unflatten(tree, [self._result(array, first + i) for i, array in enumerate(out)])
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Where a program fails because a host is lost, the watch has the better error: it is let speak first."""
+        if self._is_over:
+            raise HostsError("expected an open model, this one is closed; start all hosts again")
+        try:
+            yield
+        except (OSError, jax.errors.JaxRuntimeError):
+            wait_for_news()
+            raise
+
+    def _send(self, order: Any) -> None:
+        for follower in self._followers:
+            follower.wire.order(order)
+
+    def _take_dropped(self) -> tuple[int, ...]:
+        return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
+
+    def _sent(self, leaf: Any) -> Held | np.ndarray:
+        """What stands for an argument on its way to the followers."""
+        known = self._known.get(id(leaf))
+        if known is not None and not self._on_mesh(known).is_deleted():
+            return Held(known.number)
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise UnsupportedArgumentError(
+                "expected a cache as a step has left it, got one that was cut, joined or reordered on the host, which "
+                "one on several hosts cannot be; use greedy search or sampling, or run on one host"
+            )
+        return np.asarray(leaf)
+
+    def _here(self, leaf: Any) -> jax.Array:
+        """An argument that all hosts have, on the leader's part of the mesh."""
+        return self._on_mesh(self._known[id(leaf)])
+
+    @staticmethod
+    def _on_mesh(known: _Known) -> jax.Array:
+        array = known.array() if isinstance(known.array, weakref.ref) else known.array
+        assert array is not None
+        return array
+
+    def _result(self, array: jax.Array, number: int) -> jax.Array:
+        """A result for the caller, who may give it to a program again."""
+        kept: weakref.ref[jax.Array] | jax.Array
+        if array.sharding.is_fully_replicated:
+            kept, mine = array, jax.device_put(array.addressable_data(0), jax.local_devices()[0])
+        else:
+            mine, kept = array, weakref.ref(array)
+        self._known[id(mine)] = _Known(number, kept)
+        weakref.finalize(mine, self._drop, id(mine), number).atexit = False
+        return mine
+
+    def _drop(self, identity: int, number: int) -> None:
+        del self._known[identity]
+        self._dropped.append(number)
+
+    def close(self) -> None:
+        """Ends the followers, and the connection; closing twice is fine."""
+        atexit.unregister(self.close)
+        with self._order:
+            if self._is_over:
+                return
+            self._is_over = True
+            for follower in self._followers:
+                follower.over()
+                with contextlib.suppress(OSError):
+                    follower.wire.order(End())
+            jax.distributed.shutdown()
+            for follower in self._followers:
+                follower.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class MirroredProgram:
+    """A program that all hosts run."""
+
+    mirror: Mirror
+    number: int
+    program: Any
+
+    def __call__(self, weights: Mapping[str, jax.Array], *args: Any) -> Any:
+        """Runs it everywhere."""
+        return self.mirror.run(self.number, self.program, weights, args)
+
+    def memory_analysis(self) -> Any:
+        """Of the program, on one device."""
+        return self.program.memory_analysis()

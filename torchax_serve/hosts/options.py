@@ -1,0 +1,60 @@
+"""Which hosts there are, and which one this is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from model_adapters.errors import InvalidArgumentError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """The hosts that share a model. Every host is given the same, but for its own number.
+
+    Attributes:
+        coordinator: ``HOST:PORT`` of host 0, as the others reach it; the port behind it is JAX's own.
+        num_hosts: two or more.
+        host_id: of this host; 0 is the leader, which serves, all others follow.
+        join_timeout_s: how long hosts wait for each other.
+    """
+
+    coordinator: str
+    num_hosts: int
+    host_id: int
+    join_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65535:
+            raise InvalidArgumentError(
+                f"coordinator: expected HOST:PORT with a port from 1 to 65534, got {self.coordinator!r}; give the "
+                "address of host 0 and a free port"
+            )
+        if type(self.num_hosts) is not int or self.num_hosts < 2:
+            raise InvalidArgumentError(
+                f"num_hosts: expected a whole number >= 2, got {self.num_hosts!r}; leave it out on one host"
+            )
+        if type(self.host_id) is not int or not 0 <= self.host_id < self.num_hosts:
+            raise InvalidArgumentError(
+                f"host_id: expected a whole number from 0 to {self.num_hosts - 1}, got {self.host_id!r}; number the "
+                "hosts from 0"
+            )
+        if not self.join_timeout_s > 0:
+            raise InvalidArgumentError(f"join_timeout_s: expected a number of seconds > 0, got {self.join_timeout_s!r}")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the leader's channel."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
+    def jax_address(self) -> str:
+        """Where `jax.distributed` meets: the port behind the channel's."""
+        host, _, port = self.coordinator.rpartition(":")
+        return f"{host}:{int(port) + 1}"
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this host serves."""
+        return self.host_id == 0

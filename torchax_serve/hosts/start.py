@@ -1,0 +1,119 @@
+"""What leader and followers do alike before the first request: meet, load, and compare what they have."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from model_adapters.errors import HostsError, InvalidArgumentError, UnsupportedArgumentError
+from model_adapters.loading import LoadedModel
+from torchax_serve.hosts.join import join
+from torchax_serve.hosts.options import Hosts
+from torchax_serve.hosts.orders import End
+from torchax_serve.hosts.watch import Watch
+from torchax_serve.meshes import mesh_for
+
+MOST_READ_BYTES = 1 << 20
+"""Of a tensor that is compared between hosts; norms and biases are smaller."""
+
+
+@contextlib.contextmanager
+def joined(hosts: Hosts, model: Any, asked: Mapping[str, Any]) -> Iterator[list[Watch]]:
+    """The connections to the other hosts, who are told where what is done inside fails.
+
+    Args:
+        hosts: all, and which one this is.
+        model: name or folder; hosts may have it in different places.
+        asked: the other arguments that hosts must have in common.
+
+    Raises:
+        HostsError: see `join`.
+    """
+    name = os.path.basename(model) if isinstance(model, str | os.PathLike) else type(model).__name__
+    watches = join(hosts, {"model": name or "", **{key: str(value) for key, value in asked.items()}})
+    try:
+        yield watches
+    except BaseException as error:
+        why = " ".join(f"{error}".split()) or type(error).__name__
+        for watch in watches:
+            watch.over()
+            with contextlib.suppress(OSError):
+                if hosts.is_leader:
+                    watch.wire.order(End(why))
+                else:
+                    watch.wire.say(failed=why)
+        if hosts.is_leader:
+            jax.distributed.shutdown()  # in step with the followers, whose part of it ends with this process
+        for watch in watches:
+            watch.close()
+        raise
+
+
+def mesh_of_hosts(hosts: Hosts, mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None) -> Mesh:
+    """The mesh of all devices of all hosts: what was asked for, or all on ``model``.
+
+    Raises:
+        InvalidArgumentError: it leaves devices out.
+        UnsupportedArgumentError: it has replicas.
+    """
+    number = len(jax.devices())
+    if mesh is None and tensor_parallel is None:
+        tensor_parallel = number
+    made = mesh_for(mesh, tensor_parallel)
+    if made is None or made.devices.size != number:
+        raise InvalidArgumentError(
+            f"mesh: expected all {number} devices of the {hosts.num_hosts} hosts, got "
+            f"{1 if made is None else made.devices.size}; leave it out, or spread the model over all of them"
+        )
+    if made.shape["data"] > 1:
+        raise UnsupportedArgumentError(
+            f"mesh: expected no replicas over several hosts, got data {made.shape['data']}; serve each by itself"
+        )
+    return made
+
+
+def facts_of(loaded: LoadedModel) -> dict[str, str]:
+    """Digests of what all hosts must have loaded alike."""
+    assert loaded.sharding is not None
+    config = {key: value for key, value in loaded.config.to_dict().items() if key != "_name_or_path"}
+    layout = [
+        (name, array.shape, str(array.dtype), str(loaded.sharding.placed[name].spec))
+        for name, array in sorted(loaded.weights.items())
+    ]
+    values = hashlib.sha256()
+    for _, array in sorted(loaded.weights.items()):
+        if array.is_fully_replicated and array.nbytes <= MOST_READ_BYTES:
+            values.update(np.asarray(array.addressable_data(0)).tobytes())
+    return {
+        "configuration": _digest(json.dumps(config, sort_keys=True, default=str)),
+        "layout of the weights": _digest(repr(layout)),
+        "values of the weights": values.hexdigest(),
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_alike(followers: Sequence[Watch], facts: Mapping[str, str]) -> None:
+    """Waits until all followers have loaded the model, and compares what they have with the leader's `facts`.
+
+    Raises:
+        HostsError: something differs.
+    """
+    for follower in followers:
+        theirs = follower.incoming.get().get("loaded", {})
+        for name, ours in facts.items():
+            if theirs.get(name) != ours:
+                raise HostsError(
+                    f"{follower.who} has loaded another model than host 0: the {name} differ; give all hosts the same "
+                    "model and revision"
+                )

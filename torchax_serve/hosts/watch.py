@@ -1,0 +1,106 @@
+"""Whether the other hosts are alive, and the end of the process where one is not.
+
+A program that exchanges with a host that has gone never ends, and no exception reaches into it. So the thread that
+notices says why, and ends the process. JAX would do the same, later and at length.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchax_serve.hosts.wire import BEAT, SAID, Wire
+
+BEAT_S = 1.0
+MOST_SILENT_BEATS = 12
+"""Beats without a word after which a host counts as lost. Counted rather than timed: a process that was stopped and
+goes on has not waited."""
+EXIT_LOST = 2
+GRACE_S = (MOST_SILENT_BEATS + 4) * BEAT_S
+"""How long an error of a program waits for the news that a host was lost, which would be its cause."""
+
+
+def end_process(message: str) -> None:
+    """Says `message` on stderr in one line and ends the process, whatever its other threads wait for."""
+    try:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(EXIT_LOST)
+
+
+class Watch:
+    """Keeps a connection alive and listens on it.
+
+    Args:
+        wire: to the other host.
+        who: the other host, in words.
+        remedy: what the user can do once it is lost.
+        on_loss: called with a line when it is lost, on the listening thread; ends the process by default.
+    """
+
+    def __init__(self, wire: Wire, who: str, remedy: str, on_loss: Callable[[str], None] = end_process) -> None:
+        self.wire, self.who = wire, who
+        self._remedy, self._on_loss = remedy, on_loss
+        self.incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"{target.__name__} {who}", daemon=True)
+            for target in (self._beat, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def over(self) -> None:
+        """The connection may end from now on."""
+        self._over.set()
+
+    def close(self) -> None:
+        """Ends the connection; what was sent arrives."""
+        self._over.set()
+        self.wire.hang_up()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self.wire.close()
+
+    def lost(self, why: str) -> None:
+        """Reports the other host as lost, unless the run is over anyway."""
+        if not self._over.is_set():
+            self._over.set()
+            self._on_loss(f"{self.who} {why}; {self._remedy}")
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            try:
+                self.wire.send(BEAT)
+            except OSError:
+                return  # the listener finds out why, and says so
+
+    def _listen(self) -> None:
+        silent = 0
+        while not self._over.is_set():
+            try:
+                frame = self.wire.receive(BEAT_S)
+            except (OSError, ValueError) as error:  # a closed socket has no number
+                self.lost(f"is gone ({str(error) or type(error).__name__})")
+                return
+            silent = silent + 1 if frame is None else 0
+            if silent >= MOST_SILENT_BEATS:
+                self.lost(f"has not been heard of for {MOST_SILENT_BEATS * BEAT_S:.0f} s")
+                return
+            if frame is None or frame[0] == BEAT:
+                continue
+            if frame[0] == SAID and "failed" in frame[1]:
+                self.lost(f"has failed: {frame[1]['failed']}")
+                return
+            self.incoming.put(frame[1])
+
+
+def wait_for_news() -> None:
+    """Gives a watch the time to find that a host was lost, before an error is reported that may come of it."""
+    time.sleep(GRACE_S)

@@ -1,0 +1,56 @@
+"""Programs on the devices of a mesh, for a caller who knows of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import jax
+
+# CPU devices of one process share its threads: two programs that exchange, under way at once, can each hold threads
+# that the exchange of the other waits for, and neither ends.
+ONE_ON_CPUS = threading.Lock()
+
+
+def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """`tree` with each array that lies elsewhere on all devices of `mesh`."""
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    devices = set(mesh.devices.flat)
+
+    def place(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        is_there = isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
+        return leaf if is_there else jax.device_put(leaf, everywhere)
+
+    return jax.tree.map(place, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshProgram:
+    """A program on many devices for a caller who knows of one.
+
+    Arguments that lie elsewhere go to all devices. What all devices have alike comes out on the default device; what is
+    divided, as the pools are, stays where it is.
+    """
+
+    program: Any
+    mesh: jax.sharding.Mesh
+
+    def __call__(self, weights: Any, *args: Any) -> Any:
+        """Runs the program; on CPU devices one after the other, whoever calls."""
+        if self.mesh.devices.flat[0].platform != "cpu":
+            return jax.tree.map(self._first, self.program(weights, *on_mesh(args, self.mesh)))
+        with ONE_ON_CPUS:
+            out = self.program(weights, *jax.block_until_ready(on_mesh(args, self.mesh)))
+            return jax.block_until_ready(jax.tree.map(self._first, out))
+
+    def _first(self, array: jax.Array) -> jax.Array:
+        if not array.sharding.is_fully_replicated:
+            return array
+        return jax.device_put(array.addressable_data(0), jax.devices()[0])  # where callers have everything else
+
+    def memory_analysis(self) -> Any:
+        """Of the program, on one device."""
+        return self.program.memory_analysis()
