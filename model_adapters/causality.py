@@ -1,9 +1,10 @@
-"""Whether what a model computes of a token is the same whatever stands behind it."""
+"""Whether what a model computes of a token is the same whatever stands behind it, or whatever is masked there."""
 
 from __future__ import annotations
 
 import sys
 
+import torch
 from transformers import PreTrainedModel
 
 SAID = {"is_decoder": False, "causal": False, "attn_type": "bi"}
@@ -29,3 +30,25 @@ def is_causal(module: PreTrainedModel) -> bool:
         for child in module.modules()
     )
     return makes_masks or config.model_type in BY_THEMSELVES
+
+
+def ignores_masked(module: torch.nn.Module) -> bool:
+    """Whether tokens that an attention mask hides, behind the others, change nothing of those that it shows.
+
+    So it is where tokens meet in attention alone, whose masks are made by transformers' functions. Convolutions and
+    pooling along the sequence see what is masked, and of other code it is not known: exact lengths are slower, never
+    different.
+    """
+    children = list(module.modules())
+    if any(isinstance(child, _ALONG_THE_SEQUENCE) and _width(child) > 1 for child in children):
+        return False
+    files = [sys.modules.get(type(child).__module__) for child in children]
+    return any(getattr(file, "create_bidirectional_mask", None) is not None for file in files)
+
+
+_ALONG_THE_SEQUENCE = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.AvgPool1d, torch.nn.MaxPool1d)
+
+
+def _width(module: torch.nn.Module) -> int:
+    size = getattr(module, "kernel_size", 1)
+    return max(size) if isinstance(size, tuple) else int(size)
