@@ -16,12 +16,14 @@ SHIFTED = frozenset({"git"})
 has computed, which is a mean over the whole prompt and whatever pads it on the right."""
 
 
-def is_causal(module: PreTrainedModel) -> bool:
+def is_causal(module: torch.nn.Module) -> bool:
     """Whether padding on the right of `module`'s input changes nothing before it.
 
     A model that its configuration does not make an encoder, and whose code makes masks by transformers' function for
     causal ones. Of other code that is not known, and False is answered: exact lengths are slower, never different.
     """
+    if not isinstance(module, PreTrainedModel):
+        return False
     config = module.config.get_text_config(decoder=True)
     if config.model_type in SHIFTED or any(getattr(config, name, None) == value for name, value in SAID.items()):
         return False
@@ -46,7 +48,7 @@ def ignores_masked(module: torch.nn.Module) -> bool:
     return any(getattr(file, "create_bidirectional_mask", None) is not None for file in files)
 
 
-_ALONG_THE_SEQUENCE = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.AvgPool1d, torch.nn.MaxPool1d)
+_ALONG_THE_SEQUENCE = (torch.nn.Conv1d, torch.nn.AvgPool1d, torch.nn.MaxPool1d)
 
 
 def _width(module: torch.nn.Module) -> int:

@@ -72,16 +72,19 @@ class Runtime:
         positions = getattr(self.text_config, "max_position_embeddings", None)
         self.max_positions: int | None = positions if positions is not None and positions > 0 else None  # -1: no end
         self.learned_positions = _learned_positions(decoder, self.max_positions)
-        self.is_causal = not has_encoder and is_causal(called)
+        self.is_causal = not has_encoder and not part and is_causal(called)  # a part's file has its decoder, too
         self.unread = quirks.unread(called)
 
     @functools.cached_property
     def vocab_size(self) -> int:
         """Rows of the table of tokens: of those that are decoded, where there is an encoder beside."""
         called = self.program.called
-        embeddings = called.get_decoder().get_input_embeddings() if self.program.names.has_encoder else None
-        embeddings = embeddings if isinstance(embeddings, torch.nn.Embedding) else called.get_input_embeddings()
-        return int(embeddings.num_embeddings)
+        decoder = called.get_decoder() if self.program.names.has_encoder else called
+        for module in (decoder, called, self.program.module):
+            embeddings = module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
+            if isinstance(embeddings, torch.nn.Embedding):
+                return embeddings.num_embeddings
+        return int(self.text_config.vocab_size)
 
     @functools.cache  # noqa: B019  # as long as the model lives
     def part(self, name: str) -> Runtime:

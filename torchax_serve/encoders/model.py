@@ -1,0 +1,2 @@
+from torchax_serve.model import ServedModel
+class EncoderModel(ServedModel): pass
