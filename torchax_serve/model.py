@@ -289,4 +289,3 @@ class ServedModel(OpenModel):
     ) -> list[Completion]:
         """Completions of many prompts, in their order; see `torchax_serve.text.generate_batch`."""
         return generate_batch(self, prompts, params)
-

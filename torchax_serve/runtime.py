@@ -81,7 +81,7 @@ class Runtime:
         called = self.program.called
         decoder = called.get_decoder() if self.program.names.has_encoder else called
         for module in (decoder, called, self.program.module):
-            embeddings = module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
+            embeddings = _words(module)
             if isinstance(embeddings, torch.nn.Embedding):
                 return embeddings.num_embeddings
         return int(self.text_config.vocab_size)
@@ -299,6 +299,14 @@ class Runtime:
         return dict(output.arguments)
 
 
+def _words(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The table of tokens of `module`; None where it has none, or does not say."""
+    try:
+        return module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
+    except NotImplementedError:  # such as a sound's encoder
+        return None
+
+
 def _name_in(module: torch.nn.Module, part: Any) -> str | None:
     """The name of `part` among the parts of `module`."""
     return next((name for name, child in module.named_modules() if child is part and name), None)
@@ -309,7 +317,7 @@ def _learned_positions(module: torch.nn.Module, max_positions: int | None) -> in
     if max_positions is None:
         return None
     tables = [child for child in module.modules() if isinstance(child, torch.nn.Embedding)]
-    words = module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
+    words = _words(module)
     # Some tables have a few rows more, for an offset that the model adds.
     is_table = any(max_positions <= t.num_embeddings <= max_positions + 8 for t in tables if t is not words)
     return max_positions if is_table else None
@@ -341,6 +349,8 @@ def _cut(fields: dict[str, Any], query: Query, past: int, keep: int, cache: Devi
     cut = dict(fields)
     if "logits" in cut and keep != 1:
         cut["logits"] = cut["logits"][:, : query.len][:, -keep:]
+    if "last_hidden_state" in cut:
+        cut["last_hidden_state"] = cut["last_hidden_state"][:, : query.len]
     if cut.get("hidden_states") is not None:
         cut["hidden_states"] = tuple(layer[:, : query.len] for layer in cut["hidden_states"])
     if cut.get("attentions") is not None:

@@ -72,8 +72,8 @@ class SpeechModel(ServedModel):
         sounds = [audio] if isinstance(audio, np.ndarray) else audio
         if isinstance(sounds, str | bytes) or not isinstance(sounds, Sequence):
             raise InvalidArgumentError(
-                f"audio: expected a numpy array of samples or a list of such, got {type(audio).__name__}; read the file "
-                "with a library for sounds first"
+                f"audio: expected a numpy array of samples or a list of such, got {type(audio).__name__}; read the "
+                "file with a library for sounds first"
             )
         arrays = [_samples(sound, index) for index, sound in enumerate(sounds)]
         if not arrays:
@@ -115,8 +115,8 @@ def _samples(sound: Any, index: int) -> np.ndarray:
         raise InvalidArgumentError(f"audio[{index}]: expected a numpy array of samples, got {type(sound).__name__}")
     if sound.ndim != 1:
         raise InvalidArgumentError(
-            f"audio[{index}]: expected one channel, float[num_samples], got shape {list(sound.shape)}; take the mean of "
-            "the channels"
+            f"audio[{index}]: expected one channel, float[num_samples], got shape {list(sound.shape)}; take the mean "
+            "of the channels"
         )
     if sound.size == 0:
         raise InvalidArgumentError(f"audio[{index}]: expected samples, got none; leave out sounds of zero length")

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,13 +29,29 @@ SEEDS = (*range(3), *range(9, 18), *range(3, 9))
 """Those that amplify rounding most come last."""
 
 
+Inputs = dict[str, dict[str, Any]]
+"""Arguments of ``generate``: of the first and the second input by themselves, and of both, padded."""
+
+
 def check(model_type: str) -> Result:
     """Checks one type; what goes wrong stands in the result."""
+    name = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[model_type]
+    model_class = getattr(transformers, name)
+    return checked(model_type, model_class, functools.partial(tiny, model_type, model_class), text_inputs)
+
+
+def checked(
+    model_type: str,
+    model_class: type[PreTrainedModel],
+    make: Callable[[int], PreTrainedModel],
+    inputs_of: Callable[[PreTrainedModel], Inputs],
+) -> Result:
+    """Checks models that `make` gives for a seed, on inputs that fit them."""
     began = time.monotonic()
-    model_class = getattr(transformers, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[model_type])
     result = Result(model_type, model_class.__name__)
     try:
-        model, expected = clearest(functools.partial(tiny, model_type, model_class), expect, SEEDS)
+        model, expected = clearest(make, lambda model: expect(model, inputs_of(model)), SEEDS)
+        inputs = inputs_of(model)
     except UnsupportedModelError as error:
         return dataclasses.replace(result, status="impossible", error=str(error))
     result = dataclasses.replace(
@@ -43,7 +60,7 @@ def check(model_type: str) -> Result:
         num_distinct=expected.num_distinct,
         notes=list(expected.notes),
     )
-    result = compared(result, model, expected)
+    result = compared(result, model, inputs, expected)
     return dataclasses.replace(result, total_s=round(time.monotonic() - began, 2))
 
 
@@ -64,49 +81,54 @@ def tiny(
     return model
 
 
-def batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Both inputs: behind its end the shorter one is padded for an encoder, before its beginning for a decoder."""
+def text_inputs(model: PreTrainedModel) -> Inputs:
+    """Token ids. Behind its end the shorter text is padded for an encoder, before its beginning for a decoder."""
     ids, mask = padded_batch()
     if model.config.is_encoder_decoder:
-        ids, mask = (
-            torch.stack([torch.roll(row, int(m.sum())) for row, m in zip(x, mask, strict=True)]) for x in (ids, mask)
-        )
-    return {"input_ids": ids, "attention_mask": mask}
+        ids, mask = (_padding_last(x, mask) for x in (ids, mask))
+    first, second = ({"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in prompts())
+    return {"first": first, "second": second, "padded": {"input_ids": ids, "attention_mask": mask}}
 
 
-def single(index: int) -> dict[str, torch.Tensor]:
-    """One input by itself."""
-    ids = prompts()[index]
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+def _padding_last(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    rows = [torch.roll(row, int(m.sum())) for row, m in zip(x, mask, strict=True)]
+    return torch.stack(rows)
 
 
 @torch.no_grad()
-def expect(model: PreTrainedModel) -> Expected:
+def expect(model: PreTrainedModel, inputs: Inputs) -> Expected:
     """What eager PyTorch gives.
 
     Raises:
         UnsupportedModelError: the model fails in PyTorch itself; with PyTorch's own error.
     """
     try:
-        logits = forward(copy.deepcopy(model), single(0))
+        logits = forward(copy.deepcopy(model), inputs["first"])
         assert torch.isfinite(logits).all(), "logits that are no numbers"
-        found = [greedy(model, None, None, inputs) for inputs in (single(0), single(1), batch(model))]
+        found = [greedy(model, None, None, inputs[name]) for name in ("first", "second", "padded")]
     except Exception as error:
         raise UnsupportedModelError(f"{type(model).__name__} fails in PyTorch itself: {said(error)}") from error
     (first, _), (second, _), (padded, _) = found
-    return Expected(logits, padded, (first, second), min(gap for _, gap in found), {}, (), _rounding(model, logits))
+    return Expected(
+        logits, padded, (first, second), min(gap for _, gap in found), {}, (), _rounding(model, inputs, logits)
+    )
 
 
-def _rounding(model: PreTrainedModel, logits: torch.Tensor) -> float:
+def _rounding(model: PreTrainedModel, inputs: Inputs, logits: torch.Tensor) -> float:
     """Largest difference of `logits` to those in float64; 0 where the model's code does not compute in that."""
     try:
-        exact = forward(copy.deepcopy(model).double(), single(0))
+        exact = forward(copy.deepcopy(model).double(), _in_float64(inputs["first"]))
     except Exception:
         return 0.0
     return float((exact - logits).abs().max())
 
 
-def forward(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def _in_float64(given: dict[str, Any]) -> dict[str, Any]:
+    is_float = {name: isinstance(x, torch.Tensor) and x.is_floating_point() for name, x in given.items()}
+    return {name: x.double() if is_float[name] else x for name, x in given.items()}
+
+
+def forward(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     """Logits of the decoder for a few tokens, or of all tokens where there is no encoder."""
     given = dict(inputs)
     if model.config.is_encoder_decoder:
@@ -114,10 +136,9 @@ def forward(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(**given).logits
 
 
-def compared(result: Result, model: PreTrainedModel, expected: Expected) -> Result:
+def compared(result: Result, model: PreTrainedModel, inputs: Inputs, expected: Expected) -> Result:
     """The result with what serving `model` gave."""
     errors: list[str] = []
-    inputs = {"first": single(0), "second": single(1), "padded": batch(model)}
     wanted = {"first": expected.alone[0], "second": expected.alone[1], "padded": expected.padded}
     with serve(model) as served:
         ours: Any = served.torch_model
@@ -156,6 +177,6 @@ def compared(result: Result, model: PreTrainedModel, expected: Expected) -> Resu
     )
 
 
-def _generate(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def _generate(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     tokens = model.generate(**inputs, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False)
     return tokens[:, -NUM_NEW:]

@@ -192,7 +192,13 @@ def clearest(
 
 def _quality(expected: Expected) -> tuple[bool, bool, bool, int, float]:
     varied = min(expected.num_distinct, LEAST_DISTINCT)
-    return expected.rounding <= MOST_ROUNDING, expected.prompts_differ, expected.smallest_gap >= CLEAR_GAP / 10, varied, expected.smallest_gap
+    return (
+        expected.rounding <= MOST_ROUNDING,
+        expected.prompts_differ,
+        expected.smallest_gap >= CLEAR_GAP / 10,
+        varied,
+        expected.smallest_gap,
+    )
 
 
 @torch.no_grad()
