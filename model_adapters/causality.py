@@ -42,13 +42,15 @@ def ignores_masked(module: torch.nn.Module) -> bool:
     different.
     """
     children = list(module.modules())
-    if any(isinstance(child, _ALONG_THE_SEQUENCE) and _width(child) > 1 for child in children):
+    own = [child for child in children if type(child).__module__ == type(module).__module__]  # and not an image's tower
+    layers = [layer for child in own for layer in child.children()]
+    if any(isinstance(layer, _ALONG_THE_SEQUENCE) and _width(layer) > 1 for layer in layers):
         return False
     files = [sys.modules.get(type(child).__module__) for child in children]
     return any(getattr(file, "create_bidirectional_mask", None) is not None for file in files)
 
 
-_ALONG_THE_SEQUENCE = (torch.nn.Conv1d, torch.nn.AvgPool1d, torch.nn.MaxPool1d)
+_ALONG_THE_SEQUENCE = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.AvgPool1d, torch.nn.MaxPool1d)
 
 
 def _width(module: torch.nn.Module) -> int:

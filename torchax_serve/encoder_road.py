@@ -29,11 +29,14 @@ class EncoderOnJax:
     """
 
     def __init__(self, runtime: Runtime, encoder: torch.nn.Module) -> None:
-        if runtime.encoder_part is None:
-            whole = type(runtime.program.module).__name__
-            raise UnsupportedModelError(f"expected an encoder that is a part of {whole}, got {type(encoder).__name__}")
+        whole = runtime.program.module
+        name = runtime.encoder_part or next((name for name, child in whole.named_modules() if child is encoder), None)
+        if name is None:
+            raise UnsupportedModelError(
+                f"expected an encoder that is a part of {type(whole).__name__}, got {type(encoder).__name__}"
+            )
         self._encoder = encoder
-        self._runtime = runtime.part(runtime.encoder_part)
+        self._runtime = runtime.part(name)
         self.forward = encoder.forward  # for its signature, which transformers reads
 
     def __getattr__(self, name: str) -> Any:

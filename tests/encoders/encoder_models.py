@@ -7,28 +7,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "ran",
-    "on",
-    "in",
-    "mat",
-    "rain",
-    "red",
-    "blue",
-    "small",
-    "big",
-    "slowly",
-    "fast",
-    "home",
-    "away",
-    "and",
-    "or",
-]
+WORDS = "the a cat dog sat ran on in mat rain red blue small big slowly fast home away and or".split()  # noqa: SIM905
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
 TEXTS = ["the cat sat on the mat", "a dog ran", "the small red dog ran home slowly in the rain and sat"]
 

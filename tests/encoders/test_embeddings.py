@@ -108,7 +108,9 @@ def test_rule_of_the_checkpoint(tmp_path):
 
 def test_generative_model_needs_a_rule():
     with serve() as served:
-        with pytest.raises(InvalidArgumentError, match='no modules.json .* pass pooling, one of "mean", "cls", "last"'):
+        with pytest.raises(
+            InvalidArgumentError, match=r'no modules\.json .* pass pooling, one of "mean", "cls", "last"'
+        ):
             served.embed("Hello")
         ids = served.tokenizer("Hello there")["input_ids"]
         found = served.embed(["Hello there"], pooling="last")[0]
@@ -118,7 +120,7 @@ def test_generative_model_needs_a_rule():
 
 def test_bad_input(bert):
     _, served = bert
-    with pytest.raises(InvalidArgumentError, match="pooling: expected one of .*, got 'median'"):
+    with pytest.raises(InvalidArgumentError, match=r"pooling: expected one of .*, got 'median'"):
         served.embed("cat", pooling="median")
     with pytest.raises(InvalidArgumentError, match="texts: expected at least one text, got none"):
         served.embed([], pooling="mean")

@@ -73,9 +73,9 @@ TASKS: dict[str, Task] = {
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
         "torchax_serve.parity.check_encoder:check_classifier",
         "Classifiers",
-        "Every type that transformers maps to a classifier of sequences. **{passed} of {total} pass**: logits of a text "
-        "within 1e-4 of eager PyTorch's, and so those of three texts in one batch, each beside PyTorch's of that text "
-        "alone.",
+        "Every type that transformers maps to a classifier of sequences. **{passed} of {total} pass**: logits of a "
+        "text within 1e-4 of eager PyTorch's, and so those of three texts in one batch, each beside PyTorch's of that "
+        "text alone.",
     ),
 }
 """By name; the order is that of the document."""
