@@ -75,23 +75,25 @@ def lowering_of(torch_op: Any) -> Callable[..., Any]:
 class StoredLength(TorchTensor):  # type: ignore[misc, valid-type]
     """The number of tokens that a cache holds, int32[], as model code gets it in a trace.
 
-    What is known of it although it is traced: it is not zero, and how far apart it and sums of it with numbers are.
+    What is known of it although it is traced: it is not zero, how many tokens it is at the most, and how far apart it
+    and sums of it with numbers are.
     """
 
     @staticmethod
-    def __new__(cls: Any, elem: jax.Array, env: Any, base: Any = None, plus: int = 0) -> Any:
+    def __new__(cls: Any, elem: jax.Array, env: Any, most: int, base: Any = None, plus: int = 0) -> Any:
         """A tensor over `elem`; what else there is to say, `__init__` keeps."""
         return TorchTensor.__new__(cls, elem, env)
 
-    def __init__(self, elem: jax.Array, env: Any, base: Any = None, plus: int = 0) -> None:
+    def __init__(self, elem: jax.Array, env: Any, most: int, base: Any = None, plus: int = 0) -> None:
         super().__init__(elem, env)
+        self.most = most
         self.base = self if base is None else base
         self.plus = plus
 
     @classmethod
-    def of(cls, length: jax.Array) -> StoredLength:
-        """The length `length` int32[]; the caller knows that it is at least 1."""
-        return cls(length, torchax.default_env())
+    def of(cls, length: jax.Array, most: int) -> StoredLength:
+        """The length `length` int32[]; the caller knows that it is from 1 to `most`."""
+        return cls(length, torchax.default_env(), most)
 
     def distance(self, other: Any) -> int | None:
         """`other` less this, where it is known."""
@@ -102,12 +104,14 @@ class StoredLength(TorchTensor):  # type: ignore[misc, valid-type]
 
     def __add__(self, other: Any) -> Any:
         if type(other) is int:
-            return StoredLength(self._elem + other, self._env, self.base, self.plus + other)
+            return StoredLength(self._elem + other, self._env, self.most, self.base, self.plus + other)
         return super().__add__(other)
 
     __radd__ = __add__
 
     def __gt__(self, other: Any) -> Any:
+        if type(other) is int and self.most + self.plus <= other:
+            return False
         return True if self._is_zero(other) else super().__gt__(other)
 
     def __ne__(self, other: Any) -> Any:
@@ -161,6 +165,11 @@ def torch_mode(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> It
         # Model code asks for int64 everywhere, and JAX without 64-bit types says each time that it gives int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
         yield
+
+
+def is_traced(module: torch.nn.Module) -> bool:
+    """Whether `module` has arrays in the place of its tensors: inside of `torch_mode`."""
+    return any(isinstance(tensor, (TorchTensor, TorchView)) for tensor in module.parameters())
 
 
 def pure_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:

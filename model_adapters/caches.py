@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
+    EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
     StaticCache,
     StaticIndexedLayer,
@@ -28,6 +29,7 @@ from transformers.cache_utils import (
 
 from model_adapters.bridge import StoredLength, jax_view, to_jax_array, to_torch_tensor
 from model_adapters.cache_layers import AttentionLayer, HybridLayer, IndexedLayer
+from model_adapters.cross_attention import CrossLayer, TraceEncoderDecoderCache, fill
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 
 LayerStates = tuple[Any, ...]
@@ -67,7 +69,9 @@ class TraceCache(Cache):
         super().__init__(layers=list(layers))
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
-                layer.offset = offset if layer.pool is None or offset is None else StoredLength.of(jax_view(offset))
+                layer.offset = offset
+                if layer.pool is not None and offset is not None:
+                    layer.offset = StoredLength.of(jax_view(offset), layer.capacity)
                 layer.lean_len, layer.has_counted = None if layer.pool is None else lean_len, False
 
     def mask_len(self, query_len: int) -> int:
@@ -90,24 +94,43 @@ class TraceCache(Cache):
         return False
 
 
+def trace_cache(states: LayerStates, offset: Any, lean_len: int | None) -> TraceCache | TraceEncoderDecoderCache:
+    """The cache that model code gets in a trace, of `states` in torch's view."""
+    cross = tuple(layer for layer in states if isinstance(layer, CrossLayer))
+    own = TraceCache(states[: len(states) - len(cross)], offset, lean_len)
+    return TraceEncoderDecoderCache(own, cross) if cross else own
+
+
 class DeviceCache(Cache):
     """Handle of a cache that lies on the device: a drop-in where transformers' generation loop expects its own.
 
+    Args:
+        config: of the decoder.
+        capacity: tokens that fit at first.
+        with_encoder: the layers attend to an encoder's output as well.
+
     Attributes:
-        states: one pytree per layer, arrays on the device.
+        states: one pytree per layer, arrays on the device; layers over an encoder's output behind the others.
+        encoder_len: true length of the encoder's output, whose keys may be padded.
         length: tokens stored, the same for every row of the batch (rows are padded on the left).
         capacity: tokens that fit.
     """
 
-    def __init__(self, config: PreTrainedConfig, capacity: int) -> None:
+    def __init__(self, config: PreTrainedConfig, capacity: int, *, with_encoder: bool = False) -> None:
         super().__init__(layers=[])
         self.config = config
         self.capacity = capacity
+        self.with_encoder = with_encoder
         self.length = 0
-        self.states: LayerStates = empty_layers(config, capacity)
+        self.encoder_len = 0
+        self.states: LayerStates = self._empty()
+
+    def _empty(self) -> LayerStates:
+        own = empty_layers(self.config, self.capacity)
+        return (*own, *(CrossLayer() for _ in own)) if self.with_encoder else own
 
     def __len__(self) -> int:
-        return len(self.states)
+        return len(self.states) // (2 if self.with_encoder else 1)
 
     def __repr__(self) -> str:
         return f"DeviceCache(length={self.length}, capacity={self.capacity}, layers={len(self.states)})"
@@ -120,7 +143,7 @@ class DeviceCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether a rollback leaves no trace: only attention layers can forget."""
-        return all(type(layer) in (AttentionLayer, IndexedLayer) for layer in self.states)
+        return all(type(layer) in (AttentionLayer, IndexedLayer, CrossLayer) for layer in self.states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens stored."""
@@ -185,31 +208,41 @@ class DeviceCache(Cache):
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.length = 0
-        self.states = empty_layers(self.config, self.capacity)
+        self.length = self.encoder_len = 0
+        self.states = self._empty()
 
     @classmethod
-    def from_dynamic(cls, cache: DynamicCache, config: PreTrainedConfig) -> DeviceCache:
+    def from_dynamic(cls, cache: DynamicCache | EncoderDecoderCache, config: PreTrainedConfig) -> DeviceCache:
         """A device copy of transformers' own dynamic cache."""
-        length = 0 if not cache.layers else cache.get_seq_length()
-        ours = cls(config, max(length, 1))
+        pair = isinstance(cache, EncoderDecoderCache)
+        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        cross: list[Any] = cache.cross_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else []
+        length = 0 if not own.layers else own.get_seq_length()
+        ours = cls(config, max(length, 1), with_encoder=pair)
         ours.length = length
         if length:
-            for state, layer in zip(ours.states, cache.layers, strict=True):
+            for state, layer in zip(ours.states, [*own.layers, *cross], strict=True):
                 _take(state, layer, length)
+        ours.encoder_len = max((layer.get_seq_length() for layer in cross), default=0)
         return ours
 
-    def to_dynamic(self) -> DynamicCache:
+    def to_dynamic(self) -> DynamicCache | EncoderDecoderCache:
         """A copy as transformers' own dynamic cache, tensors on the CPU, cut to the tokens stored."""
         self._check_is_here()
         cache = DynamicCache(config=self.config)
-        for layer, state in zip(cache.layers, self.states, strict=True):
+        for layer, state in zip(cache.layers, self.states[: len(self)], strict=True):
             _fill(layer, state, self.length)
-        return cache
+        if not self.with_encoder:
+            return cache
+        cross = DynamicCache(config=self.config)
+        fill(cross, self.states[len(self) :], self.encoder_len)
+        return EncoderDecoderCache(cache, cross)
 
 
 def _take(state: Any, layer: Any, length: int) -> None:
     """Copies one of transformers' own layers into the device layer `state`."""
+    if isinstance(state, CrossLayer) and layer.is_initialized:
+        state.keys, state.values = to_jax_array(layer.keys), to_jax_array(layer.values)
     if isinstance(state, AttentionLayer):
         pool = torch.cat([layer.keys, layer.values], -1)
         missing = length - pool.shape[2]  # forgotten by a sliding layer, so masked in every step to come

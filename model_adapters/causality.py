@@ -1,9 +1,10 @@
-"""Whether what a model computes of a token is the same whatever stands behind it."""
+"""Whether what a model computes of a token is the same whatever stands behind it, or whatever is masked there."""
 
 from __future__ import annotations
 
 import sys
 
+import torch
 from transformers import PreTrainedModel
 
 SAID = {"is_decoder": False, "causal": False, "attn_type": "bi"}
@@ -15,12 +16,14 @@ SHIFTED = frozenset({"git"})
 has computed, which is a mean over the whole prompt and whatever pads it on the right."""
 
 
-def is_causal(module: PreTrainedModel) -> bool:
+def is_causal(module: torch.nn.Module) -> bool:
     """Whether padding on the right of `module`'s input changes nothing before it.
 
     A model that its configuration does not make an encoder, and whose code makes masks by transformers' function for
     causal ones. Of other code that is not known, and False is answered: exact lengths are slower, never different.
     """
+    if not isinstance(module, PreTrainedModel):
+        return False
     config = module.config.get_text_config(decoder=True)
     if config.model_type in SHIFTED or any(getattr(config, name, None) == value for name, value in SAID.items()):
         return False
@@ -29,3 +32,27 @@ def is_causal(module: PreTrainedModel) -> bool:
         for child in module.modules()
     )
     return makes_masks or config.model_type in BY_THEMSELVES
+
+
+def ignores_masked(module: torch.nn.Module) -> bool:
+    """Whether tokens that an attention mask hides, behind the others, change nothing of those that it shows.
+
+    So it is where tokens meet in attention alone, whose masks are made by transformers' functions. Convolutions and
+    pooling along the sequence see what is masked, and of other code it is not known: exact lengths are slower, never
+    different.
+    """
+    children = list(module.modules())
+    own = [child for child in children if type(child).__module__ == type(module).__module__]  # and not an image's tower
+    layers = [layer for child in own for layer in child.children()]
+    if any(isinstance(layer, _ALONG_THE_SEQUENCE) and _width(layer) > 1 for layer in layers):
+        return False
+    files = [sys.modules.get(type(child).__module__) for child in children]
+    return any(getattr(file, "create_bidirectional_mask", None) is not None for file in files)
+
+
+_ALONG_THE_SEQUENCE = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.AvgPool1d, torch.nn.MaxPool1d)
+
+
+def _width(module: torch.nn.Module) -> int:
+    size = getattr(module, "kernel_size", 1)
+    return max(size) if isinstance(size, tuple) else int(size)

@@ -20,7 +20,8 @@ from model_adapters import experts, lowerings, quirks
 from model_adapters.attention import IMPLEMENTATION, goes_through_interface, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view
 from model_adapters.cache_layers import AttentionLayer
-from model_adapters.caches import LONGEST, LayerStates, TraceCache
+from model_adapters.caches import LONGEST, LayerStates, trace_cache
+from model_adapters.call_names import names_of
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.module_state import attributes_restored
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache
@@ -56,18 +57,26 @@ class ModelProgram:
     Args:
         module: the model.
         sharding: how `weights` lie on a mesh; None: on one device, as the model has them.
+        part: name of a part of `module`, such as its encoder, that is called in its place.
+
+    Attributes:
+        called: the module or its part.
+        names: what the forward calls the tokens that are decoded.
     """
 
-    def __init__(self, module: PreTrainedModel, sharding: ModelSharding | None = None) -> None:
+    def __init__(self, module: PreTrainedModel, sharding: ModelSharding | None = None, part: str = "") -> None:
         lowerings.install()
         experts.install()
         self.sharding = sharding
         pytree_registry.register_all()  # the modeling file is loaded, with the outputs and caches it defines
         self.module = module
-        self.forward_function = type(module).forward
+        self.part = part
+        self.called: Any = module.get_submodule(part)
+        self.forward_function = type(self.called).forward
         parameters = inspect.signature(self.forward_function).parameters
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.parameters = frozenset(parameters)
+        self.names = names_of(getattr(self.called, "config", None), parameters)
         self.cache_name = next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
         self.output_class: type[ModelOutput] = ModelOutput  # known after the first trace
         self.needs_mask = False  # found out at the first trace of a decode step
@@ -162,7 +171,7 @@ class ModelProgram:
         if starts is None:
             return ((False, False),)
         # A model that counts positions by the length of its cache would count what is not there.
-        may_lean = self.leans or (self.accepts("position_ids") and self.accepts("attention_mask"))
+        may_lean = self.leans or (self.accepts(self.names.positions) and self.accepts(self.names.mask))
         leaning = ((True, True),) if holds and may_lean else ()
         if self.leans and leaning:
             return leaning
@@ -183,14 +192,15 @@ class ModelProgram:
     ) -> tuple[Arrays, LayerStates | None]:
         """One trace of the forward; `starts` is None for no attention mask."""
         kwargs = torch_view(inputs)
-        query_len = next(x for name, x in inputs.items() if name in ("input_ids", "inputs_embeds")).shape[1]
+        query = next((x for name, x in inputs.items() if name in (self.names.ids, self.names.embeds)), None)
+        query_len = 0 if query is None else query.shape[1]
         cache = None
         if states is not None:
             viewed = torch_view(jax.tree.map(lambda x: x, states))  # layers of its own: another attempt may follow
-            cache = TraceCache(viewed, None if offset is None else torch_view(offset), query_len if leaning else None)
+            cache = trace_cache(viewed, None if offset is None else torch_view(offset), query_len if leaning else None)
             assert self.cache_name is not None
             kwargs[self.cache_name] = cache
-        if starts is not None and self.accepts("attention_mask"):
+        if starts is not None and self.accepts(self.names.mask):
             length = query_len if cache is None else cache.mask_len(query_len)
             if self.forgets and offset is not None:
                 starts = jnp.maximum(starts, offset - _shortest_window(states) + 1)
@@ -198,7 +208,7 @@ class ModelProgram:
                 assert offset is not None
                 starts = starts + (length - query_len - offset)
             if length:
-                kwargs["attention_mask"] = padding_mask(starts, length)
+                kwargs[self.names.mask] = padding_mask(starts, length)
         if self.accepts("use_cache"):
             kwargs["use_cache"] = cache is not None
         keep_one = self.accepts("logits_to_keep")
@@ -238,6 +248,8 @@ class ModelProgram:
         Raises:
             NotPackableError: something in the model's code does not let sequences be packed.
         """
+        if self.names.has_encoder:
+            raise NotPackableError("there is an encoder beside the decoder")
         if not (self.cache_name and self.accepts("position_ids") and goes_through_interface(self.module)):
             raise NotPackableError("the forward takes no positions, or attends past transformers' attention interface")
         return self._in_parts(functools.partial(self._forward_packed, layout=layout))(weights, pools, batch)
@@ -282,7 +294,9 @@ class ModelProgram:
             quirks.applied(self.module),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):
-            output = self.forward_function(self.module, **kwargs, return_dict=True)
+            replaced = vars(self.called).get("forward")  # by a quirk
+            forward = replaced or functools.partial(self.forward_function, self.called)
+            output = forward(**kwargs, return_dict=True)
         self.kept_in_module.update(kept)
         written = [name for name, tensor in state.items() if jax_view(tensor) is not weights[name]]
         if written:

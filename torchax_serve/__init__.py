@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from torchax_serve.drop_in import to_jax
     from torchax_serve.engine.build import EngineOptions
     from torchax_serve.engine.ticket import RequestError
+    from torchax_serve.hosts.following import follow
     from torchax_serve.hosts.options import Hosts
-    from torchax_serve.model import ServedModel, follow, serve
+    from torchax_serve.model import ServedModel, serve
     from torchax_serve.request import SamplingParams
     from torchax_serve.text import Completion, TextStream
 
@@ -67,7 +68,7 @@ _HOME = {
     "ServedModel": "torchax_serve.model",
     "TextStream": "torchax_serve.text",
     "extract_jax": "model_adapters.bridge",
-    "follow": "torchax_serve.model",
+    "follow": "torchax_serve.hosts.following",
     "serve": "torchax_serve.model",
     "to_jax": "torchax_serve.drop_in",
 }

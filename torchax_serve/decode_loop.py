@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, GenerationConfig
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from model_adapters.arrays import from_host
@@ -19,6 +19,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve import sampling
 from torchax_serve.buckets import bucket
+from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.padding import Padding
 from torchax_serve.runtime import Runtime
 from torchax_serve.sampling import CALLER_OPTIONS, NO_VALID_TOKEN, SamplingPlan, SamplingState
@@ -27,7 +28,7 @@ from torchax_serve.steps import Carry, DecodeSpec, of_last_position, pick
 # What this loop takes care of, beside what sampling does.
 HONOURED_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation", "max_time"}
 CUSTOM = "_torchax_serve_custom"  # name on a generation config of an argument that brings logits processors of its own
-UNDERSTOOD_KWARGS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep"})
+UNDERSTOOD_KWARGS = frozenset({"use_cache", "logits_to_keep"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +54,11 @@ class Choice(NamedTuple):
 def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
     """The first reason why `request` needs transformers' own loop; None if it can take the fast road."""
     kwargs, config = request.model_kwargs, request.config
-    extra = [
-        k for k, v in kwargs.items() if v is not None and k not in UNDERSTOOD_KWARGS | {runtime.program.cache_name}
-    ]
+    names = runtime.program.names
+    understood = UNDERSTOOD_KWARGS | {names.mask, names.positions, runtime.program.cache_name}
+    if names.has_encoder:
+        understood |= set(CONTEXT)
+    extra = [k for k, v in kwargs.items() if v is not None and k not in understood]
     cache = kwargs.get(runtime.program.cache_name or "")
     if not isinstance(cache, DeviceCache) or cache.length:
         return "the cache is not a fresh one of this model"
@@ -65,12 +68,18 @@ def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
         return "attentions or hidden states are returned"
     if config.prefill_chunk_size is not None or config.is_assistant:
         return "the prompt is prefilled in chunks, or this is an assistant"
-    if Padding.of(kwargs.get("attention_mask"), request.input_ids.shape[1]).mask is not None:
+    if names.has_encoder and _encoder_output(runtime, kwargs) is None:
+        return "the encoder's output is no array"
+    if Padding.of(kwargs.get(names.mask), request.input_ids.shape[1]).mask is not None:
         return "the attention mask is more than padding on the left"
     if custom := getattr(config, CUSTOM, None):
         return f"{custom} is given"
     options = sampling.unsupported_by_fast_path(config, HONOURED_OPTIONS)
     return f"{', '.join(options)} is set" if options else None
+
+
+def _encoder_output(runtime: Runtime, kwargs: dict[str, Any]) -> EncoderOutput | None:
+    return EncoderOutput.of(kwargs, takes_mask=runtime.program.accepts("attention_mask"))
 
 
 class DecodeLoop:
@@ -103,7 +112,7 @@ class DecodeLoop:
         self.logits: list[jax.Array] = []
         self.sequences = request.input_ids
 
-    def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    def run(self) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput | torch.Tensor:
         """Runs to the end, feeding the streamer."""
         streamer = self.request.streamer
         for token in self.tokens():
@@ -113,10 +122,12 @@ class DecodeLoop:
             streamer.end()
         if not self.config.return_dict_in_generate:
             return self.sequences
-        return GenerateDecoderOnlyOutput(
-            sequences=self.sequences,  # type: ignore[arg-type]
-            scores=_as_tensors(self.scores) if self.keep_scores else None,  # type: ignore[arg-type]
-            logits=_as_tensors(self.logits) if self.keep_logits else None,  # type: ignore[arg-type]
+        has_encoder = self.runtime.program.names.has_encoder
+        output_class: Any = GenerateEncoderDecoderOutput if has_encoder else GenerateDecoderOnlyOutput
+        return output_class(
+            sequences=self.sequences,
+            scores=_as_tensors(self.scores) if self.keep_scores else None,
+            logits=_as_tensors(self.logits) if self.keep_logits else None,
             past_key_values=self.cache.to_dynamic(),
         )
 
@@ -157,17 +168,24 @@ class DecodeLoop:
 
     def _prefill(self) -> None:
         runtime, request = self.runtime, self.request
-        mask = request.model_kwargs.get("attention_mask")
+        names = runtime.program.names
+        mask = request.model_kwargs.get(names.mask)
         starts = Padding.of(mask, self.prompt_len).starts
         self.cache.reserve(bucket(self.max_length))
-        positions = request.model_kwargs.get("position_ids")
+        positions = request.model_kwargs.get(names.positions)
         positions = (torch.arange(self.prompt_len)[None] if positions is None else positions).expand(self.batch, -1)
-        given = {"input_ids": request.input_ids, "logits_to_keep": 1}
-        takes_positions = runtime.program.accepts("position_ids")
+        given = {names.ids: request.input_ids, "logits_to_keep": 1}
+        takes_positions = runtime.program.accepts(names.positions)
         if takes_positions:
-            given["position_ids"] = positions
+            given[names.positions] = positions
         if starts is not None:
-            given["attention_mask"] = mask
+            given[names.mask] = mask
+        self.context: dict[str, Any] = {}
+        if names.has_encoder:
+            given |= {name: request.model_kwargs.get(name) for name in CONTEXT}
+            output = _encoder_output(runtime, request.model_kwargs)
+            assert output is not None
+            self.context = dict(output.arguments)
         self.last_logits = of_last_position(runtime.forward_arrays(given, CallSpec(), self.cache)["logits"])
         self.plan = SamplingPlan.build(self.config, prompt_len=self.prompt_len, vocab_size=self.last_logits.shape[-1])
         seed = self.seed
@@ -191,7 +209,7 @@ class DecodeLoop:
     def _decode(self) -> Choice:
         """Launches a step: the model on the newest token, then the choice of the next."""
         self.last_logits, self.cache.states, self.carry = self.runtime.steps.decode(
-            self.runtime.weights, self.cache.states, self.newest, self.carry, spec=self.spec
+            self.runtime.weights, self.cache.states, self.newest, self.carry, self.context, spec=self.spec
         )
         return self._pick()
 

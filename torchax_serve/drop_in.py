@@ -14,15 +14,21 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, GenerationMixin
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+    GenerationConfig,
+    GenerationMixin,
+)
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils import ModelOutput
 
-from model_adapters.bridge import extract_jax
+from model_adapters.bridge import extract_jax, is_traced
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, why_not_fast
+from torchax_serve.encoder_road import EncoderOnJax
 from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
 
@@ -82,10 +88,18 @@ class JaxModel:
                 "of a path, pass str(path)"
             )
         prompt = given.get("inputs")
-        self._jax_runtime.check_prompt(kwargs.get("input_ids") if prompt is None else prompt)
+        if not self._jax_runtime.program.names.has_encoder:  # else the encoder looks at its own
+            self._jax_runtime.check_prompt(kwargs.get("input_ids") if prompt is None else prompt)
         if (mask := kwargs.get("attention_mask")) is not None:
             check_rows(mask)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own answer; outside of a trace its forward runs on JAX as well."""
+        encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]
+        if encoder is self or is_traced(encoder):
+            return encoder
+        return EncoderOnJax(self._jax_runtime, encoder)
 
     def load_custom_generate(
         self, pretrained_model_name_or_path: str | None = None, trust_remote_code: bool | None = None, **kwargs: Any
@@ -143,7 +157,7 @@ class JaxModel:
         synced_gpus: bool = False,
         streamer: Any = None,
         **model_kwargs: Any,
-    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    ) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput | torch.Tensor:
         if synced_gpus:
             raise UnsupportedArgumentError("synced_gpus=True is not supported here: one process decodes by itself")
         model_kwargs.pop("tokenizer", None)  # generate has made the stop strings of it

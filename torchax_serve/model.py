@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
-import jax
 import torch
 from jax.sharding import Mesh
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from model_adapters.errors import (
-    InvalidArgumentError,
-    TorchaxServeError,
-    UnsupportedArgumentError,
-    UnsupportedModelError,
-)
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, Progress, has_own_generate, load_model
 from torchax_serve import collector
 from torchax_serve.alone import tokens_alone
-from torchax_serve.compile_cache import enable_compile_cache, programs_dir
-from torchax_serve.drop_in import attach
+from torchax_serve.compile_cache import enable_compile_cache
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.engine import Engine, EngineStats
-from torchax_serve.engine.replicas import Replicas, runtimes_of
+from torchax_serve.engine.replicas import Replicas
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.sampler_params import ENGINE_OPTIONS
 from torchax_serve.engine.tokens import TokenStream
-from torchax_serve.hosts.follower import follow as obey
 from torchax_serve.hosts.mirror import Mirror
 from torchax_serve.hosts.options import Hosts
-from torchax_serve.hosts.start import check_alike, facts_of, joined, mesh_of_hosts
+from torchax_serve.hosts.start import check_alike, facts_of, in_common, joined, mesh_of_hosts
 from torchax_serve.meshes import mesh_for
-from torchax_serve.program_cache import ProgramCache, model_identity
+from torchax_serve.open_model import OpenModel
 from torchax_serve.request import SamplingParams
-from torchax_serve.runtime import Runtime
 from torchax_serve.sampling import unsupported_by_fast_path
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
 
@@ -63,6 +52,9 @@ def serve(
     hosts: Hosts | None = None,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
+
+    What comes back knows what the model is for: a `ServedModel` generates, a `SpeechModel` transcribes as well, and
+    an `EncoderModel` embeds, classifies and ranks.
 
     Args:
         model: a short name (``gemma-3-1b-it``), a hub id, a local folder, a loaded `PreTrainedModel`, or None for the
@@ -105,90 +97,38 @@ def serve(
     enable_compile_cache()
     with collector.paused():
         if hosts is None:
-            return ServedModel(load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading), engine)
-        with joined(hosts, model, _in_common(loading, mesh, tensor_parallel)) as followers:
+            loaded = load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading)
+            return class_for(loaded.module)(loaded, engine)
+        with joined(hosts, model, in_common(loading, mesh, tensor_parallel)) as followers:
             loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
             check_alike(followers, facts_of(loaded))
         assert loaded.sharding is not None
-        return ServedModel(loaded, engine, Mirror(loaded.sharding.mesh, followers))
+        return class_for(loaded.module)(loaded, engine, Mirror(loaded.sharding.mesh, followers))
 
 
-def follow(
-    model: str | os.PathLike[str] | PreTrainedModel | None = None,
-    *,
-    hosts: Hosts,
-    mesh: Mapping[str, int] | None = None,
-    tensor_parallel: int | None = None,
-    **loading: Any,
-) -> None:
-    """Lends this host's devices to a model that host 0 serves; returns when that is closed.
+def class_for(module: PreTrainedModel) -> type[ServedModel]:
+    """The class that has what a model of this kind is asked for: text, transcripts, or embeddings and labels."""
+    from torchax_serve.encoders.model import EncoderModel
+    from torchax_serve.speech import SpeechModel, is_speech_model
 
-    Args:
-        model: as host 0 has it, possibly in another folder.
-        hosts: as host 0 has them, with the number of this host.
-        mesh, tensor_parallel: as host 0 has them.
-        loading: further arguments of `serve` that say what is loaded and from where.
-
-    Raises:
-        HostsError: host 0 cannot be found, is not alike, or has ended the run with an error. Where it is lost in the
-            middle of one, there is a line on stderr and the process ends.
-        TorchaxServeError: as `serve`.
-    """
-    if hosts.is_leader:
-        raise InvalidArgumentError("hosts: expected the number of a follower, got 0, the leader's; call serve()")
-    inspect.signature(load_model).bind(model, **loading)  # a wrong name is told before others wait
-    enable_compile_cache()
-    with collector.paused(), joined(hosts, model, _in_common(loading, mesh, tensor_parallel)) as (leader,):
-        loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
-        assert loaded.sharding is not None
-        (runtime,) = runtimes_of(loaded.module, loaded.weights, loaded.sharding)
-        leader.wire.say(loaded=facts_of(loaded))
-    obey(runtime, leader)
+    if is_speech_model(module):
+        return SpeechModel
+    return ServedModel if module.can_generate() else EncoderModel
 
 
-def _in_common(
-    loading: Mapping[str, Any], mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None
-) -> dict[str, Any]:
-    """What all hosts have to be asked for alike."""
-    shape = None if mesh is None else dict(mesh.shape if isinstance(mesh, Mesh) else mesh)
-    same = {"dtype": "auto", "revision": None, "random_weights": False, "refuse_uneven": False}
-    said = {name: loading.get(name, usual) for name, usual in same.items()}
-    return {**said, "mesh": shape, "tensor_parallel": tensor_parallel}
-
-
-class ServedModel:
-    """A model that runs on JAX; made by `serve`. A context manager: leaving it frees the weights.
-
-    Attributes:
-        torch_model: the transformers model object whose ``forward`` and ``generate`` run on JAX, for code that wants
-            one (``transformers.pipeline``, lm-eval).
-    """
+class ServedModel(OpenModel):
+    """A model that runs on JAX; made by `serve`. A context manager: leaving it frees the weights."""
 
     def __init__(
         self, loaded: LoadedModel, engine_options: EngineOptions | None = None, mirror: Mirror | None = None
     ) -> None:
-        self._mirror = mirror
-        self._loaded: LoadedModel | None = loaded
         self._engine_options = engine_options
         self._engine: Engine | Replicas | UnsupportedModelError | None = None  # made at the first request
         self._engine_lock = threading.Lock()
-        self.name = loaded.source.name
-        self.config = loaded.config
-        self.dtype: torch.dtype = loaded.module.dtype
-        self.load_report = loaded.report
-        if loaded.sharding is None:
-            self._runtimes = [Runtime(loaded.module, loaded.weights, _programs_of(loaded))]
-        else:
-            self._runtimes = runtimes_of(loaded.module, loaded.weights, loaded.sharding, mirror)
-        self.torch_model: Any = attach(loaded.module, self._runtimes[0])
+        super().__init__(loaded, mirror)
 
-    def __enter__(self) -> ServedModel:
+    def __enter__(self) -> Self:
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends requests on the engine with an error, and frees the weights.
@@ -200,12 +140,7 @@ class ServedModel:
             if isinstance(self._engine, Engine | Replicas):
                 self._engine.close("the model was closed")
             self._engine = None
-        if self._mirror is not None:
-            self._mirror.close()
-        if hasattr(self, "torch_model"):
-            for runtime in self._runtimes:
-                runtime.weights.clear()
-            del self.torch_model
+        super().close()
 
     @property
     def engine(self) -> Engine | Replicas:
@@ -230,6 +165,11 @@ class ServedModel:
 
     def _build_engine(self) -> Engine | Replicas:
         model = self._generator()
+        if model._jax_runtime.program.names.has_encoder:
+            raise UnsupportedModelError(
+                "the engine has no place for an encoder's output beside a request's pages: requests of an "
+                "encoder-decoder model run one after the other; a batch goes to generate()"
+            )
         if has_own_generate(model):
             raise UnsupportedModelError(
                 "the model's repository brings a generate of its own, which the engine cannot run; call generate(), "
@@ -249,24 +189,6 @@ class ServedModel:
         """The defaults of ``generate``, from the model's ``generation_config.json``."""
         return self._generator().generation_config
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The model's tokenizer, or None if it came without one."""
-        return self._open().tokenizer()
-
-    @property
-    def device_description(self) -> str:
-        """The device in words, such as ``cpu`` or ``TPU v6 lite x 8``."""
-        sharding = None if self._loaded is None else self._loaded.sharding
-        devices = jax.devices() if sharding is None else list(sharding.mesh.devices.flat)
-        kind = devices[0].device_kind
-        return kind if len(devices) == 1 else f"{kind} x {len(devices)}"
-
-    def _open(self) -> LoadedModel:
-        if self._loaded is None:
-            raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
-        return self._loaded
-
     def _generator(self) -> Any:
         self._open()
         if not self.torch_model.can_generate():
@@ -279,11 +201,6 @@ class ServedModel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' ``generate``: the same arguments, defaults and return types."""
         return self._generator().generate(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, torch tensors in and out."""
-        self._open()
-        return self.torch_model(*args, **kwargs)
 
     def iter_tokens(
         self,
@@ -388,12 +305,3 @@ class ServedModel:
     ) -> list[Completion]:
         """Completions of many prompts, in their order; see `torchax_serve.text.generate_batch`."""
         return generate_batch(self, prompts, params)
-
-
-def _programs_of(loaded: LoadedModel) -> ProgramCache:
-    """Where the model's programs are kept; in memory alone for an object, whose code anybody may have changed."""
-    folder = programs_dir()
-    if folder is None or loaded.source.kind == "object":
-        return ProgramCache()
-    config_json = loaded.config.to_json_string(use_diff=False)
-    return ProgramCache(folder, model_identity(type(loaded.module), config_json, loaded.weights))

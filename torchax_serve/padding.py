@@ -46,13 +46,13 @@ class Padding:
             return cls(starts=starts)
         return cls(mask=real)
 
-    def inputs(self, length: int) -> dict[str, jax.Array]:
+    def inputs(self, length: int, mask_name: str = "attention_mask") -> dict[str, jax.Array]:
         """The arrays a forward over `length` keys needs; positions beyond the mask are causal's business."""
         if self.starts is not None:
             return {"starts": from_host(self.starts.numpy(), np.int32)}
         if self.mask is not None:
             mask = torch.nn.functional.pad(self.mask, (0, length - self.mask.shape[1]), value=True)
-            return {"attention_mask": from_host(mask.numpy(), bool)}
+            return {mask_name: from_host(mask.numpy(), bool)}
         return {}
 
 

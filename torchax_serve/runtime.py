@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
+from transformers.modeling_outputs import MoEModelOutput
 
 from model_adapters import quirks
 from model_adapters.arrays import from_host
@@ -23,19 +24,17 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
 from torchax_serve.buckets import bucket
+from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.padding import Padding
 from torchax_serve.program_cache import ProgramCache
 from torchax_serve.steps import Carry, DecodeSpec, Steps
-
-# Inputs that may be padded along the sequence; with any other tensor a call runs at its exact length.
-SEQUENCE_INPUTS = frozenset({"input_ids", "inputs_embeds", "position_ids", "attention_mask"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Query:
     """A forward's new tokens on their way to the device."""
 
-    name: str  # "input_ids" or "inputs_embeds"
+    name: str  # such as "input_ids" or "inputs_embeds"
     tensor: torch.Tensor  # int64[batch, len] or float[batch, len, hidden]
     padded_len: int
 
@@ -51,7 +50,7 @@ class Query:
 
 
 class Runtime:
-    """One model on JAX: its weights there, its program, its compiled steps."""
+    """One model on JAX, or a `part` of it: its weights there, its program, its compiled steps."""
 
     def __init__(
         self,
@@ -59,23 +58,45 @@ class Runtime:
         weights: Mapping[str, jax.Array],
         programs: ProgramCache | None = None,
         sharding: ModelSharding | None = None,
+        part: str = "",
     ) -> None:
-        self.program = ModelProgram(module, sharding)
-        self.weights = dict(weights)
+        self.program = ModelProgram(module, sharding, part)
+        called = self.program.called
+        self.weights = weights if part and isinstance(weights, dict) else dict(weights)
         self.steps = Steps(self.program, programs or ProgramCache())
-        self.config = module.config
-        self.text_config = module.config.get_text_config(decoder=True)
+        self.config = getattr(called, "config", module.config)  # a part need not have one of its own
+        has_encoder = self.program.names.has_encoder
+        self.encoder_part = _name_in(module, called.get_encoder()) if has_encoder else None
+        decoder = called.get_decoder() if has_encoder else called  # whose layers are those that the cache has
+        self.text_config = getattr(decoder, "config", self.config).get_text_config(decoder=True)
         positions = getattr(self.text_config, "max_position_embeddings", None)
         self.max_positions: int | None = positions if positions is not None and positions > 0 else None  # -1: no end
-        self.vocab_size: int = module.get_input_embeddings().num_embeddings  # type: ignore[assignment]
-        self.learned_positions = _learned_positions(module, self.max_positions)
-        self.is_causal = is_causal(module)
-        self.unread = quirks.unread(module)
+        self.learned_positions = _learned_positions(decoder, self.max_positions)
+        self.is_causal = not has_encoder and not part and is_causal(called)  # a part's file has its decoder, too
+        self.unread = quirks.unread(called)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Rows of the table of tokens: of those that are decoded, where there is an encoder beside."""
+        called = self.program.called
+        decoder = called.get_decoder() if self.program.names.has_encoder else called
+        for module in (decoder, called, self.program.module):
+            embeddings = _words(module)
+            if isinstance(embeddings, torch.nn.Embedding):
+                return embeddings.num_embeddings
+        return int(self.text_config.vocab_size)
+
+    @functools.cache  # noqa: B019  # as long as the model lives
+    def part(self, name: str) -> Runtime:
+        """The part `name` of the model, such as its encoder, over the same weights; "" is the model itself."""
+        if not name:
+            return self
+        return Runtime(self.program.module, self.weights, self.steps.cache, self.program.sharding, name)
 
     @functools.cached_property
     def why_no_cache(self) -> str | None:
         """Why this model runs without a cache here, every token anew; None if it has one."""
-        if self.config.is_encoder_decoder or self.program.cache_name is None:
+        if self.program.cache_name is None or (self.config.is_encoder_decoder and not self.program.names.has_encoder):
             return "its forward takes no cache that transformers' other models take"
         try:
             self.new_cache(16)
@@ -88,22 +109,38 @@ class Runtime:
     def _try_cache(self) -> str | None:
         """Traces a first forward and a step after it."""
         states, one = self.new_cache(16).states, jax.ShapeDtypeStruct((1,), np.int32)
-        spec = DecodeSpec(CallSpec(), self.program.accepts("position_ids"))
+        names = self.program.names
+        spec = DecodeSpec(CallSpec(), self.program.accepts(names.positions))
 
-        def both(weights: Any, ids: jax.Array, token: jax.Array) -> Any:
-            _, after = self.program.forward(weights, states, jnp.int32(0), {"input_ids": ids}, CallSpec())
+        def both(weights: Any, ids: jax.Array, token: jax.Array, context: Any) -> Any:
+            given = {names.ids: ids, **context}
+            _, after = self.program.forward(weights, states, jnp.int32(0), given, CallSpec())
             carry = Carry(jnp.full(1, 3, jnp.int32), jnp.int32(3), jnp.zeros(1, jnp.int32))
             for _ in range(2):
                 assert after is not None
-                _, after, carry = self.steps.decode_once(weights, after, token, carry, spec)
+                _, after, carry = self.steps.decode_once(weights, after, token, carry, context, spec)
             return after
 
         try:
-            jax.eval_shape(both, self.weights, jax.ShapeDtypeStruct((1, 3), np.int32), one)
+            ids = jax.ShapeDtypeStruct((1, 3), np.int32)
+            jax.eval_shape(both, self.weights, ids, one, self._trial_context())
             self.program.check_keeps_nothing()
         except Exception as error:  # whatever model code raises on a cache that is not its own
             return f"on a cache of fixed shapes, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return None
+
+    def _trial_context(self) -> dict[str, Any]:
+        """Shapes of an encoder's output, to trace with."""
+        if not self.program.names.has_encoder:
+            return {}
+        width = self.config.get_text_config(encoder=True)
+        width = getattr(width, "hidden_size", None) or self.text_config.hidden_size
+        dtype = str(self.program.module.dtype).removeprefix("torch.")
+        hidden: Any = jax.ShapeDtypeStruct((1, 8, width), dtype)
+        context: dict[str, Any] = {"encoder_outputs": MoEModelOutput(last_hidden_state=hidden)}
+        if self.program.accepts("attention_mask"):
+            context["attention_mask"] = jax.ShapeDtypeStruct((1, 8), np.int32)
+        return context
 
     @property
     def can_cache(self) -> bool:
@@ -118,7 +155,7 @@ class Runtime:
 
     def new_cache(self, capacity: int) -> DeviceCache:
         """An empty cache with room for `capacity` tokens per row."""
-        return DeviceCache(self.text_config, capacity)
+        return DeviceCache(self.text_config, capacity, with_encoder=self.program.names.has_encoder)
 
     def padded_len(self, length: int, past: int, *, is_kept: bool) -> int:
         """Length a query of `length` tokens is padded to: a rung of the ladder, or the same where padding is seen.
@@ -184,12 +221,13 @@ class Runtime:
     def forward_arrays(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None) -> dict[str, Any]:
         """As `forward`, with arrays out, left on the device."""
         given = {key: value for key, value in given.items() if key not in self.unread}
-        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
-        exact = bool(set(given) - SEQUENCE_INPUTS - {"logits_to_keep"}) or given.get(name) is None
-        if exact and cache is None:
+        names = self.program.names
+        name = names.ids if given.get(names.ids) is not None else names.embeds
+        exact = bool(set(given) - names.sequence - {"logits_to_keep"}) or given.get(name) is None
+        if cache is None and (exact or names.has_encoder):
             return self._forward_as_is(given, spec)
         tensor = given.pop(name)
-        if name == "input_ids":
+        if name == names.ids:
             self.check_ids(tensor)
         # What padding computes is garbage, and here it would be looked at.
         exact = exact or spec.output_attentions or spec.output_hidden_states
@@ -202,10 +240,12 @@ class Runtime:
         """The device's form of a cache that the caller holds."""
         if isinstance(cache, DeviceCache):
             return cache
-        if type(cache) is not DynamicCache:
+        wanted = EncoderDecoderCache if self.program.names.has_encoder else DynamicCache
+        own = cache.self_attention_cache if type(cache) is EncoderDecoderCache else cache
+        if type(cache) is not wanted or type(own) is not DynamicCache:
             raise UnsupportedArgumentError(
-                "past_key_values: expected a DynamicCache or a cache that this model returned, "
-                f"got {type(cache).__name__}"
+                f"past_key_values: expected a {wanted.__name__} or a cache that this model returned, "
+                f"got {type(cache).__name__}" + (f" of a {type(own).__name__}" if own is not cache else "")
             )
         return DeviceCache.from_dynamic(cache, self.text_config)
 
@@ -223,18 +263,20 @@ class Runtime:
             cache.reserve(bucket(past + query.padded_len))
         keep = given.pop("logits_to_keep", 0)
         inputs = {query.name: _pad_to(query.tensor, query.padded_len, 0)}
-        positions = given.pop("position_ids", None)
-        mask = given.pop("attention_mask", None)
+        names = self.program.names
+        positions, mask = given.pop(names.positions, None), given.pop(names.mask, None)
         padding = Padding.of(mask, past + query.len)
         length = query.padded_len if cache is None or past == 0 else cache.capacity
-        inputs |= padding.inputs(length)
+        inputs |= padding.inputs(length, names.mask)
+        if names.has_encoder and cache is not None:
+            inputs |= self._context(given, cache)
         if past and padding.starts is None and padding.mask is None:
             inputs["starts"] = from_host(np.zeros(query.batch), np.int32)  # in case the model cannot do without a mask
-            if positions is None and self.program.accepts("position_ids"):
+            if positions is None and self.program.accepts(names.positions):
                 # Without padding every model counts like this; some would do it by a length only the host knows.
                 positions = torch.arange(past, past + query.len)[None].expand(query.batch, -1)
         if positions is not None:
-            inputs["position_ids"] = _pad_to(positions, query.padded_len, None)
+            inputs[names.positions] = _pad_to(positions, query.padded_len, None)
         arrays, rest = _arrays_and_rest(given)
         inputs |= arrays
         spec = dataclasses.replace(spec, padded=padding.starts is not None, extra=spec.extra + rest)
@@ -246,13 +288,36 @@ class Runtime:
             cache.states, cache.length = states, past + query.len
         return _cut(fields, query, past, keep, cache)
 
+    def _context(self, given: dict[str, Any], cache: DeviceCache) -> dict[str, Any]:
+        """Takes an encoder's output and its mask out of `given`, padded; the cache learns their length."""
+        output = EncoderOutput.of(given, takes_mask=self.program.accepts("attention_mask"))
+        if output is None:
+            return {}
+        cache.encoder_len = output.length
+        for name in CONTEXT:
+            given.pop(name, None)
+        return dict(output.arguments)
 
-def _learned_positions(module: PreTrainedModel, max_positions: int | None) -> int | None:
+
+def _words(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The table of tokens of `module`; None where it has none, or does not say."""
+    try:
+        return module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
+    except NotImplementedError:  # such as a sound's encoder
+        return None
+
+
+def _name_in(module: torch.nn.Module, part: Any) -> str | None:
+    """The name of `part` among the parts of `module`."""
+    return next((name for name, child in module.named_modules() if child is part and name), None)
+
+
+def _learned_positions(module: torch.nn.Module, max_positions: int | None) -> int | None:
     """`max_positions` if the model looks positions up in a table, past whose end there is nothing to read."""
     if max_positions is None:
         return None
     tables = [child for child in module.modules() if isinstance(child, torch.nn.Embedding)]
-    words = module.get_input_embeddings()
+    words = _words(module)
     # Some tables have a few rows more, for an offset that the model adds.
     is_table = any(max_positions <= t.num_embeddings <= max_positions + 8 for t in tables if t is not words)
     return max_positions if is_table else None
@@ -284,6 +349,8 @@ def _cut(fields: dict[str, Any], query: Query, past: int, keep: int, cache: Devi
     cut = dict(fields)
     if "logits" in cut and keep != 1:
         cut["logits"] = cut["logits"][:, : query.len][:, -keep:]
+    if "last_hidden_state" in cut:
+        cut["last_hidden_state"] = cut["last_hidden_state"][:, : query.len]
     if cut.get("hidden_states") is not None:
         cut["hidden_states"] = tuple(layer[:, : query.len] for layer in cut["hidden_states"])
     if cut.get("attentions") is not None:

@@ -50,8 +50,9 @@ class Steps:
         self.program = program
         self.cache = cache
         kept = partial(KeptFunction, cache, donate=["states"], facts=program.found_out, recall=program.recall)
-        self.forward = kept("forward", self._forward)
-        self.decode = kept("decode", self.decode_once)
+        of_part = f"_{program.part.replace('.', '_')}" if program.part else ""
+        self.forward = kept(f"forward{of_part}", self._forward)
+        self.decode = kept(f"decode{of_part}", self.decode_once)
 
     @property
     def num_traces(self) -> collections.Counter[str]:
@@ -75,12 +76,17 @@ class Steps:
         states: LayerStates,
         token: jax.Array,
         carry: Carry,
+        context: Arrays,
         spec: DecodeSpec,
     ) -> tuple[jax.Array, LayerStates, Carry]:
-        """Feeds the newest token of every row, int32[batch]; returns float32 logits [batch, vocab] of the next."""
-        inputs: dict[str, Any] = {"input_ids": token[:, None], "starts": carry.starts}
+        """Feeds the newest token of every row, int32[batch]; returns float32 logits [batch, vocab] of the next.
+
+        `context` has further arguments of the forward, the same at each step: an encoder's output and its mask.
+        """
+        names = self.program.names
+        inputs: dict[str, Any] = {names.ids: token[:, None], "starts": carry.starts, **context}
         if spec.position_ids:
-            inputs["position_ids"] = carry.position[:, None]
+            inputs[names.positions] = carry.position[:, None]
         fields, new_states = self.program.forward(weights, states, carry.offset, inputs, spec.call)
         assert new_states is not None
         carry = Carry(carry.position + 1, carry.offset + 1, carry.starts)

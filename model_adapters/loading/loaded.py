@@ -77,8 +77,13 @@ class LoadedModel:
                 self._tokenizers.append(self._load_tokenizer())
             return self._tokenizers[0]
 
+    @property
+    def files_folder(self) -> Path | None:
+        """The folder whose files belong to the model; of an object that the caller passed, where it came from."""
+        return self.source.folder if self.source.kind != "object" else _folder_of(self.config.name_or_path)
+
     def _load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        folder = self.source.folder if self.source.kind != "object" else _folder_of(self.config.name_or_path)
+        folder = self.files_folder
         if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             return None
         try:

@@ -117,3 +117,13 @@ def check_alike(followers: Sequence[Watch], facts: Mapping[str, str]) -> None:
                     f"{follower.who} has loaded another model than host 0: the {name} differ; give all hosts the same "
                     "model and revision"
                 )
+
+
+def in_common(
+    loading: Mapping[str, Any], mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None
+) -> dict[str, Any]:
+    """What all hosts have to be asked for alike."""
+    shape = None if mesh is None else dict(mesh.shape if isinstance(mesh, Mesh) else mesh)
+    same = {"dtype": "auto", "revision": None, "random_weights": False, "refuse_uneven": False}
+    said = {name: loading.get(name, usual) for name, usual in same.items()}
+    return {**said, "mesh": shape, "tensor_parallel": tensor_parallel}

@@ -76,6 +76,8 @@ NUM_HEADS = 4
 GROUPED = {"num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 8}
 """Given even where the default leaves them open, so that keys are shared among heads."""
 
+DECODER_FLAGS = ("is_decoder", "causal")
+"""Of a configuration that can be an encoder's or a decoder's."""
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 SPECIAL_IDS = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "unk": 3, "sep": 2, "cls": 1, "mask": 4}
 FIRST_MARKER = VOCAB_SIZE - 1
@@ -83,8 +85,12 @@ FIRST_MARKER = VOCAB_SIZE - 1
 PROMPT_IDS_END = 100
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
+def tiny_config(model_type: str, *, as_decoder: bool = True) -> PreTrainedConfig:
     """A configuration of `model_type` for a model of some ten thousand weights.
+
+    Args:
+        model_type: as transformers names it.
+        as_decoder: of what can be either, a causal decoder is made, and no encoder.
 
     Raises:
         UnsupportedModelError: transformers does not know the type, or cannot build its configuration; with its reason.
@@ -93,12 +99,16 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
         raise UnsupportedModelError(f"expected a model type that transformers knows, got {model_type!r}")
     config_class = CONFIG_MAPPING[model_type]
     try:
-        return config_class(**_tiny_kwargs(config_class, {}))
+        config = config_class(**_tiny_kwargs(config_class, {}))
     except Exception as error:
         said = " ".join(str(error).split())
         raise UnsupportedModelError(
             f"expected a tiny configuration of {model_type}, transformers raised {type(error).__name__}: {said[:300]}"
         ) from error
+    for name in DECODER_FLAGS:
+        if hasattr(config, name):
+            setattr(config, name, as_decoder)
+    return config
 
 
 def _tiny_kwargs(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +140,6 @@ def _tiny_kwargs(config_class: type[PreTrainedConfig], overrides: Mapping[str, A
     if "kv_lora_rank" in values:  # latent attention: every head has its own keys, and rotates a part of them
         small["num_key_value_heads"] = NUM_HEADS
         small["head_dim"] = ROTATED_DIM if is_declared("head_dim") else UNSET
-    small |= {name: True for name in ("is_decoder", "causal") if name in values}
     small |= _kept_layers(values, overrides)
     return {name: value for name, value in (small | overrides).items() if value is not UNSET}
 

@@ -72,6 +72,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "minicpm3": {"dim_model_base": 32},
+    "mobilebert": {"normalization_type": "layer_norm"},  # without a norm, random layers grow without end
+    "esm": {"vocab_size": 128},
     "xmod": {"default_language": "en_XX"},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "chunk_size": 16},
 }

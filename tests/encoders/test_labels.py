@@ -1,0 +1,65 @@
+"""Labels and ranks beside transformers' own pipelines and eager PyTorch."""
+
+import numpy as np
+import pytest
+import torch
+from encoder_models import TEXTS, folder, tokenizer, write
+from transformers import pipeline
+
+from torchax_serve import InvalidArgumentError, UnsupportedModelError, serve
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*return_all_scores:UserWarning"),
+]
+LABELS = {0: "good", 1: "bad", 2: "neither"}
+
+
+@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
+def test_classify_as_the_pipeline(tmp_path, problem):
+    eager = folder(tmp_path, "BertForSequenceClassification", id2label=LABELS, problem_type=problem)
+    theirs = pipeline("text-classification", model=eager, tokenizer=tokenizer(), top_k=None)
+    with serve(tmp_path) as served:
+        for found, expected in zip(served.classify(TEXTS), theirs(TEXTS), strict=True):
+            assert found.label == expected[0]["label"]
+            for each in expected:
+                assert found.scores[each["label"]] == pytest.approx(each["score"], abs=1e-5)
+        assert served.classify(TEXTS[0]).label == theirs(TEXTS[:1])[0][0]["label"]
+        with pytest.raises(UnsupportedModelError, match="with 3 labels; call classify"):
+            served.rerank("cat", ["dog"])
+
+
+def test_classify_tokens_as_the_pipeline(tmp_path):
+    eager = folder(tmp_path, "BertForTokenClassification", id2label=LABELS)
+    theirs = pipeline("token-classification", model=eager, tokenizer=tokenizer(), ignore_labels=[])
+    with serve(tmp_path) as served:
+        for text, found in zip(TEXTS, served.classify_tokens(TEXTS), strict=True):
+            expected = theirs(text)
+            assert [(each.text, each.label) for each in found] == [(e["word"], e["entity"]) for e in expected]
+            np.testing.assert_allclose([e.score for e in found], [e["score"] for e in expected], atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", [None, "torch.nn.modules.linear.Identity"])
+def test_rerank(tmp_path, activation):
+    eager = folder(tmp_path, "BertForSequenceClassification", num_labels=1)
+    if activation is not None:
+        config = eager.config.to_dict() | {"sentence_transformers": {"activation_fn": activation}}
+        write(tmp_path / "config.json", config)
+    with torch.no_grad():
+        pairs = [tokenizer()("the cat", text, return_tensors="pt") for text in TEXTS]
+        scores = np.array([eager(**pair).logits.item() for pair in pairs])
+    if activation is None:
+        scores = 1 / (1 + np.exp(-scores))
+    with serve(tmp_path) as served:
+        found = served.rerank("the cat", TEXTS)
+        assert [each.index for each in found] == np.argsort(-scores).tolist()
+        np.testing.assert_allclose([each.score for each in found], np.sort(scores)[::-1], atol=1e-4)
+        assert served.rerank("the cat", TEXTS, top_k=1) == found[:1]
+        with pytest.raises(InvalidArgumentError, match="documents: expected a list of texts"):
+            served.rerank("the cat", "a dog")
+        with pytest.raises(InvalidArgumentError, match="query: expected some text"):
+            served.rerank("", TEXTS)
+        with pytest.raises(InvalidArgumentError, match="top_k: expected a positive number"):
+            served.rerank("the cat", TEXTS, top_k=0)
+        with pytest.raises(InvalidArgumentError, match=r"texts\[0\]: expected at most 64 tokens"):
+            served.rerank("the cat", ["cat " * 80])

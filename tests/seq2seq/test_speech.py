@@ -1,0 +1,110 @@
+"""Speech to text beside eager PyTorch."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from torchax_serve import CheckpointError, InvalidArgumentError, serve
+from torchax_serve.speech import SpeechModel
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+RATE, SECOND = 16_000, 16_000
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory):
+    """A folder with a tiny Whisper that hears two seconds at a time, and the model itself."""
+    path = tmp_path_factory.mktemp("whisper")
+    config = transformers.WhisperConfig(
+        vocab_size=60,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        num_mel_bins=80,
+        max_source_positions=100,
+        max_target_positions=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.generation_config.update(
+        pad_token_id=0, is_multilingual=False, no_timestamps_token_id=55, suppress_tokens=None, max_length=40
+    )
+    model.save_pretrained(path)
+    transformers.WhisperFeatureExtractor(chunk_length=2, sampling_rate=RATE).save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(60)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2").save_pretrained(
+        path
+    )
+    return path, model
+
+
+def sound(seconds, seed=0):
+    return np.random.default_rng(seed).standard_normal(int(seconds * SECOND)).astype(np.float32) * 0.1
+
+
+def test_transcripts_are_those_of_transformers(whisper):
+    path, eager = whisper
+    sounds = [sound(1.5, 0), sound(0.7, 1)]
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(path)
+    features = extractor(sounds, sampling_rate=RATE, return_tensors="pt").input_features
+    tokens = eager.generate(input_features=features, max_new_tokens=10)
+    expected = transformers.AutoTokenizer.from_pretrained(path).batch_decode(tokens, skip_special_tokens=True)
+    with serve(path) as served:
+        assert isinstance(served, SpeechModel)
+        assert torch.equal(served.generate(input_features=features, max_new_tokens=10), tokens)
+        assert served.transcribe(sounds, sampling_rate=RATE, max_new_tokens=10) == expected
+        assert served.transcribe(sounds[0], sampling_rate=RATE, max_new_tokens=10) == expected[0]
+
+
+def test_bad_input(whisper):
+    path, _ = whisper
+    with serve(path) as served:
+        with pytest.raises(InvalidArgumentError, match=r"audio\[0\]: expected samples, got none"):
+            served.transcribe(sound(0), sampling_rate=RATE)
+        with pytest.raises(InvalidArgumentError, match="expected at least one array of samples"):
+            served.transcribe([], sampling_rate=RATE)
+        with pytest.raises(InvalidArgumentError, match=r"expected 16000 samples per second, .* got 8000"):
+            served.transcribe(sound(1), sampling_rate=8000)
+        with pytest.raises(InvalidArgumentError, match=r"expected one channel, .* got shape \[2, 100\]"):
+            served.transcribe(np.zeros((2, 100), np.float32), sampling_rate=RATE)
+        with pytest.raises(InvalidArgumentError, match="expected floating-point samples from -1 to 1, got int16"):
+            served.transcribe(np.zeros(100, np.int16), sampling_rate=RATE)
+        with pytest.raises(InvalidArgumentError, match="with values that are no numbers"):
+            served.transcribe(np.full(100, np.nan, np.float32), sampling_rate=RATE)
+        with pytest.raises(InvalidArgumentError, match="expected a numpy array of samples or a list of such, got str"):
+            served.transcribe("speech.wav", sampling_rate=RATE)
+        with pytest.raises(InvalidArgumentError, match=r"input_features: expected an input .* \[1, 80, 0\]"):
+            served.torch_model.get_encoder()(torch.zeros(1, 80, 0))
+
+
+def test_a_folder_without_a_feature_extractor(whisper, tmp_path):
+    _, model = whisper
+    model.save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))).save_pretrained(
+        tmp_path
+    )
+    with serve(tmp_path) as served, pytest.raises(InvalidArgumentError, match="has no feature extractor"):
+        served.transcribe(sound(1), sampling_rate=RATE)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"feature_extractor_type": "Nobody"}))
+    with serve(tmp_path) as served, pytest.raises(CheckpointError, match="do not make a feature extractor"):
+        served.transcribe(sound(1), sampling_rate=RATE)

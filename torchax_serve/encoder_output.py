@@ -1,0 +1,63 @@
+"""What an encoder has put out, on its way into a decoder's steps: padded to a rung, so that few lengths compile."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from transformers.utils import ModelOutput
+
+from model_adapters.arrays import from_host
+from model_adapters.bridge import to_jax_array
+from torchax_serve.buckets import bucket
+
+CONTEXT = ("encoder_outputs", "attention_mask")
+"""Arguments of a decoder's step that are the same from step to step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderOutput:
+    """An encoder's output as arguments of the forward.
+
+    Attributes:
+        arguments: arrays by the forward's argument names.
+        length: of the output before padding.
+    """
+
+    arguments: Mapping[str, Any]
+    length: int
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, takes_mask: bool) -> EncoderOutput | None:
+        """What is in `given`, arguments of a forward; None where the encoder has yet to run, or has put out no array.
+
+        Keys behind the true length are masked where there is a mask over the output's positions, or none at all. A
+        mask over something else, such as the samples of a sound, leaves the output as long as it is.
+        """
+        outputs, mask = given.get("encoder_outputs"), given.get("attention_mask")
+        hidden = outputs[0] if outputs is not None and len(outputs) else None
+        if not isinstance(hidden, torch.Tensor) or hidden.ndim != 3:
+            return None
+        batch, length = hidden.shape[:2]
+        if mask is None and takes_mask:
+            mask = torch.ones(batch, length, dtype=torch.long)
+        fits = mask is not None and tuple(mask.shape) == (batch, length)
+        padded_len = bucket(length) if fits else length
+        padded = torch.nn.functional.pad(hidden, (0, 0, 0, padded_len - length))
+        arguments: dict[str, Any] = {"encoder_outputs": _replaced(outputs, to_jax_array(padded))}
+        if mask is not None:
+            right = padded_len - mask.shape[1] if fits else 0
+            arguments["attention_mask"] = from_host(np.pad(mask.numpy(), ((0, 0), (0, right))), np.int32)
+        return cls(arguments, length)
+
+
+def _replaced(outputs: Any, hidden: jax.Array) -> Any:
+    """`outputs` of the same class with `hidden` alone: what decoders read."""
+    if not isinstance(outputs, ModelOutput):
+        return (hidden,)
+    first = next(iter(outputs))
+    return type(outputs)(**{first: hidden})

@@ -1,0 +1,116 @@
+"""The encoder of an encoder-decoder model, called by itself: once for each input, compiled for a few lengths."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import ModelOutput
+
+from model_adapters.arrays import from_host
+from model_adapters.bridge import to_jax_array, to_torch_tensor
+from model_adapters.causality import ignores_masked
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.program import CallSpec
+from torchax_serve.buckets import bucket
+from torchax_serve.runtime import Runtime
+
+SEQUENCE = frozenset({"input_ids", "inputs_embeds", "attention_mask", "token_type_ids"})
+FLAGS = ("output_hidden_states", "output_attentions")
+
+
+class EncoderOnJax:
+    """Stands where transformers' ``generate`` calls the encoder; for everything else it is the encoder.
+
+    Raises:
+        UnsupportedModelError: the encoder is none of the model's parts.
+    """
+
+    def __init__(self, runtime: Runtime, encoder: torch.nn.Module) -> None:
+        whole = runtime.program.module
+        name = runtime.encoder_part or next((name for name, child in whole.named_modules() if child is encoder), None)
+        if name is None:
+            raise UnsupportedModelError(
+                f"expected an encoder that is a part of {type(whole).__name__}, got {type(encoder).__name__}"
+            )
+        self._encoder = encoder
+        self._runtime = runtime.part(name)
+        self.forward = encoder.forward  # for its signature, which transformers reads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ModelOutput | tuple[Any, ...]:
+        """The encoder's forward, torch tensors in and out."""
+        given = dict(inspect.signature(self.forward).bind(*args, **kwargs).arguments)
+        rest = [n for n, p in inspect.signature(self.forward).parameters.items() if p.kind is p.VAR_KEYWORD]
+        for name in rest:
+            given.update(given.pop(name, {}))
+        given = {name: value for name, value in given.items() if value is not None}
+        return_dict = given.pop("return_dict", True)
+        hidden, attentions = (bool(given.pop(flag, getattr(self._runtime.config, flag, False))) for flag in FLAGS)
+        spec = CallSpec(output_hidden_states=hidden, output_attentions=attentions)
+        fields = encode(self._runtime, given, spec)
+        output = self._runtime.program.output_class(**fields)
+        return output if return_dict else output.to_tuple()
+
+
+def encode(runtime: Runtime, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
+    """One forward of an encoder.
+
+    Token ids are padded to a rung where the encoder does not see what its mask hides; all else runs at its length.
+
+    Args:
+        runtime: of the encoder, or of a model that is one.
+        given: tensors by argument name.
+        spec: flags.
+
+    Returns:
+        Output fields by name, tensors on the CPU at their true lengths.
+
+    Raises:
+        InvalidArgumentError: an input without a token or a sample, too many tokens, ids out of range.
+    """
+    _check(runtime, given)
+    ids = given.get("input_ids")
+    fixed = set(given) - SEQUENCE or ids is None or any(given.get(n) is None for n in ("input_ids", "attention_mask"))
+    if fixed or spec.output_attentions or spec.output_hidden_states or not ignores_masked(runtime.program.called):
+        return runtime.forward(given, spec, None)
+    assert ids is not None
+    length = ids.shape[1]
+    padded_len = bucket(length)
+    if runtime.learned_positions is not None:
+        padded_len = max(length, min(padded_len, runtime.learned_positions))
+    arrays = {name: padded(tensor, padded_len) for name, tensor in given.items()}
+    fields, _ = runtime.steps.forward(runtime.weights, None, None, arrays, spec=spec)
+    return {name: _cut(value, length, padded_len) for name, value in fields.items()}
+
+
+def _check(runtime: Runtime, given: dict[str, Any]) -> None:
+    for name in ("input_ids", "inputs_embeds", "input_features", "input_values"):
+        tensor = given.get(name)
+        if isinstance(tensor, torch.Tensor) and tensor.numel() == 0:
+            raise InvalidArgumentError(
+                f"{name}: expected an input of at least one token or sample, got one of shape {list(tensor.shape)}; "
+                "give one that is not empty"
+            )
+    if (ids := given.get("input_ids")) is not None and runtime.program.accepts("input_ids"):
+        runtime.check_prompt(ids)
+        runtime.check_ids(ids)
+
+
+def padded(tensor: torch.Tensor, length: int) -> Any:
+    """`tensor` [batch, len] with zeros up to `length`, on the device."""
+    missing = length - tensor.shape[1]
+    if not missing:
+        return to_jax_array(tensor)
+    return from_host(np.pad(tensor.numpy(), ((0, 0), (0, missing))), np.int32)
+
+
+def _cut(value: Any, length: int, padded_len: int) -> Any:
+    array = to_torch_tensor(value) if value is not None else None
+    if array is not None and array.ndim >= 2 and array.shape[1] == padded_len:
+        array = array[:, :length]
+    return array

@@ -1,0 +1,146 @@
+"""Texts of many lengths become batches of few shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from model_adapters.arrays import from_host
+from model_adapters.bridge import to_jax_array
+from model_adapters.causality import ignores_masked, is_causal
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading import LoadedModel
+from model_adapters.program import CallSpec
+from torchax_serve.buckets import bucket
+from torchax_serve.runtime import Runtime
+
+TOKENS_PER_BATCH = 4096
+MAX_ROWS = 32
+IDS, MASK = "input_ids", "attention_mask"
+
+Text = str | Sequence[int]
+"""A text, or its token ids."""
+Row = dict[str, list[int]]
+"""A text as the tokenizer gives it: lists of equal length by argument of the forward."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of one forward.
+
+    Attributes:
+        indices: of the texts, in the order of the rows; further rows fill the batch up.
+        mask: int32[rows, len], which tokens are real.
+        fields: the forward's output by name, on the device.
+    """
+
+    indices: list[int]
+    mask: jax.Array
+    fields: dict[str, Any]
+
+
+def rows_of(
+    loaded: LoadedModel, texts: Sequence[Text], pairs: Sequence[str] | None, *, max_len: int | None, truncate: bool
+) -> list[Row]:
+    """Tokenizes texts, or pairs of texts.
+
+    Raises:
+        InvalidArgumentError: an empty text, text for a model without a tokenizer, more than `max_len` tokens.
+    """
+    rows: list[Row] = []
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            row = {IDS: [int(token) for token in text]}
+        else:
+            tokenizer = loaded.tokenizer()
+            if tokenizer is None:
+                raise InvalidArgumentError(
+                    f"{loaded.source.name} has no tokenizer, and text needs one; put its tokenizer files beside the "
+                    "weights, or give token ids"
+                )
+            found = tokenizer(text) if pairs is None else tokenizer(text, pairs[index])
+            row = {name: list(found[name]) for name in found}
+        row = {name: values for name, values in row.items() if name != MASK}
+        length = len(row[IDS])
+        if length == 0:
+            raise InvalidArgumentError(f"texts[{index}]: expected at least one token, got none; leave it out")
+        if max_len is not None and length > max_len:
+            if not truncate or pairs is not None:
+                raise InvalidArgumentError(
+                    f"texts[{index}]: expected at most {max_len} tokens, got {length}; shorten it"
+                    + ("" if pairs is not None else ", or pass truncate=True")
+                )
+            row = {name: _cut(values, max_len) for name, values in row.items()}
+        rows.append(row)
+    return rows
+
+
+def _cut(values: list[int], length: int) -> list[int]:
+    """The first tokens and the very last one, which ends the text for the model."""
+    return [*values[: length - 1], values[-1]]
+
+
+def run(runtime: Runtime, rows: Sequence[Row], *, pad_id: int | None) -> Iterator[Batch]:
+    """Forwards over all `rows`, the longest first.
+
+    Args:
+        runtime: of the part that is called.
+        rows: of any lengths.
+        pad_id: what rows are filled up with; None: the model cannot tell padding, so each row is computed alone.
+    """
+    called = runtime.program.called
+    may_pad = pad_id is not None and runtime.program.accepts(MASK) and (ignores_masked(called) or is_causal(called))
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index][IDS]))
+    while order:
+        longest = len(rows[order[0]][IDS])
+        width = _width(runtime, longest) if may_pad else longest
+        most = max(1, min(MAX_ROWS, TOKENS_PER_BATCH // width)) if pad_id is not None else 1
+        taken = [index for index in order[:most] if may_pad or len(rows[index][IDS]) == longest]
+        order = order[len(taken) :]
+        yield _forward(runtime, [rows[index] for index in taken], taken, width, pad_id or 0)
+
+
+def _width(runtime: Runtime, length: int) -> int:
+    """The rung for rows of `length` tokens, within the positions that there are."""
+    rung, limit = bucket(length), runtime.max_positions
+    return rung if limit is None else max(length, min(rung, limit))
+
+
+def _forward(runtime: Runtime, rows: list[Row], indices: list[int], width: int, pad_id: int) -> Batch:
+    num_rows = 1 << (len(rows) - 1).bit_length()
+    ids = np.full((num_rows, width), pad_id, np.int32)
+    mask = np.zeros((num_rows, width), np.int32)
+    mask[:, 0] = 1  # rows that fill up see something, so that no softmax is over nothing
+    given = {name: np.zeros((num_rows, width), np.int32) for name in rows[0] if runtime.program.accepts(name)}
+    given[IDS] = ids
+    for number, row in enumerate(rows):
+        mask[number, : len(row[IDS])] = 1
+        for name in given:
+            given[name][number, : len(row[name])] = row[name]
+    runtime.check_ids(torch.from_numpy(ids[: len(rows)]))
+    if runtime.program.accepts(MASK):
+        given[MASK] = mask
+    arrays = {name: from_host(array, np.int32) for name, array in given.items()}
+    fields, _ = runtime.steps.forward(runtime.weights, None, None, arrays, spec=CallSpec())
+    return Batch(indices, to_jax_array(torch.from_numpy(mask)), fields)
+
+
+def limit_of(loaded: LoadedModel, runtime: Runtime) -> int | None:
+    """The most tokens that the model reads; None where nothing says."""
+    limit = runtime.max_positions
+    padding_idx = getattr(runtime.config, "pad_token_id", None)
+    tables = [m for m in runtime.program.called.modules() if isinstance(m, torch.nn.Embedding)]
+    if (
+        limit is not None
+        and padding_idx is not None
+        and any(t.padding_idx is not None and t.num_embeddings == limit for t in tables)
+    ):
+        limit -= padding_idx + 1  # RoBERTa's positions begin behind the padding index
+    tokenizer_limit = getattr(loaded.tokenizer(), "model_max_length", None)
+    limits = [x for x in (limit, tokenizer_limit) if x is not None and x < 10**9]
+    return min(limits, default=None)

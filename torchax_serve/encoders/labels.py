@@ -1,0 +1,178 @@
+"""Labels of texts, labels of tokens, and the order of documents for a query."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.loading import LoadedModel
+from torchax_serve.encoders.batches import Row, Text, limit_of, rows_of, run
+from torchax_serve.encoders.embedding import pad_id_of
+from torchax_serve.runtime import Runtime
+
+
+@dataclasses.dataclass(frozen=True)
+class Classification:
+    """What a text is taken for.
+
+    Attributes:
+        label: with the highest score.
+        score: of that label.
+        scores: of all labels.
+    """
+
+    label: str
+    score: float
+    scores: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLabel:
+    """What a token is taken for."""
+
+    token_id: int
+    text: str | None  # of the token; None where token ids were given
+    label: str
+    score: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RankedDocument:
+    """A document with its score for the query; `index` is its place among those that were given."""
+
+    index: int
+    document: str
+    score: float
+
+
+def classify(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
+    """See `torchax_serve.encoders.EncoderModel.classify`."""
+    asked = _several(texts)
+    _require(runtime, "ForSequenceClassification", "classify", "classifies texts")
+    rows = rows_of(loaded, asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
+    logits = text_logits(loaded, runtime, rows)
+    names = _names(runtime, logits.shape[-1])
+    found = [_classification(names, row) for row in _activated(runtime, logits)]
+    return found[0] if isinstance(texts, str) else found
+
+
+def classify_tokens(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
+    """See `torchax_serve.encoders.EncoderModel.classify_tokens`."""
+    asked = _several(texts)
+    _require(runtime, "ForTokenClassification", "classify_tokens", "classifies tokens")
+    rows = rows_of(loaded, asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
+    found: list[Any] = [None] * len(rows)
+    for batch in run(runtime, rows, pad_id=pad_id_of(loaded, runtime)):
+        logits = np.asarray(batch.fields["logits"], np.float32)
+        for number, index in enumerate(batch.indices):
+            scores = _softmax(logits[number, : len(rows[index]["input_ids"])])
+            found[index] = _token_labels(loaded, runtime, asked[index], rows[index], scores)
+    return found[0] if isinstance(texts, str) else found
+
+
+def rerank(
+    loaded: LoadedModel, runtime: Runtime, query: str, documents: Sequence[str], *, top_k: int | None
+) -> list[RankedDocument]:
+    """See `torchax_serve.encoders.EncoderModel.rerank`."""
+    _require(runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
+    if not isinstance(query, str) or not query:
+        raise InvalidArgumentError(f"query: expected some text, got {query!r}")
+    if isinstance(documents, str) or not documents or not all(isinstance(each, str) for each in documents):
+        raise InvalidArgumentError(f"documents: expected a list of texts, at least one, got {documents!r}")
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+        raise InvalidArgumentError(f"top_k: expected a positive number or None for all, got {top_k!r}")
+    pairs = list(documents)
+    rows = rows_of(loaded, [query] * len(pairs), pairs, max_len=limit_of(loaded, runtime), truncate=False)
+    logits = text_logits(loaded, runtime, rows)
+    if logits.shape[-1] != 1:
+        raise UnsupportedModelError(
+            f"rerank: expected a cross-encoder with one score for a pair, got {type(runtime.program.module).__name__} "
+            f"with {logits.shape[-1]} labels; call classify()"
+        )
+    scores = _scores_of_pairs(runtime, logits[:, 0])
+    order = sorted(range(len(pairs)), key=lambda index: -scores[index])
+    return [RankedDocument(index, pairs[index], float(scores[index])) for index in order[:top_k]]
+
+
+def text_logits(loaded: LoadedModel, runtime: Runtime, rows: Sequence[Row]) -> np.ndarray:
+    """float32[num_rows, num_labels]."""
+    found: list[Any] = [None] * len(rows)
+    # A decoder's head reads the last token that is no padding, which it knows by its configuration alone.
+    looks_for_padding = getattr(runtime.program.module, "score", None) is not None
+    pad_id: int | None = pad_id_of(loaded, runtime)
+    if looks_for_padding and runtime.config.get_text_config().pad_token_id is None:
+        pad_id = None
+    for batch in run(runtime, rows, pad_id=pad_id):
+        logits = np.asarray(batch.fields["logits"], np.float32)
+        for number, index in enumerate(batch.indices):
+            found[index] = logits[number]
+    return np.stack(found)
+
+
+def _several(texts: str | Sequence[Text]) -> list[Text]:
+    asked: list[Text] = [texts] if isinstance(texts, str) else list(texts)
+    if not asked:
+        raise InvalidArgumentError("texts: expected at least one text, got none")
+    return asked
+
+
+def _require(runtime: Runtime, ending: str, name: str, what: str) -> None:
+    class_name = type(runtime.program.module).__name__
+    if not class_name.endswith(ending):
+        raise UnsupportedModelError(f"{name}: expected a model that {what} (…{ending}), got {class_name}")
+
+
+def _names(runtime: Runtime, num_labels: int) -> list[str]:
+    known: Any = runtime.config.id2label or {}
+    return [str(known.get(index, f"LABEL_{index}")) for index in range(num_labels)]
+
+
+def _activated(runtime: Runtime, logits: np.ndarray) -> np.ndarray:
+    """Scores as transformers' text-classification pipeline has them, by the configuration's ``problem_type``."""
+    kind = runtime.config.problem_type
+    if kind == "regression":
+        return logits
+    if kind == "multi_label_classification" or (kind is None and logits.shape[-1] == 1):
+        return _sigmoid(logits)
+    return _softmax(logits)
+
+
+def _scores_of_pairs(runtime: Runtime, logits: np.ndarray) -> np.ndarray:
+    """Scores as sentence-transformers' cross-encoders have them: a sigmoid, unless the checkpoint says none."""
+    said = getattr(runtime.config, "sentence_transformers", None) or {}
+    name = said.get("activation_fn") or getattr(runtime.config, "sbert_ce_default_activation_function", None)
+    kind = "Sigmoid" if name is None else str(name).rpartition(".")[2]
+    if kind not in ("Sigmoid", "Identity"):
+        raise UnsupportedModelError(f"rerank: expected an activation Sigmoid or Identity in config.json, got {name}")
+    return _sigmoid(logits) if kind == "Sigmoid" else logits
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    shifted = np.exp(x - x.max(-1, keepdims=True))
+    return shifted / shifted.sum(-1, keepdims=True)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def _classification(names: list[str], scores: np.ndarray) -> Classification:
+    best = int(scores.argmax())
+    return Classification(names[best], float(scores[best]), dict(zip(names, scores.tolist(), strict=True)))
+
+
+def _token_labels(loaded: LoadedModel, runtime: Runtime, text: Text, row: Row, scores: np.ndarray) -> list[TokenLabel]:
+    names = _names(runtime, scores.shape[-1])
+    tokenizer: Any = loaded.tokenizer() if isinstance(text, str) else None
+    ids = row["input_ids"]
+    hidden = set() if tokenizer is None else set(tokenizer.all_special_ids)
+    words = [None] * len(ids) if tokenizer is None else tokenizer.convert_ids_to_tokens(ids)
+    return [
+        TokenLabel(token, word, names[int(each.argmax())], float(each.max()))
+        for token, word, each in zip(ids, words, scores, strict=True)
+        if token not in hidden
+    ]

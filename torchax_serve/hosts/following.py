@@ -1,0 +1,52 @@
+"""`follow`: what a host runs that lends its devices to another one's model."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading import load_model
+from torchax_serve import collector
+from torchax_serve.compile_cache import enable_compile_cache
+from torchax_serve.engine.replicas import runtimes_of
+from torchax_serve.hosts.follower import follow as obey
+from torchax_serve.hosts.options import Hosts
+from torchax_serve.hosts.start import facts_of, in_common, joined, mesh_of_hosts
+
+
+def follow(
+    model: str | os.PathLike[str] | PreTrainedModel | None = None,
+    *,
+    hosts: Hosts,
+    mesh: Mapping[str, int] | None = None,
+    tensor_parallel: int | None = None,
+    **loading: Any,
+) -> None:
+    """Lends this host's devices to a model that host 0 serves; returns when that is closed.
+
+    Args:
+        model: as host 0 has it, possibly in another folder.
+        hosts: as host 0 has them, with the number of this host.
+        mesh, tensor_parallel: as host 0 has them.
+        loading: further arguments of `serve` that say what is loaded and from where.
+
+    Raises:
+        HostsError: host 0 cannot be found, is not alike, or has ended the run with an error. Where it is lost in the
+            middle of one, there is a line on stderr and the process ends.
+        TorchaxServeError: as `serve`.
+    """
+    if hosts.is_leader:
+        raise InvalidArgumentError("hosts: expected the number of a follower, got 0, the leader's; call serve()")
+    inspect.signature(load_model).bind(model, **loading)  # a wrong name is told before others wait
+    enable_compile_cache()
+    with collector.paused(), joined(hosts, model, in_common(loading, mesh, tensor_parallel)) as (leader,):
+        loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
+        assert loaded.sharding is not None
+        (runtime,) = runtimes_of(loaded.module, loaded.weights, loaded.sharding)
+        leader.wire.say(loaded=facts_of(loaded))
+    obey(runtime, leader)

@@ -1,0 +1,99 @@
+"""What every served model is, whatever it is for: weights on the device until it is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from model_adapters.errors import TorchaxServeError
+from model_adapters.loading import LoadedModel
+from torchax_serve.compile_cache import programs_dir
+from torchax_serve.drop_in import attach
+from torchax_serve.engine.replicas import runtimes_of
+from torchax_serve.hosts.mirror import Mirror
+from torchax_serve.program_cache import ProgramCache, model_identity
+from torchax_serve.runtime import Runtime
+
+
+class OpenModel:
+    """A model that runs on JAX. A context manager: leaving it frees the weights.
+
+    Attributes:
+        torch_model: the transformers model object whose ``forward`` and ``generate`` run on JAX, for code that wants
+            one (``transformers.pipeline``, lm-eval).
+    """
+
+    def __init__(self, loaded: LoadedModel, mirror: Mirror | None = None) -> None:
+        self._mirror = mirror
+        self._loaded: LoadedModel | None = loaded
+        self.name = loaded.source.name
+        self.config = loaded.config
+        self.dtype: torch.dtype = loaded.module.dtype
+        self.load_report = loaded.report
+        if loaded.sharding is None:
+            self._runtimes = [Runtime(loaded.module, loaded.weights, _programs_of(loaded))]
+        else:
+            self._runtimes = runtimes_of(loaded.module, loaded.weights, loaded.sharding, mirror)
+        self.torch_model: Any = attach(loaded.module, self._runtimes[0])
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the weights. Closing twice is fine; any other call afterwards raises."""
+        self._loaded = None
+        if self._mirror is not None:
+            self._mirror.close()
+        if hasattr(self, "torch_model"):
+            for runtime in self._runtimes:
+                runtime.weights.clear()
+            del self.torch_model
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer, or None if it came without one."""
+        return self._open().tokenizer()
+
+    @property
+    def device_description(self) -> str:
+        """The device in words, such as ``cpu`` or ``TPU v6 lite x 8``."""
+        sharding = None if self._loaded is None else self._loaded.sharding
+        devices = jax.devices() if sharding is None else list(sharding.mesh.devices.flat)
+        kind = devices[0].device_kind
+        return kind if len(devices) == 1 else f"{kind} x {len(devices)}"
+
+    def embed(self, texts: str | Sequence[str], *, pooling: str | None = None, **options: Any) -> np.ndarray:
+        """Embeddings of texts; see `torchax_serve.encoders.embed`."""
+        from torchax_serve.encoders import embed
+
+        return embed(self._open(), self._runtimes[0], texts, pooling=pooling, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, torch tensors in and out."""
+        self._open()
+        return self.torch_model(*args, **kwargs)
+
+    def _open(self) -> LoadedModel:
+        if self._loaded is None:
+            raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
+        return self._loaded
+
+
+def _programs_of(loaded: LoadedModel) -> ProgramCache:
+    """Where the model's programs are kept; in memory alone for an object, whose code anybody may have changed."""
+    folder = programs_dir()
+    if folder is None or loaded.source.kind == "object":
+        return ProgramCache()
+    config_json = loaded.config.to_json_string(use_diff=False)
+    return ProgramCache(folder, model_identity(type(loaded.module), config_json, loaded.weights))

@@ -1,0 +1,133 @@
+"""One encoder or classifier, tiny and random, served beside eager PyTorch: a text, and a batch of several."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from model_adapters.errors import UnsupportedModelError
+from torchax_serve.encoders.labels import text_logits
+from torchax_serve.model import serve
+from torchax_serve.parity.check import TOLERANCE
+from torchax_serve.parity.result import PASSED, Result, said
+from torchax_serve.parity.tiny_config import tiny_config
+from torchax_serve.parity.tiny_model import MOST_ROUNDING, prompts, random_model
+
+SEEDS = (0, 9, 3)
+
+Outputs = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def check_encoder(model_type: str) -> Result:
+    """Checks the base model of one type; what goes wrong stands in the result."""
+    by_type: dict[str, Any] = dict(modeling_auto.MODEL_MAPPING_NAMES)
+    by_type.update(modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES)
+    name = by_type[model_type]
+    model_class = getattr(transformers, name if isinstance(name, str) else name[0])
+    return _checked(model_type, model_class, _hidden, _embeddings, _mean)
+
+
+def check_classifier(model_type: str) -> Result:
+    """Checks the classifier of one type."""
+    model_class = getattr(transformers, modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[model_type])
+    return _checked(model_type, model_class, _logits, _classified, lambda logits: logits[0])
+
+
+def texts() -> list[list[int]]:
+    """Token ids of three texts of different lengths."""
+    first, second = (ids[0].tolist() for ids in prompts())
+    return [first, second, first[3:8]]
+
+
+def _checked(
+    model_type: str,
+    model_class: type[PreTrainedModel],
+    output: Outputs,
+    of_batch: Callable[[Any], torch.Tensor],
+    of_one: Callable[[torch.Tensor], torch.Tensor],
+) -> Result:
+    """Compares `output` of a text, and what serving makes of a batch with `of_one` of each text's output."""
+    began = time.monotonic()
+    result = Result(model_type, model_class.__name__)
+    try:
+        model, expected = _model(model_type, model_class, output)
+    except UnsupportedModelError as error:
+        return dataclasses.replace(result, status="impossible", error=str(error))
+    errors: list[str] = []
+    differences: list[float] = []
+    with serve(model) as served:
+        for name, function, wanted in (
+            ("alone", lambda: output(served.torch_model, torch.tensor([texts()[0]])), expected[0]),
+            ("batch", lambda: of_batch(served), torch.stack([of_one(each) for each in expected])),
+        ):
+            try:
+                found = function()
+                differences.append(float((found - wanted).abs().max()))
+            except Exception as error:
+                errors.append(f"{name}: {said(error)}")
+    passed = not errors and max(differences) <= TOLERANCE
+    if not passed and not errors:
+        errors.append(f"differences alone and in a batch: {', '.join(f'{x:.0e}' for x in differences)}")
+    return dataclasses.replace(
+        result,
+        status=PASSED if passed else "failed",
+        forward_difference=max(differences, default=None),
+        error="; ".join(errors) or None,
+        total_s=round(time.monotonic() - began, 2),
+    )
+
+
+@torch.no_grad()
+def _model(
+    model_type: str, model_class: type[PreTrainedModel], output: Outputs
+) -> tuple[PreTrainedModel, list[torch.Tensor]]:
+    """The first of a few models that does not amplify rounding, and its outputs of each text in eager PyTorch.
+
+    Raises:
+        UnsupportedModelError: the model fails in PyTorch itself; with PyTorch's own error.
+    """
+    for seed in SEEDS:
+        model = random_model(model_class, tiny_config(model_type, as_decoder=False), seed)
+        try:
+            expected = [output(copy.deepcopy(model), torch.tensor([ids])) for ids in texts()]
+            assert all(torch.isfinite(each).all() for each in expected), "outputs that are no numbers"
+        except Exception as error:
+            raise UnsupportedModelError(f"{model_class.__name__} fails in PyTorch itself: {said(error)}") from error
+        try:
+            exact = output(copy.deepcopy(model).double(), torch.tensor([texts()[0]]))
+        except Exception:  # code that does not compute in float64
+            break
+        if float((exact - expected[0]).abs().max()) <= MOST_ROUNDING:
+            break
+    return model, expected
+
+
+def _hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    if model.config.is_encoder_decoder:
+        model = model.get_encoder()
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+
+
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+
+
+def _mean(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden[0].mean(0)
+
+
+def _embeddings(served: Any) -> torch.Tensor:
+    return torch.from_numpy(served.embed(texts(), pooling="mean"))
+
+
+def _classified(served: Any) -> torch.Tensor:
+    rows = [{"input_ids": ids} for ids in texts()]
+    return torch.from_numpy(text_logits(served._open(), served._runtimes[0], rows))

@@ -1,0 +1,182 @@
+"""One sequence-to-sequence type, tiny and random, served beside eager PyTorch: logits, and tokens of ``generate``."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from model_adapters.errors import UnsupportedModelError
+from torchax_serve.model import serve
+from torchax_serve.parity.check import TOLERANCE, cache_kinds
+from torchax_serve.parity.result import PASSED, Result, said
+from torchax_serve.parity.tiny_config import SPECIAL_IDS, tiny_config
+from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts, random_model
+from torchax_serve.runtime import Runtime
+
+DECODER_OF_TWO = "bert"
+NUM_DECODER_IDS = 5
+SEEDS = (*range(3), *range(9, 18), *range(3, 9))
+"""Those that amplify rounding most come last."""
+
+
+Inputs = dict[str, dict[str, Any]]
+"""Arguments of ``generate``: of the first and the second input by themselves, and of both, padded."""
+
+
+def check(model_type: str) -> Result:
+    """Checks one type; what goes wrong stands in the result."""
+    name = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[model_type]
+    model_class = getattr(transformers, name)
+    return checked(model_type, model_class, functools.partial(tiny, model_type, model_class), text_inputs)
+
+
+def checked(
+    model_type: str,
+    model_class: type[PreTrainedModel],
+    make: Callable[[int], PreTrainedModel],
+    inputs_of: Callable[[PreTrainedModel], Inputs],
+) -> Result:
+    """Checks models that `make` gives for a seed, on inputs that fit them."""
+    began = time.monotonic()
+    result = Result(model_type, model_class.__name__)
+    try:
+        model, expected = clearest(make, lambda model: expect(model, inputs_of(model)), SEEDS)
+        inputs = inputs_of(model)
+    except UnsupportedModelError as error:
+        return dataclasses.replace(result, status="impossible", error=str(error))
+    result = dataclasses.replace(
+        result,
+        smallest_gap=round(expected.smallest_gap, 6),
+        num_distinct=expected.num_distinct,
+        notes=list(expected.notes),
+    )
+    result = compared(result, model, inputs, expected)
+    return dataclasses.replace(result, total_s=round(time.monotonic() - began, 2))
+
+
+def tiny(
+    model_type: str, model_class: type[PreTrainedModel], seed: int, *, encoder_type: str = "bert"
+) -> PreTrainedModel:
+    """A model with an encoder and a decoder, or what else the type is; `encoder_type` where the type is of any two."""
+    config_class: Any = CONFIG_MAPPING[model_type]
+    if hasattr(config_class, "from_encoder_decoder_configs"):  # any encoder beside any decoder
+        decoder = tiny_config(DECODER_OF_TWO)
+        decoder.add_cross_attention = True
+        config = config_class.from_encoder_decoder_configs(tiny_config(encoder_type, as_decoder=False), decoder)
+    else:
+        config = tiny_config(model_type, as_decoder=False)
+    model = random_model(model_class, config, seed)
+    if model.generation_config.decoder_start_token_id is None:
+        model.generation_config.decoder_start_token_id = SPECIAL_IDS["decoder_start"]
+    return model
+
+
+def text_inputs(model: PreTrainedModel) -> Inputs:
+    """Token ids. Behind its end the shorter text is padded for an encoder, before its beginning for a decoder."""
+    ids, mask = padded_batch()
+    if model.config.is_encoder_decoder:
+        ids, mask = (_padding_last(x, mask) for x in (ids, mask))
+    first, second = ({"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in prompts())
+    return {"first": first, "second": second, "padded": {"input_ids": ids, "attention_mask": mask}}
+
+
+def _padding_last(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    rows = [torch.roll(row, int(m.sum())) for row, m in zip(x, mask, strict=True)]
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def expect(model: PreTrainedModel, inputs: Inputs) -> Expected:
+    """What eager PyTorch gives.
+
+    Raises:
+        UnsupportedModelError: the model fails in PyTorch itself; with PyTorch's own error.
+    """
+    try:
+        logits = forward(copy.deepcopy(model), inputs["first"])
+        assert torch.isfinite(logits).all(), "logits that are no numbers"
+        found = [greedy(model, None, None, inputs[name]) for name in ("first", "second", "padded")]
+    except Exception as error:
+        raise UnsupportedModelError(f"{type(model).__name__} fails in PyTorch itself: {said(error)}") from error
+    (first, _), (second, _), (padded, _) = found
+    return Expected(
+        logits, padded, (first, second), min(gap for _, gap in found), {}, (), _rounding(model, inputs, logits)
+    )
+
+
+def _rounding(model: PreTrainedModel, inputs: Inputs, logits: torch.Tensor) -> float:
+    """Largest difference of `logits` to those in float64; 0 where the model's code does not compute in that."""
+    try:
+        exact = forward(copy.deepcopy(model).double(), _in_float64(inputs["first"]))
+    except Exception:
+        return 0.0
+    return float((exact - logits).abs().max())
+
+
+def _in_float64(given: dict[str, Any]) -> dict[str, Any]:
+    is_float = {name: isinstance(x, torch.Tensor) and x.is_floating_point() for name, x in given.items()}
+    return {name: x.double() if is_float[name] else x for name, x in given.items()}
+
+
+def forward(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """Logits of the decoder for a few tokens, or of all tokens where there is no encoder."""
+    given = dict(inputs)
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = prompts()[1][:, :NUM_DECODER_IDS]
+    return model(**given).logits
+
+
+def compared(result: Result, model: PreTrainedModel, inputs: Inputs, expected: Expected) -> Result:
+    """The result with what serving `model` gave."""
+    errors: list[str] = []
+    wanted = {"first": expected.alone[0], "second": expected.alone[1], "padded": expected.padded}
+    with serve(model) as served:
+        ours: Any = served.torch_model
+        runtime: Runtime = ours._jax_runtime
+
+        def tried(name: str, function: Any, *args: Any) -> Any:
+            try:
+                return function(*args)
+            except Exception as error:
+                errors.append(f"{name}: {said(error)}")
+                return None
+
+        logits = tried("forward", forward, ours, inputs["first"])
+        difference = None if logits is None else float((logits - expected.logits).abs().max())
+        same = {}
+        for name, given in inputs.items():
+            tokens = tried(name, _generate, ours, given)
+            want = wanted[name]
+            same[name] = tokens is not None and want is not None and torch.equal(tokens, want)
+        road = "fast" if runtime.steps.num_traces["decode"] else "plain"
+        reason = runtime.why_no_cache or (None if road == "fast" else "options that its configuration sets")
+        kinds = cache_kinds(runtime)
+    if not expected.prompts_differ:
+        errors.append("harness: the inputs have one answer")
+    passed = difference is not None and difference <= TOLERANCE and all(same.values()) and not errors
+    return dataclasses.replace(
+        result,
+        status=PASSED if passed else "failed",
+        road=road,
+        road_reason=reason,
+        forward_difference=difference,
+        padded_equal=same["padded"],
+        alone_equal=same["first"] and same["second"],
+        cache_kinds=kinds,
+        error="; ".join(errors) or None,
+    )
+
+
+def _generate(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    tokens = model.generate(**inputs, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False)
+    return tokens[:, -NUM_NEW:]

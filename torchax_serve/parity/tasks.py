@@ -1,0 +1,81 @@
+"""What is checked of which model types: a mapping of transformers, and the function that checks one type of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+
+from torchax_serve.parity.result import Result
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One walk over a mapping of transformers.
+
+    Attributes:
+        mapping: its name in ``transformers.models.auto.modeling_auto``; several, joined by "|".
+        checker: "module:function"; the function takes a model type and gives a `Result`.
+        title: of its section in docs/models.md.
+        introduction: what is compared, and what passing means; "{passed}" and "{total}" are filled in.
+        roads: the ways of running a model that its results name, with what they are.
+    """
+
+    mapping: str
+    checker: str
+    title: str
+    introduction: str
+    roads: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def types(self) -> list[str]:
+        """Every model type of the mapping, in the installed transformers."""
+        from transformers.models.auto import modeling_auto
+
+        return sorted({each for name in self.mapping.split("|") for each in getattr(modeling_auto, name)})
+
+    def check(self, model_type: str) -> Result:
+        """Checks one type."""
+        module, _, function = self.checker.partition(":")
+        checker: Callable[[str], Result] = getattr(importlib.import_module(module), function)
+        return checker(model_type)
+
+
+CAUSAL = "causal"
+TASKS: dict[str, Task] = {
+    CAUSAL: Task("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "torchax_serve.parity.check:check", "Models", ""),
+    "seq2seq": Task(
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+        "torchax_serve.parity.check_seq2seq:check",
+        "Sequence to sequence",
+        "Every type that transformers maps to a sequence-to-sequence model. **{passed} of {total} pass**: logits "
+        "within 1e-4 of eager PyTorch's, and 16 greedy tokens of `generate` the same, for an input alone and for a "
+        "batch of two lengths.",
+        {"fast": "the fast loop of `generate`", "plain": "transformers' loop over the compiled forward"},
+    ),
+    "speech": Task(
+        "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+        "torchax_serve.parity.check_speech:check",
+        "Speech to text",
+        "Every type that transformers maps to speech recognition. **{passed} of {total} pass**: logits within 1e-4 of "
+        "eager PyTorch's for two sounds, and the same 16 greedy tokens of `generate`, each sound alone and both in a "
+        "batch.",
+        {"fast": "the fast loop of `generate`", "plain": "transformers' loop over the compiled forward"},
+    ),
+    "encoder": Task(
+        "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES|MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+        "torchax_serve.parity.check_encoder:check_encoder",
+        "Encoders",
+        "Every type that transformers maps to a text encoder or to a model of masked words. **{passed} of {total} "
+        "pass**: hidden states of a text within 1e-4 of eager PyTorch's, and so the embeddings of three texts in one "
+        "batch, each beside PyTorch's of that text alone.",
+    ),
+    "classifier": Task(
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        "torchax_serve.parity.check_encoder:check_classifier",
+        "Classifiers",
+        "Every type that transformers maps to a classifier of sequences. **{passed} of {total} pass**: logits of a "
+        "text within 1e-4 of eager PyTorch's, and so those of three texts in one batch, each beside PyTorch's of that "
+        "text alone.",
+    ),
+}
+"""By name; the order is that of the document."""
