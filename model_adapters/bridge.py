@@ -28,6 +28,12 @@ from torchax.interop import jax_view, torch_view  # noqa: E402
 TorchView = torchax.view.View
 TorchTensor = torchax.tensor.Tensor
 JaxFunction = Callable[..., Any]
+default_env = torchax.default_env
+
+
+def is_view(value: Any) -> bool:
+    """Whether `value` is a torch view of a JAX array."""
+    return isinstance(value, (TorchTensor, TorchView))
 
 
 def take_host_tensors() -> None:
@@ -39,7 +45,7 @@ def take_host_tensors() -> None:
     theirs = env.t2j_iso
 
     def taken(x: torch.Tensor) -> Any:
-        return x if isinstance(x, (TorchTensor, TorchView)) else TorchTensor(to_jax_array(x), env)
+        return x if is_view(x) else TorchTensor(to_jax_array(x), env)
 
     def t2j_iso(tensors: Any) -> Any:
         return theirs(torch.utils._pytree.tree_map_only(torch.Tensor, taken, tensors))

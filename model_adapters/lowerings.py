@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from model_adapters import ops, torch_ops
+from model_adapters import conditions, folding, ops, torch_ops
 from model_adapters.bridge import (
     StoredLength,
     TorchTensor,
@@ -25,6 +25,7 @@ from model_adapters.bridge import (
     take_host_tensors,
     torch_view,
 )
+from model_adapters.conditions import Selected
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from model_adapters.sharding import placed_in_use, whole_result
@@ -56,6 +57,8 @@ def install() -> None:
     _mend_type_as()
     _understand_stored_lengths()
     torch_ops.install()
+    conditions.install()
+    folding.install()
 
 
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -213,6 +216,10 @@ def _attention(
     return out.reshape(*batch, *out.shape[1:])
 
 
+def _is_unknown_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool and folding.is_traced(index)
+
+
 def _understand_stored_lengths() -> None:
     """``arange`` and slices from one stored length to another, which lie a known number of tokens apart."""
     their_arange, their_getitem = lowering_of(torch.arange), lowering_of(torch.Tensor.__getitem__)
@@ -227,6 +234,8 @@ def _understand_stored_lengths() -> None:
 
     def getitem(self: torch.Tensor, indexes: Any) -> Any:
         given = indexes if isinstance(indexes, tuple) else (indexes,)
+        if len(given) == 1 and _is_unknown_mask(given[0]):
+            return Selected(self, given[0])
         if isinstance(self, TorchView) and any(isinstance(x, torch.Tensor) for x in given):
             self = torch_view(jax_view(self))  # torchax 0.0.13 reads an array that a view does not have
         if not any(isinstance(x, slice) and isinstance(x.start, StoredLength) for x in given):

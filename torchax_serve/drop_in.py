@@ -23,6 +23,8 @@ from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, why_not_fast
+from torchax_serve.images.encoding import compiled_encoders
+from torchax_serve.images.positions import positions_on_host
 from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
 
@@ -127,6 +129,10 @@ class JaxModel:
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
 
+    def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        with compiled_encoders(self, self._jax_runtime.part):
+            return super()._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)  # type: ignore[misc]
+
     def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         for name in ("logits_processor", "prefix_allowed_tokens_fn", "negative_prompt_ids"):
             value = kwargs.get(name)
@@ -211,6 +217,8 @@ def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]
     cache = None if cache_name is None else given.pop(cache_name, None)
     if cache is None and use_cache and runtime.can_cache and "labels" not in given:
         cache = runtime.new_cache(1)
+    if (positions := positions_on_host(model, given, cache)) is not None:
+        given["position_ids"] = positions
     hidden, attentions = (bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS)
     spec = CallSpec(output_hidden_states=hidden, output_attentions=attentions)
     fields = runtime.forward(given, spec, cache)

@@ -1,0 +1,1 @@
+"""Images beside text: what is asked of inputs, positions of images, conversations with images."""
