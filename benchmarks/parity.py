@@ -1,8 +1,9 @@
-"""Every causal architecture of the installed transformers beside eager PyTorch: results and docs/models.md.
+"""Every architecture of the installed transformers beside eager PyTorch: results and docs/models.md.
 
 python benchmarks/parity.py                 # the types that have no result yet
 python benchmarks/parity.py --again         # all of them
 python benchmarks/parity.py --again llama   # one of them
+python benchmarks/parity.py --task seq2seq  # another mapping than that of causal models
 python benchmarks/parity.py --third 1       # every third of them; exits with 1 if one ends otherwise than in the table
 """
 
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 from torchax_serve.parity import sweep, table
+from torchax_serve.parity.tasks import CAUSAL, TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = {name: importlib.metadata.version(name) for name in ("transformers", "torch", "jax", "torchax")}
@@ -21,15 +23,16 @@ VERSIONS = {name: importlib.metadata.version(name) for name in ("transformers", 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types; all if none is named")
+    parser.add_argument("--task", choices=TASKS, default=CAUSAL, help="what is checked")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--failed", action="store_true", help="also those that did not pass")
     parser.add_argument("--third", type=int, choices=(1, 2, 3), help="check a third against the table, write nothing")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     arguments = parser.parse_args()
-    types = arguments.types or sweep.causal_types()
+    types = arguments.types or TASKS[arguments.task].types()
     if arguments.third is not None:
-        sys.exit(check_third(types[arguments.third - 1 :: 3], arguments.workers))
-    folder = ROOT / "torchax_serve" / "parity" / "results"
+        sys.exit(check_third(types[arguments.third - 1 :: 3], arguments.task, arguments.workers))
+    folder = ROOT / "torchax_serve" / "parity" / "results" / ("" if arguments.task == CAUSAL else arguments.task)
     folder.mkdir(exist_ok=True)
     path = folder / f"transformers-{VERSIONS['transformers']}.json"
     began = time.monotonic()
@@ -38,12 +41,17 @@ def main():
         return known is None or arguments.again or (arguments.failed and known.status != "passed")
 
     results = sweep.update(
-        path, types, VERSIONS, again=again, say=lambda one: say(one, began), num_workers=arguments.workers
+        path,
+        types,
+        VERSIONS,
+        again=again,
+        say=lambda one: say(one, began),
+        task=arguments.task,
+        num_workers=arguments.workers,
     )
     passed = sum(result.status == "passed" for result in results.values())
     print(f"{passed} of {len(results)} pass, {time.monotonic() - began:.0f} s")
-    (versions, newest), *others = table.all_shipped()
-    (ROOT / "docs" / "models.md").write_text(table.markdown(versions, newest, others))
+    (ROOT / "docs" / "models.md").write_text(table.document())
 
 
 def say(result, began):
@@ -54,11 +62,11 @@ def say(result, began):
     )
 
 
-def check_third(types, num_workers):
+def check_third(types, task, num_workers):
     """0 if every type ends as in the table."""
-    _, known = table.shipped()
+    _, known = table.shipped(task)
     began, wrong = time.monotonic(), []
-    for result in sweep.sweep(types, num_workers=num_workers):
+    for result in sweep.sweep(types, task=task, num_workers=num_workers):
         say(result, began)
         expected = known.get(result.model_type)
         if expected is None or (result.status, result.road) != (expected.status, expected.road):

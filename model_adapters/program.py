@@ -52,7 +52,7 @@ class CallSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class PartSpec:
+class MethodSpec:
     """The static part of a call of a method.
 
     Attributes:
@@ -297,7 +297,9 @@ class ModelProgram:
         self.output_class = type(output)
         return output
 
-    def part(self, weights: Mapping[str, jax.Array], inputs: Arrays, spec: PartSpec) -> tuple[Any, jax.Array | None]:
+    def method(
+        self, weights: Mapping[str, jax.Array], inputs: Arrays, spec: MethodSpec
+    ) -> tuple[Any, jax.Array | None]:
         """A method of a part of the module, such as the encoder of images by itself; to be traced.
 
         Returns:
@@ -309,9 +311,9 @@ class ModelProgram:
             _knowing(spec.extra),
             conditions.collected() as met,
         ):
-            method = getattr(type(self.module.get_submodule(owner)), name)
+            function = getattr(type(self.module.get_submodule(owner)), name)
             kwargs = {**without_constants(torch_view(inputs)), **as_tensors(dict(spec.extra))}
-            output = method(self.module.get_submodule(owner), **kwargs)
+            output = function(self.module.get_submodule(owner), **kwargs)
         return jax_view(output), jnp.stack(met) if met else None
 
     @contextlib.contextmanager

@@ -130,7 +130,7 @@ class JaxModel:
         )
 
     def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-        with compiled_encoders(self, self._jax_runtime.part):
+        with compiled_encoders(self, self._jax_runtime.method):
             return super()._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)  # type: ignore[misc]
 
     def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from model_adapters.bridge import to_jax_array, to_torch_tensor
 from model_adapters.caches import AttentionLayer, DeviceCache
 from model_adapters.causality import is_causal
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
-from model_adapters.program import CONDITIONS, CallSpec, ModelProgram, PartSpec
+from model_adapters.program import CONDITIONS, CallSpec, MethodSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
 from torchax_serve.buckets import bucket
 from torchax_serve.images.placeholders import unmet
@@ -280,7 +280,7 @@ class Runtime:
             inputs["position_ids"] = _pad_positions(positions, query.padded_len)
         return inputs, padding.starts is not None
 
-    def part(self, path: str, given: dict[str, Any]) -> Any:
+    def method(self, path: str, given: dict[str, Any]) -> Any:
         """A method of a part of the model, compiled, such as the encoder of images by itself.
 
         Args:
@@ -294,12 +294,12 @@ class Runtime:
             InvalidArgumentError: values that the model's code has checked are not as it needs them.
         """
 
-        def call(known: Known) -> tuple[tuple[dict[str, jax.Array]], PartSpec]:
+        def call(known: Known) -> tuple[tuple[dict[str, jax.Array]], MethodSpec]:
             arrays, rest = arrays_and_rest(given, known)
-            return (arrays,), PartSpec(path, rest)
+            return (arrays,), MethodSpec(path, rest)
 
-        args, spec = self._least_known(given, call, self.program.part)
-        output, met = self.steps.part(self.weights, *args, spec=spec)
+        args, spec = self._least_known(given, call, self.program.method)
+        output, met = self.steps.method(self.weights, *args, spec=spec)
         self._check(met, given)
         return jax.tree.map(to_torch_tensor, output)
 

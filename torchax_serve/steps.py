@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.caches import LayerStates
-from model_adapters.program import Arrays, CallSpec, ModelProgram, PartSpec
+from model_adapters.program import Arrays, CallSpec, MethodSpec, ModelProgram
 from torchax_serve import sampling
 from torchax_serve.program_cache import KeptFunction, ProgramCache
 from torchax_serve.sampling import SamplingPlan, SamplingState
@@ -52,7 +52,7 @@ class Steps:
         kept = partial(KeptFunction, cache, donate=["states"], facts=program.found_out, recall=program.recall)
         self.forward = kept("forward", self._forward)
         self.decode = kept("decode", self.decode_once)
-        self.part = KeptFunction(cache, "part", self._part)
+        self.method = KeptFunction(cache, "method", self._method)
 
     @property
     def num_traces(self) -> collections.Counter[str]:
@@ -70,9 +70,9 @@ class Steps:
         """Any forward: prefill, or a call from outside; see `ModelProgram.forward`."""
         return self.program.forward(weights, states, offset, inputs, spec)
 
-    def _part(self, weights: Mapping[str, jax.Array], inputs: Arrays, spec: PartSpec) -> Any:
-        """A method of a part of the model; see `ModelProgram.part`."""
-        return self.program.part(weights, inputs, spec)
+    def _method(self, weights: Mapping[str, jax.Array], inputs: Arrays, spec: MethodSpec) -> Any:
+        """A method of a part of the model; see `ModelProgram.method`."""
+        return self.program.method(weights, inputs, spec)
 
     def decode_once(
         self,

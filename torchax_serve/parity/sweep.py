@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchax_serve.parity.result import Result
+from torchax_serve.parity.tasks import CAUSAL, TASKS
 
 TIME_LIMIT_S = 600.0
 """For one type. The slowest takes a tenth of it on a quiet machine."""
@@ -27,25 +29,32 @@ TYPES_PER_WORKER = 40
 
 def causal_types() -> list[str]:
     """Every model type that the installed transformers knows as a causal language model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return TASKS[CAUSAL].types()
 
 
 def sweep(
     types: Sequence[str],
     *,
+    task: str = CAUSAL,
     num_workers: int = 2,
     time_limit_s: float = TIME_LIMIT_S,
     work: Callable[[Connection], None] | None = None,
 ) -> Iterator[Result]:
-    """Yields a result for each type, in the order in which they end; `work` is what a worker process runs."""
+    """Yields a result for each type, in the order in which they end.
+
+    Args:
+        types: of models.
+        task: of `TASKS`, what is checked of each.
+        num_workers: processes.
+        time_limit_s: for one type.
+        work: what a worker process runs, in place of the task.
+    """
     waiting = collections.deque(types)
     workers: list[_Worker] = []
     try:
         while waiting or workers:
             while waiting and len(workers) < num_workers:
-                workers.append(_Worker(work or _work))
+                workers.append(_Worker(work or functools.partial(_work, task=task)))
             for worker in workers:
                 if worker.is_ready and waiting:
                     worker.give(waiting.popleft())
@@ -120,15 +129,13 @@ class _Worker:
         self.connection.close()
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, task: str) -> None:
     """The life of a worker process."""
     warnings.filterwarnings("ignore")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
     import jax
     import torch
     import transformers
-
-    from torchax_serve.parity.check import check
 
     torch.set_num_threads(1)
     jax.config.update("jax_enable_compilation_cache", False)  # so that the seconds are those of compiling
@@ -137,7 +144,7 @@ def _work(connection: Connection) -> None:
     while True:
         model_type = connection.recv()
         try:
-            result = check(model_type)
+            result = TASKS[task].check(model_type)
         except Exception as error:  # the harness itself; whatever it is, the other types go on
             result = Result(model_type, "", status="crashed", error=f"{type(error).__name__}: {str(error)[:300]}")
         connection.send(dataclasses.asdict(result))
@@ -166,6 +173,7 @@ def update(
     *,
     again: Callable[[Result | None], bool],
     say: Callable[[Result], None],
+    task: str = CAUSAL,
     num_workers: int = 2,
     work: Callable[[Connection], None] | None = None,
 ) -> dict[str, Result]:
@@ -176,7 +184,7 @@ def update(
         if content["versions"] == versions:
             results = {name: Result(**fields) for name, fields in content["results"].items()}
     missing = [name for name in types if again(results.get(name))]
-    for result in sweep(missing, num_workers=num_workers, work=work):
+    for result in sweep(missing, task=task, num_workers=num_workers, work=work):
         results[result.model_type] = result
         save(path, results, versions)
         say(result)

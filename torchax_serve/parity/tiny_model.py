@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,13 +92,22 @@ def causal_class(model_type: str) -> type[PreTrainedModel]:
 
 
 def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """A tiny model in float32, random weights, attention as eager code.
+    """A tiny causal model; see `random_model`."""
+    return random_model(causal_class(model_type), tiny_config(model_type), seed)
+
+
+def random_model(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    seed: int = 0,
+    gains: tuple[float, float] = GAINS,
+) -> PreTrainedModel:
+    """A model in float32, random weights, attention as eager code; `gains` of products, for early and late seeds.
 
     Raises:
         UnsupportedModelError: transformers cannot build it; with its reason.
     """
-    model_class = causal_class(model_type)
-    config = _config_for(model_class, tiny_config(model_type))
+    config = _config_for(model_class, config)
     if seed >= FIRST_UNTIED:
         for part in (config, config.get_text_config()):
             part.tie_word_embeddings = False
@@ -107,7 +118,9 @@ def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
         raise UnsupportedModelError(
             f"transformers cannot build {model_class.__name__} from a configuration: {said(error)}"
         ) from error
-    _spread(model, EMBEDDING_STDS[seed % len(EMBEDDING_STDS)], GAINS[seed >= len(EMBEDDING_STDS)])
+    _spread(model, EMBEDDING_STDS[seed % len(EMBEDDING_STDS)], gains[seed >= len(EMBEDDING_STDS)])
+    if not model.can_generate():
+        return model
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model
@@ -146,10 +159,22 @@ def _is_product(module: torch.nn.Module, name: str) -> bool:
 
 
 def clearest_model(model_type: str) -> tuple[PreTrainedModel, Expected]:
-    """The first of a few seeds whose greedy choices are clear, or the one with the widest gap; fixed for a type."""
+    """A tiny causal model whose greedy choices are clear, and what eager PyTorch gives; fixed for a type."""
+    return clearest(functools.partial(tiny_model, model_type), expect)
+
+
+def clearest(
+    make: Callable[[int], PreTrainedModel], expect: Callable[[PreTrainedModel], Expected]
+) -> tuple[PreTrainedModel, Expected]:
+    """The first of a few seeds whose greedy choices are clear, or the one with the widest gap.
+
+    Args:
+        make: a model of a seed.
+        expect: what eager PyTorch gives of a model.
+    """
     best: tuple[PreTrainedModel, Expected] | None = None
     for seed in range(NUM_SEEDS):
-        model = tiny_model(model_type, seed)
+        model = make(seed)
         expected = expect(model)
         if expected.is_clear:
             return model, expected
@@ -187,18 +212,18 @@ def expect(model: PreTrainedModel) -> Expected:
     notes: list[str] = []
     options: dict[str, Any] = {}
     try:
-        alone = [_greedy(model, prompt, torch.ones_like(prompt), options) for prompt in prompts()]
+        alone = [greedy(model, prompt, torch.ones_like(prompt), options) for prompt in prompts()]
     except Exception as error:
         notes.append(f"eager generate with a cache raises {said(error)}; compared without one")
         options = {"use_cache": False}
         try:
-            alone = [_greedy(model, prompt, torch.ones_like(prompt), options) for prompt in prompts()]
+            alone = [greedy(model, prompt, torch.ones_like(prompt), options) for prompt in prompts()]
         except Exception as second:
             raise UnsupportedModelError(f"eager generate raises {said(second)}") from second
     gaps = [gap for _, gap in alone]
     padded = None
     try:
-        padded, gap = _greedy(model, *padded_batch(), options)
+        padded, gap = greedy(model, *padded_batch(), options)
         gaps.append(gap)
     except Exception as error:
         notes.append(f"eager generate on a padded batch raises {said(error)}; not compared")
@@ -209,14 +234,15 @@ def _forward(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids).logits
 
 
-def _greedy(
-    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
+def greedy(
+    model: PreTrainedModel, ids: torch.Tensor | None, mask: torch.Tensor | None, options: dict[str, Any]
 ) -> tuple[torch.Tensor, float]:
     """New tokens int64[batch, NUM_NEW], and the smallest gap between the first two logits of a choice."""
     twin: Any = copy.deepcopy(model)
+    given = {"attention_mask": mask} if mask is not None else {}
     output = twin.generate(
         ids,
-        attention_mask=mask,
+        **given,
         max_new_tokens=NUM_NEW,
         min_new_tokens=NUM_NEW,
         do_sample=False,
