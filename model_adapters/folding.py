@@ -73,9 +73,6 @@ def _dispatch(theirs: _Dispatch, func: Any, types: Any, args: Any, kwargs: Any) 
     if any(is_traced(x) for x in tensors):
         _check_kept(func, args)
         return theirs(func, types, args, kwargs)
-    ours = [x for x in tensors if isinstance(x, (TorchTensor, TorchView))]
-    if tensors and not ours:
-        return theirs(func, types, args, kwargs)  # PyTorch's own, all of them
     with jax.ensure_compile_time_eval():
         result = theirs(func, types, args, kwargs)
     if _in_place(func) or all(_num_bytes(x) <= LARGEST_BYTES for x in torch.utils._pytree.tree_leaves(result)):

@@ -363,7 +363,9 @@ def _cut(fields: dict[str, Any], query: Query, past: int, keep: int, cache: Devi
     """Takes the padding off again."""
     cut = dict(fields)
     if "logits" in cut and keep != 1:
-        cut["logits"] = cut["logits"][:, : query.len][:, -keep:]
+        # Without padding there is nothing to take off: some models put images before the text, and these logits, too.
+        logits = cut["logits"] if query.len == query.padded_len else cut["logits"][:, : query.len]
+        cut["logits"] = logits[:, -keep:]
     if cut.get("hidden_states") is not None:
         cut["hidden_states"] = tuple(layer[:, : query.len] for layer in cut["hidden_states"])
     if cut.get("attentions") is not None:

@@ -86,7 +86,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma4": {"start": {"vision_config": {}}, "vision_config": {"position_embedding_size": 16}},
     "gemma4_unified": {"start": {"vision_config": {}}},
-    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "qwen2_vl"), _AXES),
+    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "qwen2_vl", "paddleocr_vl"), _AXES),
     "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}}},
     "glm5_next": {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0, "head_dim": 0}},
     "granite4_vision": _ANYRES
@@ -94,7 +94,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "downsample_rate": "1/2",
         "deepstack_layer_map": [[-1, 0]],
         "spatial_target_layers": [1],
-        "qformer_config": {"num_hidden_layers": 1, "cross_attention_frequency": 1, "num_attention_heads": 4},
+        "vision_config": {"hidden_size": 64},
+        "qformer_config": {"num_hidden_layers": 1, "cross_attention_frequency": 1},
     },
     "kimi_k25": {"projection_hidden_size": 32},
     "minicpm_ocr": {"image_token_id": FIRST_MARKER},
@@ -136,7 +137,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         }
     },
     "step3p7": {"text_config": {"sliding_window": 6}},
-    "unlimited_ocr": {"vision_config": {"sam_config": {**_SAM, "downsample_channels": [16, 32]}}},
+    "mllama": {
+        "vision_config": {
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 64,
+            "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+            "max_num_tiles": 4,
+        },
+        "text_config": {"cross_attention_layers": [1]},
+    },
+    "unlimited_ocr": {
+        "text_config": {"num_key_value_heads": 4},
+        "vision_config": {"sam_config": {**_SAM, "downsample_channels": [16, 32]}},
+    },
     "muse_spark": {"audio_config": {"out_hidden_size": 32}, "out_hidden_size": 128},
     "got_ocr2": {"vision_config": {"global_attn_indexes": [1], "window_size": 2, "output_channels": 8, "mlp_dim": 48}},
 }
@@ -189,6 +202,11 @@ def _patches(*shape: int, **others: Any) -> Maker:
     return make
 
 
+def _merged(config: PreTrainedConfig, generator: torch.Generator) -> Inputs:
+    """Patches of twice the size, four by four."""
+    return {"pixel_values": torch.rand(1, _NUM, 4 * _WIDTH, generator=generator), "image_position_ids": _POINTS}
+
+
 _NUM = _GRID[1] * _GRID[2]
 _WIDTH = 3 * PATCH * PATCH
 _POINTS = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).reshape(1, _NUM, 2)
@@ -198,7 +216,7 @@ PIXELS: dict[str, Maker] = {
     "emu3": _sized,
     "granite_docling": lambda config, generator: {
         "pixel_values": _image(generator, 1, 1, size=32),
-        "pixel_attention_mask": torch.ones(1, 1, 32, 32, dtype=torch.long),
+        "pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool),
     },
     "inkling2": lambda config, generator: {
         "pixel_values": torch.randn(4, 2 * PATCH, 2 * PATCH, 3, generator=generator),
@@ -284,7 +302,7 @@ PIXELS: dict[str, Maker] = {
 PIXELS |= {
     "minicpmv4_6": PIXELS["minicpm_ocr"],
     "minicpmv4_7": PIXELS["minicpm_ocr"],
-    "gemma4_unified": PIXELS["gemma4"],
+    "gemma4_unified": _merged,
 }
 """Makers of what a model takes of images, from its configuration and a generator of random numbers."""
 TOKENS: dict[str, int] = {

@@ -96,6 +96,8 @@ def inputs_of(model: PreTrainedModel, model_type: str, index: int) -> Inputs:
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in parameters:
             given[name] = (ids == token).long()
+    if "input_ids" not in parameters:  # there is nothing to read but the image
+        given = {}
     return given | {name: value(ids) if callable(value) else value for name, value in images.items()}
 
 
@@ -129,6 +131,8 @@ def num_features(model: PreTrainedModel, images: Inputs) -> int:
     given = {name: value for name, value in images.items() if name in accepted or takes_any}
     output = encode(**copy.deepcopy(given), return_dict=True)
     features = getattr(output, "pooler_output", None)
+    if features is None and getattr(output, "deepstack_features", None):
+        features = output.deepstack_features[0][1]
     features = output.last_hidden_state if features is None else features
     parts = [features] if isinstance(features, torch.Tensor) else list(features)
     return sum(part.numel() // part.shape[-1] for part in parts)
@@ -136,14 +140,14 @@ def num_features(model: PreTrainedModel, images: Inputs) -> int:
 
 def batched(inputs: list[Inputs]) -> Inputs:
     """Several inputs in one, their text padded on the left; everything else is put one behind the other."""
-    length = max(one["input_ids"].shape[1] for one in inputs)
+    length = max((one["input_ids"].shape[1] for one in inputs if "input_ids" in one), default=0)
     joined: Inputs = {}
     for name, value in inputs[0].items():
         parts = [one[name] for one in inputs]
         if not isinstance(value, torch.Tensor):
             joined[name] = value
             continue
-        if value.shape[:2] == inputs[0]["input_ids"].shape:
+        if length and value.shape[:2] == inputs[0]["input_ids"].shape:
             parts = [_padded(part, length) for part in parts]
         joined[name] = torch.cat(parts)
     return joined
