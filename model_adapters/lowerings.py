@@ -13,16 +13,19 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from model_adapters import conditions, folding, ops, torch_ops
+from model_adapters import conditions, folding, interpolation, ops, torch_ops
 from model_adapters.bridge import (
     StoredLength,
     TorchTensor,
     TorchView,
+    default_env,
+    is_view,
     jax_view,
     lower,
     lower_raw,
     lowering_of,
     take_host_tensors,
+    to_jax_array,
     torch_view,
 )
 from model_adapters.conditions import Selected
@@ -59,6 +62,8 @@ def install() -> None:
     torch_ops.install()
     conditions.install()
     folding.install()
+    interpolation.install()
+    _stay_on_device()
 
 
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -216,6 +221,18 @@ def _attention(
     return out.reshape(*batch, *out.shape[1:])
 
 
+def _stay_on_device() -> None:
+    """``tensor.to("cpu")`` of a traced tensor: there is no other device inside a program."""
+    env = default_env()
+    theirs = env._to_copy
+
+    def to_copy(x: torch.Tensor, dtype: Any, device: Any) -> torch.Tensor:
+        return theirs(x, dtype, None if folding.is_traced(x) else device)
+
+    env._to_copy = to_copy
+    lower(torch.Tensor.cpu, lambda x, *args, **kwargs: x)
+
+
 def _is_unknown_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype == torch.bool and folding.is_traced(index)
 
@@ -234,6 +251,8 @@ def _understand_stored_lengths() -> None:
 
     def getitem(self: torch.Tensor, indexes: Any) -> Any:
         given = indexes if isinstance(indexes, tuple) else (indexes,)
+        if not is_view(self) and any(is_view(x) for x in given):
+            self = torch_view(to_jax_array(self))  # a table on the host, looked up by computed indices
         if len(given) == 1 and _is_unknown_mask(given[0]):
             return Selected(self, given[0])
         if isinstance(self, TorchView) and any(isinstance(x, torch.Tensor) for x in given):

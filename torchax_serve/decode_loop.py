@@ -19,6 +19,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve import sampling
 from torchax_serve.buckets import bucket
+from torchax_serve.images.steps import PreparedSteps
 from torchax_serve.padding import Padding
 from torchax_serve.runtime import Runtime
 from torchax_serve.sampling import CALLER_OPTIONS, NO_VALID_TOKEN, SamplingPlan, SamplingState
@@ -59,8 +60,8 @@ def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
     cache = kwargs.get(runtime.program.cache_name or "")
     if not isinstance(cache, DeviceCache) or cache.length:
         return "the cache is not a fresh one of this model"
-    if extra:
-        return f"the forward gets {', '.join(sorted(extra))}"
+    if extra and isinstance(prepared := _prepared(runtime, request), str):
+        return prepared
     if config.output_attentions or config.output_hidden_states:
         return "attentions or hidden states are returned"
     if config.prefill_chunk_size is not None or config.is_assistant:
@@ -71,6 +72,17 @@ def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
         return f"{custom} is given"
     options = sampling.unsupported_by_fast_path(config, HONOURED_OPTIONS)
     return f"{', '.join(options)} is set" if options else None
+
+
+def _prepared(runtime: Runtime, request: LoopRequest) -> PreparedSteps | str | None:
+    """The arguments of a request that has more than text; None for text, and words for what this loop cannot take."""
+    cache_name = runtime.program.cache_name
+    assert cache_name is not None
+    known = UNDERSTOOD_KWARGS | {cache_name, "input_ids"}
+    if all(value is None or name in known for name, value in request.model_kwargs.items()):
+        return None
+    model = runtime.program.module
+    return PreparedSteps.of(model, request.input_ids, request.model_kwargs, cache_name, known)
 
 
 class DecodeLoop:
@@ -160,9 +172,21 @@ class DecodeLoop:
         mask = request.model_kwargs.get("attention_mask")
         starts = Padding.of(mask, self.prompt_len).starts
         self.cache.reserve(bucket(self.max_length))
+        prepared = _prepared(runtime, request)
+        assert not isinstance(prepared, str)
         positions = request.model_kwargs.get("position_ids")
-        positions = (torch.arange(self.prompt_len)[None] if positions is None else positions).expand(self.batch, -1)
-        given = {"input_ids": request.input_ids, "logits_to_keep": 1}
+        if positions is None:
+            positions = torch.arange(self.prompt_len)[None]
+        if positions.ndim == 2:
+            positions = positions.expand(self.batch, -1)
+        after = positions[..., -1] + 1
+        given = {"input_ids": request.input_ids}
+        constants: tuple[tuple[str, Any], ...] = ()
+        if prepared is not None:
+            given, constants = dict(prepared.first), prepared.constants
+            if prepared.position_ids is not None:
+                after = prepared.position_ids[..., 0]
+        given["logits_to_keep"] = 1
         takes_positions = runtime.program.accepts("position_ids")
         if takes_positions:
             given["position_ids"] = positions
@@ -181,9 +205,9 @@ class DecodeLoop:
             capacity=self.cache.capacity,
         )
         self.state = jax.device_put(state, self.last_logits.sharding)  # as steps leave it: one program, not two
-        self.spec = DecodeSpec(CallSpec(padded=starts is not None), takes_positions)
+        self.spec = DecodeSpec(CallSpec(padded=starts is not None, extra=constants), takes_positions)
         self.carry = Carry(
-            position=from_host(positions[:, -1].numpy() + 1, np.int32),
+            position=from_host(after.numpy(), np.int32),
             offset=from_host(self.prompt_len, np.int32),
             starts=from_host(np.zeros(self.batch) if starts is None else starts.numpy(), np.int32),
         )

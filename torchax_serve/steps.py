@@ -30,7 +30,7 @@ from torchax_serve.sampling import SamplingPlan, SamplingState
 class Carry:
     """Where a batch stands; stays on the device from step to step."""
 
-    position: jax.Array  # int32[batch], position id of the newest token
+    position: jax.Array  # int32[..., batch], position id of the newest token, on each axis that the model has
     offset: jax.Array  # int32[], tokens in the cache, padding included
     starts: jax.Array  # int32[batch], first position that is no padding
 
@@ -85,7 +85,7 @@ class Steps:
         """Feeds the newest token of every row, int32[batch]; returns float32 logits [batch, vocab] of the next."""
         inputs: dict[str, Any] = {"input_ids": token[:, None], "starts": carry.starts}
         if spec.position_ids:
-            inputs["position_ids"] = carry.position[:, None]
+            inputs["position_ids"] = carry.position[..., None]
         fields, new_states = self.program.forward(weights, states, carry.offset, inputs, spec.call)
         assert new_states is not None
         carry = Carry(carry.position + 1, carry.offset + 1, carry.starts)

@@ -101,8 +101,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "minicpm_ocr": {"image_token_id": FIRST_MARKER},
     "minicpmv4_6": {"image_token_id": FIRST_MARKER},
     "minicpmv4_7": {"image_token_id": FIRST_MARKER},
-    "mistral3": {"image_token_index": FIRST_MARKER},
-    "mistral_large4": {"image_token_index": FIRST_MARKER},
     "muse_glimmer": {"out_hidden_size": 128},
     "granite_docling": {"vision_config": {"out_hidden_size": 32, "image_size": 32, "deepstack_visual_indexes": [0]}},
     "hyperclovax_vision_v2": {"vision_config": _WINDOWED},

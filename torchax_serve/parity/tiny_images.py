@@ -16,8 +16,8 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from torchax_serve.images.placeholders import image_token_id
-from torchax_serve.parity.tiny_config import PROMPT_IDS_END, tiny_config
+from torchax_serve.images.placeholders import TOKEN_FIELDS, image_token_id
+from torchax_serve.parity.tiny_config import FIRST_MARKER, PROMPT_IDS_END, tiny_config
 from torchax_serve.parity.tiny_image_overrides import CONFIGS, PIXELS, TOKENS, WRAPPED
 from torchax_serve.parity.tiny_model import FIRST_PROMPT_ID, random_model
 
@@ -60,15 +60,16 @@ def image_text_class(model_type: str) -> type[PreTrainedModel]:
 
 def image_config(model_type: str) -> PreTrainedConfig:
     """A configuration for a tiny model of `model_type`, images of `IMAGE_SIZE` pixels a side."""
-    return tiny_config(model_type, patterns=PATTERNS, rule=_sections, overrides=CONFIGS.get(model_type, {}))
+    return tiny_config(model_type, patterns=PATTERNS, rule=_shared_out, overrides=CONFIGS.get(model_type, {}))
 
 
-def _sections(values: dict[str, Any]) -> dict[str, Any]:
-    """Rotated dimensions are shared out among the axes of positions, as many as a tiny head has."""
+def _shared_out(values: dict[str, Any]) -> dict[str, Any]:
+    """Rotated dimensions are shared out among the axes of positions; no prompt has the placeholder by chance."""
     rope = values.get("rope_parameters")
+    small = {name: FIRST_MARKER for name in TOKEN_FIELDS if (values.get(name) or FIRST_MARKER) < PROMPT_IDS_END}
     if not isinstance(rope, dict) or "mrope_section" not in rope:
-        return {}
-    return {"rope_parameters": {**rope, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}}
+        return small
+    return small | {"rope_parameters": {**rope, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}}
 
 
 def image_model(model_type: str, seed: int = 0) -> PreTrainedModel:
