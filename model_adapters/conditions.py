@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from model_adapters import folding
 from model_adapters.bridge import TorchTensor, default_env, jax_view, lower, torch_view
 from model_adapters.errors import UnsupportedModelError
 
@@ -47,7 +48,11 @@ def _is_all_true(x: jax.Array) -> jax.Array:
 
 
 class Selected(TorchTensor):  # type: ignore[misc, valid-type]
-    """``tensor[mask]`` with a mask of unknown values: there is nothing to compute with, but it can be counted."""
+    """``tensor[mask]`` with a mask of unknown values: it can be counted, and computed with if it turns out to be all.
+
+    Models that leave out images of nothing but padding select so; a program of fixed shapes is made for images that all
+    count, and answers whether they did.
+    """
 
     @staticmethod
     def __new__(cls: Any, source: torch.Tensor, mask: torch.Tensor) -> Any:
@@ -56,14 +61,23 @@ class Selected(TorchTensor):  # type: ignore[misc, valid-type]
 
     def __init__(self, source: torch.Tensor, mask: torch.Tensor) -> None:
         self._env = default_env()
-        whole, chosen = jax_view(source), jax_view(mask)
-        self._num_each = int(whole.size // max(chosen.size, 1))
-        self._count = jnp.sum(chosen)
+        self._whole, self._chosen = jax_view(source), jax_view(mask)
+        self._is_assumed = False
 
     @property
     def _elem(self) -> Any:
-        raise UnsupportedModelError("the model's code computes with a selection whose size is known after the step")
+        conditions = getattr(_STATE, "conditions", None)
+        if conditions is None or not folding.is_on():
+            raise UnsupportedModelError("the model's code computes with a selection whose size is known after the step")
+        if not self._is_assumed:
+            conditions.append(jnp.all(self._chosen))
+            self._is_assumed = True
+        return self._whole.reshape(-1, *self._whole.shape[self._chosen.ndim :])
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of all there is to select from."""
+        return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> Any:
         """Its elements, int32[], a traced number."""
-        return torch_view(self._count * self._num_each)
+        return torch_view(jnp.sum(self._chosen) * (self._whole.size // max(self._chosen.size, 1)))

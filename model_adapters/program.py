@@ -308,7 +308,7 @@ class ModelProgram:
         owner, _, name = spec.path.rpartition(".")
         with (
             self._in_place(weights, self._attention(CallSpec())),
-            _knowing(spec.extra),
+            folding.known_values(),
             conditions.collected() as met,
         ):
             function = getattr(type(self.module.get_submodule(owner)), name)
