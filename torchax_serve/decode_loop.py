@@ -180,7 +180,7 @@ class DecodeLoop:
         if positions.ndim == 2:
             positions = positions.expand(self.batch, -1)
         after = positions[..., -1] + 1
-        given = {"input_ids": request.input_ids}
+        given: dict[str, Any] = {"input_ids": request.input_ids}
         constants: tuple[tuple[str, Any], ...] = ()
         if prepared is not None:
             given, constants = dict(prepared.first), prepared.constants

@@ -27,6 +27,6 @@ def unmet(config: PreTrainedConfig, given: Mapping[str, Any]) -> str:
     count = int((ids == token).sum())
     return (
         f"expected a placeholder token {token} for each feature of the images, got {count} of them, which does not fit "
-        "the images given, or an image of zeros alone; make text and images with one call of the model's processor, each "
-        "image named once, and batches of prompts with as many images each"
+        "the images given, or an image of zeros alone; make text and images with one call of the model's processor, "
+        "each image named once, and batches of prompts with as many images each"
     )

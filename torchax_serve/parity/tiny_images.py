@@ -96,7 +96,7 @@ def inputs_of(model: PreTrainedModel, model_type: str, index: int) -> Inputs:
     given: Inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in parameters:
-            given[name] = (ids == token).long()
+            given[name] = torch.eq(ids, -1 if token is None else token).long()
     if "input_ids" not in parameters:  # there is nothing to read but the image
         given = {}
     return given | {name: value(ids) if callable(value) else value for name, value in images.items()}
@@ -126,7 +126,7 @@ def _pixels(config: PreTrainedConfig, generator: torch.Generator) -> Inputs:
 @torch.no_grad()
 def num_features(model: PreTrainedModel, images: Inputs) -> int:
     """Features that the model's own encoder makes of `images`: as many placeholder tokens stand in the prompt."""
-    encode = getattr(model.base_model, "get_image_features", None) or model.get_image_features
+    encode: Any = getattr(model.base_model, "get_image_features", None) or model.get_image_features
     accepted = inspect.signature(encode).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     given = {name: value for name, value in images.items() if name in accepted or takes_any}
