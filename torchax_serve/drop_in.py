@@ -24,6 +24,7 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, why_not_fast
 from torchax_serve.images.encoding import compiled_encoders
+from torchax_serve.images.placeholders import check_has_images
 from torchax_serve.images.positions import positions_on_host
 from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
@@ -84,7 +85,9 @@ class JaxModel:
                 "of a path, pass str(path)"
             )
         prompt = given.get("inputs")
-        self._jax_runtime.check_prompt(kwargs.get("input_ids") if prompt is None else prompt)
+        ids = kwargs.get("input_ids") if prompt is None else prompt
+        self._jax_runtime.check_prompt(ids)
+        check_has_images(self._jax_runtime.config, ids, [name for name, value in kwargs.items() if value is not None])
         if (mask := kwargs.get("attention_mask")) is not None:
             check_rows(mask)
         return super().generate(*args, **kwargs)  # type: ignore[misc]

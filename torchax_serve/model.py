@@ -26,6 +26,7 @@ from torchax_serve.engine.replicas import Replicas, runtimes_of
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.sampler_params import ENGINE_OPTIONS
 from torchax_serve.engine.tokens import TokenStream
+from torchax_serve.images.placeholders import check_has_images
 from torchax_serve.meshes import mesh_for
 from torchax_serve.program_cache import ProgramCache, model_identity
 from torchax_serve.request import SamplingParams
@@ -238,6 +239,7 @@ class ServedModel:
             UnsupportedArgumentError: `params` has options that only the engine knows, and this runs without it.
         """
         model = self._generator()
+        check_has_images(self.config, torch.tensor([list(prompt_ids)]), ())
         config = model.generation_config if generation_config is None else generation_config
         why = self._why_not_engine(config, stop_strings)
         if why is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+
+from model_adapters.errors import InvalidArgumentError
 
 TOKEN_FIELDS = ("image_token_id", "image_token_index")
 
@@ -17,6 +19,25 @@ def image_token_id(config: PreTrainedConfig) -> int | None:
         if isinstance(value := getattr(config, name, None), int):
             return value
     return None
+
+
+BESIDES_TEXT = ("pixel", "image", "video", "patch", "mm_encoder_outputs", "inputs_embeds", "past_key_values")
+"""Parts of the names of arguments that images can come by, or have come by before."""
+
+
+def check_has_images(config: PreTrainedConfig, ids: Any, names: Collection[str]) -> None:
+    """Raises InvalidArgumentError for placeholders in `ids` int64[batch, len] where no argument of `names` has images.
+
+    transformers reads such tokens as words that the model has never learned.
+    """
+    token = image_token_id(config)
+    if token is None or not isinstance(ids, torch.Tensor) or not bool((ids == token).any()):
+        return
+    if not any(part in name for name in names for part in BESIDES_TEXT):
+        raise InvalidArgumentError(
+            f"expected images for the placeholder tokens {token} of the prompt, got no argument with pixels; pass all "
+            "that the processor returns to generate(), which alone takes images"
+        )
 
 
 def unmet(config: PreTrainedConfig, given: Mapping[str, Any]) -> str:
