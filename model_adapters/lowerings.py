@@ -63,6 +63,7 @@ def install() -> None:
     conditions.install()
     folding.install()
     interpolation.install()
+    lower(torch.nn.functional.embedding_bag, _embedding_bag)
     _stay_on_device()
 
 
@@ -219,6 +220,28 @@ def _attention(
     except InvalidArgumentError as error:
         raise RuntimeError(str(error)) from None  # as torch has it: model code made the shapes, and no user
     return out.reshape(*batch, *out.shape[1:])
+
+
+def _embedding_bag(
+    input: jax.Array,
+    weight: jax.Array,
+    offsets: jax.Array | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: jax.Array | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> jax.Array:
+    """``embedding_bag`` of bags int[n, size], all of one size; torchax 0.0.13 mixes up the weights of samples."""
+    if input.ndim != 2 or mode not in ("sum", "mean") or padding_idx is not None or max_norm is not None:
+        raise NotImplementedError("embedding_bag: expected bags [n, size], mode sum or mean, no padding and no norm")
+    rows = weight[input]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[..., None]
+    return rows.sum(1) if mode == "sum" else rows.mean(1)
 
 
 def _stay_on_device() -> None:

@@ -201,7 +201,8 @@ class ModelProgram:
         kwargs = without_constants(torch_view(inputs))
         rest = as_tensors(dict(spec.extra))
         text = {**inputs, **rest}
-        query_len = next(text[name] for name in ("input_ids", "inputs_embeds") if name in text).shape[1]
+        query = next((text[name] for name in ("input_ids", "inputs_embeds") if name in text), None)
+        query_len = 0 if query is None else query.shape[1]
         cache = None
         if states is not None:
             viewed = torch_view(jax.tree.map(lambda x: x, states))  # layers of its own: another attempt may follow
@@ -311,9 +312,9 @@ class ModelProgram:
             folding.known_values(),
             conditions.collected() as met,
         ):
-            function = getattr(type(self.module.get_submodule(owner)), name)
+            function = getattr(self.module.get_submodule(owner), name)
             kwargs = {**without_constants(torch_view(inputs)), **as_tensors(dict(spec.extra))}
-            output = function(self.module.get_submodule(owner), **kwargs)
+            output = function(**kwargs)
         return jax_view(output), jnp.stack(met) if met else None
 
     @contextlib.contextmanager

@@ -188,7 +188,9 @@ class DecodeLoop:
                 after = prepared.position_ids[..., 0]
         given["logits_to_keep"] = 1
         takes_positions = runtime.program.accepts("position_ids")
-        if takes_positions:
+        if prepared is not None:  # some models are given none, and count by themselves
+            takes_positions = prepared.position_ids is not None
+        elif takes_positions:
             given["position_ids"] = positions
         if starts is not None:
             given["attention_mask"] = mask

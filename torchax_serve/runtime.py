@@ -83,6 +83,8 @@ class Runtime:
         """Why this model runs without a cache here, every token anew; None if it has one."""
         if self.config.is_encoder_decoder or self.program.cache_name is None:
             return "its forward takes no cache that transformers' other models take"
+        if (reason := quirks.prepends(self.program.module)) is not None:
+            return reason
         try:
             self.new_cache(16)
         except (UnsupportedModelError, AttributeError, KeyError, TypeError) as error:

@@ -52,4 +52,4 @@ def compiled_encoders(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> 
             yield
         finally:
             for name in names:
-                del vars(base)[name]
+                vars(base).pop(name, None)

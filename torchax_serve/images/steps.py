@@ -53,7 +53,7 @@ class PreparedSteps:
         first = model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=length, is_first_iteration=True, **kwargs
         )
-        later = model._update_model_kwargs_for_generation(ModelOutput(), dict(kwargs))
+        later = model._update_model_kwargs_for_generation(ModelOutput(), dict(kwargs), is_encoder_decoder=False)
         cache.length = length  # a handle, which knows of nothing else
         try:
             longer = torch.cat([input_ids, input_ids[:, -1:]], 1)
