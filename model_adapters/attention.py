@@ -20,6 +20,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from model_adapters import folding
 from model_adapters.bridge import jax_view, torch_view
 from model_adapters.cache_layers import CacheWrite
 from model_adapters.ops import decode_attention, dense_attention
@@ -74,28 +75,33 @@ def padding_mask(starts: jax.Array, length: int) -> torch.Tensor:
     return mask
 
 
-def window_of(mask_function: Callable[..., Any], length: int) -> int | None:
+def window_of(mask_function: Callable[..., Any], length: int, batch: int = 1) -> int | None:
     """The window of a causal `mask_function`, `length` if it has none; None where it is anything else.
 
     The function is asked, not recognised: on concrete indices it must give the same band below the diagonal from any
     query position. A function that depends on more than the distance (chunks, blocks of images, packed sequences) or
-    that computes with traced tensors gives something else.
+    that computes with traced tensors gives something else. Where values of the batch are known, it is asked about every
+    row and position, for it may depend on them.
     """
     positions = torch.arange(length)
-    queries = sorted({0, length // 3, length // 2, length - 1})
-    window = length
-    for query in reversed(queries):
-        try:
-            row = mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), positions)
-        except Exception:  # whatever it needs, indices alone are not enough
-            return None
-        if type(row) is not torch.Tensor or row.dtype != torch.bool or row.shape != positions.shape:
-            return None
-        if query == length - 1:
-            window = int(row.sum())
-        if not torch.equal(row, (positions <= query) & (positions > query - window)):
-            return None
-    return window
+    if folding.is_on():
+        rows, queries = torch.arange(batch)[:, None, None, None], positions[None, None, :, None]
+        keys: torch.Tensor = positions[None, None, None]
+    else:
+        rows, keys = torch.tensor(0), positions
+        queries = torch.tensor(sorted({0, length // 3, length // 2, length - 1}))[:, None]
+    try:
+        visible = mask_function(rows, torch.tensor(0), queries, keys)
+    except Exception:  # whatever it needs, indices alone are not enough
+        return None
+    shape = torch.broadcast_shapes(rows.shape, queries.shape, keys.shape)
+    if type(visible) is not torch.Tensor or visible.dtype != torch.bool:
+        return None
+    if torch.broadcast_shapes(visible.shape, shape) != shape:
+        return None
+    visible = visible.expand(shape)
+    window = int(visible.reshape(-1, length)[-1].sum())
+    return window if torch.equal(visible, ((keys <= queries) & (keys > queries - window)).expand(shape)) else None
 
 
 def served_mask(
@@ -107,7 +113,8 @@ def served_mask(
     **kwargs: Any,
 ) -> torch.Tensor:
     """transformers' boolean mask [batch, 1, q_length, kv_length], annotated where it is a plain causal one."""
-    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    # Mask functions are arithmetic of indices, which broadcasts; torch's vmap does not know torchax's tensors.
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=False)
     mask: Any = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -118,7 +125,7 @@ def served_mask(
     )
     padding = getattr(attention_mask, "left_padding", None)
     if attention_mask is None or padding is not None:
-        window = window_of(mask_function, kv_length)
+        window = window_of(mask_function, kv_length, batch_size)
         if window is not None:
             starts = None if padding is None else padding.starts
             mask.causal_mask = CausalMask(None if window >= kv_length else window, starts)

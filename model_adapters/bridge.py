@@ -28,6 +28,12 @@ from torchax.interop import jax_view, torch_view  # noqa: E402
 TorchView = torchax.view.View
 TorchTensor = torchax.tensor.Tensor
 JaxFunction = Callable[..., Any]
+default_env = torchax.default_env
+
+
+def is_view(value: Any) -> bool:
+    """Whether `value` is a torch view of a JAX array."""
+    return isinstance(value, (TorchTensor, TorchView))
 
 
 def take_host_tensors() -> None:
@@ -38,13 +44,20 @@ def take_host_tensors() -> None:
     env = torchax.default_env()
     theirs = env.t2j_iso
 
-    def taken(x: torch.Tensor) -> Any:
-        return x if isinstance(x, (TorchTensor, TorchView)) else TorchTensor(to_jax_array(x), env)
-
     def t2j_iso(tensors: Any) -> Any:
-        return theirs(torch.utils._pytree.tree_map_only(torch.Tensor, taken, tensors))
+        return theirs(views_of(tensors))
 
     env.t2j_iso = t2j_iso
+
+
+def views_of(tensors: Any) -> Any:
+    """`tensors`, any tree, with torch views in the place of PyTorch's own tensors on the host."""
+    env = torchax.default_env()
+
+    def taken(x: torch.Tensor) -> Any:
+        return x if is_view(x) else TorchTensor(to_jax_array(x), env)
+
+    return torch.utils._pytree.tree_map_only(torch.Tensor, taken, tensors)
 
 
 def lower(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool = False) -> None:
@@ -57,7 +70,7 @@ def lower(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool = Fals
 
 
 def _over_arrays(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = jax_view((args, kwargs))
+    args, kwargs = jax_view(views_of((args, kwargs)))
     return torch_view(function(*args, **kwargs))
 
 

@@ -13,18 +13,22 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from model_adapters import ops, torch_ops
+from model_adapters import conditions, folding, interpolation, ops, torch_ops
 from model_adapters.bridge import (
     StoredLength,
     TorchTensor,
     TorchView,
+    default_env,
+    is_view,
     jax_view,
     lower,
     lower_raw,
     lowering_of,
     take_host_tensors,
+    to_jax_array,
     torch_view,
 )
+from model_adapters.conditions import Selected
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from model_adapters.sharding import placed_in_use, whole_result
@@ -56,6 +60,11 @@ def install() -> None:
     _mend_type_as()
     _understand_stored_lengths()
     torch_ops.install()
+    conditions.install()
+    folding.install()
+    interpolation.install()
+    lower(torch.nn.functional.embedding_bag, _embedding_bag)
+    _stay_on_device()
 
 
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -213,6 +222,44 @@ def _attention(
     return out.reshape(*batch, *out.shape[1:])
 
 
+def _embedding_bag(
+    input: jax.Array,
+    weight: jax.Array,
+    offsets: jax.Array | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: jax.Array | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> jax.Array:
+    """``embedding_bag`` of bags int[n, size], all of one size; torchax 0.0.13 mixes up the weights of samples."""
+    if input.ndim != 2 or mode not in ("sum", "mean") or padding_idx is not None or max_norm is not None:
+        raise NotImplementedError("embedding_bag: expected bags [n, size], mode sum or mean, no padding and no norm")
+    rows = weight[input]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[..., None]
+    return rows.sum(1) if mode == "sum" else rows.mean(1)
+
+
+def _stay_on_device() -> None:
+    """``tensor.to("cpu")`` of a traced tensor: there is no other device inside a program."""
+    env = default_env()
+    theirs = env._to_copy
+
+    def to_copy(x: torch.Tensor, dtype: Any, device: Any) -> torch.Tensor:
+        return theirs(x, dtype, None if folding.is_traced(x) else device)
+
+    env._to_copy = to_copy
+    lower(torch.Tensor.cpu, lambda x, *args, **kwargs: x)
+
+
+def _is_unknown_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool and folding.is_traced(index)
+
+
 def _understand_stored_lengths() -> None:
     """``arange`` and slices from one stored length to another, which lie a known number of tokens apart."""
     their_arange, their_getitem = lowering_of(torch.arange), lowering_of(torch.Tensor.__getitem__)
@@ -227,6 +274,10 @@ def _understand_stored_lengths() -> None:
 
     def getitem(self: torch.Tensor, indexes: Any) -> Any:
         given = indexes if isinstance(indexes, tuple) else (indexes,)
+        if not is_view(self) and any(is_view(x) for x in given):
+            self = torch_view(to_jax_array(self))  # a table on the host, looked up by computed indices
+        if len(given) == 1 and _is_unknown_mask(given[0]):
+            return Selected(self, given[0])
         if isinstance(self, TorchView) and any(isinstance(x, torch.Tensor) for x in given):
             self = torch_view(jax_view(self))  # torchax 0.0.13 reads an array that a view does not have
         if not any(isinstance(x, slice) and isinstance(x.start, StoredLength) for x in given):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 import pytree_registry
-from model_adapters import experts, lowerings, quirks
+from model_adapters import conditions, experts, folding, lowerings, quirks
 from model_adapters.attention import IMPLEMENTATION, goes_through_interface, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view
 from model_adapters.cache_layers import AttentionLayer
 from model_adapters.caches import LONGEST, LayerStates, trace_cache
 from model_adapters.call_names import names_of
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.host_values import HostValue, as_tensors, without_constants
 from model_adapters.module_state import attributes_restored
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache
 from model_adapters.sharding import ModelSharding
@@ -30,6 +31,8 @@ from model_adapters.slices import slices_of_parts
 from model_adapters.trace_config import implementations
 
 Arrays = dict[str, Any]
+CONDITIONS = "conditions"
+"""Beside the fields of an output: what the model's code checks of values, bool[n], all True where they are met."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +43,25 @@ class CallSpec:
         output_hidden_states: return the hidden states of every layer.
         output_attentions: return attention weights; attention then runs as the model's own eager code.
         padded: the batch is padded on the left, so the forward gets an attention mask.
-        extra: further keyword arguments of the forward that are not arrays.
+        extra: further keyword arguments of the forward that are not arrays; a `HostValue` is a tensor to model code.
     """
 
     output_hidden_states: bool = False
     output_attentions: bool = False
     padded: bool = False
+    extra: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodSpec:
+    """The static part of a call of a method.
+
+    Attributes:
+        path: of the method, from the module.
+        extra: as in `CallSpec`.
+    """
+
+    path: str
     extra: tuple[tuple[str, Any], ...] = ()
 
 
@@ -191,8 +207,10 @@ class ModelProgram:
         leaning: bool,
     ) -> tuple[Arrays, LayerStates | None]:
         """One trace of the forward; `starts` is None for no attention mask."""
-        kwargs = torch_view(inputs)
-        query = next((x for name, x in inputs.items() if name in (self.names.ids, self.names.embeds)), None)
+        kwargs = without_constants(torch_view(inputs))
+        rest = as_tensors(dict(spec.extra))
+        text = {**inputs, **rest}
+        query = next((text[name] for name in (self.names.ids, self.names.embeds) if name in text), None)
         query_len = 0 if query is None else query.shape[1]
         cache = None
         if states is not None:
@@ -215,10 +233,13 @@ class ModelProgram:
         if last is not None and keep_one:
             kwargs["logits_to_keep"] = torch_view(last[None])
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
-        output = self._run(weights, {**kwargs, **dict(spec.extra)}, self._attention(spec))
+        with _knowing(spec.extra), conditions.collected() as met:
+            output = self._run(weights, {**kwargs, **rest}, self._attention(spec))
         fields = {
             name: jax_view(value) for name, value in output.items() if value is not cache and name != self.cache_name
         }
+        if met:
+            fields[CONDITIONS] = jnp.stack(met)
         if last is not None and not keep_one:
             fields["logits"] = jax.lax.dynamic_slice_in_dim(fields["logits"], last, 1, axis=1)
         if "logits" in fields:
@@ -283,6 +304,35 @@ class ModelProgram:
 
     def _run(self, weights: Mapping[str, jax.Array], kwargs: dict[str, Any], attention: str | None) -> ModelOutput:
         """The unmodified forward, with `weights` in the place of the module's own tensors."""
+        with self._in_place(weights, attention):
+            replaced = vars(self.called).get("forward")  # by a quirk
+            forward = replaced or functools.partial(self.forward_function, self.called)
+            output = forward(**kwargs, return_dict=True)
+        self.output_class = type(output)
+        return output
+
+    def method(
+        self, weights: Mapping[str, jax.Array], inputs: Arrays, spec: MethodSpec
+    ) -> tuple[Any, jax.Array | None]:
+        """A method of a part of the module, such as the encoder of images by itself; to be traced.
+
+        Returns:
+            What the method returns, arrays in the place of tensors, and the conditions bool[n] that must be met.
+        """
+        owner, _, name = spec.path.rpartition(".")
+        with (
+            self._in_place(weights, self._attention(CallSpec())),
+            folding.known_values(),
+            conditions.collected() as met,
+        ):
+            function = getattr(self.module.get_submodule(owner), name)
+            kwargs = {**without_constants(torch_view(inputs)), **as_tensors(dict(spec.extra))}
+            output = function(**kwargs)
+        return jax_view(output), jnp.stack(met) if met else None
+
+    @contextlib.contextmanager
+    def _in_place(self, weights: Mapping[str, jax.Array], attention: str | None) -> Iterator[None]:
+        """Inside, `weights` stand in the place of the module's own tensors and torch code computes on JAX."""
         state = torch_view(dict(weights))
         on_devices = contextlib.nullcontext() if self.sharding is None else self.sharding.tracing(self.module, weights)
         grouped = experts.ON_GROUPED if self.sharding is None else experts.IMPLEMENTATION
@@ -294,9 +344,7 @@ class ModelProgram:
             quirks.applied(self.module),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):
-            replaced = vars(self.called).get("forward")  # by a quirk
-            forward = replaced or functools.partial(self.forward_function, self.called)
-            output = forward(**kwargs, return_dict=True)
+            yield
         self.kept_in_module.update(kept)
         written = [name for name, tensor in state.items() if jax_view(tensor) is not weights[name]]
         if written:
@@ -304,13 +352,17 @@ class ModelProgram:
                 f"{type(self.module).__name__} writes into its own weights ({', '.join(written[:3])}) when called; "
                 "a compiled forward cannot"
             )
-        self.output_class = type(output)
-        return output
 
     def _attention(self, spec: CallSpec) -> str | None:
         if spec.output_attentions:
             return "eager"
         return IMPLEMENTATION if goes_through_interface(self.module) else None
+
+
+def _knowing(extra: tuple[tuple[str, Any], ...]) -> contextlib.AbstractContextManager[None]:
+    """Where some arguments are known, what is computed of known values alone stays known."""
+    knows = any(isinstance(value, HostValue) for _, value in extra)
+    return folding.known_values() if knows else contextlib.nullcontext()
 
 
 def _shortest_window(states: LayerStates | None) -> int:

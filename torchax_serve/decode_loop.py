@@ -20,6 +20,7 @@ from model_adapters.program import CallSpec
 from torchax_serve import sampling
 from torchax_serve.buckets import bucket
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
+from torchax_serve.images.steps import PreparedSteps
 from torchax_serve.padding import Padding
 from torchax_serve.runtime import Runtime
 from torchax_serve.sampling import CALLER_OPTIONS, NO_VALID_TOKEN, SamplingPlan, SamplingState
@@ -55,15 +56,11 @@ def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
     """The first reason why `request` needs transformers' own loop; None if it can take the fast road."""
     kwargs, config = request.model_kwargs, request.config
     names = runtime.program.names
-    understood = UNDERSTOOD_KWARGS | {names.mask, names.positions, runtime.program.cache_name}
-    if names.has_encoder:
-        understood |= set(CONTEXT)
-    extra = [k for k, v in kwargs.items() if v is not None and k not in understood]
     cache = kwargs.get(runtime.program.cache_name or "")
     if not isinstance(cache, DeviceCache) or cache.length:
         return "the cache is not a fresh one of this model"
-    if extra:
-        return f"the forward gets {', '.join(sorted(extra))}"
+    if isinstance(prepared := _prepared(runtime, request), str):
+        return prepared
     if config.output_attentions or config.output_hidden_states:
         return "attentions or hidden states are returned"
     if config.prefill_chunk_size is not None or config.is_assistant:
@@ -80,6 +77,28 @@ def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
 
 def _encoder_output(runtime: Runtime, kwargs: dict[str, Any]) -> EncoderOutput | None:
     return EncoderOutput.of(kwargs, takes_mask=runtime.program.accepts("attention_mask"))
+
+
+def _prepared(runtime: Runtime, request: LoopRequest) -> PreparedSteps | str | None:
+    """The arguments of a request that has more than text; None for text, and words for what this loop cannot take."""
+    names, cache_name = runtime.program.names, runtime.program.cache_name
+    assert cache_name is not None
+    known = UNDERSTOOD_KWARGS | {cache_name, names.ids, names.mask, names.positions}
+    extra = _further(runtime, request.model_kwargs)
+    if not extra:
+        return None
+    if names.has_encoder:
+        return f"the forward gets {', '.join(extra)}"
+    return PreparedSteps.of(runtime.program.module, request.input_ids, request.model_kwargs, cache_name, known)
+
+
+def _further(runtime: Runtime, kwargs: dict[str, Any]) -> list[str]:
+    """Names of arguments that are neither text nor an encoder's output."""
+    names = runtime.program.names
+    understood = UNDERSTOOD_KWARGS | {names.ids, names.mask, names.positions, runtime.program.cache_name}
+    if names.has_encoder:
+        understood |= set(CONTEXT)
+    return sorted(name for name, value in kwargs.items() if value is not None and name not in understood)
 
 
 class DecodeLoop:
@@ -172,11 +191,25 @@ class DecodeLoop:
         mask = request.model_kwargs.get(names.mask)
         starts = Padding.of(mask, self.prompt_len).starts
         self.cache.reserve(bucket(self.max_length))
+        prepared = _prepared(runtime, request)
+        assert not isinstance(prepared, str)
         positions = request.model_kwargs.get(names.positions)
-        positions = (torch.arange(self.prompt_len)[None] if positions is None else positions).expand(self.batch, -1)
-        given = {names.ids: request.input_ids, "logits_to_keep": 1}
+        if positions is None:
+            positions = torch.arange(self.prompt_len)[None]
+        if positions.ndim == 2:
+            positions = positions.expand(self.batch, -1)
+        after = positions[..., -1] + 1
+        given: dict[str, Any] = {names.ids: request.input_ids}
+        constants: tuple[tuple[str, Any], ...] = ()
+        if prepared is not None:
+            given, constants = dict(prepared.first), prepared.constants
+            if prepared.position_ids is not None:
+                after = prepared.position_ids[..., 0]
+        given["logits_to_keep"] = 1
         takes_positions = runtime.program.accepts(names.positions)
-        if takes_positions:
+        if prepared is not None:  # some models are given none, and count by themselves
+            takes_positions = prepared.position_ids is not None
+        elif takes_positions:
             given[names.positions] = positions
         if starts is not None:
             given[names.mask] = mask
@@ -199,9 +232,9 @@ class DecodeLoop:
             capacity=self.cache.capacity,
         )
         self.state = jax.device_put(state, self.last_logits.sharding)  # as steps leave it: one program, not two
-        self.spec = DecodeSpec(CallSpec(padded=starts is not None), takes_positions)
+        self.spec = DecodeSpec(CallSpec(padded=starts is not None, extra=constants), takes_positions)
         self.carry = Carry(
-            position=from_host(positions[:, -1].numpy() + 1, np.int32),
+            position=from_host(after.numpy(), np.int32),
             offset=from_host(self.prompt_len, np.int32),
             starts=from_host(np.zeros(self.batch) if starts is None else starts.numpy(), np.int32),
         )

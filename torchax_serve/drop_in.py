@@ -29,6 +29,9 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, why_not_fast
 from torchax_serve.encoder_road import EncoderOnJax
+from torchax_serve.images.encoding import compiled_encoders
+from torchax_serve.images.placeholders import check_has_images
+from torchax_serve.images.positions import positions_on_host
 from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
 
@@ -88,8 +91,10 @@ class JaxModel:
                 "of a path, pass str(path)"
             )
         prompt = given.get("inputs")
+        ids = kwargs.get("input_ids") if prompt is None else prompt
         if not self._jax_runtime.program.names.has_encoder:  # else the encoder looks at its own
-            self._jax_runtime.check_prompt(kwargs.get("input_ids") if prompt is None else prompt)
+            self._jax_runtime.check_prompt(ids)
+        check_has_images(self._jax_runtime.config, ids, [name for name, value in kwargs.items() if value is not None])
         if (mask := kwargs.get("attention_mask")) is not None:
             check_rows(mask)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -140,6 +145,10 @@ class JaxModel:
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
+
+    def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        with compiled_encoders(self, self._jax_runtime.method):
+            return super()._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)  # type: ignore[misc]
 
     def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         for name in ("logits_processor", "prefix_allowed_tokens_fn", "negative_prompt_ids"):
@@ -225,6 +234,8 @@ def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]
     cache = None if cache_name is None else given.pop(cache_name, None)
     if cache is None and use_cache and runtime.can_cache and "labels" not in given:
         cache = runtime.new_cache(1)
+    if (positions := positions_on_host(model, given, cache)) is not None:
+        given["position_ids"] = positions
     hidden, attentions = (bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS)
     spec = CallSpec(output_hidden_states=hidden, output_attentions=attentions)
     fields = runtime.forward(given, spec, cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,13 +21,18 @@ from model_adapters.bridge import to_jax_array, to_torch_tensor
 from model_adapters.caches import AttentionLayer, DeviceCache
 from model_adapters.causality import is_causal
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
-from model_adapters.program import CallSpec, ModelProgram
+from model_adapters.program import CONDITIONS, CallSpec, MethodSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
 from torchax_serve.buckets import bucket
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
+from torchax_serve.images.placeholders import unmet
+from torchax_serve.known_inputs import Known, arrays_and_rest, described_shapes
 from torchax_serve.padding import Padding
 from torchax_serve.program_cache import ProgramCache
 from torchax_serve.steps import Carry, DecodeSpec, Steps
+
+Call = tuple[tuple[Any, Any, dict[str, jax.Array]], CallSpec]
+"""Cache, offset and arrays of a step, and what is static of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Runtime:
         self.learned_positions = _learned_positions(decoder, self.max_positions)
         self.is_causal = not has_encoder and not part and is_causal(called)  # a part's file has its decoder, too
         self.unread = quirks.unread(called)
+        self._known: dict[str, Known] = {}  # by the names and shapes of a call's arguments
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -98,6 +104,8 @@ class Runtime:
         """Why this model runs without a cache here, every token anew; None if it has one."""
         if self.program.cache_name is None or (self.config.is_encoder_decoder and not self.program.names.has_encoder):
             return "its forward takes no cache that transformers' other models take"
+        if (reason := quirks.prepends(self.program.module)) is not None:
+            return reason
         try:
             self.new_cache(16)
         except (UnsupportedModelError, AttributeError, KeyError, TypeError) as error:
@@ -219,7 +227,16 @@ class Runtime:
         return jax.tree.map(to_torch_tensor, fields)
 
     def forward_arrays(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None) -> dict[str, Any]:
-        """As `forward`, with arrays out, left on the device."""
+        """As `forward`, with arrays out, left on the device.
+
+        Raises:
+            InvalidArgumentError: values that the model's code has checked are not as it needs them.
+        """
+        fields = self._forward_arrays(given, spec, cache)
+        self._check(fields.pop(CONDITIONS, None), given)
+        return fields
+
+    def _forward_arrays(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None) -> dict[str, Any]:
         given = {key: value for key, value in given.items() if key not in self.unread}
         names = self.program.names
         name = names.ids if given.get(names.ids) is not None else names.embeds
@@ -250,9 +267,12 @@ class Runtime:
         return DeviceCache.from_dynamic(cache, self.text_config)
 
     def _forward_as_is(self, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
-        arrays, rest = _arrays_and_rest(given)
-        spec = dataclasses.replace(spec, extra=spec.extra + rest)
-        fields, _ = self.steps.forward(self.weights, None, None, arrays, spec=spec)
+        def call(known: Known) -> Call:
+            arrays, rest = arrays_and_rest(given, known)
+            return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
+
+        args, spec = self._least_known(given, call, self.program.forward)
+        fields, _ = self.steps.forward(self.weights, *args, spec=spec)
         return fields
 
     def _forward_padded(
@@ -262,31 +282,100 @@ class Runtime:
         if cache is not None:
             cache.reserve(bucket(past + query.padded_len))
         keep = given.pop("logits_to_keep", 0)
-        inputs = {query.name: _pad_to(query.tensor, query.padded_len, 0)}
+        states, offset = (None, None) if cache is None else (cache.states, from_host(past, np.int32))
+
         names = self.program.names
-        positions, mask = given.pop(names.positions, None), given.pop(names.mask, None)
-        padding = Padding.of(mask, past + query.len)
+        context = self._context(given, cache) if names.has_encoder and cache is not None else {}
+
+        def call(known: Known) -> Call:
+            inputs, padded = self._text_inputs(query, given, cache, known)
+            rest_given = {name: value for name, value in given.items() if name not in names.sequence}
+            if known is Known.TEXT:
+                rest_given |= {query.name: query.tensor}
+                rest_given |= {name: given[name] for name in names.sequence & given.keys()}
+            arrays, rest = arrays_and_rest(rest_given, known)
+            if keep == 1:
+                inputs["last"] = from_host(query.len - 1, np.int32)
+            extended = dataclasses.replace(spec, padded=padded, extra=spec.extra + rest)
+            return (states, offset, inputs | context | arrays), extended
+
+        args, spec = self._least_known({**given, query.name: query.tensor}, call, self.program.forward)
+        fields, states = self.steps.forward(self.weights, *args, spec=spec)
+        if cache is not None:
+            cache.states, cache.length = states, past + query.len
+        return _cut(fields, query, past, keep, cache)
+
+    def _text_inputs(
+        self, query: Query, given: dict[str, Any], cache: DeviceCache | None, known: Known
+    ) -> tuple[dict[str, jax.Array], bool]:
+        """Tokens, positions and mask as a program takes them, and whether it is told of padding on the left."""
+        if known is Known.TEXT:
+            return {}, False
+        names, past = self.program.names, 0 if cache is None else cache.length
+        inputs = {query.name: _pad_tokens(query.tensor, query.padded_len)}
+        positions = given.get(names.positions)
+        padding = Padding.of(given.get(names.mask), past + query.len)
         length = query.padded_len if cache is None or past == 0 else cache.capacity
         inputs |= padding.inputs(length, names.mask)
-        if names.has_encoder and cache is not None:
-            inputs |= self._context(given, cache)
         if past and padding.starts is None and padding.mask is None:
             inputs["starts"] = from_host(np.zeros(query.batch), np.int32)  # in case the model cannot do without a mask
             if positions is None and self.program.accepts(names.positions):
                 # Without padding every model counts like this; some would do it by a length only the host knows.
                 positions = torch.arange(past, past + query.len)[None].expand(query.batch, -1)
         if positions is not None:
-            inputs[names.positions] = _pad_to(positions, query.padded_len, None)
-        arrays, rest = _arrays_and_rest(given)
-        inputs |= arrays
-        spec = dataclasses.replace(spec, padded=padding.starts is not None, extra=spec.extra + rest)
-        if keep == 1:
-            inputs["last"] = from_host(query.len - 1, np.int32)
-        states, offset = (None, None) if cache is None else (cache.states, from_host(past, np.int32))
-        fields, states = self.steps.forward(self.weights, states, offset, inputs, spec=spec)
-        if cache is not None:
-            cache.states, cache.length = states, past + query.len
-        return _cut(fields, query, past, keep, cache)
+            inputs[names.positions] = _pad_positions(positions, query.padded_len)
+        return inputs, padding.starts is not None
+
+    def method(self, path: str, given: dict[str, Any]) -> Any:
+        """A method of a part of the model, compiled, such as the encoder of images by itself.
+
+        Args:
+            path: of the method, from the module.
+            given: its arguments by name, tensors on the CPU.
+
+        Returns:
+            What it returns, with tensors on the CPU.
+
+        Raises:
+            InvalidArgumentError: values that the model's code has checked are not as it needs them.
+        """
+
+        def call(known: Known) -> tuple[tuple[dict[str, jax.Array]], MethodSpec]:
+            arrays, rest = arrays_and_rest(given, known)
+            return (arrays,), MethodSpec(path, rest)
+
+        args, spec = self._least_known(given, call, self.program.method)
+        output, met = self.steps.method(self.weights, *args, spec=spec)
+        self._check(met, given)
+        return jax.tree.map(to_torch_tensor, output)
+
+    def _check(self, met: jax.Array | None, given: dict[str, Any]) -> None:
+        if met is not None and not np.asarray(met).all():
+            raise InvalidArgumentError(unmet(self.config, given))
+
+    def _least_known(
+        self, given: dict[str, Any], call: Callable[[Known], tuple[Any, Any]], function: Callable[..., Any]
+    ) -> tuple[Any, Any]:
+        """The arguments and the static part of a call that knows as little of `given` as its code can do with."""
+        if not set(given) - self.program.names.sequence:
+            return call(Known.NOTHING)
+
+        def find() -> Known:
+            for known in Known:
+                args, spec = call(known)
+                try:
+                    jax.eval_shape(functools.partial(function, spec=spec), self.weights, *args)
+                except Exception:  # whatever model code raises for want of values
+                    if known is Known.TEXT:
+                        raise
+                else:
+                    return known
+            raise AssertionError
+
+        described = f"{function.__name__} {described_shapes(given)}"
+        if described not in self._known:
+            self._known[described] = self.steps.cache.remembered("known", described, find)
+        return call(self._known[described])
 
     def _context(self, given: dict[str, Any], cache: DeviceCache) -> dict[str, Any]:
         """Takes an encoder's output and its mask out of `given`, padded; the cache learns their length."""
@@ -323,24 +412,19 @@ def _learned_positions(module: torch.nn.Module, max_positions: int | None) -> in
     return max_positions if is_table else None
 
 
-def _arrays_and_rest(given: dict[str, Any]) -> tuple[dict[str, jax.Array], tuple[tuple[str, Any], ...]]:
-    """A forward's arguments, cut into those that are traced, tensors and lists of them, and those that are static."""
-    leaves = {name: jax.tree.leaves(value) for name, value in given.items()}
-    traced = {name for name, found in leaves.items() if found and all(isinstance(x, torch.Tensor) for x in found)}
-    arrays = {name: jax.tree.map(to_jax_array, given[name]) for name in traced}
-    return arrays, tuple(sorted((name, value) for name, value in given.items() if name not in traced))
-
-
-def _pad_to(tensor: torch.Tensor, length: int, fill: int | None) -> jax.Array:
-    """Pads the second dimension on the right with `fill`, or with the last value."""
+def _pad_tokens(tensor: torch.Tensor, length: int) -> jax.Array:
+    """Pads the second dimension of ids [batch, len] or embeddings [batch, len, hidden] on the right with zeros."""
     missing = length - tensor.shape[1]
     if missing:
-        tail = (
-            tensor[:, -1:].expand(-1, missing, *tensor.shape[2:])
-            if fill is None
-            else tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), fill)
-        )
-        tensor = torch.cat([tensor, tail], 1)
+        tensor = torch.cat([tensor, tensor.new_zeros((tensor.shape[0], missing, *tensor.shape[2:]))], 1)
+    return to_jax_array(tensor)
+
+
+def _pad_positions(tensor: torch.Tensor, length: int) -> jax.Array:
+    """Pads the last dimension of positions [batch, len] or [axes, batch, len] on the right with the last value."""
+    missing = length - tensor.shape[-1]
+    if missing:
+        tensor = torch.cat([tensor, tensor[..., -1:].expand(*tensor.shape[:-1], missing)], -1)
     return to_jax_array(tensor)
 
 
@@ -348,7 +432,9 @@ def _cut(fields: dict[str, Any], query: Query, past: int, keep: int, cache: Devi
     """Takes the padding off again."""
     cut = dict(fields)
     if "logits" in cut and keep != 1:
-        cut["logits"] = cut["logits"][:, : query.len][:, -keep:]
+        # Without padding there is nothing to take off: some models put images before the text, and these logits, too.
+        logits = cut["logits"] if query.len == query.padded_len else cut["logits"][:, : query.len]
+        cut["logits"] = logits[:, -keep:]
     if "last_hidden_state" in cut:
         cut["last_hidden_state"] = cut["last_hidden_state"][:, : query.len]
     if cut.get("hidden_states") is not None:

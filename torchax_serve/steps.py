@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.caches import LayerStates
-from model_adapters.program import Arrays, CallSpec, ModelProgram
+from model_adapters.program import Arrays, CallSpec, MethodSpec, ModelProgram
 from torchax_serve import sampling
 from torchax_serve.program_cache import KeptFunction, ProgramCache
 from torchax_serve.sampling import SamplingPlan, SamplingState
@@ -30,7 +30,7 @@ from torchax_serve.sampling import SamplingPlan, SamplingState
 class Carry:
     """Where a batch stands; stays on the device from step to step."""
 
-    position: jax.Array  # int32[batch], position id of the newest token
+    position: jax.Array  # int32[..., batch], position id of the newest token, on each axis that the model has
     offset: jax.Array  # int32[], tokens in the cache, padding included
     starts: jax.Array  # int32[batch], first position that is no padding
 
@@ -53,6 +53,7 @@ class Steps:
         of_part = f"_{program.part.replace('.', '_')}" if program.part else ""
         self.forward = kept(f"forward{of_part}", self._forward)
         self.decode = kept(f"decode{of_part}", self.decode_once)
+        self.method = KeptFunction(cache, "method", self._method)
 
     @property
     def num_traces(self) -> collections.Counter[str]:
@@ -70,6 +71,10 @@ class Steps:
         """Any forward: prefill, or a call from outside; see `ModelProgram.forward`."""
         return self.program.forward(weights, states, offset, inputs, spec)
 
+    def _method(self, weights: Mapping[str, jax.Array], inputs: Arrays, spec: MethodSpec) -> Any:
+        """A method of a part of the model; see `ModelProgram.method`."""
+        return self.program.method(weights, inputs, spec)
+
     def decode_once(
         self,
         weights: Mapping[str, jax.Array],
@@ -86,7 +91,7 @@ class Steps:
         names = self.program.names
         inputs: dict[str, Any] = {names.ids: token[:, None], "starts": carry.starts, **context}
         if spec.position_ids:
-            inputs[names.positions] = carry.position[:, None]
+            inputs[names.positions] = carry.position[..., None]
         fields, new_states = self.program.forward(weights, states, carry.offset, inputs, spec.call)
         assert new_states is not None
         carry = Carry(carry.position + 1, carry.offset + 1, carry.starts)

@@ -17,7 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 
-_CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+_CAUSAL = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+_IMAGE_TEXT = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 # what a class is for, by the mapping of transformers that lists it; the first that does decides
 _TASKS: dict[str, str] = {
@@ -137,7 +138,8 @@ def find_class(
     """The model class of `config` and the (sub-)configuration that it takes.
 
     In this order: the repository's own class (with `trust_remote_code` alone), the class that ``config.architectures``
-    names, the class that ``AutoModelForCausalLM`` has for the model type, the one that ``AutoModel`` has.
+    names, the class that ``AutoModelForImageTextToText`` has for the model type, that of ``AutoModelForCausalLM``, the
+    one that ``AutoModel`` has.
 
     Raises:
         UnsupportedModelError: none of these, or the class is the repository's own and `trust_remote_code` is False.
@@ -154,7 +156,7 @@ def find_class(
         return native, _config_for(native, config)
     # a name of somebody's own over a type that transformers has: AutoModelForCausalLM, too, goes by the type then
     causal_by_name = name is None or name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
-    by_type: Any = _CAUSAL.get(config.model_type) if causal_by_name else None
+    by_type: Any = (_CAUSAL | _IMAGE_TEXT).get(config.model_type) if causal_by_name else None
     if by_type is None and name is None:
         by_type = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
     if by_type is not None:

@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import torch
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from model_adapters.errors import CheckpointError, UnsupportedModelError
 from model_adapters.loading.architecture import require_causal_module
@@ -30,6 +37,7 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class LoadedModel:
     trust_remote_code: bool = False
     sharding: ModelSharding | None = None  # how `weights` lie on a mesh; None: on one device
     _tokenizers: list[PreTrainedTokenizerBase | None] = field(default_factory=list, repr=False, compare=False)
+    _processors: list[Any] = field(default_factory=list, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -81,6 +90,32 @@ class LoadedModel:
     def files_folder(self) -> Path | None:
         """The folder whose files belong to the model; of an object that the caller passed, where it came from."""
         return self.source.folder if self.source.kind != "object" else _folder_of(self.config.name_or_path)
+
+    def processor(self) -> Any:
+        """The processor that belongs to the model, such as one of text and images; None where its folder has none.
+
+        Raises:
+            CheckpointError: the files are there and do not make a processor.
+        """
+        with self._lock:
+            if not self._processors:
+                self._processors.append(self._load_processor())
+            return self._processors[0]
+
+    def _load_processor(self) -> Any:
+        folder = self.files_folder
+        if folder is None or not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+            return None
+        try:
+            return AutoProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=self.trust_remote_code
+            )
+        except Exception as error:  # processors raise whatever they like, and miss libraries for images
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            raise CheckpointError(
+                f"the processor files in {folder} do not make a processor ({lines[0]}): get them again, or install "
+                "torchax-serve[images]"
+            ) from error
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         folder = self.files_folder

@@ -6,6 +6,7 @@ A quirk is a module named after the folder of transformers' modeling code that i
   are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
 * ``LEANS = True``: the code counts from the end of the keys, so the cache must lean (`model_adapters.cache_layers`).
 * ``FORGETS = True``: its masks show all tokens, and what its cache has kept of them decides what is seen.
+* ``PREPENDS``: why no cache can be had here, where the code stores more than the tokens.
 * ``UNREAD``: arguments that the forward takes and never reads, so that their shapes need not be compiled for.
 """
 
@@ -49,6 +50,11 @@ def forgets(module: torch.nn.Module) -> bool:
     return bool(getattr(_module(_architecture(module)), "FORGETS", False))
 
 
+def prepends(module: torch.nn.Module) -> str | None:
+    """Why `module` runs without a cache, where a quirk says so."""
+    return getattr(_module(_architecture(module)), "PREPENDS", None)
+
+
 def unread(module: torch.nn.Module) -> frozenset[str]:
     """Arguments that the forward of `module` does not read."""
     return frozenset(getattr(_module(_architecture(module)), "UNREAD", ()))
@@ -68,15 +74,17 @@ def _architecture(module: torch.nn.Module) -> str:
 @contextlib.contextmanager
 def applied(module: torch.nn.Module) -> Iterator[None]:
     """The methods of quirks stand in the place of those of `module` and its parts inside."""
-    changed: list[tuple[torch.nn.Module, str]] = []
+    changed: list[tuple[torch.nn.Module, str, Any]] = []
     try:
         for child in module.modules():
             for name, function in _replaced(_architecture(child)).items():
                 class_name, _, method = name.partition(".")
                 if any(base.__name__ == class_name for base in type(child).__mro__):
+                    changed.append((child, method, vars(child).get(method)))
                     vars(child)[method] = types.MethodType(function, child)
-                    changed.append((child, method))
         yield
     finally:
-        for child, method in changed:
+        for child, method, before in reversed(changed):
             vars(child).pop(method, None)
+            if before is not None:
+                vars(child)[method] = before

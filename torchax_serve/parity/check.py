@@ -32,7 +32,7 @@ def check(model_type: str) -> Result:
     """Checks one type; what goes wrong stands in the result."""
     began = time.monotonic()
     result = Result(model_type, causal_class(model_type).__name__)
-    with _compile_seconds() as seconds, registry.recorded() as kernels:
+    with compile_seconds() as seconds, registry.recorded() as kernels:
         try:
             model, expected = clearest_model(model_type)
         except UnsupportedModelError as error:
@@ -154,7 +154,7 @@ def cache_kinds(runtime: Runtime) -> list[str]:
 
 
 @contextmanager
-def _compile_seconds() -> Iterator[list[float]]:
+def compile_seconds() -> Iterator[list[float]]:
     """Seconds that JAX traces, lowers and compiles inside."""
     seconds: list[float] = []
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -70,7 +71,9 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     (r"layer_group_size", 2),
     (r"original_max_position_embeddings", 64),
 )
-_COMPILED = tuple((re.compile(pattern), value) for pattern, value in PATTERNS)
+Patterns = tuple[tuple[str, int], ...]
+Rule = Callable[[dict[str, Any]], dict[str, Any]]
+_Compiled = tuple[tuple[re.Pattern[str], int], ...]
 
 NUM_HEADS = 4
 GROUPED = {"num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 8}
@@ -85,12 +88,22 @@ FIRST_MARKER = VOCAB_SIZE - 1
 PROMPT_IDS_END = 100
 
 
-def tiny_config(model_type: str, *, as_decoder: bool = True) -> PreTrainedConfig:
+def tiny_config(
+    model_type: str,
+    *,
+    as_decoder: bool = True,
+    patterns: Patterns = (),
+    rule: Rule | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> PreTrainedConfig:
     """A configuration of `model_type` for a model of some ten thousand weights.
 
     Args:
         model_type: as transformers names it.
         as_decoder: of what can be either, a causal decoder is made, and no encoder.
+        patterns: further than `PATTERNS`, and before them.
+        rule: gives further values of a configuration, from its default ones.
+        overrides: values for this type, further than `tiny_overrides`; those of a part by its name.
 
     Raises:
         UnsupportedModelError: transformers does not know the type, or cannot build its configuration; with its reason.
@@ -99,7 +112,7 @@ def tiny_config(model_type: str, *, as_decoder: bool = True) -> PreTrainedConfig
         raise UnsupportedModelError(f"expected a model type that transformers knows, got {model_type!r}")
     config_class = CONFIG_MAPPING[model_type]
     try:
-        config = config_class(**_tiny_kwargs(config_class, {}))
+        config = config_class(**_tiny_kwargs(config_class, overrides or {}, _compiled(tuple(patterns)), rule))
     except Exception as error:
         said = " ".join(str(error).split())
         raise UnsupportedModelError(
@@ -111,7 +124,14 @@ def tiny_config(model_type: str, *, as_decoder: bool = True) -> PreTrainedConfig
     return config
 
 
-def _tiny_kwargs(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any]) -> dict[str, Any]:
+@functools.cache
+def _compiled(patterns: Patterns) -> _Compiled:
+    return tuple((re.compile(pattern), value) for pattern, value in (*patterns, *PATTERNS))
+
+
+def _tiny_kwargs(
+    config_class: type[PreTrainedConfig], overrides: Mapping[str, Any], patterns: _Compiled, rule: Rule | None
+) -> dict[str, Any]:
     """Arguments of `config_class`, `overrides` last."""
     overrides = OVERRIDES.get(config_class.model_type, {}) | dict(overrides)
     start = overrides.pop("start", {})  # where the bare default configuration cannot be built
@@ -128,19 +148,20 @@ def _tiny_kwargs(config_class: type[PreTrainedConfig], overrides: Mapping[str, A
         if isinstance(value, PreTrainedConfig):
             sub_class = type(value)
             sub = dict(overrides.pop(name, {}))
-            small[name] = sub_class(**_tiny_kwargs(sub_class, sub))
+            small[name] = sub_class(**_tiny_kwargs(sub_class, sub, patterns, rule))
         elif name in GROUPED and (value is None or _is_number(value)):
             small[name] = GROUPED[name]
         elif name == "eos_token_id" and isinstance(value, list):
             small[name] = SPECIAL_IDS["eos"]
         elif _is_number(value) and (is_declared(name) or name.endswith("_id")):
-            small_value = _small_number(name, value, markers)
+            small_value = _small_number(name, value, markers, patterns)
             if small_value != value:
                 small[name] = small_value
     if "kv_lora_rank" in values:  # latent attention: every head has its own keys, and rotates a part of them
         small["num_key_value_heads"] = NUM_HEADS
         small["head_dim"] = ROTATED_DIM if is_declared("head_dim") else UNSET
-    small |= _kept_layers(values, overrides)
+    small |= rule(values) if rule is not None else {}
+    small |= _kept_layers(values, overrides, patterns)
     return {name: value for name, value in (small | overrides).items() if value is not UNSET}
 
 
@@ -154,23 +175,23 @@ def _fields(config_class: type[PreTrainedConfig]) -> list[str]:
     return [field.name for field in dataclasses.fields(config_class)]
 
 
-def _small_number(name: str, value: int, markers: Any) -> int:
+def _small_number(name: str, value: int, markers: Any, patterns: _Compiled) -> int:
     if match := re.fullmatch(r"(.*)_(token_id|token_index|index)", name):
         known = SPECIAL_IDS.get(match[1])
         if known is not None:
             return known
         return value if value < VOCAB_SIZE else next(markers)
-    for pattern, small in _COMPILED:
+    for pattern, small in patterns:
         if pattern.fullmatch(name):
             return small if value > 0 else value
     return value
 
 
-def _small_entry(name: str, value: Any) -> Any:
-    return _small_number(name, value, iter(())) if _is_number(value) else value
+def _small_entry(name: str, value: Any, patterns: _Compiled) -> Any:
+    return _small_number(name, value, iter(()), patterns) if _is_number(value) else value
 
 
-def _kept_layers(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _kept_layers(values: Mapping[str, Any], overrides: Mapping[str, Any], patterns: _Compiled) -> dict[str, Any]:
     """The number of layers, and every per-layer list, cut to the first layers that differ in what the lists say."""
     counts = [name for name in LAYER_COUNTS if isinstance(values.get(name), int)]
     if not counts:
@@ -191,5 +212,7 @@ def _kept_layers(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
         kept = list(range(NUM_LAYERS))
     wanted = overrides.get(counts[0], len(kept))
     kept = (kept * wanted)[:wanted]
-    cut = {name: type(value)(_small_entry(name, value[layer]) for layer in kept) for name, value in lists.items()}
+    cut = {
+        name: type(value)(_small_entry(name, value[layer], patterns) for layer in kept) for name, value in lists.items()
+    }
     return cut | dict.fromkeys(counts, wanted)

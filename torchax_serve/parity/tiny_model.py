@@ -104,8 +104,13 @@ def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     return random_model(causal_class(model_type), tiny_config(model_type), seed)
 
 
-def random_model(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model in float32, random weights, attention as eager code.
+def random_model(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    seed: int = 0,
+    gains: tuple[float, ...] = GAINS,
+) -> PreTrainedModel:
+    """A model in float32, random weights, attention as eager code; `gains` of products, from early to late seeds.
 
     Raises:
         UnsupportedModelError: transformers cannot build it; with its reason.
@@ -121,7 +126,7 @@ def random_model(model_class: type[PreTrainedModel], config: PreTrainedConfig, s
         raise UnsupportedModelError(
             f"transformers cannot build {model_class.__name__} from a configuration: {said(error)}"
         ) from error
-    _spread(model, EMBEDDING_STDS[seed % len(EMBEDDING_STDS)], GAINS[seed // len(EMBEDDING_STDS)])
+    _spread(model, EMBEDDING_STDS[seed % len(EMBEDDING_STDS)], gains[min(seed // len(EMBEDDING_STDS), len(gains) - 1)])
     if not model.can_generate():
         return model
     model.generation_config.pad_token_id = 0
@@ -251,7 +256,7 @@ def greedy(
 ) -> tuple[torch.Tensor, float]:
     """New tokens int64[batch, NUM_NEW], and the smallest gap between the first two logits of a choice."""
     twin: Any = copy.deepcopy(model)
-    given = {} if ids is None else {"attention_mask": mask}
+    given = {"attention_mask": mask} if mask is not None else {}
     output = twin.generate(
         *([] if ids is None else [ids]),
         **given,

@@ -1,0 +1,68 @@
+"""Arguments of a forward whose values model code reads while it is traced: grids of images, sizes, small masks.
+
+Such an argument is no input of the compiled program but a part of what the program is made for: other values mean
+another program, as another shape does. Inside the trace it is PyTorch's own tensor, so `tolist`, boolean indexing and
+loops over it work as written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import torch
+
+HOST_KINDS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+SMALL = 1 << 16
+"""Elements of a tensor that may be taken for a constant: a grid, a mask of patches; no image."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class HostValue:
+    """A tensor as a constant: equal, and of one hash, where values, shape and dtype are."""
+
+    content: bytes
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> HostValue:
+        """The value of a CPU tensor of integers or booleans."""
+        return cls(tensor.contiguous().numpy().tobytes(), tuple(tensor.shape), tensor.dtype)
+
+    def tensor(self) -> torch.Tensor:
+        """A tensor of its own with this value, on the CPU."""
+        if not self.content:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(bytearray(self.content), dtype=self.dtype).reshape(self.shape)
+
+    def __repr__(self) -> str:
+        digest = hashlib.sha256(self.content).hexdigest()[:32]
+        return f"HostValue({self.dtype}{list(self.shape)}, {digest})"
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A number or a name among the arrays of a tree, such as the layer that a feature is for."""
+
+    value: Any
+
+
+def without_constants(tree: Any) -> Any:
+    """`tree` with the values of constants in their place."""
+    is_constant = lambda leaf: isinstance(leaf, Constant)  # noqa: E731
+    return jax.tree.map(lambda leaf: leaf.value if is_constant(leaf) else leaf, tree, is_leaf=is_constant)
+
+
+def can_be_host(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is of a kind whose values model code reads: integers and booleans, and not many."""
+    return tensor.dtype in HOST_KINDS and tensor.numel() <= SMALL
+
+
+def as_tensors(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with a tensor in the place of each host value."""
+    return {name: value.tensor() if isinstance(value, HostValue) else value for name, value in given.items()}

@@ -1,0 +1,147 @@
+"""A checkpoint of images and text through the public functions, beside eager PyTorch, and what is refused."""
+
+import json
+
+import llava_folder
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from torchax_serve import SamplingParams, serve
+from torchax_serve.images import processor_of
+from torchax_serve.images.processor import check_size
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+TEXT = "USER: <image> What is this ? ASSISTANT:"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("llava")
+
+
+@pytest.fixture(scope="module")
+def eager(folder):
+    return llava_folder.make(folder)
+
+
+@pytest.fixture(scope="module")
+def model(eager, folder):
+    with serve(folder) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def processor(model):
+    return processor_of(model)
+
+
+def picture(seed=0, size=(30, 20)):
+    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def inputs_of(processor, text=TEXT, **kwargs):
+    return processor(text=text, images=kwargs.pop("images", picture()), return_tensors="pt", **kwargs)
+
+
+def test_tokens_are_those_of_eager_pytorch(model, eager, processor):
+    inputs = inputs_of(processor)
+    ours = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert torch.equal(ours, eager.generate(**inputs, max_new_tokens=12, do_sample=False))
+    traces = model.torch_model._jax_runtime.steps.num_traces
+    assert traces["decode"] == 1  # the fast loop, and one program for all tokens
+    assert traces["method"] == 1  # the encoder
+
+
+def test_another_image_of_the_same_size_compiles_nothing(model, eager, processor):
+    model.generate(**inputs_of(processor), max_new_tokens=3)
+    before = dict(model.torch_model._jax_runtime.steps.num_traces)
+    inputs = inputs_of(processor, images=picture(7))
+    ours = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert torch.equal(ours, eager.generate(**inputs, max_new_tokens=3, do_sample=False))
+    assert dict(model.torch_model._jax_runtime.steps.num_traces) == before
+
+
+def test_a_batch_padded_on_the_left(model, eager, processor):
+    processor.tokenizer.padding_side = "left"
+    texts = [TEXT, "USER: <image> What ? ASSISTANT:"]
+    inputs = inputs_of(processor, texts, images=[picture(1), picture(2)], padding=True)
+    ours = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    assert torch.equal(ours, eager.generate(**inputs, max_new_tokens=6, do_sample=False))
+
+
+def test_beams_and_logits(model, eager, processor):
+    inputs = inputs_of(processor)
+    beams = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
+    assert torch.equal(model.generate(**inputs, **beams), eager.generate(**inputs, **beams))
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, eager(**inputs).logits, atol=1e-4, rtol=0)
+
+
+def test_chat_sees_the_image(model, processor):
+    def asked(image):
+        content = [{"type": "image", "image": image}, {"type": "text", "text": "What is this ?"}]
+        return model.chat([{"role": "user", "content": content}], SamplingParams(max_new_tokens=8, temperature=0))
+
+    inputs = inputs_of(processor, "USER: <image> What is this ? ASSISTANT:")
+    tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert asked(picture()) == model.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert isinstance(asked(picture(size=(1, 1))), str)
+    with pytest.raises(InvalidArgumentError, match="expected an image of 1 to 100,000,000 pixels, got 20000x20000"):
+        asked(Image.new("1", (20_000, 20_000)))
+    with pytest.raises(InvalidArgumentError, match="expected messages and images that the processor"):
+        asked("nowhere.png")
+
+
+def test_chat_about_images_does_not_stream(model):
+    messages = [{"role": "user", "content": [{"type": "image", "image": picture()}]}]
+    with pytest.raises(UnsupportedArgumentError, match="answers about images come whole"):
+        model.chat(messages, stream=True)
+    with pytest.raises(UnsupportedArgumentError, match="n: expected one answer"):
+        model.chat(messages, SamplingParams(n=2, temperature=1.0))
+
+
+def test_placeholders_that_do_not_fit(model, processor):
+    inputs = dict(inputs_of(processor))
+    two = torch.cat([inputs["pixel_values"]] * 2)
+    for call in (model, model.generate):
+        with pytest.raises(InvalidArgumentError, match="for each feature of the images, got 16 of"):
+            call(**{**inputs, "pixel_values": two})
+    text = dict(processor.tokenizer("USER: What is this ?", return_tensors="pt"))
+    text.pop("token_type_ids", None)
+    with pytest.raises(InvalidArgumentError, match="got 0 of them"):
+        model.generate(**text, pixel_values=inputs["pixel_values"])
+
+
+def test_placeholders_without_an_image(model, processor):
+    ids = inputs_of(processor)["input_ids"]
+    with pytest.raises(InvalidArgumentError, match="expected images for the placeholder tokens 3 of the prompt, got"):
+        model.generate(input_ids=ids)
+    with pytest.raises(InvalidArgumentError, match="expected images for the placeholder tokens"):
+        list(model.iter_tokens(ids[0].tolist()))
+
+
+def test_a_processor_without_images(folder, eager, tmp_path):
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with (
+        serve(tmp_path, random_weights=True) as model,
+        pytest.raises(UnsupportedModelError, match="expected a processor beside the weights"),
+    ):
+        processor_of(model)
+    for file in folder.iterdir():
+        if "token" in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "NoSuchProcessor"}))
+    with serve(tmp_path, random_weights=True) as model, pytest.raises((UnsupportedModelError, CheckpointError)) as said:
+        processor_of(model)
+    assert "processor" in str(said.value)
+
+
+def test_sizes():
+    check_size(Image.new("1", (1, 1)))
+    check_size("a/path.png")
+    with pytest.raises(InvalidArgumentError, match="got 0x3"):
+        check_size(Image.new("1", (0, 3)))

@@ -1,0 +1,55 @@
+"""Images become features in a program of their own, before the prompt that they stand in is read.
+
+transformers' ``generate`` encodes images first where a model can take their features in the place of their pixels. It
+calls the encoder on the model's own tensors; here that call runs a compiled program. Its size depends on the images
+alone, and the program of the prompt on the number of features alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from model_adapters.bridge import is_view
+
+MODALITIES = ("image", "video")
+_PATCHED = threading.RLock()
+
+
+@contextlib.contextmanager
+def compiled_encoders(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> Iterator[None]:
+    """Inside, ``get_image_features`` and the like of the base of `model` are `run`, called with path and arguments.
+
+    Args:
+        model: a transformers model.
+        run: as `torchax_serve.runtime.Runtime.method`.
+    """
+    base: torch.nn.Module = model.base_model
+    prefix = next(name for name, child in model.named_modules() if child is base)
+    names = [name for name in (f"get_{modality}_features" for modality in MODALITIES) if hasattr(base, name)]
+
+    def compiled(name: str) -> Callable[..., Any]:
+        path = f"{prefix}.{name}" if prefix else name
+        theirs = getattr(base, name)
+
+        @functools.wraps(theirs)
+        def encode(*args: Any, **given: Any) -> Any:
+            if args or any(is_view(value) for value in given.values()):
+                return theirs(*args, **given)  # called by model code that is being traced, here or on another thread
+            return run(path, {key: value for key, value in given.items() if value is not None})
+
+        return encode
+
+    with _PATCHED:
+        replaced = {name: compiled(name) for name in names}
+        vars(base).update(replaced)
+        try:
+            yield
+        finally:
+            for name in names:
+                vars(base).pop(name, None)

@@ -1,0 +1,53 @@
+"""Placeholder tokens: a prompt has one for every feature that the model makes of its images."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from model_adapters.errors import InvalidArgumentError
+
+TOKEN_FIELDS = ("image_token_id", "image_token_index")
+
+
+def image_token_id(config: PreTrainedConfig) -> int | None:
+    """The token that stands for a feature of an image, if the configuration names one."""
+    for name in TOKEN_FIELDS:
+        if isinstance(value := getattr(config, name, None), int):
+            return value
+    return None
+
+
+BESIDES_TEXT = ("pixel", "image", "video", "patch", "mm_encoder_outputs", "inputs_embeds", "past_key_values")
+"""Parts of the names of arguments that images can come by, or have come by before."""
+
+
+def check_has_images(config: PreTrainedConfig, ids: Any, names: Collection[str]) -> None:
+    """Raises InvalidArgumentError for placeholders in `ids` int64[batch, len] where no argument of `names` has images.
+
+    transformers reads such tokens as words that the model has never learned.
+    """
+    token = image_token_id(config)
+    if token is None or not isinstance(ids, torch.Tensor) or not bool((ids == token).any()):
+        return
+    if not any(part in name for name in names for part in BESIDES_TEXT):
+        raise InvalidArgumentError(
+            f"expected images for the placeholder tokens {token} of the prompt, got no argument with pixels; pass all "
+            "that the processor returns to generate(), which alone takes images"
+        )
+
+
+def unmet(config: PreTrainedConfig, given: Mapping[str, Any]) -> str:
+    """What is wrong with inputs whose values the model's code has checked and found otherwise than it needs them."""
+    token, ids = image_token_id(config), given.get("input_ids")
+    if token is None or not isinstance(ids, torch.Tensor):
+        return "expected inputs that fit each other, got others; make all with one call of the processor"
+    count = int((ids == token).sum())
+    return (
+        f"expected a placeholder token {token} for each feature of the images, got {count} of them, which does not fit "
+        "the images given, or an image of zeros alone; make text and images with one call of the model's processor, "
+        "each image named once, and batches of prompts with as many images each"
+    )

@@ -1,0 +1,72 @@
+"""How much of a forward's arguments a program is made for: as little as the model's code can be traced with.
+
+Text goes to a program as arrays: one program serves every prompt of a length. Code that reads values needs them when
+the program is made. What it reads of images are their grids and sizes, which are few; some code reads the token ids
+themselves, and then there is a program for each prompt.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import torch
+
+from model_adapters.bridge import to_jax_array
+from model_adapters.host_values import Constant, HostValue, can_be_host
+
+TEXT_ENDINGS = ("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids", "inputs_embeds")
+PIXEL_MASKS = frozenset({"pixel_attention_mask", "image_attention_mask"})
+"""Which end as a text's mask does, and are none."""
+
+
+class Known(enum.IntEnum):
+    """What is known when a program is made."""
+
+    NOTHING = 0  # shapes alone
+    GRIDS = 1  # integers and booleans that are no text
+    TEXT = 2  # every integer and boolean
+
+
+def is_known(name: str, value: Any, known: Known) -> bool:
+    """Whether the tensor `value` of argument `name` is a constant of the program."""
+    if known is Known.NOTHING or not isinstance(value, torch.Tensor) or not can_be_host(value):
+        return False
+    return known is Known.TEXT or name in PIXEL_MASKS or not name.endswith(TEXT_ENDINGS)
+
+
+def arrays_and_rest(
+    given: Mapping[str, Any], known: Known = Known.NOTHING
+) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+    """A call's arguments, cut into those that are traced, tensors and trees with one, and those that are static."""
+    arrays: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, value in given.items():
+        leaves = jax.tree.leaves(value)
+        if is_known(name, value, known):
+            rest[name] = HostValue.of(value)
+        elif any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            arrays[name] = jax.tree.map(_as_leaf, value)
+        else:
+            rest[name] = _hashable(value)
+    return arrays, tuple(sorted(rest.items(), key=lambda item: item[0]))
+
+
+def _as_leaf(leaf: Any) -> Any:
+    return to_jax_array(leaf) if isinstance(leaf, torch.Tensor) else Constant(leaf)
+
+
+def _hashable(value: Any) -> Any:
+    """`value` with tuples in the place of lists, as a key of programs."""
+    return tuple(_hashable(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def described_shapes(given: Mapping[str, Any]) -> str:
+    """Arguments in one line, their shapes and dtypes rather than values."""
+    return repr(sorted((name, str(jax.tree.map(_shape, value))) for name, value in given.items()))
+
+
+def _shape(leaf: Any) -> Any:
+    return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,140 @@
+"""One type of model for images and text, tiny and random, beside eager PyTorch: logits, and tokens of ``generate``."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from model_adapters.errors import UnsupportedModelError
+from torchax_serve.model import ServedModel, serve
+from torchax_serve.parity.check import TOLERANCE, cache_kinds, compile_seconds
+from torchax_serve.parity.result import PASSED, Result, said
+from torchax_serve.parity.tiny_images import Inputs, batched, image_model, image_text_class, inputs_of
+from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest
+
+DECODER_IDS = torch.tensor([[1, 7, 5]])
+"""Beside an encoder, the first tokens of an answer."""
+LEAST_CHANGE = 1e-3
+"""Of some logit when another image stands beside the same text."""
+
+
+def check(model_type: str) -> Result:
+    """Checks one type; what goes wrong stands in the result."""
+    began = time.monotonic()
+    result = Result(model_type, image_text_class(model_type).__name__)
+    with compile_seconds() as seconds:
+        try:
+            model, expected = clearest(
+                functools.partial(image_model, model_type), functools.partial(expect, model_type=model_type)
+            )
+        except UnsupportedModelError as error:
+            return dataclasses.replace(result, status="impossible", error=str(error))
+        result = dataclasses.replace(
+            result,
+            class_name=type(model).__name__,
+            smallest_gap=round(expected.smallest_gap, 6),
+            num_distinct=expected.num_distinct,
+            notes=list(expected.notes),
+            has_tp_plan=bool(getattr(model.config.get_text_config(), "base_model_tp_plan", None)),
+        )
+        result = _compared(result, model, expected, model_type)
+    return dataclasses.replace(result, compile_s=round(sum(seconds), 2), total_s=round(time.monotonic() - began, 2))
+
+
+@torch.no_grad()
+def expect(model: PreTrainedModel, model_type: str) -> Expected:
+    """What eager PyTorch gives, each time on a copy.
+
+    Raises:
+        UnsupportedModelError: the model fails in PyTorch itself, or does not look at images; with the reason.
+    """
+    name = type(model).__name__
+    try:
+        inputs = [inputs_of(model, model_type, index) for index in range(2)]
+        logits = _forward(copy.deepcopy(model), inputs[0])
+        others = {key: inputs[1][key] for key in inputs[0] if "pixel" in key or "patches" in key}
+        changed = _forward(copy.deepcopy(model), {**inputs[0], **others})
+        assert torch.isfinite(logits).all(), "logits that are no numbers"
+        alone = [_greedy(model, one) for one in inputs]
+    except Exception as error:
+        raise UnsupportedModelError(f"{name} fails in PyTorch itself: {said(error)}") from error
+    if others and float((changed - logits).abs().max()) < LEAST_CHANGE:
+        raise UnsupportedModelError(f"{name} gives the same logits for another image")
+    notes, gaps, padded = [], [gap for _, gap in alone], None
+    try:
+        padded, gap = _greedy(model, batched(inputs))
+        gaps.append(gap)
+    except Exception as error:
+        notes.append(f"eager generate on a padded batch raises {said(error)}; not compared")
+    return Expected(logits, padded, tuple(tokens for tokens, _ in alone), min(gaps), {}, tuple(notes))
+
+
+def _forward(model: Any, inputs: Inputs) -> torch.Tensor:
+    decoder = {"decoder_input_ids": DECODER_IDS} if model.config.is_encoder_decoder else {}
+    return model(**copy.deepcopy(inputs), **decoder).logits
+
+
+def _greedy(model: PreTrainedModel, inputs: Inputs) -> tuple[torch.Tensor, float]:
+    """New tokens int64[batch, NUM_NEW], and the smallest gap between the first two logits of a choice."""
+    twin: Any = copy.deepcopy(model)
+    output = twin.generate(
+        **copy.deepcopy(inputs),
+        max_new_tokens=NUM_NEW,
+        min_new_tokens=NUM_NEW,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    top = torch.stack([step.topk(2, -1).values for step in output.logits])
+    return output.sequences[:, -NUM_NEW:], float((top[..., 0] - top[..., 1]).min())
+
+
+def _compared(result: Result, model: PreTrainedModel, expected: Expected, model_type: str) -> Result:
+    """The result with what serving `model` gave."""
+    errors: list[str] = []
+    inputs = [inputs_of(model, model_type, index) for index in range(2)]
+
+    def tried(name: str, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            errors.append(f"{name}: {said(error)}")
+            return None
+
+    with serve(model) as served:
+        kinds = cache_kinds(served.torch_model._jax_runtime)
+        logits = tried("forward", _forward, served.torch_model, inputs[0])
+        difference = None if logits is None else float((logits - expected.logits).abs().max())
+        answers = [tried(f"prompt {index}", _generated, served, one) for index, one in enumerate(inputs)]
+        alone_same = all(
+            ours is not None and torch.equal(ours, theirs) for ours, theirs in zip(answers, expected.alone, strict=True)
+        )
+        padded_same = None
+        if expected.padded is not None:
+            padded = tried("padded", _generated, served, batched(inputs))
+            padded_same = padded is not None and torch.equal(padded, expected.padded)
+        road = "fast" if served.torch_model._jax_runtime.steps.num_traces["decode"] else "plain"
+    if not expected.prompts_differ:
+        errors.append("harness: the prompts have one answer")
+    passed = difference is not None and difference <= TOLERANCE and alone_same and padded_same is not False
+    return dataclasses.replace(
+        result,
+        status=PASSED if passed and not errors else "failed",
+        road=road,
+        cache_kinds=kinds,
+        forward_difference=difference,
+        padded_equal=padded_same,
+        alone_equal=alone_same,
+        error="; ".join(errors) or None,
+    )
+
+
+def _generated(served: ServedModel, inputs: Inputs) -> torch.Tensor:
+    tokens = served.generate(**copy.deepcopy(inputs), max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False)
+    return tokens[:, -NUM_NEW:]

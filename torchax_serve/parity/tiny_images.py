@@ -1,0 +1,158 @@
+"""Tiny models of images and text, and inputs for them: pixels, grids, and a placeholder token for every feature.
+
+The number of features is not computed here but asked of the model: its own encoder is called, and what it returns is
+counted. `tiny_image_overrides` has what no rule finds.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from torchax_serve.images.placeholders import TOKEN_FIELDS, image_token_id
+from torchax_serve.parity.tiny_config import FIRST_MARKER, PROMPT_IDS_END, tiny_config
+from torchax_serve.parity.tiny_image_overrides import CONFIGS, PIXELS, TOKENS, WRAPPED
+from torchax_serve.parity.tiny_model import FIRST_PROMPT_ID, random_model
+
+Inputs = dict[str, Any]
+
+IMAGE_SIZE = 16
+PATCH_SIZE = 4
+GRID = (1, 4, 4)
+"""Patches of an image: frames, rows, columns."""
+PATTERNS: tuple[tuple[str, int], ...] = (
+    (r"(.*_)?(image|img)_size", IMAGE_SIZE),
+    (r"patch_size", PATCH_SIZE),
+    (r"out_hidden_size|projection_dim|projector_hidden_size|output_dim|visual_hidden_size|text_dim", 32),
+    (r"vision_output_dim|projector_(in|out)put_dim|embed_dims?|mlp_hidden_dim|intermediate_hidden_size", 32),
+    (r"num_position_embeddings|max_num_patches|position_embedding_size", 16),
+    (r"num_patches", 16),
+    (r"num_query_tokens|num_queries|num_image_tokens|query_num|image_seq_length", 4),
+    (r"window_size", 16),
+    (r"patch_embed_hidden_size", 3 * PATCH_SIZE**2),
+    (r"pooling_kernel_size", 2),
+    (r"latent_query_num|resampler_n_latents", 4),
+    (r"resampler_head_dim", 8),
+    (r"resampler_n_heads", 4),
+    (r"resampler_depth", 2),
+    (r"num_global_layers", 1),
+    (r"mm_tokens_per_image", 4),
+    (r"encoder_hidden_size|mm_hidden_size|qformer_hidden_size", 32),
+    (r"encoder_ffn_dim|encoder_intermediate_size|expert_ffn_hidden_size", 48),
+)
+GAINS = (1.0, 1.4)
+"""Less than of text alone: images go through two models, and what each adds to rounding multiplies."""
+BEFORE, AFTER = (4, 5), (5, 3)
+"""Text tokens before and behind the image, by prompt."""
+
+
+def image_text_class(model_type: str) -> type[PreTrainedModel]:
+    """The class that transformers maps `model_type` to as a model of images and text."""
+    return getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type])
+
+
+def image_config(model_type: str) -> PreTrainedConfig:
+    """A configuration for a tiny model of `model_type`, images of `IMAGE_SIZE` pixels a side."""
+    return tiny_config(model_type, patterns=PATTERNS, rule=_shared_out, overrides=CONFIGS.get(model_type, {}))
+
+
+def _shared_out(values: dict[str, Any]) -> dict[str, Any]:
+    """Rotated dimensions are shared out among the axes of positions; no prompt has the placeholder by chance."""
+    rope = values.get("rope_parameters")
+    small = {name: FIRST_MARKER for name in TOKEN_FIELDS if (values.get(name) or FIRST_MARKER) < PROMPT_IDS_END}
+    if not isinstance(rope, dict) or "mrope_section" not in rope:
+        return small
+    return small | {"rope_parameters": {**rope, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}}
+
+
+def image_model(model_type: str, seed: int = 0) -> PreTrainedModel:
+    """A tiny random model of `model_type`; see `torchax_serve.parity.tiny_model.random_model`."""
+    return random_model(image_text_class(model_type), image_config(model_type), seed, GAINS)
+
+
+def inputs_of(model: PreTrainedModel, model_type: str, index: int) -> Inputs:
+    """Arguments of ``forward`` and ``generate``: prompt `index`, 0 or 1, each with an image of its own."""
+    generator = torch.Generator().manual_seed(index + 10)
+    make: Callable[..., Inputs] = PIXELS.get(model_type) or _pixels
+    images = make(model.config, generator)
+    parameters = inspect.signature(type(model).forward).parameters
+    token = TOKENS.get(model_type) or image_token_id(model.config)
+    special = images.pop("tokens", None)  # where they cannot be counted
+    if special is None:
+        special = [token] * num_features(model, images) if token is not None else []
+    first, last = WRAPPED.get(model_type, ([], []))
+    special = [*first, *special, *last]
+    before, after = (
+        torch.randint(FIRST_PROMPT_ID, PROMPT_IDS_END, (n[index],), generator=generator) for n in (BEFORE, AFTER)
+    )
+    ids = torch.cat([before, torch.tensor(special, dtype=torch.long), after])[None]
+    given: Inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in parameters:
+            given[name] = torch.eq(ids, -1 if token is None else token).long()
+    if "input_ids" not in parameters:  # there is nothing to read but the image
+        given = {}
+    return given | {name: value(ids) if callable(value) else value for name, value in images.items()}
+
+
+def _vision(config: PreTrainedConfig) -> Any:
+    return next((part for name in ("vision_config", "vit_config") if (part := getattr(config, name, None))), config)
+
+
+def _pixels(config: PreTrainedConfig, generator: torch.Generator) -> Inputs:
+    """Pixels of an image, in patches where the model takes a grid."""
+    vision = _vision(config)
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3
+    parameters = inspect.signature(image_text_class(config.model_type).forward).parameters
+    if "image_grid_thw" in parameters:
+        width = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+        count = GRID[0] * GRID[1] * GRID[2]
+        return {
+            "pixel_values": torch.randn(count, width, generator=generator),
+            "image_grid_thw": torch.tensor([GRID]),
+        }
+    size = getattr(vision, "image_size", IMAGE_SIZE)
+    size = size[0] if isinstance(size, (list, tuple)) else size
+    return {"pixel_values": torch.randn(1, channels, size, size, generator=generator)}
+
+
+@torch.no_grad()
+def num_features(model: PreTrainedModel, images: Inputs) -> int:
+    """Features that the model's own encoder makes of `images`: as many placeholder tokens stand in the prompt."""
+    encode: Any = getattr(model.base_model, "get_image_features", None) or model.get_image_features
+    accepted = inspect.signature(encode).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    given = {name: value for name, value in images.items() if name in accepted or takes_any}
+    output = encode(**copy.deepcopy(given), return_dict=True)
+    features = getattr(output, "pooler_output", None)
+    if features is None and getattr(output, "deepstack_features", None):
+        features = output.deepstack_features[0][1]
+    features = output.last_hidden_state if features is None else features
+    parts = [features] if isinstance(features, torch.Tensor) else list(features)
+    return sum(part.numel() // part.shape[-1] for part in parts)
+
+
+def batched(inputs: list[Inputs]) -> Inputs:
+    """Several inputs in one, their text padded on the left; everything else is put one behind the other."""
+    length = max((one["input_ids"].shape[1] for one in inputs if "input_ids" in one), default=0)
+    joined: Inputs = {}
+    for name, value in inputs[0].items():
+        parts = [one[name] for one in inputs]
+        if not isinstance(value, torch.Tensor):
+            joined[name] = value
+            continue
+        if length and value.shape[:2] == inputs[0]["input_ids"].shape:
+            parts = [_padded(part, length) for part in parts]
+        joined[name] = torch.cat(parts)
+    return joined
+
+
+def _padded(part: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([part.new_zeros(part.shape[0], length - part.shape[1], *part.shape[2:]), part], 1)
