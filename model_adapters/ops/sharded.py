@@ -69,10 +69,11 @@ def pool_spec(kv_heads: int, mesh: Mesh) -> PartitionSpec:
     return _HEADS if divides_heads(kv_heads, kv_heads, mesh) else _WHOLE
 
 
-def _refuses_paged(q: jax.Array, k: jax.Array, v: jax.Array, *args: Any, **kwargs: Any) -> str | None:
-    if divides_heads(q.shape[1], k.shape[1], mesh_in_use()):
-        return None
-    return f"no mesh whose {AXIS!r} axis divides {q.shape[1]} and {k.shape[1]} heads"
+def _refuses_attention(*args: Any, return_weights: bool = False, **kwargs: Any) -> str | None:
+    mesh = mesh_in_use()
+    if mesh is None or mesh.size == 1:
+        return "no mesh of several devices"
+    return "weights are asked for, which are not divided" if return_weights else None
 
 
 def per_shard(call: Callable[..., Any], args: tuple[Any, ...], specs: tuple[PartitionSpec, ...], out_specs: Any) -> Any:
@@ -119,7 +120,9 @@ def _layer(call: _Call, *arrays: Any) -> Any:
 
 
 def _by_heads(op: str, function: Callable[..., Any], specs: Mapping[str, PartitionSpec], out_specs: Any) -> Any:
-    """An implementation of `op` that runs it on each device's part.
+    """An implementation of `op` that runs it on each device's part; on all of it where heads do not divide.
+
+    The partitioner cannot look into a kernel, and for some platforms it does not even copy one to all devices.
 
     Args:
         op: its name.
@@ -134,8 +137,10 @@ def _by_heads(op: str, function: Callable[..., Any], specs: Mapping[str, Partiti
         arrays = {name: value for name, value in given.items() if name in specs}
         features = tuple(sorted((name, value) for name, value in given.items() if name not in specs))
         lying = tuple(_fitting(name, specs[name], array) for name, array in arrays.items())
-        traced_for = registry.traced_for()
-        call = _Call(op, signature, tuple(arrays), lying, out_specs, features, mesh_in_use(), traced_for)
+        mesh, results = mesh_in_use(), out_specs
+        if not divides_heads(given["q"].shape[1], given["k"].shape[1], mesh):
+            lying, results = (_WHOLE,) * len(lying), _WHOLE
+        call = _Call(op, signature, tuple(arrays), lying, results, features, mesh, registry.traced_for())
         return _layer(call, *arrays.values())
 
     return sharded
@@ -146,23 +151,17 @@ def _fitting(name: str, spec: PartitionSpec, array: jax.Array | None) -> Partiti
     return _WHOLE if name == "mask" and array is not None and array.shape[1] == 1 else spec
 
 
-def _refuses_dense(q: jax.Array, k: jax.Array, *args: Any, return_weights: bool = False, **kwargs: Any) -> str | None:
-    if return_weights:
-        return "weights are asked for, which are not divided"
-    return _refuses_paged(q, k, k)
-
-
 _NEW = {"q": _HEADS, "k": _HEADS, "v": _HEADS, "sinks": _BY_HEAD}
 _CACHED = {**_NEW, "pool": _HEADS, "page_table": _WHOLE, "alibi": _BY_HEAD, "k_scale": _BY_HEAD, "v_scale": _BY_HEAD}
 
-registry.register(DECODE, NAME, registry.PLATFORMS, refuses=_refuses_paged, before_all=True)(
+registry.register(DECODE, NAME, registry.PLATFORMS, refuses=_refuses_attention, before_all=True)(
     _by_heads(DECODE, decode_attention, {**_CACHED, "lens": _WHOLE, "starts": _WHOLE}, (_HEADS, _HEADS))
 )
 _RAGGED = {**_CACHED, "kv_lens": _WHOLE, "cu_q_lens": _WHOLE, "prefix_lens": _WHOLE}
-registry.register(PAGED, NAME, registry.PLATFORMS, refuses=_refuses_paged, before_all=True)(
+registry.register(PAGED, NAME, registry.PLATFORMS, refuses=_refuses_attention, before_all=True)(
     _by_heads(PAGED, paged_attention, _RAGGED, (_HEADS, _HEADS))
 )
-registry.register(DENSE, NAME, registry.PLATFORMS, refuses=_refuses_dense, before_all=True)(
+registry.register(DENSE, NAME, registry.PLATFORMS, refuses=_refuses_attention, before_all=True)(
     _by_heads(DENSE, dense_attention, {**_NEW, "mask": _HEADS}, _HEADS)
 )
 
