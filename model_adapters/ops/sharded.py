@@ -8,6 +8,7 @@ products are left to XLA's partitioner, which cannot look into a kernel.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,12 +22,15 @@ from model_adapters.ops import registry
 from model_adapters.ops.activation import OP as ACTIVATION
 from model_adapters.ops.activation import reference as activation_reference
 from model_adapters.ops.decode_attention import OP as DECODE
+from model_adapters.ops.decode_attention import decode_attention
 from model_adapters.ops.dense_attention import OP as DENSE
+from model_adapters.ops.dense_attention import dense_attention
 from model_adapters.ops.grouped_matmul import OP as GROUPED
 from model_adapters.ops.grouped_matmul import reference as grouped_reference
 from model_adapters.ops.linear import OP as LINEAR
 from model_adapters.ops.linear import reference as linear_reference
 from model_adapters.ops.paged_attention import OP as PAGED
+from model_adapters.ops.paged_attention import paged_attention
 from model_adapters.ops.row_sum import OP as ROW_SUM
 from model_adapters.ops.row_sum import reference as row_sum_reference
 
@@ -65,10 +69,11 @@ def pool_spec(kv_heads: int, mesh: Mesh) -> PartitionSpec:
     return _HEADS if divides_heads(kv_heads, kv_heads, mesh) else _WHOLE
 
 
-def _refuses_paged(q: jax.Array, k: jax.Array, v: jax.Array, *args: Any, **kwargs: Any) -> str | None:
-    if divides_heads(q.shape[1], k.shape[1], mesh_in_use()):
-        return None
-    return f"no mesh whose {AXIS!r} axis divides {q.shape[1]} and {k.shape[1]} heads"
+def _refuses_attention(*args: Any, return_weights: bool = False, **kwargs: Any) -> str | None:
+    mesh = mesh_in_use()
+    if mesh is None or mesh.size == 1:
+        return "no mesh of several devices"
+    return "weights are asked for, which are not divided" if return_weights else None
 
 
 def per_shard(call: Callable[..., Any], args: tuple[Any, ...], specs: tuple[PartitionSpec, ...], out_specs: Any) -> Any:
@@ -95,8 +100,8 @@ class _Call:
     """An op with everything of a call that is not an array, and all that decides how it is traced."""
 
     op: str
-    names: tuple[str, ...]  # of the arrays; those from `num_positional` on are given by name
-    num_positional: int
+    signature: inspect.Signature
+    names: tuple[str, ...]  # of the arrays
     specs: tuple[PartitionSpec, ...]
     out_specs: Any
     features: tuple[tuple[str, Any], ...]
@@ -104,8 +109,8 @@ class _Call:
     traced_for: Any
 
     def __call__(self, *arrays: Any) -> Any:
-        named = dict(zip(self.names[self.num_positional :], arrays[self.num_positional :], strict=True))
-        return registry.call(self.op, *arrays[: self.num_positional], **named, **dict(self.features))
+        bound = self.signature.bind(**dict(zip(self.names, arrays, strict=True)), **dict(self.features))
+        return registry.call(self.op, *bound.args, **bound.kwargs)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -114,107 +119,51 @@ def _layer(call: _Call, *arrays: Any) -> Any:
     return per_shard(call, arrays, call.specs, call.out_specs)
 
 
-def _by_heads(
-    op: str,
-    positional: Mapping[str, tuple[Any, PartitionSpec]],
-    named: Mapping[str, tuple[Any, PartitionSpec]],
-    out_specs: Any,
-    features: Mapping[str, Any],
-) -> Any:
-    arrays = {**positional, **named}
-    call = _Call(
-        op,
-        tuple(arrays),
-        len(positional),
-        tuple(spec for _, spec in arrays.values()),
-        out_specs,
-        tuple(sorted(features.items())),
-        mesh_in_use(),
-        registry.traced_for(),
-    )
-    return _layer(call, *(array for array, _ in arrays.values()))
+def _by_heads(op: str, function: Callable[..., Any], specs: Mapping[str, PartitionSpec], out_specs: Any) -> Any:
+    """An implementation of `op` that runs it on each device's part; on all of it where heads do not divide.
+
+    The partitioner cannot look into a kernel, and for some platforms it does not even copy one to all devices.
+
+    Args:
+        op: its name.
+        function: whose parameters a call is read by.
+        specs: how each parameter that is an array lies; all others are the same on every device.
+        out_specs: of the results.
+    """
+    signature = inspect.signature(function)
+
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        arrays = {name: value for name, value in given.items() if name in specs}
+        features = tuple(sorted((name, value) for name, value in given.items() if name not in specs))
+        lying = tuple(_fitting(name, specs[name], array) for name, array in arrays.items())
+        mesh, results = mesh_in_use(), out_specs
+        if not divides_heads(given["q"].shape[1], given["k"].shape[1], mesh):
+            lying, results = (_WHOLE,) * len(lying), _WHOLE
+        call = _Call(op, signature, tuple(arrays), lying, results, features, mesh, registry.traced_for())
+        return _layer(call, *arrays.values())
+
+    return sharded
 
 
-@registry.register(DECODE, NAME, registry.PLATFORMS, refuses=_refuses_paged, before_all=True)
-def sharded_decode_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pool: jax.Array,
-    page_table: jax.Array,
-    lens: jax.Array,
-    starts: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    alibi: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
-    **features: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """The op on each device's heads and pages."""
-
-    positional = {
-        **{name: (array, _HEADS) for name, array in (("q", q), ("k", k), ("v", v), ("pool", pool))},
-        **{name: (array, _WHOLE) for name, array in (("page_table", page_table), ("lens", lens), ("starts", starts))},
-        "sinks": (sinks, _BY_HEAD),
-    }
-    named = {"alibi": (alibi, _BY_HEAD), "k_scale": (k_scale, _BY_HEAD), "v_scale": (v_scale, _BY_HEAD)}
-    return _by_heads(DECODE, positional, named, (_HEADS, _HEADS), features)
+def _fitting(name: str, spec: PartitionSpec, array: jax.Array | None) -> PartitionSpec:
+    """`spec`, but for a mask of all heads alike, which every device has whole."""
+    return _WHOLE if name == "mask" and array is not None and array.shape[1] == 1 else spec
 
 
-@registry.register(PAGED, NAME, registry.PLATFORMS, refuses=_refuses_paged, before_all=True)
-def sharded_paged_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pool: jax.Array,
-    page_table: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    alibi: jax.Array | None = None,
-    prefix_lens: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
-    **features: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """The op on each device's heads and pages."""
+_NEW = {"q": _HEADS, "k": _HEADS, "v": _HEADS, "sinks": _BY_HEAD}
+_CACHED = {**_NEW, "pool": _HEADS, "page_table": _WHOLE, "alibi": _BY_HEAD, "k_scale": _BY_HEAD, "v_scale": _BY_HEAD}
 
-    tables = (("page_table", page_table), ("kv_lens", kv_lens), ("cu_q_lens", cu_q_lens))
-    positional = {
-        **{name: (array, _HEADS) for name, array in (("q", q), ("k", k), ("v", v), ("pool", pool))},
-        **{name: (array, _WHOLE) for name, array in tables},
-        "sinks": (sinks, _BY_HEAD),
-    }
-    named = {"alibi": (alibi, _BY_HEAD), "k_scale": (k_scale, _BY_HEAD), "v_scale": (v_scale, _BY_HEAD)}
-    return _by_heads(PAGED, positional, {**named, "prefix_lens": (prefix_lens, _WHOLE)}, (_HEADS, _HEADS), features)
-
-
-def _refuses_dense(q: jax.Array, k: jax.Array, *args: Any, return_weights: bool = False, **kwargs: Any) -> str | None:
-    if return_weights:
-        return "weights are asked for, which are not divided"
-    return _refuses_paged(q, k, k)
-
-
-@registry.register(DENSE, NAME, registry.PLATFORMS, refuses=_refuses_dense, before_all=True)
-def sharded_dense_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    **features: Any,
-) -> jax.Array:
-    """The op on each device's heads."""
-
-    mask_spec = _HEADS if mask is not None and mask.shape[1] > 1 else _WHOLE
-    positional = {
-        **{name: (array, _HEADS) for name, array in (("q", q), ("k", k), ("v", v))},
-        "mask": (mask, mask_spec),
-        "sinks": (sinks, _BY_HEAD),
-    }
-    return _by_heads(DENSE, positional, {}, _HEADS, features)
+registry.register(DECODE, NAME, registry.PLATFORMS, refuses=_refuses_attention, before_all=True)(
+    _by_heads(DECODE, decode_attention, {**_CACHED, "lens": _WHOLE, "starts": _WHOLE}, (_HEADS, _HEADS))
+)
+_RAGGED = {**_CACHED, "kv_lens": _WHOLE, "cu_q_lens": _WHOLE, "prefix_lens": _WHOLE}
+registry.register(PAGED, NAME, registry.PLATFORMS, refuses=_refuses_attention, before_all=True)(
+    _by_heads(PAGED, paged_attention, _RAGGED, (_HEADS, _HEADS))
+)
+registry.register(DENSE, NAME, registry.PLATFORMS, refuses=_refuses_attention, before_all=True)(
+    _by_heads(DENSE, dense_attention, {**_NEW, "mask": _HEADS}, _HEADS)
+)
 
 
 def _refuses_product(*args: Any, **kwargs: Any) -> str | None:

@@ -59,3 +59,13 @@ def test_layers_with_experts_are_planned():
 def test_a_topology_that_the_compiler_does_not_know(module):
     with pytest.raises(InvalidArgumentError, match="expected one that libtpu knows, such as v6e:2x2"):
         describe("v6e:3x5")
+
+
+def test_heads_that_the_chips_do_not_divide_can_be_planned():
+    config = transformers.Olmo2Config(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    uneven = module_of(transformers.Olmo2ForCausalLM, config, torch.bfloat16)  # a norm over all heads: none is repeated
+    report = make_plan(uneven, "olmo2", REQUEST)
+    assert report.fits
+    assert report.programs[0].name == "decode"

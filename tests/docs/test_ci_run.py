@@ -15,8 +15,9 @@ GPU = [
     "nvidia-nvvm==13.0.* nvidia-cuda-runtime==13.0.*",
     "pytest tests/aot/test_gpu_aot.py",
 ]
-CHECKS = ["pip install .[dev]", "pytest", *TPU, *GPU, "ruff check .", "ruff format --check .", "mypy"]
-COMPILERS = [TPU[0], GPU[0]]
+RAY = ["pip install --quiet .[ray]", "pytest tests/replicas"]
+CHECKS = ["pip install .[dev]", "pytest", *TPU, *GPU, *RAY, "ruff check .", "ruff format --check .", "mypy"]
+COMPILERS = [TPU[0], GPU[0], RAY[0]]
 
 # Stands for python3: makes a virtual environment whose programs write down how they are called.
 FAKE_PYTHON = """#!/bin/sh

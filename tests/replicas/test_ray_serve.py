@@ -1,5 +1,6 @@
 """Two replicas of the embedded model on a Ray cluster of this machine."""
 
+import http.client
 import json
 import os
 import signal
@@ -61,7 +62,7 @@ def ask(body):
             return answer.status, text.decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return 0, text.decode()
 
 

@@ -46,8 +46,8 @@ MESHES = {
     "gpt_oss": "1x2x2",
     "deepseek_v3": "1x2x2",
     "mamba": "1x4",
-    "olmo2": "1x4",
-    "bloom": "1x4",
+    "olmo2": "1x4,1x8",
+    "bloom": "1x4,1x8",
 }
 
 

@@ -16,6 +16,7 @@ import typer
 
 from torchax_serve import __version__
 from torchax_serve.cli.bench import bench
+from torchax_serve.cli.deploy import deploy
 from torchax_serve.cli.models import models
 from torchax_serve.cli.ops import ops
 from torchax_serve.cli.plan import plan
@@ -29,6 +30,7 @@ COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("verify", verify),
     ("bench", bench),
     ("plan", plan),
+    ("deploy", deploy),
     ("models", models),
     ("ops", ops),
 )

@@ -54,10 +54,7 @@ def plan(
     load: ConfigOptions,
 ) -> None:
     """Compile a model's steps for hardware that need not be here: fits or not, bytes a device, exchange, time bound."""
-    if quantization is not None:
-        raise UnsupportedArgumentError(
-            f"--quantization {quantization}: quantized weights are not supported yet; leave the option out"
-        )
+    _refuse_quantization(quantization)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the devices planned for are described, never opened
     from torchax_serve.planning.abstract import empty_module
 
@@ -76,11 +73,21 @@ def plan(
     if search is not None:
         _search(module, name, search, {"topology": topology, "--mesh": mesh, "--save": save}, options, as_json=as_json)
         return
+    options |= {"topology": _given(topology), "max_len": max_len, "num_slots": slots}
+    _plan(module, name, options, save, as_json, no_cache)
+
+
+def _refuse_quantization(quantization: str | None) -> None:
+    if quantization is not None:
+        raise UnsupportedArgumentError(
+            f"--quantization {quantization}: quantized weights are not supported yet; leave the option out"
+        )
+
+
+def _given(topology: str | None) -> str:
     if topology is None:
         raise InvalidArgumentError("expected --topology, such as v6e:2x4 or h200:8, or --for SLOTSxLEN; got neither")
-    _plan(
-        module, name, {**options, "topology": topology, "max_len": max_len, "num_slots": slots}, save, as_json, no_cache
-    )
+    return topology
 
 
 def _plan(module: Any, name: str, options: dict[str, Any], save: Path | None, as_json: bool, no_cache: bool) -> None:

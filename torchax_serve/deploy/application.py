@@ -40,10 +40,12 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
         raise InvalidArgumentError(f"expected fields out of {', '.join(sorted(KNOWN))}, got {', '.join(unknown)}")
     if ("prompt" in request) == ("messages" in request):
         raise InvalidArgumentError("expected one of prompt and messages, got both or neither; leave one out")
-    options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
-    return SamplingParams(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    )
+    options: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in request.items()
+        if name not in ("prompt", "messages")
+    }
+    return SamplingParams(**options)
 
 
 class Replica:

@@ -1,0 +1,102 @@
+"""Which replica a request prefers; and the options of a deployment. Nothing here needs Ray."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.cli import deploy as command
+from torchax_serve.deploy.options import DeployOptions
+from torchax_serve.deploy.prefixes import BLOCK_CHARS, PrefixTable, beginning_of, choose
+
+
+def text_of(*letters):
+    return "".join(letter * BLOCK_CHARS for letter in letters)
+
+
+def test_the_longest_beginning_counts():
+    table = PrefixTable()
+    table.remember(text_of("a", "b"), "one")
+    table.remember(text_of("a", "c"), "two")
+    assert table.owner(text_of("a", "b", "z"), ["one", "two"]) == "one"
+    assert table.owner(text_of("a", "c", "z"), ["one", "two"]) == "two"
+    assert table.owner(text_of("a", "z"), ["one", "two"]) == "two"  # who had it last
+    assert table.owner(text_of("b"), ["one", "two"]) is None
+
+
+def test_a_replica_that_is_gone_owns_nothing():
+    table = PrefixTable()
+    table.remember(text_of("a"), "one")
+    table.remember(text_of("a", "b"), "two")
+    assert table.owner(text_of("a", "b"), ["one"]) is None
+    table.remember(text_of("a"), "one")
+    assert table.owner(text_of("a", "b"), ["one"]) == "one"
+
+
+def test_short_prompts_are_known_too():
+    table = PrefixTable()
+    table.remember("Hello", "one")
+    assert table.owner("Hello", ["one"]) == "one"
+    assert table.owner("Hello!", ["one"]) is None
+
+
+def test_the_oldest_are_forgotten():
+    table = PrefixTable(most_known=3)
+    for letter in "abcd":
+        table.remember(text_of(letter), letter)
+    assert len(table) == 3
+    assert [table.owner(text_of(letter), "abcd") for letter in "abcd"] == [None, "b", "c", "d"]
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 20), min_size=1), st.data())
+def test_every_replica_is_tried_and_the_idlest_first(loads, data):
+    owner = data.draw(st.sampled_from([None, *loads]))
+    order = choose(owner, loads, 4)
+    assert sorted(order) == sorted(loads)
+    if owner is not None and loads[owner] - min(loads.values()) <= 4:
+        assert order[0] == owner
+        order = order[1:]
+    assert [loads[replica] for replica in order] == sorted(loads[replica] for replica in order)
+
+
+def test_a_conversation_begins_as_its_messages():
+    first = {"messages": [{"role": "user", "content": "a" * 500}]}
+    second = {"messages": [*first["messages"], {"role": "assistant", "content": "b"}]}
+    table = PrefixTable()
+    table.remember(beginning_of(first), "one")
+    assert table.owner(beginning_of(second), ["one", "two"]) == "one"
+    assert beginning_of({"prompt": "a"}) == "a"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"replicas": "2"}, "expected arguments out of model, dtype"),
+        ({"num_slots": "many"}, "num_slots: expected a number, got 'many'"),
+        ({"min_replicas": "3", "max_replicas": "2"}, "expected 1 <= min <= max, got 3 and 2"),
+        ({"accelerator": "NPU"}, "accelerator: expected GPU or TPU, got 'NPU'"),
+        ({"num_slots": "0"}, "num_slots: expected a whole number >= 1, got 0"),
+    ],
+)
+def test_wrong_arguments_of_rays_command_line(given, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        DeployOptions.of_text(given)
+
+
+def test_what_ray_sets_aside():
+    options = DeployOptions.of_text({"model": "a/b", "tensor_parallel": "4", "accelerator": "TPU", "num_cpus": "8"})
+    assert (options.model, options.actor_options()) == ("a/b", {"num_cpus": 8.0, "resources": {"TPU": 4}})
+    assert DeployOptions(accelerator="GPU").actor_options() == {"num_cpus": 1.0, "num_gpus": 1}
+
+
+def test_replicas_on_the_command_line():
+    assert command._range("1:4") == (1, 4)
+    assert command._range("2") == (2, 2)
+    with pytest.raises(InvalidArgumentError, match="expected a number or LEAST:MOST, got 'few'"):
+        command._range("few")
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"install the extra: pip install 'torchax-serve\[ray\]'"):
+        command.deploy()

@@ -1,0 +1,68 @@
+"""``torchax-serve deploy``: replicas of a model on a Ray cluster, behind one address."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated
+
+import typer
+
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+
+
+def deploy(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Short name, hub id or folder that every node has; without it the embedded model."),
+    ] = None,
+    name: Annotated[str, typer.Option("--name", help="Of the application; the same name again updates it.")] = "model",
+    replicas: Annotated[
+        str, typer.Option("--replicas", help="A number, or LEAST:MOST, between which Ray chooses by the load.")
+    ] = "1",
+    slots: Annotated[int, typer.Option("--slots", help="Requests that a replica runs at once.")] = 32,
+    max_len: Annotated[int | None, typer.Option("--max-len", help="Tokens of a request, prompt and answer.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
+    tensor_parallel: Annotated[int | None, typer.Option("--tensor-parallel", help="Devices of a replica.")] = None,
+    accelerator: Annotated[
+        str | None, typer.Option("--accelerator", help="GPU or TPU: what replicas take; processor cores by default.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option("--address", help="Of the Ray cluster, such as auto; a cluster of this machine by default."),
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Where HTTP listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Where HTTP listens.")] = 8000,
+) -> None:
+    """Serve a model by several replicas on a Ray cluster: autoscaling, health checks, updates without a gap."""
+    least, most = _range(replicas)
+    from torchax_serve.deploy.options import DeployOptions
+
+    options = DeployOptions(
+        model=model,
+        dtype=dtype,
+        tensor_parallel=tensor_parallel,
+        min_replicas=least,
+        max_replicas=most,
+        num_slots=slots,
+        max_len=max_len,
+        accelerator=accelerator,
+    )
+    if importlib.util.find_spec("ray") is None:
+        raise UnsupportedArgumentError(
+            "deploy: expected Ray, which is not installed; install the extra: pip install 'torchax-serve[ray]'"
+        )
+    import ray
+    from ray import serve as ray_serve
+
+    from torchax_serve.deploy.application import application_of
+
+    ray.init(address=address, include_dashboard=False if address is None else None)
+    ray_serve.start(http_options={"host": host, "port": port})
+    ray_serve.run(application_of(options), name=name, route_prefix=f"/{name}", blocking=True)
+
+
+def _range(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    if not least.isdigit() or (most and not most.isdigit()):
+        raise InvalidArgumentError(f"--replicas: expected a number or LEAST:MOST, got {text!r}")
+    return int(least), int(most or least)
