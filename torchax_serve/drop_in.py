@@ -90,7 +90,7 @@ class JaxModel:
         prompt = given.get("inputs")
         if not self._jax_runtime.program.names.has_encoder:  # else the encoder looks at its own
             self._jax_runtime.check_prompt(kwargs.get("input_ids") if prompt is None else prompt)
-        if (mask := kwargs.get("attention_mask")) is not None:
+        if (mask := kwargs.get("attention_mask")) is not None and mask.numel():
             check_rows(mask)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 

@@ -83,7 +83,7 @@ def test_bad_input(whisper):
             served.transcribe(sound(0), sampling_rate=RATE)
         with pytest.raises(InvalidArgumentError, match="expected at least one array of samples"):
             served.transcribe([], sampling_rate=RATE)
-        with pytest.raises(InvalidArgumentError, match="expected 16000 samples per second, .* got 8000"):
+        with pytest.raises(InvalidArgumentError, match=r"expected 16000 samples per second, .* got 8000"):
             served.transcribe(sound(1), sampling_rate=8000)
         with pytest.raises(InvalidArgumentError, match=r"expected one channel, .* got shape \[2, 100\]"):
             served.transcribe(np.zeros((2, 100), np.float32), sampling_rate=RATE)
