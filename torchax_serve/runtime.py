@@ -76,6 +76,14 @@ class Runtime:
         self.unread = quirks.unread(called)
 
     @functools.cached_property
+    def masks_encoder(self) -> bool:
+        """Whether the decoder masks positions of the encoder's output, as it does for an encoder of texts."""
+        if self.encoder_part is None or not self.program.accepts("attention_mask"):
+            return False
+        encoder = self.program.module.get_submodule(self.encoder_part)
+        return getattr(encoder, "main_input_name", "input_ids") == "input_ids"
+
+    @functools.cached_property
     def vocab_size(self) -> int:
         """Rows of the table of tokens: of those that are decoded, where there is an encoder beside."""
         called = self.program.called
@@ -290,7 +298,7 @@ class Runtime:
 
     def _context(self, given: dict[str, Any], cache: DeviceCache) -> dict[str, Any]:
         """Takes an encoder's output and its mask out of `given`, padded; the cache learns their length."""
-        output = EncoderOutput.of(given, takes_mask=self.program.accepts("attention_mask"))
+        output = EncoderOutput.of(given, is_masked=self.masks_encoder)
         if output is None:
             return {}
         cache.encoder_len = output.length

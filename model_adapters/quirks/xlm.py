@@ -19,7 +19,7 @@ def with_known_lengths(
     if attention_mask is None and lengths is not None:
         attention_mask = torch.arange(length, device=tokens.device)[None] < lengths[:, None]
     longest = torch.full((batch,), length)  # without a device it is PyTorch's own, and can be asked
-    original = next(c for c in type(self).__mro__ if "JaxModel" not in [base.__name__ for base in c.__mro__])
+    original: Any = next(c for c in type(self).__mro__ if "JaxModel" not in [base.__name__ for base in c.__mro__])
     return original.forward(self, input_ids, attention_mask=attention_mask, lengths=longest, **kwargs)
 
 
