@@ -72,7 +72,9 @@ class Runtime:
         positions = getattr(self.text_config, "max_position_embeddings", None)
         self.max_positions: int | None = positions if positions is not None and positions > 0 else None  # -1: no end
         self.learned_positions = _learned_positions(decoder, self.max_positions)
-        self.is_causal = not has_encoder and not part and is_causal(called)  # a part's file has its decoder, too
+        # A part's file has its decoder, too; and a head that reads the last token would read what is padded.
+        has_token_outputs = called is module and (module.can_generate() or module.base_model is module)
+        self.is_causal = not has_encoder and has_token_outputs and is_causal(called)
         self.unread = quirks.unread(called)
 
     @functools.cached_property
@@ -92,7 +94,7 @@ class Runtime:
             embeddings = _words(module)
             if isinstance(embeddings, torch.nn.Embedding):
                 return embeddings.num_embeddings
-        return int(self.text_config.vocab_size)
+        return int(getattr(self.text_config, "vocab_size", 2**31 - 1))  # characters, all there are
 
     @functools.cache  # noqa: B019  # as long as the model lives
     def part(self, name: str) -> Runtime:
