@@ -15,6 +15,9 @@ SHIFTED = frozenset({"git"})
 """Types that shift the mask of later tokens, by the number of an image's patches: these see what padding on the left
 has computed, which is a mean over the whole prompt and whatever pads it on the right."""
 
+NEIGHBOURS = frozenset({"mobilebert", "doge"})
+"""Types whose code mixes tokens by other means than masked attention: embeddings of neighbours, masks by rank."""
+
 
 def is_causal(module: torch.nn.Module) -> bool:
     """Whether padding on the right of `module`'s input changes nothing before it.
@@ -32,6 +35,13 @@ def is_causal(module: torch.nn.Module) -> bool:
         for child in module.modules()
     )
     return makes_masks or config.model_type in BY_THEMSELVES
+
+
+def may_share_batches(module: PreTrainedModel) -> bool:
+    """Whether texts of different lengths, padded behind their ends, give what each gives alone."""
+    if module.config.get_text_config().model_type in NEIGHBOURS:
+        return False
+    return ignores_masked(module) or is_causal(module)
 
 
 def ignores_masked(module: torch.nn.Module) -> bool:

@@ -26,12 +26,14 @@ from torchax_serve import collector
 if TYPE_CHECKING:
     from model_adapters.bridge import extract_jax
     from torchax_serve.drop_in import to_jax
+    from torchax_serve.encoders.model import EncoderModel
     from torchax_serve.engine.build import EngineOptions
     from torchax_serve.engine.ticket import RequestError
     from torchax_serve.hosts.following import follow
     from torchax_serve.hosts.options import Hosts
     from torchax_serve.model import ServedModel, serve
     from torchax_serve.request import SamplingParams
+    from torchax_serve.speech import SpeechModel
     from torchax_serve.text import Completion, TextStream
 
 __version__ = "0.1.0"
@@ -40,6 +42,7 @@ __all__ = [
     "ChatTemplateError",
     "CheckpointError",
     "Completion",
+    "EncoderModel",
     "EngineOptions",
     "Hosts",
     "HostsError",
@@ -49,6 +52,7 @@ __all__ = [
     "RequestError",
     "SamplingParams",
     "ServedModel",
+    "SpeechModel",
     "TextStream",
     "TorchaxServeError",
     "UnsupportedArgumentError",
@@ -61,11 +65,13 @@ __all__ = [
 
 _HOME = {
     "Completion": "torchax_serve.text",
+    "EncoderModel": "torchax_serve.encoders.model",
     "EngineOptions": "torchax_serve.engine.build",
     "Hosts": "torchax_serve.hosts.options",
     "RequestError": "torchax_serve.engine.ticket",
     "SamplingParams": "torchax_serve.request",
     "ServedModel": "torchax_serve.model",
+    "SpeechModel": "torchax_serve.speech",
     "TextStream": "torchax_serve.text",
     "extract_jax": "model_adapters.bridge",
     "follow": "torchax_serve.hosts.following",

@@ -76,7 +76,7 @@ def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
 
 
 def _encoder_output(runtime: Runtime, kwargs: dict[str, Any]) -> EncoderOutput | None:
-    return EncoderOutput.of(kwargs, takes_mask=runtime.program.accepts("attention_mask"))
+    return EncoderOutput.of(kwargs, is_masked=runtime.masks_encoder)
 
 
 def _prepared(runtime: Runtime, request: LoopRequest) -> PreparedSteps | str | None:

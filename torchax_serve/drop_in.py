@@ -95,7 +95,7 @@ class JaxModel:
         if not self._jax_runtime.program.names.has_encoder:  # else the encoder looks at its own
             self._jax_runtime.check_prompt(ids)
         check_has_images(self._jax_runtime.config, ids, [name for name, value in kwargs.items() if value is not None])
-        if (mask := kwargs.get("attention_mask")) is not None:
+        if (mask := kwargs.get("attention_mask")) is not None and mask.numel():
             check_rows(mask)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 

@@ -32,20 +32,22 @@ class EncoderOutput:
     length: int
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], *, takes_mask: bool) -> EncoderOutput | None:
+    def of(cls, given: Mapping[str, Any], *, is_masked: bool) -> EncoderOutput | None:
         """What is in `given`, arguments of a forward; None where the encoder has yet to run, or has put out no array.
 
-        Keys behind the true length are masked where there is a mask over the output's positions, or none at all. A
-        mask over something else, such as the samples of a sound, leaves the output as long as it is.
+        Args:
+            given: torch tensors by argument name.
+            is_masked: the decoder masks keys of the output by ``attention_mask``. It does for texts; of sounds the mask
+                is over samples, and some decoders take one and never look at it. These stay as long as they are.
         """
         outputs, mask = given.get("encoder_outputs"), given.get("attention_mask")
         hidden = outputs[0] if outputs is not None and len(outputs) else None
         if not isinstance(hidden, torch.Tensor) or hidden.ndim != 3:
             return None
         batch, length = hidden.shape[:2]
-        if mask is None and takes_mask:
+        if mask is None and is_masked:
             mask = torch.ones(batch, length, dtype=torch.long)
-        fits = mask is not None and tuple(mask.shape) == (batch, length)
+        fits = is_masked and mask is not None and tuple(mask.shape) == (batch, length)
         padded_len = bucket(length) if fits else length
         padded = torch.nn.functional.pad(hidden, (0, 0, 0, padded_len - length))
         arguments: dict[str, Any] = {"encoder_outputs": _replaced(outputs, to_jax_array(padded))}

@@ -77,9 +77,19 @@ class Runtime:
         positions = getattr(self.text_config, "max_position_embeddings", None)
         self.max_positions: int | None = positions if positions is not None and positions > 0 else None  # -1: no end
         self.learned_positions = _learned_positions(decoder, self.max_positions)
-        self.is_causal = not has_encoder and not part and is_causal(called)  # a part's file has its decoder, too
+        # A part's file has its decoder, too; and a head that reads the last token would read what is padded.
+        has_token_outputs = called is module and (module.can_generate() or module.base_model is module)
+        self.is_causal = not has_encoder and has_token_outputs and is_causal(called)
         self.unread = quirks.unread(called)
         self._known: dict[str, Known] = {}  # by the names and shapes of a call's arguments
+
+    @functools.cached_property
+    def masks_encoder(self) -> bool:
+        """Whether the decoder masks positions of the encoder's output, as it does for an encoder of texts."""
+        if self.encoder_part is None or not self.program.accepts("attention_mask"):
+            return False
+        encoder = self.program.module.get_submodule(self.encoder_part)
+        return getattr(encoder, "main_input_name", "input_ids") == "input_ids"
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -90,7 +100,7 @@ class Runtime:
             embeddings = _words(module)
             if isinstance(embeddings, torch.nn.Embedding):
                 return embeddings.num_embeddings
-        return int(self.text_config.vocab_size)
+        return int(getattr(self.text_config, "vocab_size", 2**31 - 1))  # characters, all there are
 
     @functools.cache  # noqa: B019  # as long as the model lives
     def part(self, name: str) -> Runtime:
@@ -379,7 +389,7 @@ class Runtime:
 
     def _context(self, given: dict[str, Any], cache: DeviceCache) -> dict[str, Any]:
         """Takes an encoder's output and its mask out of `given`, padded; the cache learns their length."""
-        output = EncoderOutput.of(given, takes_mask=self.program.accepts("attention_mask"))
+        output = EncoderOutput.of(given, is_masked=self.masks_encoder)
         if output is None:
             return {}
         cache.encoder_len = output.length

@@ -12,7 +12,7 @@ import torch
 
 from model_adapters.arrays import from_host
 from model_adapters.bridge import to_jax_array
-from model_adapters.causality import ignores_masked, is_causal
+from model_adapters.causality import may_share_batches
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel
 from model_adapters.program import CallSpec
@@ -94,7 +94,7 @@ def run(runtime: Runtime, rows: Sequence[Row], *, pad_id: int | None) -> Iterato
         pad_id: what rows are filled up with; None: the model cannot tell padding, so each row is computed alone.
     """
     called = runtime.program.called
-    may_pad = pad_id is not None and runtime.program.accepts(MASK) and (ignores_masked(called) or is_causal(called))
+    may_pad = pad_id is not None and runtime.program.accepts(MASK) and may_share_batches(called)
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][IDS]))
     while order:
         longest = len(rows[order[0]][IDS])

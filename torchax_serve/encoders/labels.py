@@ -101,11 +101,10 @@ def rerank(
 def text_logits(loaded: LoadedModel, runtime: Runtime, rows: Sequence[Row]) -> np.ndarray:
     """float32[num_rows, num_labels]."""
     found: list[Any] = [None] * len(rows)
-    # A decoder's head reads the last token that is no padding, which it knows by its configuration alone.
-    looks_for_padding = getattr(runtime.program.module, "score", None) is not None
-    pad_id: int | None = pad_id_of(loaded, runtime)
-    if looks_for_padding and runtime.config.get_text_config().pad_token_id is None:
-        pad_id = None
+    # A head that reads the last token knows padding by the configuration alone, and cannot do without.
+    knows_padding = getattr(runtime.config.get_text_config(), "pad_token_id", None) is not None
+    is_plain = knows_padding and not runtime.program.names.has_encoder
+    pad_id = pad_id_of(loaded, runtime) if is_plain else None
     for batch in run(runtime, rows, pad_id=pad_id):
         logits = np.asarray(batch.fields["logits"], np.float32)
         for number, index in enumerate(batch.indices):
