@@ -26,7 +26,7 @@ BESIDES_TEXT = ("pixel", "image", "video", "patch", "mm_encoder_outputs", "input
 
 
 def check_has_images(config: PreTrainedConfig, ids: Any, names: Collection[str]) -> None:
-    """Raises InvalidArgumentError for placeholders in `ids`, a tensor or a row, where no argument of `names` has images.
+    """Raises InvalidArgumentError for placeholders in `ids`, a tensor or a row, where no argument of `names` is images.
 
     transformers reads such tokens as words that the model has never learned.
     """
