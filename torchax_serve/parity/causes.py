@@ -13,13 +13,12 @@ CAUSES: dict[str, str] = {
     "deepseek_v4": (
         "Here: the compressed layers keep a cache of their own, and the logits of a prompt differ; not understood."
     ),
-    "deepseek_ocr2": "In the harness: the prompt with the smallest image that its encoder takes is longer than its positions.",
-    "diffusion_gemma": "In the harness: it generates by diffusion of blocks, which are not compared token by token.",
+    "diffusion_gemma": "In the harness: it generates by diffusion of blocks, which is not compared.",
     "evolla": "In the harness: it reads proteins, and no image.",
     "fast_vlm": "In the environment: transformers builds its vision tower from the package `timm` alone.",
     "perception_lm": "In the environment: as `fast_vlm`.",
-    "git": "Here: it stores an image's patches in the cache before the text; runs without a cache, and is compared so.",
-    "glm5_next": "Here: its indexer takes pools of keys by a boolean index, of a number that only the host could count.",
+    "git": "Here: it stores an image's patches in the cache before the text.",
+    "glm5_next": "Here: its indexer takes pools of keys by a boolean index of values that are computed.",
     "kosmos-2.5": "Here: logits are the same, tokens behind the prompt differ; not understood.",
     "pi0": "In transformers: not a model of text. It gives a robot's actions.",
     "pp_formulanet": "In transformers: `get_input_embeddings`, by which a model's vocabulary is known, raises.",
