@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from model_adapters import folding
-from model_adapters.bridge import jax_view, torch_view
+from model_adapters.bridge import jax_view, torch_view, views_of
 from model_adapters.cache_layers import CacheWrite
 from model_adapters.ops import decode_attention, dense_attention
 from model_adapters.paged import NotPackableError, PagedWrite, attend_paged
@@ -153,6 +153,7 @@ def served_attention(
     """
     if dropout:
         raise ValueError(f"expected dropout 0 in a served model, got {dropout}; call model.eval() first")
+    attention_mask, position_bias = views_of((attention_mask, position_bias))  # which code may have made on the host
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     note: CausalMask | None = getattr(attention_mask, "causal_mask", None)
     paged: PagedWrite | None = getattr(key, "paged_write", None)

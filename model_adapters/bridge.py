@@ -55,7 +55,10 @@ def views_of(tensors: Any) -> Any:
     env = torchax.default_env()
 
     def taken(x: torch.Tensor) -> Any:
-        return x if is_view(x) else TorchTensor(to_jax_array(x), env)
+        if is_view(x):
+            return x
+        with jax.ensure_compile_time_eval():  # its values are known, and stay so
+            return TorchTensor(to_jax_array(x), env)
 
     return torch.utils._pytree.tree_map_only(torch.Tensor, taken, tensors)
 

@@ -49,5 +49,5 @@ def _matrix(
 ) -> np.ndarray:
     """float32[wanted, size]: a column of pixels in another size."""
     with torch.utils._python_dispatch._disable_current_modes():
-        units = torch.eye(size)[None, :, :, None]  # a channel for each
-        return operator(units, [wanted, 1], align_corners, scale, None)[0, :, :, 0].T.numpy().copy()
+        units = torch.eye(size)[None, None]  # a column for each; along the rows nothing changes
+        return operator(units, [wanted, size], align_corners, scale, None)[0, 0].numpy().copy()

@@ -224,7 +224,7 @@ class ServedModel(OpenModel):
             UnsupportedArgumentError: `params` has options that only the engine knows, and this runs without it.
         """
         model = self._generator()
-        check_has_images(self.config, torch.tensor([list(prompt_ids)]), ())
+        check_has_images(self.config, prompt_ids, ())
         config = model.generation_config if generation_config is None else generation_config
         why = self._why_not_engine(config, stop_strings)
         if why is None:

@@ -156,7 +156,9 @@ def find_class(
         return native, _config_for(native, config)
     # a name of somebody's own over a type that transformers has: AutoModelForCausalLM, too, goes by the type then
     causal_by_name = name is None or name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
-    by_type: Any = (_CAUSAL | _IMAGE_TEXT).get(config.model_type) if causal_by_name else None
+    sees_images = name is None or name.endswith("ForConditionalGeneration")
+    mapping = {**_CAUSAL, **(_IMAGE_TEXT if sees_images else {})}
+    by_type: Any = mapping.get(config.model_type) if causal_by_name else None
     if by_type is None and name is None:
         by_type = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
     if by_type is not None:

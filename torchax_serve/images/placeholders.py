@@ -26,14 +26,15 @@ BESIDES_TEXT = ("pixel", "image", "video", "patch", "mm_encoder_outputs", "input
 
 
 def check_has_images(config: PreTrainedConfig, ids: Any, names: Collection[str]) -> None:
-    """Raises InvalidArgumentError for placeholders in `ids` int64[batch, len] where no argument of `names` has images.
+    """Raises InvalidArgumentError for placeholders in `ids`, a tensor or a row, where no argument of `names` is images.
 
     transformers reads such tokens as words that the model has never learned.
     """
     token = image_token_id(config)
-    if token is None or not isinstance(ids, torch.Tensor) or not bool((ids == token).any()):
+    if token is None or ids is None:
         return
-    if not any(part in name for name in names for part in BESIDES_TEXT):
+    is_there = bool((ids == token).any()) if isinstance(ids, torch.Tensor) else token in ids
+    if is_there and not any(part in name for name in names for part in BESIDES_TEXT):
         raise InvalidArgumentError(
             f"expected images for the placeholder tokens {token} of the prompt, got no argument with pixels; pass all "
             "that the processor returns to generate(), which alone takes images"

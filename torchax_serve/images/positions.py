@@ -29,9 +29,6 @@ def positions_on_host(model: torch.nn.Module, given: Mapping[str, Any], cache: A
     if tokens is None:
         return None
     counter = getattr(owner, COUNTER)
-    wanted = inspect.signature(counter).parameters
-    values = {name: given.get(name) for name in wanted}
-    values["inputs_embeds"] = torch.empty(*tokens.shape[:2], 0)  # of which the shape is read
-    if "past_key_values" in wanted:
-        values["past_key_values"] = cache
-    return counter(**values)
+    known = {**given, "past_key_values": cache, "inputs_embeds": torch.empty(*tokens.shape[:2], 0)}  # its shape is read
+    parameters = inspect.signature(counter).parameters.values()
+    return counter(**{p.name: known.get(p.name) for p in parameters if p.kind is not p.VAR_KEYWORD})

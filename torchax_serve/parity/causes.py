@@ -13,6 +13,17 @@ CAUSES: dict[str, str] = {
     "deepseek_v4": (
         "Here: the compressed layers keep a cache of their own, and the logits of a prompt differ; not understood."
     ),
+    "diffusion_gemma": "In the harness: it generates by diffusion of blocks, which is not compared.",
+    "evolla": "In the harness: it reads proteins, and no image.",
+    "fast_vlm": "In the environment: transformers builds its vision tower from the package `timm` alone.",
+    "perception_lm": "In the environment: as `fast_vlm`.",
+    "git": "Here: it stores an image's patches in the cache before the text.",
+    "glm5_next": "Here: its indexer takes pools of keys by a boolean index of values that are computed.",
+    "kosmos-2.5": "Here: logits are the same, tokens behind the prompt differ; not understood.",
+    "pi0": "In transformers: not a model of text. It gives a robot's actions.",
+    "pp_formulanet": "In transformers: `get_input_embeddings`, by which a model's vocabulary is known, raises.",
+    "pix2struct": "Here: an encoder reads the image alone; see the section on sequence to sequence.",
+    "florence2": "Here: as `pix2struct`.",
     "gemma3n": (
         "In the environment: transformers builds its vision tower from the package `timm` alone. `gemma3n_text` passes."
     ),

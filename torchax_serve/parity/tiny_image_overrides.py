@@ -72,6 +72,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "topk_group": 1,
             "num_experts_per_tok": 2,
             "num_key_value_heads": 4,
+            "max_position_embeddings": 256,
         },
         "vision_config": {"sam_config": {**_SAM, "downsample_channels": [16, 32], "image_size": 64}},
     },

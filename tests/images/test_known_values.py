@@ -1,0 +1,153 @@
+"""Values that are known while a program is made: constants, selections, checks, and what is lowered for images."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from model_adapters import conditions, folding, lowerings
+from model_adapters.bridge import default_env, jax_view, torch_view
+from model_adapters.errors import UnsupportedModelError
+from model_adapters.host_values import HostValue, can_be_host
+from torchax_serve.known_inputs import Known, arrays_and_rest
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    lowerings.install()
+
+
+def traced(function, *arrays):
+    """`function` over torch views under ``jax.jit``, values known."""
+
+    def run(*arrays):
+        with default_env(), folding.known_values():
+            return jax_view(function(*torch_view(arrays)))
+
+    return jax.jit(run)(*arrays)
+
+
+def test_grids_are_read_in_a_trace():
+    grid = torch.tensor([[1, 2], [2, 3]])
+
+    def split(x):
+        sizes = grid.to(x.device).prod(-1).tolist()  # on the device of traced values, and known all the same
+        return torch.cat([part.sum(0, keepdim=True) for part in torch.split(x, sizes)])
+
+    x = np.arange(16.0, dtype=np.float32).reshape(8, 2)
+    np.testing.assert_array_equal(traced(split, jnp.asarray(x)), np.stack([x[:2].sum(0), x[2:].sum(0)]))
+
+
+def test_boolean_index_by_a_known_mask():
+    mask = torch.tensor([True, False, True])
+    out = traced(lambda x: x[mask.to(x.device)], jnp.arange(6.0).reshape(3, 2))
+    np.testing.assert_array_equal(out, [[0, 1], [4, 5]])
+
+
+def test_in_place_on_known_values_is_done_once():
+    def count(x):
+        known = torch.zeros(3, device=x.device)
+        known += 1
+        known[1] = 5
+        return x + known
+
+    np.testing.assert_array_equal(traced(count, jnp.zeros(3)), [1, 5, 1])
+
+
+def test_computed_values_do_not_get_lost_in_a_tensor_on_the_host():
+    with pytest.raises((UnsupportedModelError, AssertionError, RuntimeError)):
+        traced(lambda x: torch.zeros(3).add_(x), jnp.ones(3))
+
+
+def test_a_table_on_the_host_is_looked_up_by_computed_indices():
+    table = torch.tensor([7, 8, 9])
+    np.testing.assert_array_equal(traced(lambda i: table[i.to("cpu")], jnp.array([2, 0])), [9, 7])
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_checks_are_answered_afterwards(count):
+    def run(ids, x):
+        with default_env(), conditions.collected() as met:
+            selected = torch_view(x)[torch_view(ids) == 1]
+            torch._check_tensor_all(selected.numel() == count * 2, lambda: "never seen in a trace")
+        return jnp.stack(met)
+
+    assert jax.jit(run)(jnp.array([1, 0, 1]), jnp.ones((3, 2))).tolist() == [count == 2]
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_selection_that_is_computed_with_must_be_all(zero):
+    def run(x):
+        with default_env(), folding.known_values(), conditions.collected() as met:
+            real = torch_view(x)[(torch_view(x) != 0).any(-1)]
+            return jax_view(real * 2), jnp.stack(met)
+
+    x = jnp.array([[1.0, 2.0], [0.0, 0.0 if zero else 3.0]])
+    out, met = jax.jit(run)(x)
+    np.testing.assert_array_equal(out, x * 2)
+    assert met.all() == (not zero)
+
+
+def test_a_selection_outside_of_such_a_program_is_refused():
+    def run(x):
+        with default_env():
+            return jax_view(torch_view(x)[torch_view(x) > 0] * 2)
+
+    with pytest.raises(UnsupportedModelError, match="a selection whose size is known after the step"):
+        jax.jit(run)(jnp.ones(3))
+
+
+def test_host_values_are_keys():
+    one, same = HostValue.of(torch.tensor([[1, 2]])), HostValue.of(torch.tensor([[1, 2]]))
+    others = [torch.tensor([[1, 3]]), torch.tensor([1, 2]), torch.tensor([[1, 2]], dtype=torch.int32)]
+    assert one == same and hash(one) == hash(same) and repr(one) == repr(same)
+    assert all(HostValue.of(other) != one and repr(HostValue.of(other)) != repr(one) for other in others)
+    assert torch.equal(one.tensor(), torch.tensor([[1, 2]]))
+    assert HostValue.of(torch.empty(0, 3, dtype=torch.long)).tensor().shape == (0, 3)
+    assert not can_be_host(torch.ones(2)) and not can_be_host(torch.ones(1 << 17, dtype=torch.long))
+
+
+def test_what_is_known_of_a_call():
+    given = {
+        "input_ids": torch.ones(1, 3, dtype=torch.long),
+        "image_grid_thw": torch.ones(1, 3, dtype=torch.long),
+        "pixel_values": torch.ones(2, 2),
+        "sizes": [1, 2],
+    }
+    names = {known: [name for name, _ in arrays_and_rest(given, known)[1]] for known in Known}
+    assert names[Known.NOTHING] == ["sizes"]
+    assert names[Known.GRIDS] == ["image_grid_thw", "sizes"]
+    assert names[Known.TEXT] == ["image_grid_thw", "input_ids", "sizes"]
+    assert dict(arrays_and_rest(given)[1])["sizes"] == (1, 2)
+
+
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("size", [(3, 9), (8, 8), (12, 5)])
+def test_smoothed_resampling(mode, size):
+    x = torch.randn(2, 3, 6, 7)
+
+    def resample(tensor):
+        return torch.nn.functional.interpolate(tensor, size=size, mode=mode, antialias=True)
+
+    def run(array):
+        with default_env():
+            return jax_view(resample(torch_view(array)))
+
+    np.testing.assert_allclose(jax.jit(run)(jnp.asarray(x.numpy())), resample(x).numpy(), atol=2e-6)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_of_embeddings(mode):
+    weight, bags, weights = torch.randn(5, 4), torch.tensor([[0, 1], [4, 4], [2, 3]]), torch.rand(3, 2)
+    weights = weights if mode == "sum" else None
+
+    def run(weight, bags, weights):
+        with default_env():
+            args = (torch_view(bags), torch_view(weight))
+            given = None if weights is None else torch_view(weights)
+            return jax_view(torch.nn.functional.embedding_bag(*args, mode=mode, per_sample_weights=given))
+
+    ours = run(*(None if x is None else jnp.asarray(x.numpy()) for x in (weight, bags, weights)))
+    theirs = torch.nn.functional.embedding_bag(bags, weight, mode=mode, per_sample_weights=weights)
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-6)
