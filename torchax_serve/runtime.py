@@ -17,41 +17,24 @@ from transformers.modeling_outputs import MoEModelOutput
 
 from model_adapters import quirks
 from model_adapters.arrays import from_host
-from model_adapters.bridge import to_jax_array, to_torch_tensor
-from model_adapters.caches import AttentionLayer, DeviceCache
+from model_adapters.bridge import to_torch_tensor
+from model_adapters.caches import DeviceCache
 from model_adapters.causality import is_causal
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program import CONDITIONS, CallSpec, MethodSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
+from model_adapters.tables import learned_positions, name_in, word_table
 from torchax_serve.buckets import bucket
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.images.placeholders import unmet
 from torchax_serve.known_inputs import Known, arrays_and_rest, described_shapes
 from torchax_serve.padding import Padding
 from torchax_serve.program_cache import ProgramCache
+from torchax_serve.query import Query, cut, pad_positions, pad_tokens
 from torchax_serve.steps import Carry, DecodeSpec, Steps
 
 Call = tuple[tuple[Any, Any, dict[str, jax.Array]], CallSpec]
 """Cache, offset and arrays of a step, and what is static of it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Query:
-    """A forward's new tokens on their way to the device."""
-
-    name: str  # such as "input_ids" or "inputs_embeds"
-    tensor: torch.Tensor  # int64[batch, len] or float[batch, len, hidden]
-    padded_len: int
-
-    @property
-    def batch(self) -> int:
-        """Rows."""
-        return self.tensor.shape[0]
-
-    @property
-    def len(self) -> int:
-        """Tokens per row before padding."""
-        return self.tensor.shape[1]
 
 
 class Runtime:
@@ -71,12 +54,12 @@ class Runtime:
         self.steps = Steps(self.program, programs or ProgramCache())
         self.config = getattr(called, "config", module.config)  # a part need not have one of its own
         has_encoder = self.program.names.has_encoder
-        self.encoder_part = _name_in(module, called.get_encoder()) if has_encoder else None
+        self.encoder_part = name_in(module, called.get_encoder()) if has_encoder else None
         decoder = called.get_decoder() if has_encoder else called  # whose layers are those that the cache has
         self.text_config = getattr(decoder, "config", self.config).get_text_config(decoder=True)
         positions = getattr(self.text_config, "max_position_embeddings", None)
         self.max_positions: int | None = positions if positions is not None and positions > 0 else None  # -1: no end
-        self.learned_positions = _learned_positions(decoder, self.max_positions)
+        self.learned_positions = learned_positions(decoder, self.max_positions)
         # A part's file has its decoder, too; and a head that reads the last token would read what is padded.
         has_token_outputs = called is module and (module.can_generate() or module.base_model is module)
         self.is_causal = not has_encoder and has_token_outputs and is_causal(called)
@@ -97,7 +80,7 @@ class Runtime:
         called = self.program.called
         decoder = called.get_decoder() if self.program.names.has_encoder else called
         for module in (decoder, called, self.program.module):
-            embeddings = _words(module)
+            embeddings = word_table(module)
             if isinstance(embeddings, torch.nn.Embedding):
                 return embeddings.num_embeddings
         return int(getattr(self.text_config, "vocab_size", 2**31 - 1))  # characters, all there are
@@ -313,7 +296,7 @@ class Runtime:
         fields, states = self.steps.forward(self.weights, *args, spec=spec)
         if cache is not None:
             cache.states, cache.length = states, past + query.len
-        return _cut(fields, query, past, keep, cache)
+        return cut(fields, query, past, keep, cache)
 
     def _text_inputs(
         self, query: Query, given: dict[str, Any], cache: DeviceCache | None, known: Known
@@ -322,7 +305,7 @@ class Runtime:
         if known is Known.TEXT:
             return {}, False
         names, past = self.program.names, 0 if cache is None else cache.length
-        inputs = {query.name: _pad_tokens(query.tensor, query.padded_len)}
+        inputs = {query.name: pad_tokens(query.tensor, query.padded_len)}
         positions = given.get(names.positions)
         padding = Padding.of(given.get(names.mask), past + query.len)
         length = query.padded_len if cache is None or past == 0 else cache.capacity
@@ -333,7 +316,7 @@ class Runtime:
                 # Without padding every model counts like this; some would do it by a length only the host knows.
                 positions = torch.arange(past, past + query.len)[None].expand(query.batch, -1)
         if positions is not None:
-            inputs[names.positions] = _pad_positions(positions, query.padded_len)
+            inputs[names.positions] = pad_positions(positions, query.padded_len)
         return inputs, padding.starts is not None
 
     def method(self, path: str, given: dict[str, Any]) -> Any:
@@ -396,67 +379,3 @@ class Runtime:
         for name in CONTEXT:
             given.pop(name, None)
         return dict(output.arguments)
-
-
-def _words(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The table of tokens of `module`; None where it has none, or does not say."""
-    try:
-        return module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
-    except NotImplementedError:  # such as a sound's encoder
-        return None
-
-
-def _name_in(module: torch.nn.Module, part: Any) -> str | None:
-    """The name of `part` among the parts of `module`."""
-    return next((name for name, child in module.named_modules() if child is part and name), None)
-
-
-def _learned_positions(module: torch.nn.Module, max_positions: int | None) -> int | None:
-    """`max_positions` if the model looks positions up in a table, past whose end there is nothing to read."""
-    if max_positions is None:
-        return None
-    tables = [child for child in module.modules() if isinstance(child, torch.nn.Embedding)]
-    words = _words(module)
-    # Some tables have a few rows more, for an offset that the model adds.
-    is_table = any(max_positions <= t.num_embeddings <= max_positions + 8 for t in tables if t is not words)
-    return max_positions if is_table else None
-
-
-def _pad_tokens(tensor: torch.Tensor, length: int) -> jax.Array:
-    """Pads the second dimension of ids [batch, len] or embeddings [batch, len, hidden] on the right with zeros."""
-    missing = length - tensor.shape[1]
-    if missing:
-        tensor = torch.cat([tensor, tensor.new_zeros((tensor.shape[0], missing, *tensor.shape[2:]))], 1)
-    return to_jax_array(tensor)
-
-
-def _pad_positions(tensor: torch.Tensor, length: int) -> jax.Array:
-    """Pads the last dimension of positions [batch, len] or [axes, batch, len] on the right with the last value."""
-    missing = length - tensor.shape[-1]
-    if missing:
-        tensor = torch.cat([tensor, tensor[..., -1:].expand(*tensor.shape[:-1], missing)], -1)
-    return to_jax_array(tensor)
-
-
-def _cut(fields: dict[str, Any], query: Query, past: int, keep: int, cache: DeviceCache | None) -> dict[str, Any]:
-    """Takes the padding off again."""
-    cut = dict(fields)
-    if "logits" in cut and keep != 1:
-        # Without padding there is nothing to take off: some models put images before the text, and these logits, too.
-        logits = cut["logits"] if query.len == query.padded_len else cut["logits"][:, : query.len]
-        cut["logits"] = logits[:, -keep:]
-    if "last_hidden_state" in cut:
-        cut["last_hidden_state"] = cut["last_hidden_state"][:, : query.len]
-    if cut.get("hidden_states") is not None:
-        cut["hidden_states"] = tuple(layer[:, : query.len] for layer in cut["hidden_states"])
-    if cut.get("attentions") is not None:
-        states = [] if cache is None else cache.states
-        kept = []
-        for index, layer in enumerate(cut["attentions"]):
-            state = states[index] if index < len(states) else None
-            first = 0
-            if isinstance(state, AttentionLayer) and state.window is not None:
-                first = max(0, past - state.window + 1)  # a sliding layer of transformers has forgotten the rest
-            kept.append(layer[:, :, : query.len, first : past + query.len])
-        cut["attentions"] = tuple(kept)
-    return cut

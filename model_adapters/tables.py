@@ -1,0 +1,32 @@
+"""What a module's parts are called, and the tables that it looks its tokens and positions up in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+def word_table(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The table of tokens of `module`; None where it has none, or does not say."""
+    try:
+        return module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
+    except NotImplementedError:  # such as a sound's encoder
+        return None
+
+
+def name_in(module: torch.nn.Module, part: Any) -> str | None:
+    """The name of `part` among the parts of `module`."""
+    return next((name for name, child in module.named_modules() if child is part and name), None)
+
+
+def learned_positions(module: torch.nn.Module, max_positions: int | None) -> int | None:
+    """`max_positions` if the model looks positions up in a table, past whose end there is nothing to read."""
+    if max_positions is None:
+        return None
+    tables = [child for child in module.modules() if isinstance(child, torch.nn.Embedding)]
+    words = word_table(module)
+    # Some tables have a few rows more, for an offset that the model adds.
+    is_table = any(max_positions <= t.num_embeddings <= max_positions + 8 for t in tables if t is not words)
+    return max_positions if is_table else None
