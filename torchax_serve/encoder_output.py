@@ -50,16 +50,17 @@ class EncoderOutput:
         fits = is_masked and mask is not None and tuple(mask.shape) == (batch, length)
         padded_len = bucket(length) if fits else length
         padded = torch.nn.functional.pad(hidden, (0, 0, 0, padded_len - length))
-        arguments: dict[str, Any] = {"encoder_outputs": _replaced(outputs, to_jax_array(padded))}
+        arguments: dict[str, Any] = {"encoder_outputs": _replaced(outputs, to_jax_array(padded), whole=not fits)}
         if mask is not None:
             right = padded_len - mask.shape[1] if fits else 0
             arguments["attention_mask"] = from_host(np.pad(mask.numpy(), ((0, 0), (0, right))), np.int32)
         return cls(arguments, length)
 
 
-def _replaced(outputs: Any, hidden: jax.Array) -> Any:
-    """`outputs` of the same class with `hidden` alone: what decoders read."""
+def _replaced(outputs: Any, hidden: jax.Array, *, whole: bool) -> Any:
+    """`outputs` of the same class with `hidden`, and if it is `whole` the other tensors, such as a mask of its own."""
     if not isinstance(outputs, ModelOutput):
         return (hidden,)
-    first = next(iter(outputs))
-    return type(outputs)(**{first: hidden})
+    first, *others = outputs
+    kept = {name: to_jax_array(outputs[name]) for name in others if isinstance(outputs[name], torch.Tensor) and whole}
+    return type(outputs)(**{first: hidden, **kept})

@@ -10,6 +10,24 @@ CAUSES: dict[str, str] = {
         "Here: its prompt of 32 embeddings stands in the cache before the request's tokens, which caches here "
         "have no room for; and eager transformers gives other tokens with its cache than without."
     ),
+    "led": "Here: whether a token attends to all is read on the host (`is_global_attn`).",
+    "longformer": "Here: whether a token attends to all is read on the host (`is_global_attn`).",
+    "fsmt": "Here: not understood; the cached steps of its decoder differ.",
+    "esmc": "In the harness: the tiny configuration is a decoder's, which the type refuses.",
+    "perceiver": "In the harness: the base model reads other inputs than token ids.",
+    "voxtral_realtime": "In the harness: the type always reads sounds, which it is not given.",
+    "vibevoice": "In the harness: no inputs are made for this way of reading sounds.",
+    "vibevoice_asr": "In the harness: no inputs are made for this way of reading sounds.",
+    "dia": "Not speech to text: it speaks; the harness has no inputs for its codes.",
+    "pop2piano": "Not speech to text: it writes music; the harness has no inputs for it.",
+    **dict.fromkeys(
+        ("fun_asr_nano", "granite_speech", "granite_speech_plus", "kyutai_speech_to_text", "qwen3_asr", "voxtral"),
+        "In the harness: no inputs are made for sounds among words.",
+    ),
+    **dict.fromkeys(
+        ("moonshine_streaming", "nemo_speechlm", "neomme", "esm"),
+        "In the harness: its tiny configuration is refused, or lacks a value.",
+    ),
     "deepseek_v4": (
         "Here: the compressed layers keep a cache of their own, and the logits of a prompt differ; not understood."
     ),
