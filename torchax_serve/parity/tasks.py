@@ -47,8 +47,8 @@ TASKS: dict[str, Task] = {
         "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
         "torchax_serve.parity.check_images:check",
         "Images and text",
-        "Types that transformers maps to a model of images and text. **{passed} of {total} checked pass**: with an image "
-        "beside the prompt, logits under `jax.jit` are within 1e-4 of eager PyTorch's, and 16 greedy tokens of "
+        "Types that transformers maps to a model of images and text. **{passed} of {total} checked pass**: with an "
+        "image beside the prompt, logits under `jax.jit` are within 1e-4 of eager PyTorch's, and 16 greedy tokens of "
         "`generate` the same; another image must give other logits. [images.md](images.md) says how it is done.",
         {
             "fast": "the fast loop of `generate`, behind a compiled encoder or prefill",
