@@ -80,7 +80,7 @@ def measure(config: Path, dtype: str, options: argparse.Namespace) -> Any:
     settings = Settings(tuple(options.batch), options.prompt_len, options.new_tokens, options.repeats, "hf")
     command = shlex.join(["python", *sys.argv])
     note = lambda text: print(f"{dtype}: {text}", file=sys.stderr, flush=True)  # noqa: E731
-    return bench(config, settings, dtype=dtype, random_weights=True, command=command, note=note)
+    return bench(os.path.relpath(config), settings, dtype=dtype, random_weights=True, command=command, note=note)
 
 
 def write_checkpoint(config: Path, dtype: str, folder: Path) -> None:
