@@ -235,7 +235,7 @@ class Runtime:
         name = names.ids if given.get(names.ids) is not None else names.embeds
         exact = bool(set(given) - names.sequence - {"logits_to_keep"}) or given.get(name) is None
         if cache is None and (exact or names.has_encoder):
-            return self._forward_as_is(given, spec)
+            return self.forward_as_is(given, spec)
         tensor = given.pop(name)
         if name == names.ids:
             self.check_ids(tensor)
@@ -259,7 +259,9 @@ class Runtime:
             )
         return DeviceCache.from_dynamic(cache, self.text_config)
 
-    def _forward_as_is(self, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
+    def forward_as_is(self, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
+        """As `forward_arrays` without a cache, the arguments at the lengths that they have."""
+
         def call(known: Known) -> Call:
             arrays, rest = arrays_and_rest(given, known)
             return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
@@ -350,7 +352,7 @@ class Runtime:
         self, given: dict[str, Any], call: Callable[[Known], tuple[Any, Any]], function: Callable[..., Any]
     ) -> tuple[Any, Any]:
         """The arguments and the static part of a call that knows as little of `given` as its code can do with."""
-        if not set(given) - self.program.names.sequence:
+        if not set(given) - self.program.names.sequence - {"token_type_ids"}:
             return call(Known.NOTHING)
 
         def find() -> Known:

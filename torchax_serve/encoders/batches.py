@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import torch
 
-from model_adapters.arrays import from_host
 from model_adapters.bridge import to_jax_array
 from model_adapters.causality import may_share_batches
 from model_adapters.errors import InvalidArgumentError
@@ -125,8 +124,7 @@ def _forward(runtime: Runtime, rows: list[Row], indices: list[int], width: int, 
     runtime.check_ids(torch.from_numpy(ids[: len(rows)]))
     if runtime.program.accepts(MASK):
         given[MASK] = mask
-    arrays = {name: from_host(array, np.int32) for name, array in given.items()}
-    fields, _ = runtime.steps.forward(runtime.weights, None, None, arrays, spec=CallSpec())
+    fields = runtime.forward_as_is({name: torch.from_numpy(array) for name, array in given.items()}, CallSpec())
     return Batch(indices, to_jax_array(torch.from_numpy(mask)), fields)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from model_adapters.errors import UnsupportedModelError
@@ -22,6 +22,7 @@ from torchax_serve.parity.tiny_config import tiny_config
 from torchax_serve.parity.tiny_model import MOST_ROUNDING, prompts, random_model
 
 SEEDS = (0, 9, 3)
+DECODER_START_ID = 1
 
 Outputs = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -41,10 +42,11 @@ def check_classifier(model_type: str) -> Result:
     return _checked(model_type, model_class, _logits, _classified, lambda logits: logits[0])
 
 
-def texts() -> list[list[int]]:
-    """Token ids of three texts of different lengths."""
+def texts(config: PreTrainedConfig) -> list[list[int]]:
+    """Token ids of three texts of different lengths; before a decoder, with the end that its classifier looks for."""
     first, second = (ids[0].tolist() for ids in prompts())
-    return [first, second, first[3:8]]
+    end = [config.eos_token_id] if config.is_encoder_decoder and isinstance(config.eos_token_id, int) else []
+    return [[*ids, *end] for ids in (first, second, first[3:8])]
 
 
 def _checked(
@@ -65,7 +67,7 @@ def _checked(
     differences: list[float] = []
     with serve(model) as served:
         for name, function, wanted in (
-            ("alone", lambda: output(served.torch_model, torch.tensor([texts()[0]])), expected[0]),
+            ("alone", lambda: output(served.torch_model, torch.tensor([texts(model.config)[0]])), expected[0]),
             ("batch", lambda: of_batch(served), torch.stack([of_one(each) for each in expected])),
         ):
             try:
@@ -95,14 +97,17 @@ def _model(
         UnsupportedModelError: the model fails in PyTorch itself; with PyTorch's own error.
     """
     for seed in SEEDS:
-        model = random_model(model_class, tiny_config(model_type, as_decoder=False), seed)
+        config = tiny_config(model_type, as_decoder=False)
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = DECODER_START_ID
+        model = random_model(model_class, config, seed)
         try:
-            expected = [output(copy.deepcopy(model), torch.tensor([ids])) for ids in texts()]
+            expected = [output(copy.deepcopy(model), torch.tensor([ids])) for ids in texts(model.config)]
             assert all(torch.isfinite(each).all() for each in expected), "outputs that are no numbers"
         except Exception as error:
             raise UnsupportedModelError(f"{model_class.__name__} fails in PyTorch itself: {said(error)}") from error
         try:
-            exact = output(copy.deepcopy(model).double(), torch.tensor([texts()[0]]))
+            exact = output(copy.deepcopy(model).double(), torch.tensor([texts(model.config)[0]]))
         except Exception:  # code that does not compute in float64
             break
         if float((exact - expected[0]).abs().max()) <= MOST_ROUNDING:
@@ -125,9 +130,9 @@ def _mean(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _embeddings(served: Any) -> torch.Tensor:
-    return torch.from_numpy(served.embed(texts(), pooling="mean"))
+    return torch.from_numpy(served.embed(texts(served.config), pooling="mean"))
 
 
 def _classified(served: Any) -> torch.Tensor:
-    rows = [{"input_ids": ids} for ids in texts()]
+    rows = [{"input_ids": ids} for ids in texts(served.config)]
     return torch.from_numpy(text_logits(served._open(), served._runtimes[0], rows))
