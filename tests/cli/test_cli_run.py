@@ -125,6 +125,7 @@ def test_loading_options_arrive(call):
         "allow_pickle": True,
         "cache_dir": "/somewhere",
         "tensor_parallel": 2,
+        "hosts": None,
     }
     call("Hi there", env={"HF_TOKEN": "from the environment"})
     assert call.served[1]["token"] == "from the environment"

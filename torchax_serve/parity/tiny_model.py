@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.parity.result import said
-from torchax_serve.parity.tiny_config import PROMPT_IDS_END, tiny_config
+from torchax_serve.parity.tiny_config import PROMPT_IDS_END, SPECIAL_IDS, tiny_config
 
 NUM_NEW = 16
 PROMPT_LENS = (14, 9)
@@ -131,6 +131,8 @@ def random_model(
         return model
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
+    if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
+        model.generation_config.decoder_start_token_id = SPECIAL_IDS["decoder_start"]
     return model
 
 
