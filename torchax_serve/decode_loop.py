@@ -87,7 +87,7 @@ def _prepared(runtime: Runtime, request: LoopRequest) -> PreparedSteps | str | N
     extra = _further(runtime, request.model_kwargs)
     if not extra:
         return None
-    if names.has_encoder:
+    if names.has_encoder or names.embeds in extra:  # which stand in the place of the tokens that this loop begins with
         return f"the forward gets {', '.join(extra)}"
     return PreparedSteps.of(runtime.program.module, request.input_ids, request.model_kwargs, cache_name, known)
 

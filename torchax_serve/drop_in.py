@@ -93,7 +93,7 @@ class JaxModel:
         prompt = given.get("inputs")
         ids = kwargs.get("input_ids") if prompt is None else prompt
         if not self._jax_runtime.program.names.has_encoder:  # else the encoder looks at its own
-            self._jax_runtime.check_prompt(ids)
+            self._jax_runtime.limits.check_prompt(ids)
         check_has_images(self._jax_runtime.config, ids, [name for name, value in kwargs.items() if value is not None])
         if (mask := kwargs.get("attention_mask")) is not None and mask.numel():
             check_rows(mask)
@@ -128,7 +128,7 @@ class JaxModel:
         max_cache_length: int,
     ) -> Any:
         runtime = self._jax_runtime
-        runtime.check_positions(max_cache_length)
+        runtime.limits.check_positions(max_cache_length)
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic", "static"):
             raise UnsupportedArgumentError(

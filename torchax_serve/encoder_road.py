@@ -97,8 +97,8 @@ def _check(runtime: Runtime, given: dict[str, Any]) -> None:
                 "give one that is not empty"
             )
     if (ids := given.get("input_ids")) is not None and runtime.program.accepts("input_ids"):
-        runtime.check_prompt(ids)
-        runtime.check_ids(ids)
+        runtime.limits.check_prompt(ids)
+        runtime.limits.check_ids(ids)
 
 
 def padded(tensor: torch.Tensor, length: int) -> Any:

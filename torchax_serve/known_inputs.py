@@ -8,7 +8,8 @@ themselves, and then there is a program for each prompt.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import torch
 
 from model_adapters.bridge import to_jax_array
 from model_adapters.host_values import Constant, HostValue, can_be_host
+from torchax_serve.program_cache import ProgramCache
 
 TEXT_ENDINGS = ("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids", "inputs_embeds")
 PIXEL_MASKS = frozenset({"pixel_attention_mask", "image_attention_mask"})
@@ -70,3 +72,41 @@ def described_shapes(given: Mapping[str, Any]) -> str:
 
 def _shape(leaf: Any) -> Any:
     return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
+
+
+class KnownCalls:
+    """Finds how much each kind of call must know, and remembers it by the names and shapes of its arguments.
+
+    Args:
+        text: names of arguments that are text.
+        programs: where what was found is kept for other processes.
+        weights: by name.
+    """
+
+    def __init__(self, text: frozenset[str], programs: ProgramCache, weights: Mapping[str, jax.Array]) -> None:
+        self._text, self._programs, self._weights = text, programs, weights
+        self._known: dict[str, Known] = {}
+
+    def least(
+        self, given: dict[str, Any], call: Callable[[Known], tuple[Any, Any]], function: Callable[..., Any]
+    ) -> tuple[Any, Any]:
+        """The arguments and the static part of a call that knows as little of `given` as its code can do with."""
+        if not set(given) - self._text - {"token_type_ids"}:
+            return call(Known.NOTHING)
+
+        def find() -> Known:
+            for known in Known:
+                args, spec = call(known)
+                try:
+                    jax.eval_shape(functools.partial(function, spec=spec), self._weights, *args)
+                except Exception:  # whatever model code raises for want of values
+                    if known is Known.TEXT:
+                        raise
+                else:
+                    return known
+            raise AssertionError
+
+        described = f"{function.__name__} {described_shapes(given)}"
+        if described not in self._known:
+            self._known[described] = self._programs.remembered("known", described, find)
+        return call(self._known[described])

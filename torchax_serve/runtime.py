@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,7 +27,8 @@ from model_adapters.tables import learned_positions, name_in, word_table
 from torchax_serve.buckets import bucket
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.images.placeholders import unmet
-from torchax_serve.known_inputs import Known, arrays_and_rest, described_shapes
+from torchax_serve.known_inputs import Known, KnownCalls, arrays_and_rest
+from torchax_serve.limits import Limits
 from torchax_serve.padding import Padding
 from torchax_serve.program_cache import ProgramCache
 from torchax_serve.query import Query, cut, pad_positions, pad_tokens
@@ -64,7 +65,7 @@ class Runtime:
         has_token_outputs = called is module and (module.can_generate() or module.base_model is module)
         self.is_causal = not has_encoder and has_token_outputs and is_causal(called)
         self.unread = quirks.unread(called)
-        self._known: dict[str, Known] = {}  # by the names and shapes of a call's arguments
+        self._known = KnownCalls(self.program.names.sequence, self.steps.cache, self.weights)
 
     @functools.cached_property
     def masks_encoder(self) -> bool:
@@ -84,6 +85,11 @@ class Runtime:
             if isinstance(embeddings, torch.nn.Embedding):
                 return embeddings.num_embeddings
         return int(getattr(self.text_config, "vocab_size", 2**31 - 1))  # characters, all there are
+
+    @functools.cached_property
+    def limits(self) -> Limits:
+        """What tokens the model can be given."""
+        return Limits(self.vocab_size, self.max_positions, self.learned_positions)
 
     @functools.cache  # noqa: B019  # as long as the model lives
     def part(self, name: str) -> Runtime:
@@ -170,36 +176,6 @@ class Runtime:
         fits = self.learned_positions is None or past + rung <= self.learned_positions
         return rung if fits else length
 
-    def check_prompt(self, ids: torch.Tensor | None) -> None:
-        """Raises InvalidArgumentError for a prompt [batch, len] that is empty or has more tokens than positions."""
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-            return
-        if ids.numel() == 0:
-            raise InvalidArgumentError(
-                "expected a prompt of at least one token, got an empty one; add a token, such as bos"
-            )
-        if self.max_positions is not None and ids.shape[1] > self.max_positions:
-            raise InvalidArgumentError(
-                f"expected a prompt of at most {self.max_positions} tokens, the positions this model has, "
-                f"got {ids.shape[1]}; shorten it"
-            )
-
-    def check_positions(self, length: int) -> None:
-        """Raises InvalidArgumentError if `length` tokens need a position that a learned table does not have."""
-        if self.learned_positions is not None and length > self.learned_positions:
-            raise InvalidArgumentError(
-                f"expected at most {self.learned_positions} tokens in all, the rows of this model's table of "
-                f"positions, got {length} (prompt and new tokens); lower max_new_tokens or shorten the prompt"
-            )
-
-    def check_ids(self, ids: torch.Tensor) -> None:
-        """Raises InvalidArgumentError for token ids that the vocabulary does not have."""
-        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size):
-            bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-            raise InvalidArgumentError(
-                f"expected token ids from 0 to {self.vocab_size - 1}, got {bad}; encode with this model's own tokenizer"
-            )
-
     def forward(self, given: dict[str, Any], spec: CallSpec, cache: Cache | None) -> dict[str, Any]:
         """One forward with torch tensors in and out.
 
@@ -238,7 +214,7 @@ class Runtime:
             return self.forward_as_is(given, spec)
         tensor = given.pop(name)
         if name == names.ids:
-            self.check_ids(tensor)
+            self.limits.check_ids(tensor)
         # What padding computes is garbage, and here it would be looked at.
         exact = exact or spec.output_attentions or spec.output_hidden_states
         length = tensor.shape[1]
@@ -266,7 +242,7 @@ class Runtime:
             arrays, rest = arrays_and_rest(given, known)
             return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
 
-        args, spec = self._least_known(given, call, self.program.forward)
+        args, spec = self._known.least(given, call, self.program.forward)
         fields, _ = self.steps.forward(self.weights, *args, spec=spec)
         return fields
 
@@ -294,7 +270,7 @@ class Runtime:
             extended = dataclasses.replace(spec, padded=padded, extra=spec.extra + rest)
             return (states, offset, inputs | context | arrays), extended
 
-        args, spec = self._least_known({**given, query.name: query.tensor}, call, self.program.forward)
+        args, spec = self._known.least({**given, query.name: query.tensor}, call, self.program.forward)
         fields, states = self.steps.forward(self.weights, *args, spec=spec)
         if cache is not None:
             cache.states, cache.length = states, past + query.len
@@ -339,7 +315,7 @@ class Runtime:
             arrays, rest = arrays_and_rest(given, known)
             return (arrays,), MethodSpec(path, rest)
 
-        args, spec = self._least_known(given, call, self.program.method)
+        args, spec = self._known.least(given, call, self.program.method)
         output, met = self.steps.method(self.weights, *args, spec=spec)
         self._check(met, given)
         return jax.tree.map(to_torch_tensor, output)
@@ -347,30 +323,6 @@ class Runtime:
     def _check(self, met: jax.Array | None, given: dict[str, Any]) -> None:
         if met is not None and not np.asarray(met).all():
             raise InvalidArgumentError(unmet(self.config, given))
-
-    def _least_known(
-        self, given: dict[str, Any], call: Callable[[Known], tuple[Any, Any]], function: Callable[..., Any]
-    ) -> tuple[Any, Any]:
-        """The arguments and the static part of a call that knows as little of `given` as its code can do with."""
-        if not set(given) - self.program.names.sequence - {"token_type_ids"}:
-            return call(Known.NOTHING)
-
-        def find() -> Known:
-            for known in Known:
-                args, spec = call(known)
-                try:
-                    jax.eval_shape(functools.partial(function, spec=spec), self.weights, *args)
-                except Exception:  # whatever model code raises for want of values
-                    if known is Known.TEXT:
-                        raise
-                else:
-                    return known
-            raise AssertionError
-
-        described = f"{function.__name__} {described_shapes(given)}"
-        if described not in self._known:
-            self._known[described] = self.steps.cache.remembered("known", described, find)
-        return call(self._known[described])
 
     def _context(self, given: dict[str, Any], cache: DeviceCache) -> dict[str, Any]:
         """Takes an encoder's output and its mask out of `given`, padded; the cache learns their length."""

@@ -95,9 +95,10 @@ def test_stored_lengths():
     table = torch.arange(40).reshape(1, 40)
 
     def run(offset, table):
-        past = StoredLength.of(jax_view(offset))
+        past = StoredLength.of(jax_view(offset), 16)
         assert past > 0 and past != 0 and past
         assert (past == 0) is False
+        assert (past + 3 > 19) is False
         positions = torch.arange(past, past + 3, dtype=torch.long, device=table.device)
         assert positions.shape == (3,)
         return positions * 100 + table[:, past : 3 + past][0]
@@ -108,7 +109,7 @@ def test_stored_lengths():
 
 def test_stored_lengths_of_other_caches_are_not_taken_for_known():
     def run(a, b):
-        a, b = StoredLength.of(jax_view(a)), StoredLength.of(jax_view(b))
+        a, b = StoredLength.of(jax_view(a), 16), StoredLength.of(jax_view(b), 16)
         assert a.distance(b + 2) is None
         assert (a + 1).distance(a + 4) == 3
         return a + b

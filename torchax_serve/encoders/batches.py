@@ -121,7 +121,7 @@ def _forward(runtime: Runtime, rows: list[Row], indices: list[int], width: int, 
         mask[number, : len(row[IDS])] = 1
         for name in given:
             given[name][number, : len(row[name])] = row[name]
-    runtime.check_ids(torch.from_numpy(ids[: len(rows)]))
+    runtime.limits.check_ids(torch.from_numpy(ids[: len(rows)]))
     if runtime.program.accepts(MASK):
         given[MASK] = mask
     fields = runtime.forward_as_is({name: torch.from_numpy(array) for name, array in given.items()}, CallSpec())
