@@ -1,0 +1,54 @@
+"""What tokens a model can be given; more is an error that says so."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from model_adapters.errors import InvalidArgumentError
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Sizes of a model's tables.
+
+    Attributes:
+        vocab_size: rows of the table of tokens.
+        max_positions: tokens that the configuration allows; None: any number.
+        learned_positions: the same where positions are looked up in a table, behind which there is nothing to read.
+    """
+
+    vocab_size: int
+    max_positions: int | None
+    learned_positions: int | None
+
+    def check_prompt(self, ids: torch.Tensor | None) -> None:
+        """Raises InvalidArgumentError for a prompt [batch, len] that is empty or has more tokens than positions."""
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            return
+        if ids.numel() == 0:
+            raise InvalidArgumentError(
+                "expected a prompt of at least one token, got an empty one; add a token, such as bos"
+            )
+        if self.max_positions is not None and ids.shape[1] > self.max_positions:
+            raise InvalidArgumentError(
+                f"expected a prompt of at most {self.max_positions} tokens, the positions this model has, "
+                f"got {ids.shape[1]}; shorten it"
+            )
+
+    def check_positions(self, length: int) -> None:
+        """Raises InvalidArgumentError if `length` tokens need a position that a learned table does not have."""
+        if self.learned_positions is not None and length > self.learned_positions:
+            raise InvalidArgumentError(
+                f"expected at most {self.learned_positions} tokens in all, the rows of this model's table of "
+                f"positions, got {length} (prompt and new tokens); lower max_new_tokens or shorten the prompt"
+            )
+
+    def check_ids(self, ids: torch.Tensor) -> None:
+        """Raises InvalidArgumentError for token ids that the vocabulary does not have."""
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size):
+            bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            raise InvalidArgumentError(
+                f"expected token ids from 0 to {self.vocab_size - 1}, got {bad}; encode with this model's own tokenizer"
+            )
