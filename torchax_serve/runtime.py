@@ -65,6 +65,7 @@ class Runtime:
         has_token_outputs = called is module and (module.can_generate() or module.base_model is module)
         self.is_causal = not has_encoder and has_token_outputs and is_causal(called)
         self.unread = quirks.unread(called)
+        self._parts: dict[str, Runtime] = {}
         self._known = KnownCalls(self.program.names.sequence, self.steps.cache, self.weights)
 
     @functools.cached_property
@@ -91,12 +92,14 @@ class Runtime:
         """What tokens the model can be given."""
         return Limits(self.vocab_size, self.max_positions, self.learned_positions)
 
-    @functools.cache  # noqa: B019  # as long as the model lives
     def part(self, name: str) -> Runtime:
         """The part `name` of the model, such as its encoder, over the same weights; "" is the model itself."""
         if not name:
             return self
-        return Runtime(self.program.module, self.weights, self.steps.cache, self.program.sharding, name)
+        if name not in self._parts:
+            made = Runtime(self.program.module, self.weights, self.steps.cache, self.program.sharding, name)
+            self._parts[name] = made
+        return self._parts[name]
 
     @functools.cached_property
     def why_no_cache(self) -> str | None:

@@ -139,6 +139,12 @@ def pair(architecture: str):
     return tiny_model(architecture), to_jax(tiny_model(architecture))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def models_are_let_go():
+    yield
+    pair.cache_clear()
+
+
 def outcome(model, inputs: dict, arguments: dict):
     """What ``generate`` returns, or the error it raises."""
     torch.manual_seed(0)
