@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from model_adapters.real_images import image_features_by
 
-import torch
-
-from model_adapters.real_images import image_features
-
-
-def _get_image_features(
-    self: Any, pixel_values: torch.Tensor, pixel_attention_mask: torch.Tensor | None = None, **kwargs: Any
-) -> Any:
-    kwargs.pop("return_dict", None)
-    return image_features(
-        self,
-        pixel_values,
-        pixel_attention_mask,
-        lambda count, size: count == size,
-        lambda features, patches: self.connector(features, attention_mask=patches.flatten(1)),
-        **kwargs,
-    )
-
+_get_image_features = image_features_by(
+    lambda count, size: count == size,
+    lambda model, features, patches: model.connector(features, attention_mask=patches.flatten(1)),
+)
 
 REPLACED = {"Idefics2Model.get_image_features": _get_image_features}

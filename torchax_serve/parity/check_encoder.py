@@ -18,11 +18,10 @@ from torchax_serve.encoders.labels import text_logits
 from torchax_serve.model import serve
 from torchax_serve.parity.check import TOLERANCE
 from torchax_serve.parity.result import PASSED, Result, said
-from torchax_serve.parity.tiny_config import tiny_config
+from torchax_serve.parity.tiny_config import SPECIAL_IDS, tiny_config
 from torchax_serve.parity.tiny_model import MOST_ROUNDING, prompts, random_model
 
 SEEDS = (0, 9, 3)
-DECODER_START_ID = 1
 
 Outputs = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -99,7 +98,7 @@ def _model(
     for seed in SEEDS:
         config = tiny_config(model_type, as_decoder=False)
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = DECODER_START_ID
+            config.decoder_start_token_id = SPECIAL_IDS["decoder_start"]
         model = random_model(model_class, config, seed)
         try:
             expected = [output(copy.deepcopy(model), torch.tensor([ids])) for ids in texts(model.config)]

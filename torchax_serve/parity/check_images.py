@@ -16,7 +16,7 @@ from torchax_serve.model import ServedModel, serve
 from torchax_serve.parity.check import TOLERANCE, cache_kinds, compile_seconds
 from torchax_serve.parity.result import PASSED, Result, said
 from torchax_serve.parity.tiny_images import Inputs, batched, image_model, image_text_class, inputs_of
-from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest
+from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy
 
 DECODER_IDS = torch.tensor([[1, 7, 5]])
 """Beside an encoder, the first tokens of an answer."""
@@ -61,14 +61,14 @@ def expect(model: PreTrainedModel, model_type: str) -> Expected:
         others = {key: inputs[1][key] for key in inputs[0] if "pixel" in key or "patches" in key}
         changed = _forward(copy.deepcopy(model), {**inputs[0], **others})
         assert torch.isfinite(logits).all(), "logits that are no numbers"
-        alone = [_greedy(model, one) for one in inputs]
+        alone = [greedy(model, None, None, copy.deepcopy(one)) for one in inputs]
     except Exception as error:
         raise UnsupportedModelError(f"{name} fails in PyTorch itself: {said(error)}") from error
     if others and float((changed - logits).abs().max()) < LEAST_CHANGE:
         raise UnsupportedModelError(f"{name} gives the same logits for another image")
     notes, gaps, padded = [], [gap for _, gap in alone], None
     try:
-        padded, gap = _greedy(model, batched(inputs))
+        padded, gap = greedy(model, None, None, batched(inputs))
         gaps.append(gap)
     except Exception as error:
         notes.append(f"eager generate on a padded batch raises {said(error)}; not compared")
@@ -78,21 +78,6 @@ def expect(model: PreTrainedModel, model_type: str) -> Expected:
 def _forward(model: Any, inputs: Inputs) -> torch.Tensor:
     decoder = {"decoder_input_ids": DECODER_IDS} if model.config.is_encoder_decoder else {}
     return model(**copy.deepcopy(inputs), **decoder).logits
-
-
-def _greedy(model: PreTrainedModel, inputs: Inputs) -> tuple[torch.Tensor, float]:
-    """New tokens int64[batch, NUM_NEW], and the smallest gap between the first two logits of a choice."""
-    twin: Any = copy.deepcopy(model)
-    output = twin.generate(
-        **copy.deepcopy(inputs),
-        max_new_tokens=NUM_NEW,
-        min_new_tokens=NUM_NEW,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    top = torch.stack([step.topk(2, -1).values for step in output.logits])
-    return output.sequences[:, -NUM_NEW:], float((top[..., 0] - top[..., 1]).min())
 
 
 def _compared(result: Result, model: PreTrainedModel, expected: Expected, model_type: str) -> Result:

@@ -19,7 +19,7 @@ from model_adapters.errors import UnsupportedModelError
 from torchax_serve.model import serve
 from torchax_serve.parity.check import TOLERANCE, cache_kinds
 from torchax_serve.parity.result import PASSED, Result, said
-from torchax_serve.parity.tiny_config import SPECIAL_IDS, tiny_config
+from torchax_serve.parity.tiny_config import tiny_config
 from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts, random_model
 from torchax_serve.runtime import Runtime
 
@@ -75,10 +75,7 @@ def tiny(
         config = config_class.from_encoder_decoder_configs(tiny_config(encoder_type, as_decoder=False), decoder)
     else:
         config = tiny_config(model_type, as_decoder=False)
-    model = random_model(model_class, config, seed)
-    if model.generation_config.decoder_start_token_id is None:
-        model.generation_config.decoder_start_token_id = SPECIAL_IDS["decoder_start"]
-    return model
+    return random_model(model_class, config, seed)
 
 
 def text_inputs(model: PreTrainedModel) -> Inputs:
