@@ -3,9 +3,11 @@
 What XLA does with them on a CPU: one row of bfloat16 alone becomes "convert all weights, then multiply"; a bfloat16
 *result* is 9 times slower than a float32 one and a cast; float16 is converted number by number. So on a CPU the C++
 product of `cpu/product.h` is taken where it can be built, whose outputs are the same to the last bit for any number of
-rows; a lone row of a 16-bit type alone is summed in another order (`cpu/lone_row.h`), so that its weights come a third
-faster. GFLOP/s with weights of 3072 x 1024, eight of them in turns so that most come from memory (2 cores of an AVX-512
-server processor with 44 to 51 GB/s, 986 GFLOP/s in bfloat16 and 493 in float32; best of ten):
+rows; but up to four rows of a 16-bit type are summed in another order (`cpu/few_rows.h`), for which the weights come a
+third faster, unless `kernels.one_order` asks for one.
+
+GFLOP/s with weights of 3072 x 1024, eight of them in turns so that most come from memory (2 cores of an AVX-512 server
+processor with 44 to 51 GB/s, 986 GFLOP/s in bfloat16 and 493 in float32; best of ten):
 
 =====  =========  ===  =========  ===
 rows   bfloat16:  XLA  float32:   XLA
@@ -112,7 +114,7 @@ _differentiable = kernels.differentiable(lambda x, weight, bias: kernels.linear(
 
 
 def why_not_invariant() -> str | None:
-    """Why the numbers of a row may depend on how many rows are beside it (from two rows on), or None."""
+    """Why a row's numbers may depend on how many are beside it although `kernels.one_order` is asked for, or None."""
     if registry.platform() != "cpu":
         return f"products on a {registry.platform()} are its compiler's"
     if (reason := kernels.missing()) is not None:

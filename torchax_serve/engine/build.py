@@ -43,8 +43,8 @@ class EngineOptions:
         max_decode_slowdown: by which factor prompts that come may lengthen the time per token of requests that run. A
             larger one brings first tokens sooner and a batch of many prompts to its end sooner.
         batch_invariant: whether a request computes the same to the last bit alone and among others, which float32 does
-            on a CPU in any case. In bfloat16 and float16 a request alone then goes without the faster sum over a lone
-            row (about a quarter of its tokens per second).
+            on a CPU in any case. In bfloat16 and float16 up to four requests at once then go without a faster order of
+            sums (about a quarter of their tokens per second).
     """
 
     max_len: int | None = None
@@ -87,7 +87,7 @@ def build_engine(
         page_len=options.page_len,
         token_budget=max(options.token_budget, options.num_slots + 15),
         kv_cache_bytes=options.kv_cache_bytes,
-        min_rows=min(2, options.num_slots) if options.batch_invariant else 1,
+        batch_invariant=options.batch_invariant,
     )
     try:
         road = packed_road(runtime, sizes)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.arrays import from_host
+from model_adapters.ops.cpu.kernels import one_order
 from model_adapters.paged import PackedBatch, PagedLayout
 from model_adapters.program import ModelProgram
 from torchax_serve.buckets import ladder, rung, token_rungs
@@ -36,6 +37,7 @@ class PackedSpec:
     num_rows: int  # S
     pages_per_seq: int
     layout: PagedLayout
+    batch_invariant: bool
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -81,7 +83,7 @@ class PackedModel:
         programs: where compiled steps are kept.
         num_slots: most rows of a step.
         token_budget: most tokens of a step.
-        min_rows: what a decode step of fewer is padded to.
+        batch_invariant: whether products sum in one order for any number of rows.
     """
 
     def __init__(
@@ -93,16 +95,23 @@ class PackedModel:
         *,
         num_slots: int,
         token_budget: int,
-        min_rows: int = 1,
+        batch_invariant: bool = False,
     ) -> None:
         self._program, self._weights, self._cache = program, weights, cache
-        self._decode_rungs = ladder(num_slots, start=min_rows)
+        self._batch_invariant = batch_invariant
+        self._decode_rungs = ladder(num_slots)
         self._row_rungs = ladder(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
         self._token_rungs = token_rungs(token_budget)
         kept = partial(KeptFunction, programs, facts=program.found_out, recall=program.recall)
         self._programs: dict[PackedSpec, Any] = {}
         self._step = kept("packed", self._run, donate=["pools"])
         self._decode_steps = kept("decode_steps", self._decode, donate=["pools", "state"])
+
+    def _forward(
+        self, weights: Mapping[str, jax.Array], pools: tuple[jax.Array, ...], batch: PackedBatch, spec: PackedSpec
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        with one_order(spec.batch_invariant):
+            return self._program.forward_packed(weights, pools, batch, spec.layout)
 
     def _run(
         self,
@@ -114,7 +123,7 @@ class PackedModel:
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """float32[S, vocab] (or [T, vocab]) logits, and the pools."""
         batch = spec.unpack(numbers, last_tokens)
-        logits, pools = self._program.forward_packed(weights, pools, batch, spec.layout)
+        logits, pools = self._forward(weights, pools, batch, spec)
         return logits.astype(jnp.float32), pools
 
     def _decode(
@@ -139,7 +148,7 @@ class PackedModel:
                 positions=batch.positions + index,
                 kv_lens=batch.kv_lens + jnp.where(in_use, index, 0),
             )
-            logits, pools = self._program.forward_packed(weights, pools, now, spec.packed.layout)
+            logits, pools = self._forward(weights, pools, now, spec.packed)
             sampled, state = sample(SamplerSpec(spec.level), options.after(index), state, logits.astype(jnp.float32))
             return tokens.at[index].set(sampled.tokens), pools, state
 
@@ -222,7 +231,7 @@ class PackedModel:
 
     def _spec_of(self, num_tokens: int, num_rows: int, is_decode: bool, all_logits: bool = False) -> PackedSpec:
         layout = dataclasses.replace(self._cache.layout, is_decode=is_decode, all_logits=all_logits)
-        return PackedSpec(num_tokens, num_rows, self._cache.pages_per_seq, layout)
+        return PackedSpec(num_tokens, num_rows, self._cache.pages_per_seq, layout, self._batch_invariant)
 
     @staticmethod
     def _numbers(spec: PackedSpec, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:

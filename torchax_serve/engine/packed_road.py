@@ -65,7 +65,7 @@ def _model(runtime: Runtime, cache: PagedCache, sizes: Sizes) -> PackedModel:
         programs,
         num_slots=slots,
         token_budget=budget,
-        min_rows=sizes.min_rows,
+        batch_invariant=sizes.batch_invariant,
     )
 
 

@@ -30,7 +30,7 @@ class Sizes:
     page_len: int
     token_budget: int
     kv_cache_bytes: int | None  # None: chosen
-    min_rows: int = 1  # that a decode step is padded to
+    batch_invariant: bool = False
 
     def useful_bytes(self, shapes: Sequence[PageShape]) -> int:
         """Bytes of pages that requests in all slots can use at the most."""

@@ -8,8 +8,8 @@ namespace ffi = xla::ffi;
 namespace tas {
 namespace {
 
-constexpr int64_t kNumbersPerChunk = 16 << 10;
-constexpr int64_t kNumbersPerWorker = 128 << 10;  // less is done before another thread is awake
+constexpr int64_t kNumbersPerChunk = 8 << 10;
+constexpr int64_t kNumbersPerWorker = 32 << 10;  // less is done before another thread is awake
 
 Vec silu(Vec x) { return x / (1.f + exp(-x)); }
 Vec gelu_tanh(Vec x) { return 0.5f * x * (1.f + tanh(0.7978845608f * (x + 0.044715f * x * x * x))); }

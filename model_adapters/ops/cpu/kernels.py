@@ -5,12 +5,14 @@ Without a compiler there are none: :func:`missing` says why, and callers use XLA
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ TARGETS = (
     "tas_row_sum",
 )
 _lock = threading.Lock()
+_IN_ORDER = contextvars.ContextVar("in_order", default=False)
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -193,16 +196,29 @@ def _attend(
     return out, pool
 
 
+@contextlib.contextmanager
+def one_order(wanted: bool = True) -> Iterator[None]:
+    """Products traced inside sum in one order for any number of rows: each row's are the same whatever is beside it.
+
+    Else up to four rows of a 16-bit type are summed in an order of their own, which reads weights a third faster.
+    """
+    before = _IN_ORDER.set(wanted)
+    try:
+        yield
+    finally:
+        _IN_ORDER.reset(before)
+
+
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """``x[rows, K] @ weight[N, K].T + bias[N]`` in `dtype` (that of x, or float32), sums in float32."""
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
-    return _call("tas_linear", result)(x, weight, _or_empty(bias))
+    return _call("tas_linear", result)(x, weight, _or_empty(bias), in_order=_IN_ORDER.get())
 
 
 def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """``x[T, K]`` in runs of `group_sizes[E]` rows, each times its ``weight[E, N, K]`` transposed; zeros behind."""
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
-    return _call("tas_grouped_linear", result)(x, weight, group_sizes.astype(jnp.int32))
+    return _call("tas_grouped_linear", result)(x, weight, group_sizes.astype(jnp.int32), in_order=_IN_ORDER.get())
 
 
 def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:

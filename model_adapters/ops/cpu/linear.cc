@@ -2,7 +2,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "lone_row.h"
+#include "few_rows.h"
 #include "product.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -16,75 +16,90 @@ int64_t num_workers(int64_t rows, int64_t n, int64_t k, int64_t itemsize) {
   return 1 + n * k * itemsize / (1 << 18) + rows * n * k / (1 << 23);
 }
 
+// Whether so few rows may be summed in the order that is quickest for them. Float32 keeps that of many rows in any case: its
+// results do not depend on the rows beside.
+template <class T>
+bool in_lanes(int64_t rows, bool in_order) {
+  return rows <= FewRows<T>::kMaxRows && sizeof(T) < sizeof(float) && !in_order;
+}
+
 template <class T, class Out>
-ffi::Error run(ffi::ThreadPool& threads, const T* x, const T* weight, const float* bias, Out* out, int64_t rows, int64_t n, int64_t k) {
+ffi::Error run(ffi::ThreadPool& threads, const T* x, const T* weight, const float* bias, Out* out, int64_t rows, int64_t n, int64_t k, bool in_order) {
   const HeldRows<T> held(&threads, x, rows, k);
-  if (rows == 1 && sizeof(T) < sizeof(float)) {  // float32 keeps the order of many rows, on which its promise rests
-    const LoneRow<T> lone(held, weight, n, k, bias);
-    parallel_for(threads, lone.num_chunks(), num_workers(rows, n, k, sizeof(T)), [&](int64_t c, int64_t) { lone.run(c, out); });
-    return ffi::Error::Success();
+  const int64_t workers = num_workers(rows, n, k, sizeof(T));
+  if (in_lanes<T>(rows, in_order)) {
+    const FewRows<T> few(held, rows, weight, n, k, bias);
+    parallel_for(threads, few.num_chunks(), workers, [&](int64_t c, int64_t) { few.run(c, out); });
+  } else {
+    const Product<T> product(held, rows, weight, n, k, bias);
+    parallel_for(threads, product.num_chunks(), workers, [&](int64_t c, int64_t next) { product.run(c, next, out); });
   }
-  const Product<T> product(held, rows, weight, n, k, bias);
-  parallel_for(threads, product.num_chunks(), num_workers(rows, n, k, sizeof(T)), [&](int64_t c, int64_t next) { product.run(c, next, out); });
   return ffi::Error::Success();
 }
 
 template <class T>
-ffi::Error run_out_type(ffi::ThreadPool& threads, ffi::AnyBuffer& x, ffi::AnyBuffer& weight, ffi::AnyBuffer& bias, ffi::Result<ffi::AnyBuffer>& out) {
+ffi::Error run_out_type(ffi::ThreadPool& threads, ffi::AnyBuffer& x, ffi::AnyBuffer& weight, ffi::AnyBuffer& bias, ffi::Result<ffi::AnyBuffer>& out, bool in_order) {
   const int64_t rows = x.dimensions()[0], n = weight.dimensions()[0], k = weight.dimensions()[1];
   auto call = [&](auto* result) {
-    return run(threads, (const T*)x.untyped_data(), (const T*)weight.untyped_data(), bias.element_count() ? (const float*)bias.untyped_data() : nullptr, result, rows, n, k);
+    return run(threads, (const T*)x.untyped_data(), (const T*)weight.untyped_data(), bias.element_count() ? (const float*)bias.untyped_data() : nullptr, result, rows, n, k, in_order);
   };
   if (out->element_type() == ffi::F32) return call((float*)out->untyped_data());
   if (out->element_type() == x.element_type()) return call((T*)out->untyped_data());
   return ffi::Error::InvalidArgument("linear: the result must have the dtype of x or float32");
 }
 
-// x[rows, K] weight[N, K] bias[N or 0] (float32) -> out[rows, N]. Dtypes and shapes are checked by the caller in Python.
-ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out) {
+// x[rows, K] weight[N, K] bias[N or 0] (float32) -> out[rows, N], summed in one order for any number of rows if `in_order`.
+// Dtypes and shapes are checked by the caller in Python.
+ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out, bool in_order) {
   if (x.element_type() != weight.element_type()) return ffi::Error::InvalidArgument("linear: x and weight must have one dtype");
   switch (x.element_type()) {
-    case ffi::BF16: return run_out_type<bf16>(threads, x, weight, bias, out);
-    case ffi::F16: return run_out_type<f16>(threads, x, weight, bias, out);
-    case ffi::F32: return run_out_type<float>(threads, x, weight, bias, out);
+    case ffi::BF16: return run_out_type<bf16>(threads, x, weight, bias, out, in_order);
+    case ffi::F16: return run_out_type<f16>(threads, x, weight, bias, out, in_order);
+    case ffi::F32: return run_out_type<float>(threads, x, weight, bias, out, in_order);
     default: return ffi::Error::InvalidArgument("linear: x must be bfloat16, float16 or float32");
   }
 }
 
 template <class T>
-ffi::Error run_grouped(ffi::ThreadPool& threads, const T* x, const T* weight, const int32_t* sizes, T* out, int64_t rows, int64_t num_groups, int64_t n, int64_t k) {
+ffi::Error run_grouped(ffi::ThreadPool& threads, const T* x, const T* weight, const int32_t* sizes, T* out, int64_t rows, int64_t num_groups, int64_t n, int64_t k, bool in_order) {
   struct Group {
     HeldRows<T> held;
+    FewRows<T> few;
     Product<T> product;
+    bool is_few;
     T* out;
     int64_t first_chunk;
-    Group(const T* x, int64_t rows, const T* weight, int64_t n, int64_t k, T* out, int64_t first_chunk)
-        : held(nullptr, x, rows, k), product(held, rows, weight, n, k, nullptr), out(out), first_chunk(first_chunk) {}
+    Group(const T* x, int64_t rows, const T* weight, int64_t n, int64_t k, T* out, int64_t first_chunk, bool in_order)
+        : held(nullptr, x, rows, k), few(held, rows, weight, n, k, nullptr), product(held, rows, weight, n, k, nullptr), is_few(in_lanes<T>(rows, in_order)), out(out), first_chunk(first_chunk) {}
+    int64_t num_chunks() const { return is_few ? few.num_chunks() : product.num_chunks(); }
+    void run(int64_t c, int64_t next) const {
+      if (is_few) few.run(c - first_chunk, out);
+      else product.run(c - first_chunk, next - first_chunk, out);
+    }
   };
   std::vector<Group> groups;
   int64_t begin = 0, num_chunks = 0, workers = 0;
   for (int64_t e = 0; e < num_groups; e++) {
     const int64_t count = std::clamp<int64_t>(sizes[e], 0, rows - begin);
     if (count == 0) continue;
-    groups.emplace_back(x + begin * k, count, weight + e * n * k, n, k, out + begin * n, num_chunks);
-    num_chunks += groups.back().product.num_chunks();
+    groups.emplace_back(x + begin * k, count, weight + e * n * k, n, k, out + begin * n, num_chunks, in_order);
+    num_chunks += groups.back().num_chunks();
     workers += num_workers(count, n, k, sizeof(T));
     begin += count;
   }
   std::fill(out + begin * n, out + rows * n, T{});
   parallel_for(threads, num_chunks, workers, [&](int64_t c, int64_t next) {
-    const Group& group = *std::prev(std::upper_bound(groups.begin(), groups.end(), c, [](int64_t chunk, const Group& g) { return chunk < g.first_chunk; }));
-    group.product.run(c - group.first_chunk, next - group.first_chunk, group.out);
+    std::prev(std::upper_bound(groups.begin(), groups.end(), c, [](int64_t chunk, const Group& g) { return chunk < g.first_chunk; }))->run(c, next);
   });
   return ffi::Error::Success();
 }
 
 // x[T, K] in runs of group_sizes[E] rows, weight[E, N, K] -> out[T, N]; rows behind the last group are zero.
-ffi::Error grouped_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error grouped_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> out, bool in_order) {
   const auto wd = weight.dimensions();
   auto call = [&](auto* typed) {
     using T = std::remove_pointer_t<decltype(typed)>;
-    return run_grouped(threads, (const T*)x.untyped_data(), (const T*)weight.untyped_data(), (const int32_t*)group_sizes.untyped_data(), (T*)out->untyped_data(), x.dimensions()[0], wd[0], wd[1], wd[2]);
+    return run_grouped(threads, (const T*)x.untyped_data(), (const T*)weight.untyped_data(), (const int32_t*)group_sizes.untyped_data(), (T*)out->untyped_data(), x.dimensions()[0], wd[0], wd[1], wd[2], in_order);
   };
   if (x.element_type() != weight.element_type() || x.element_type() != out->element_type())
     return ffi::Error::InvalidArgument("grouped_linear: x, weight and result must have one dtype");
@@ -116,7 +131,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_linear, tas::linear,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("in_order"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_grouped_linear, tas::grouped_linear,
                               ffi::Ffi::Bind()
@@ -124,4 +140,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_grouped_linear, tas::grouped_linear,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("in_order"));

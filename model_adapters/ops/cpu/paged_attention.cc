@@ -1,8 +1,8 @@
 // Attention on a paged cache with the write of the new tokens: runs of tokens of several sequences, or one token of each.
 //
-// First all new keys and values are written. Then a work item is (some consecutive tokens of a sequence, kv head), or one
-// span of its positions where there are fewer items than threads; `attend.h` has what is done in it. Which thread takes
-// which item, and how tokens are cut into items, changes no result.
+// A work item is (some consecutive tokens of a sequence, kv head), or one span of its positions where there are fewer items
+// than threads; `attend.h` has what is done in it. Which thread takes which item, and how tokens are cut into items, changes
+// no result. The new keys and values are written by the one item that sees them, or all before where there are several.
 #include <cstring>
 #include <numeric>
 #include <type_traits>
@@ -19,7 +19,6 @@ namespace {
 
 constexpr int64_t kTileRows = 16 * kRowTile;        // query rows that share one reading of keys and values
 constexpr int64_t kProductsPerWorker = 512 << 10;  // less, a dozen microseconds, is not worth waking a thread for
-constexpr int64_t kTokensPerWrite = 32;             // that a thread writes at a time
 
 // Numbers of any of the float types, by the row.
 struct Rows {
@@ -75,6 +74,7 @@ struct Call {
 // Consecutive tokens of one sequence, and the positions that some of them see.
 struct Piece {
   int64_t seq, token, count, lowest, highest;
+  bool is_all;  // of the sequence's new tokens
   int64_t first_span() const { return lowest / kSpan; }
   int64_t num_spans() const { return std::max<int64_t>(1, (highest + kSpan - 1) / kSpan - first_span()); }
 };
@@ -97,7 +97,7 @@ std::vector<Piece> pieces_of(const Call& call, const Shape& shape) {
       const int64_t count = std::min(most, call.last_token(s) - token);
       const Tile tile = tile_of(call, shape, s, token, count);
       const int64_t highest = std::max(tile.last(tile.rows - 1), tile.prefix);
-      pieces.push_back({s, token, count, std::min(tile.prefix > 0 ? 0 : tile.first(0), highest), highest});
+      pieces.push_back({s, token, count, std::min(tile.prefix > 0 ? 0 : tile.first(0), highest), highest, count == call.last_token(s) - call.first_token(s)});
     }
   // The largest first: a thread that is left with one at the end keeps the others waiting.
   const auto work = [](const Piece& p) { return p.count * (p.highest - p.lowest); };
@@ -111,26 +111,33 @@ class Attention {
   Attention(ffi::ThreadPool& threads, const Call& call, T* pool, const Shape& shape) : threads_(threads), call_(call), pool_(pool), shape_(shape) {}
 
   void run() {
-    write();
     const std::vector<Piece> pieces = pieces_of(call_, shape_);
     clear_outputs(pieces);
-    const int64_t num_items = int64_t(pieces.size()) * shape_.kv_heads;
+    const int64_t heads = shape_.kv_heads, num_items = int64_t(pieces.size()) * heads;
     int64_t products = 0, most_spans = 1;
     for (const Piece& p : pieces) {
       products += p.count * call_.query_heads * (p.highest - p.lowest) * (shape_.key_dim + shape_.value_dim);
       most_spans = std::max(most_spans, p.num_spans());
     }
     const int64_t workers = std::min<int64_t>(threads_.num_threads(), 1 + products / kProductsPerWorker);
-    if (workers > 1 && most_spans > 1 && num_items < 2 * workers) return run_spans(pieces, workers);
+    const bool by_spans = workers > 1 && most_spans > 1 && num_items < 2 * workers;
+    // An item that sees all new tokens of its sequence alone writes them itself, which keeps memory busy meanwhile.
+    std::vector<const Piece*> before;
+    for (const Piece& piece : pieces)
+      if (by_spans || !piece.is_all) before.push_back(&piece);
+    const int64_t num_before = int64_t(before.size()) * heads;
+    parallel_for(threads_, num_before, num_before, [&](int64_t i, int64_t) { write(*before[i / heads], i % heads); });
+    if (by_spans) return run_spans(pieces, workers);
     parallel_for(threads_, num_items, workers, [&](int64_t i, int64_t next_item) {
-      const Piece& piece = pieces[i / shape_.kv_heads];
-      const int64_t head = i % shape_.kv_heads, rows = piece.count * shape_.group;
-      const Piece* next_piece = next_item < num_items ? &pieces[next_item / shape_.kv_heads] : nullptr;
+      const Piece& piece = pieces[i / heads];
+      const int64_t head = i % heads, rows = piece.count * shape_.group;
+      if (piece.is_all) write(piece, head);
+      const Piece* next_piece = next_item < num_items ? &pieces[next_item / heads] : nullptr;
       static thread_local std::vector<float> scratch;
       scratch.resize(2 * Sums::size(rows, shape_.value_dim));
       const Sums sums = Sums::at(scratch.data(), rows), next = Sums::at(scratch.data() + Sums::size(rows, shape_.value_dim), rows);
       for (int64_t n = 0; n < piece.num_spans(); n++) {
-        const Unit then = n + 1 < piece.num_spans() ? Unit{&piece, head, n + 1} : Unit{next_piece, next_item % shape_.kv_heads, 0};
+        const Unit then = n + 1 < piece.num_spans() ? Unit{&piece, head, n + 1} : Unit{next_piece, next_item % heads, 0};
         attend({&piece, head, n}, n == 0 ? sums : next, then);
         if (n > 0) join(sums, next, rows, shape_.value_dim);
       }
@@ -139,28 +146,20 @@ class Attention {
   }
 
  private:
-  void write() {
-    for (int64_t s = 0; s < call_.num_seqs; s++) {
-      const int64_t first = call_.first_token(s), last = call_.last_token(s), chunks = (last - first + kTokensPerWrite - 1) / kTokensPerWrite;
-      if (last <= first) continue;
-      parallel_for(threads_, chunks, chunks, [&](int64_t c, int64_t) {
-        for (int64_t t = first + c * kTokensPerWrite; t < std::min(last, first + (c + 1) * kTokensPerWrite); t++) write(s, t);
-      });
-    }
+  void write(const Piece& piece, int64_t head) {
+    for (int64_t token = piece.token; token < piece.token + piece.count; token++) write(piece.seq, token, head);
   }
 
-  void write(int64_t s, int64_t token) {
+  void write(int64_t s, int64_t token, int64_t head) {
     const int64_t position = call_.position(s, token);
     if (position >= shape_.capacity()) return;
     const int64_t page = call_.page_table[s * shape_.pages_per_seq + position / shape_.page];
     if (page < 0 || page >= shape_.num_pages) return;
-    for (int64_t head = 0; head < shape_.kv_heads; head++) {
-      T* slot = pool_ + ((page * shape_.kv_heads + head) * shape_.page + position % shape_.page) * shape_.width;
-      const int64_t at = token * shape_.kv_heads + head;
-      store(call_.k, at * shape_.key_dim, shape_.key_dim, call_.k_scale ? call_.k_scale[head] : 1.f, slot);
-      store(call_.v, at * shape_.value_dim, shape_.value_dim, call_.v_scale ? call_.v_scale[head] : 1.f, slot + shape_.key_dim);
-      std::fill(slot + shape_.key_dim + shape_.value_dim, slot + shape_.width, T{});
-    }
+    T* slot = pool_ + ((page * shape_.kv_heads + head) * shape_.page + position % shape_.page) * shape_.width;
+    const int64_t at = token * shape_.kv_heads + head;
+    store(call_.k, at * shape_.key_dim, shape_.key_dim, call_.k_scale ? call_.k_scale[head] : 1.f, slot);
+    store(call_.v, at * shape_.value_dim, shape_.value_dim, call_.v_scale ? call_.v_scale[head] : 1.f, slot + shape_.key_dim);
+    std::fill(slot + shape_.key_dim + shape_.value_dim, slot + shape_.width, T{});
   }
 
   static void store(const Rows& from, int64_t begin, int64_t n, float scale, T* out) {

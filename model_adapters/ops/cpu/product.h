@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -19,15 +20,23 @@
 
 namespace tas {
 
-constexpr int kFewRows = 4;                         // of x, up to which the weights are turned
+constexpr int kFewRows = 8;                         // of x, up to which the weights are turned
 constexpr int kMaxGroups = kManyRegisters ? 4 : 2;  // groups of kLanes rows of x that a tile takes together
 constexpr int kChunkRows = 48;                      // weight rows that a thread takes at a time: whole tiles of every shape
 constexpr int64_t kBlockWords = 1536;               // of K: x of kMaxGroups groups stays in the second-level cache
 
-constexpr int kWordsPerLine = 64 / sizeof(float);   // of the cache
+constexpr std::align_val_t kLine{64};               // of the cache
+constexpr int kWordsPerLine = 64 / sizeof(float);
 
 // Weight rows of a tile: its sums, and what they are made of, stay in registers.
 constexpr int tile_rows(int groups) { return kManyRegisters ? (groups == 1 ? 16 : groups == 2 ? 8 : 6) : (groups == 1 ? 8 : 4); }
+
+// Calls `function` with `count`, of 1 to N, as a constant.
+template <int N, class Function>
+void for_count(int64_t count, const Function& function) {
+  if (count == N) return function(std::integral_constant<int, N>{});
+  if constexpr (N > 1) for_count<N - 1>(count, function);
+}
 
 // x[rows, k] in words, zeros behind each row. Few rows lie as they are, `stride` apart; else group g of kLanes rows is turned:
 // it holds its word w at data + (g * num_words + w) * kLanes, with zeros for rows that are not there.
@@ -39,15 +48,22 @@ class HeldRows {
   HeldRows(xla::ffi::ThreadPool* threads, const T* x, int64_t rows, int64_t k) : x_(x), rows_(rows), k_(k) {
     num_words = (k + P::kStep - 1) / P::kStep * kLanes;
     const int64_t num_groups = (rows + kLanes - 1) / kLanes;
-    words_.reset(new float[(rows <= kFewRows ? rows : num_groups * kLanes) * num_words]);  // not vector: nobody needs zeros
+    const int64_t count = (rows <= kFewRows ? rows : num_groups * kLanes) * num_words;
+    words_.reset(static_cast<float*>(::operator new(count * sizeof(float), kLine)));  // not vector: nobody needs zeros
     float* out = words_.get();
-    const auto turn = [&](int64_t g, int64_t = 0) { turn_group(g, out + g * num_words * kLanes); };
-    if (rows <= kFewRows)
+    if (rows <= kFewRows) {
       for (int64_t r = 0; r < rows; r++)
         for (int64_t d = 0; d < k; d += P::kStep) store(out + r * num_words + d / kPerWord, step_of(r, d));
-    else if (threads != nullptr) parallel_for(*threads, num_groups, num_groups / 4, turn);
+      return;
+    }
+    const int64_t slices = (k + kSlice - 1) / kSlice;
+    const auto turn = [&](int64_t i, int64_t = 0) {
+      const int64_t g = i / slices, begin = i % slices * kSlice;
+      turn_group(g, begin, std::min(k, begin + kSlice), out + (g * num_words + begin / kPerWord) * kLanes);
+    };
+    if (threads != nullptr) parallel_for(*threads, num_groups * slices, 1 + num_groups * slices / 2, turn);
     else
-      for (int64_t g = 0; g < num_groups; g++) turn(g);
+      for (int64_t i = 0; i < num_groups * slices; i++) turn(i);
   }
 
   int64_t num_words;
@@ -55,6 +71,7 @@ class HeldRows {
 
  private:
   static constexpr int64_t kPerWord = P::kStep / kLanes;
+  static constexpr int64_t kSlice = 512;  // of K, whole steps: what a thread turns at a time
 
   Vec step_of(int64_t r, int64_t d) const {
     const int left = std::min<int64_t>(P::kStep, k_ - d);
@@ -62,9 +79,9 @@ class HeldRows {
     return (Vec)(left == P::kStep ? P::load(row) : P::load(row, left));
   }
 
-  void turn_group(int64_t g, float* out) const {
+  void turn_group(int64_t g, int64_t begin, int64_t end, float* out) const {
     const int count = std::min<int64_t>(kLanes, rows_ - g * kLanes);
-    for (int64_t d = 0; d < k_; d += P::kStep, out += kLanes * kLanes) {
+    for (int64_t d = begin; d < end; d += P::kStep, out += kLanes * kLanes) {
       Vec v[kLanes] = {};
       for (int i = 0; i < count; i++) v[i] = step_of(g * kLanes + i, d);
       transpose_square(v);
@@ -74,7 +91,10 @@ class HeldRows {
 
   const T* x_;
   int64_t rows_, k_;
-  std::unique_ptr<float[]> words_;
+  struct Free {
+    void operator()(float* words) const { ::operator delete(words, kLine); }
+  };
+  std::unique_ptr<float, Free> words_;  // no vector of them crosses a line of the cache
 };
 
 // Weight rows as words: as they lie where a number is a word or half of one, else as floats of a scratch.
@@ -98,7 +118,8 @@ class Product {
     const int64_t num_groups = (rows_ + kLanes - 1) / kLanes, begin = c * kChunkRows, end = std::min(n_, begin + kChunkRows);
     const T* after = next < num_chunks() ? weight_ + next * kChunkRows * k_ : nullptr;
     if (rows_ <= kFewRows) {
-      for (int64_t i = begin; i < end; i += kLanes) few_rows(i, i + kLanes < end ? weight_ + (i + kLanes) * k_ : after, out);
+      for (int64_t i = begin; i < end; i += kLanes)
+        for_count<kFewRows>(rows_, [&](auto count) { stream<count>(i, i + kLanes < end ? weight_ + (i + kLanes) * k_ : after, out); });
       return;
     }
     sums_of_thread.resize(kChunkRows * num_groups * kLanes);
@@ -159,7 +180,7 @@ class Product {
       }
 #pragma GCC unroll 16
       for (int j = 0; j < kLanes; j++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) P::accumulate(sum[r], (Word)v[j], splat_word((const char*)(x_ + r * num_words_ + d / kPerWord + j)));
     }
     const int64_t count = std::min<int64_t>(kLanes, n_ - begin);
@@ -168,15 +189,6 @@ class Product {
         for (int64_t i = 0; i < count; i++) sum[r][i] += bias_[begin + i];
       put(sum[r], count, out + r * n_ + begin);
     }
-  }
-
-  template <class Out>
-  void few_rows(int64_t begin, const T* next, Out* out) const {
-    static_assert(kFewRows == 4);
-    if (rows_ == 1) stream<1>(begin, next, out);
-    else if (rows_ == 2) stream<2>(begin, next, out);
-    else if (rows_ == 3) stream<3>(begin, next, out);
-    else stream<4>(begin, next, out);
   }
 
   // All tiles of weight rows [begin, end), columns from d on, with G groups of x from g on; `then` is read after them.
