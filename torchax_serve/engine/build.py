@@ -42,6 +42,9 @@ class EngineOptions:
             slower than its steps one by one, and 8 elsewhere.
         max_decode_slowdown: by which factor prompts that come may lengthen the time per token of requests that run. A
             larger one brings first tokens sooner and a batch of many prompts to its end sooner.
+        kv_cache_dtype: "int8" keeps keys and values in 8 bits, so that twice as many tokens of a 16-bit model fit; each
+            layer and head has a scale for keys and one for values, found at the start by a prompt of random tokens.
+            None: in the model's dtype.
         batch_invariant: whether a request computes the same to the last bit alone and among others, which float32 does
             on a CPU in any case. In bfloat16 and float16 a request alone then goes without the faster sum over a lone
             row (about a quarter of its tokens per second).
@@ -56,6 +59,7 @@ class EngineOptions:
     max_num_steps: int | None = None
     max_decode_slowdown: float = 2.0
     batch_invariant: bool = False
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -63,6 +67,9 @@ class EngineOptions:
             if isinstance(field.default, bool):
                 if not isinstance(value, bool):
                     raise InvalidArgumentError(f"{field.name}: expected True or False, got {value!r}")
+            elif field.name == "kv_cache_dtype":
+                if value not in (None, "int8"):
+                    raise InvalidArgumentError(f"kv_cache_dtype: expected 'int8' or None, got {value!r}")
             elif field.name == "max_decode_slowdown":
                 if isinstance(value, bool) or not isinstance(value, int | float) or not value > 1:
                     raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {value!r}")
@@ -88,11 +95,17 @@ def build_engine(
         token_budget=max(options.token_budget, options.num_slots + 15),
         kv_cache_bytes=options.kv_cache_bytes,
         min_rows=min(2, options.num_slots) if options.batch_invariant else 1,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     try:
         road = packed_road(runtime, sizes)
     except NotPackableError as reason:
         _check_invariance(options, str(reason))
+        if options.kv_cache_dtype is not None:
+            raise InvalidArgumentError(
+                f"kv_cache_dtype: expected None for a model that cannot be packed, got {options.kv_cache_dtype!r} "
+                f"({reason}); leave it out"
+            ) from reason
         road = gathered_road(runtime, sizes, str(reason))
     _check_invariance(options, why_not_invariant())
     is_packed = road.why_not_packed is None

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.arrays import from_host
-from model_adapters.paged import PackedBatch, PagedLayout
+from model_adapters.paged import PackedBatch, PagedLayout, Pool
 from model_adapters.program import ModelProgram
 from torchax_serve.buckets import ladder, rung, token_rungs
 from torchax_serve.engine.cache import PagedCache
@@ -107,11 +107,11 @@ class PackedModel:
     def _run(
         self,
         weights: Mapping[str, jax.Array],
-        pools: tuple[jax.Array, ...],
+        pools: tuple[Pool, ...],
         last_tokens: jax.Array,
         numbers: jax.Array,
         spec: PackedSpec,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array, tuple[Pool, ...]]:
         """float32[S, vocab] (or [T, vocab]) logits, and the pools."""
         batch = spec.unpack(numbers, last_tokens)
         logits, pools = self._program.forward_packed(weights, pools, batch, spec.layout)
@@ -120,12 +120,12 @@ class PackedModel:
     def _decode(
         self,
         weights: Mapping[str, jax.Array],
-        pools: tuple[jax.Array, ...],
+        pools: tuple[Pool, ...],
         state: SamplerState,
         numbers: jax.Array,
         options: RowOptions,
         spec: DecodeSpec,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...], SamplerState]:
+    ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState]:
         """int32[num_steps, S] tokens, each step fed with those of the one before; the pools; the sampler's state."""
         batch = spec.packed.unpack(numbers, state.last_tokens)
         slots = spec.packed.slots(numbers)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 
 from model_adapters.errors import OutOfMemoryError
 from model_adapters.loading.memory import free_host_bytes
@@ -31,6 +32,7 @@ class Sizes:
     token_budget: int
     kv_cache_bytes: int | None  # None: chosen
     min_rows: int = 1  # that a decode step is padded to
+    kv_cache_dtype: str | None = None  # "int8"; None: the model's
 
     def useful_bytes(self, shapes: Sequence[PageShape]) -> int:
         """Bytes of pages that requests in all slots can use at the most."""
@@ -94,8 +96,9 @@ class Road:
         plan = self.cache.plan
         if plan.groups:
             pages = " + ".join(str(group.num_pages - 1) for group in plan.groups)
+            in_int8 = " in int8" if any(shape.dtype == np.int8 for shape in plan.shapes) else ""
             said = (
-                f"cache of {plan.num_bytes / 1e6:.1f} MB: {pages} pages of {plan.page_len} tokens, room for "
+                f"cache of {plan.num_bytes / 1e6:.1f} MB{in_int8}: {pages} pages of {plan.page_len} tokens, room for "
                 f"{plan.num_tokens} tokens; {plan.num_requests(plan.max_len)} requests of {plan.max_len} tokens fit at "
                 "once"
             )
