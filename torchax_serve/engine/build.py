@@ -17,6 +17,7 @@ from torchax_serve.engine.gathered_road import gathered_road
 from torchax_serve.engine.packed_road import packed_road
 from torchax_serve.engine.road import Sizes
 from torchax_serve.engine.runner import ModelRunner
+from torchax_serve.engine.sampler_programs import tables_bytes
 from torchax_serve.runtime import Runtime
 from torchax_serve.scheduling import RequestId, Scheduler, SchedulerConfig
 from torchax_serve.scheduling.config import check_whole
@@ -96,6 +97,7 @@ def build_engine(
         kv_cache_bytes=options.kv_cache_bytes,
         min_rows=min(2, options.num_slots) if options.batch_invariant else 1,
         kv_cache_dtype=options.kv_cache_dtype,
+        tables_bytes=tables_bytes(options.num_slots, runtime.vocab_size),
     )
     try:
         road = packed_road(runtime, sizes)
@@ -122,6 +124,7 @@ def build_engine(
         max_decode_slowdown=options.max_decode_slowdown,
         token_rungs=token_rungs(sizes.token_budget) if is_packed else (),
     )
+    road = dataclasses.replace(road, tables_bytes=sizes.tables_bytes)
     logger.info("%s", road)
     runner = ModelRunner(road.model, road.cache, num_slots=sizes.num_slots, vocab_size=runtime.vocab_size)
     return Engine(Scheduler(config), runner, str(road), ids)

@@ -33,6 +33,7 @@ class Sizes:
     kv_cache_bytes: int | None  # None: chosen
     min_rows: int = 1  # that a decode step is padded to
     kv_cache_dtype: str | None = None  # "int8"; None: the model's
+    tables_bytes: int = 0  # of the sampler, beside the cache
 
     def useful_bytes(self, shapes: Sequence[PageShape]) -> int:
         """Bytes of pages that requests in all slots can use at the most."""
@@ -64,7 +65,12 @@ class Sizes:
         """
         if self.kv_cache_bytes is not None:
             return self.kv_cache_bytes
-        free = free_bytes()
+        free = free_bytes() - self.tables_bytes
+        if free <= 0:
+            raise OutOfMemoryError(
+                f"expected memory for the sampler's tables of {self.num_slots} requests, {self.tables_bytes} bytes, "
+                f"got {free + self.tables_bytes} bytes; lower num_slots"
+            )
         if useful <= free // 8:
             return useful
         taken = temporary()
@@ -85,6 +91,7 @@ class Road:
     why_not_packed: str | None = None  # None: it is packed
     chunk_sizes: tuple[int, ...] | None = None  # of prompts; None: any
     can_share_prefixes: bool = True
+    tables_bytes: int = 0  # that the sampler takes beside the cache
 
     @property
     def name(self) -> str:
@@ -104,6 +111,7 @@ class Road:
             )
         else:
             said = f"no pages: each request has a state of one size; requests of at most {plan.max_len} tokens"
+        said += f"; {self.tables_bytes / 1e6:.1f} MB for the sampler's tables"
         return said if self.why_not_packed is None else f"{said}; gathered, not packed: {self.why_not_packed}"
 
 
