@@ -28,6 +28,11 @@ MAX_LEN = 32768
 """Longest request where nothing else limits it: page tables and masks are that wide."""
 
 
+MAX_SOURCE_LEN = 512
+MAX_ANSWER_LEN = 4096
+"""Of an encoder-decoder model where nothing else limits them. Keys and values of the input are kept for each slot."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How the engine is laid out. None: chosen from the model and the memory there is.
@@ -36,6 +41,8 @@ class EngineOptions:
         max_len: prompt and answer of one request, in tokens; the model's own limit if None.
         num_slots: requests that run at once.
         page_len: tokens of a page of the cache.
+        max_source_len: what an encoder beside the decoder may be given, in tokens; each slot has room for the keys and
+            values of that many. None: what the encoder's positions allow, and 512 at the most.
         kv_cache_bytes: bytes of all pages together.
         token_budget: tokens computed in one step.
         prefix_caching: whether requests share the pages of a common beginning.
@@ -61,6 +68,7 @@ class EngineOptions:
     max_decode_slowdown: float = 2.0
     batch_invariant: bool = False
     kv_cache_dtype: str | None = None
+    max_source_len: int | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -98,6 +106,7 @@ def build_engine(
         min_rows=min(2, options.num_slots) if options.batch_invariant else 1,
         kv_cache_dtype=options.kv_cache_dtype,
         tables_bytes=tables_bytes(options.num_slots, runtime.vocab_size),
+        max_source_len=_max_source_len(runtime, options),
     )
     try:
         road = packed_road(runtime, sizes)
@@ -144,10 +153,31 @@ def _max_num_steps(options: EngineOptions) -> int:
     return 1 if jax.default_backend() == "cpu" else 8
 
 
+def _max_source_len(runtime: Runtime, options: EngineOptions) -> int:
+    if runtime.encoder_part is None:
+        if options.max_source_len is not None:
+            raise InvalidArgumentError(
+                f"max_source_len: expected None for a model without an encoder, got {options.max_source_len}; max_len "
+                "limits its requests"
+            )
+        return 0
+    encoder = runtime.part(runtime.encoder_part)
+    asked = options.max_source_len
+    if asked is None:
+        return min(MAX_SOURCE_LEN, encoder.learned_positions or encoder.max_positions or MAX_SOURCE_LEN)
+    if encoder.learned_positions is not None and asked > encoder.learned_positions:
+        raise InvalidArgumentError(
+            f"max_source_len: expected at most {encoder.learned_positions}, the positions this model's encoder has, got "
+            f"{asked}; lower it"
+        )
+    return asked
+
+
 def _max_len(runtime: Runtime, options: EngineOptions) -> int:
     limit = runtime.max_positions
     if options.max_len is None:
-        return min(MAX_LEN, limit or MAX_LEN)
+        most = MAX_LEN if runtime.encoder_part is None else MAX_ANSWER_LEN
+        return min(most, limit or most)
     if runtime.learned_positions is not None and options.max_len > runtime.learned_positions:
         raise InvalidArgumentError(
             f"max_len: expected at most {runtime.learned_positions}, the positions this model has, got "

@@ -34,6 +34,7 @@ class Sizes:
     min_rows: int = 1  # that a decode step is padded to
     kv_cache_dtype: str | None = None  # "int8"; None: the model's
     tables_bytes: int = 0  # of the sampler, beside the cache
+    max_source_len: int = 0  # of an encoder's input; 0 where there is no encoder
 
     def useful_bytes(self, shapes: Sequence[PageShape]) -> int:
         """Bytes of pages that requests in all slots can use at the most."""
