@@ -8,10 +8,12 @@ told where each begins. The layers here refuse anything that does not go through
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import torch
+from jax.sharding import NamedSharding, PartitionSpec
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from model_adapters.bridge import jax_view, torch_view
@@ -54,6 +56,41 @@ class PagedLayout:
     all_logits: bool = False
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Pool:
+    """A layer's pages in int8: ``round(x / scale)`` within -127 .. 127, a scale for each kv head."""
+
+    pages: jax.Array  # int8[pages, kv_heads, page_len, width]
+    k_scale: jax.Array  # float32[kv_heads]
+    v_scale: jax.Array  # float32[kv_heads]
+
+
+Pool = jax.Array | Int8Pool
+
+
+def pages_of(pool: Pool) -> jax.Array:
+    """The array of a pool that pages lie in."""
+    return pool.pages if isinstance(pool, Int8Pool) else pool
+
+
+def with_pages(pool: Pool, pages: jax.Array) -> Pool:
+    """A pool like `pool` with these pages."""
+    return dataclasses.replace(pool, pages=pages) if isinstance(pool, Int8Pool) else pages
+
+
+def laid_out(
+    pool: Pool, sharding: Callable[[int], NamedSharding], place: Callable[[Any, NamedSharding], jax.Array]
+) -> Pool:
+    """`pool` with each array where `place` puts it; `sharding` is that of pages with so many heads."""
+    of_pages = sharding(pages_of(pool).shape[1])
+    pages = place(pages_of(pool), of_pages)
+    if not isinstance(pool, Int8Pool):
+        return pages
+    by_head = NamedSharding(of_pages.mesh, PartitionSpec(*of_pages.spec[1:2]))
+    return Int8Pool(pages, place(pool.k_scale, by_head), place(pool.v_scale, by_head))
+
+
 @dataclasses.dataclass
 class PagedWrite:
     """Attached to the keys that ``cache.update`` returned: the op that receives them writes and attends."""
@@ -67,11 +104,20 @@ class PagedLayer(CacheLayerMixin):
 
     supports_early_init = False
 
-    def __init__(self, pool: jax.Array, batch: PackedBatch, table: jax.Array, window: int | None, layout: Any) -> None:
-        self.pool: Any = torch_view(pool)
+    def __init__(self, pool: Pool, batch: PackedBatch, table: jax.Array, window: int | None, layout: Any) -> None:
+        self._given = pool
+        self.pages: Any = torch_view(pages_of(pool))
+        self.scales: dict[str, Any] = {}
+        if isinstance(pool, Int8Pool):
+            self.scales = {"k_scale": torch_view(pool.k_scale), "v_scale": torch_view(pool.v_scale)}
         self.batch, self.table, self.window, self.layout = batch, table, window, layout
         self.num_updates = 0
         self.num_attended = 0
+
+    @property
+    def pool(self) -> Pool:
+        """The pool, with what has been written."""
+        return with_pages(self._given, jax_view(self.pages))
 
     @property
     def is_sliding(self) -> bool:
@@ -112,14 +158,14 @@ class PagedLayer(CacheLayerMixin):
 class PagedTraceCache(Cache):
     """The cache as model code sees it in a packed trace."""
 
-    def __init__(self, pools: tuple[jax.Array, ...], batch: PackedBatch, layout: PagedLayout) -> None:
+    def __init__(self, pools: tuple[Pool, ...], batch: PackedBatch, layout: PagedLayout) -> None:
         self.paged_layers = [
             PagedLayer(pool, batch, batch.page_tables[group], window, layout)
             for pool, group, window in zip(pools, layout.groups, layout.windows, strict=True)
         ]
         super().__init__(layers=list(self.paged_layers))
 
-    def pools(self) -> tuple[jax.Array, ...]:
+    def pools(self) -> tuple[Pool, ...]:
         """The pools after the forward.
 
         Raises:
@@ -131,7 +177,7 @@ class PagedTraceCache(Cache):
                     f"layer {index} attends {layer.num_attended} times through transformers' attention interface "
                     f"and updates its cache {layer.num_updates} times"
                 )
-        return tuple(jax_view(layer.pool) for layer in self.paged_layers)
+        return tuple(layer.pool for layer in self.paged_layers)
 
     @property
     def is_compileable(self) -> bool:
@@ -160,12 +206,11 @@ def attend_paged(
     # Turned before the batch of one is dropped: XLA does not see through a reshape that two turns are none.
     q, k, v = (x.transpose(1, 2)[0] for x in (query, key, write.values))  # [T, heads, dim]
     table, lens, starts = (torch_view(x) for x in (layer.table, layer.batch.kv_lens, layer.batch.cu_q_lens))
+    features = {"scale": scale, "window": window, "softcap": softcap, **layer.scales}
     if layer.layout.is_decode:
         op = torch.ops.torchax_serve.decode_attention
-        out, layer.pool = op(q, k, v, layer.pool, table, lens, sinks, scale=scale, window=window, softcap=softcap)
+        out, layer.pages = op(q, k, v, layer.pages, table, lens, sinks, **features)
     else:
         op = torch.ops.torchax_serve.paged_attention
-        out, layer.pool = op(
-            q, k, v, layer.pool, table, lens, starts, sinks, scale=scale, window=window, softcap=softcap
-        )
+        out, layer.pages = op(q, k, v, layer.pages, table, lens, starts, sinks, **features)
     return out[None]

@@ -25,7 +25,7 @@ from model_adapters.call_names import names_of
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.host_values import HostValue, as_tensors, without_constants
 from model_adapters.module_state import attributes_restored
-from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache
+from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache, Pool, laid_out
 from model_adapters.sharding import ModelSharding
 from model_adapters.slices import slices_of_parts
 from model_adapters.trace_config import implementations
@@ -257,10 +257,10 @@ class ModelProgram:
     def forward_packed(
         self,
         weights: Mapping[str, jax.Array],
-        pools: tuple[jax.Array, ...],
+        pools: tuple[Pool, ...],
         batch: PackedBatch,
         layout: PagedLayout,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array, tuple[Pool, ...]]:
         """One forward of many sequences packed into one row, on the paged cache; to be traced.
 
         Returns:
@@ -278,10 +278,10 @@ class ModelProgram:
     def _forward_packed(
         self,
         weights: Mapping[str, jax.Array],
-        pools: tuple[jax.Array, ...],
+        pools: tuple[Pool, ...],
         batch: PackedBatch,
         layout: PagedLayout,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array, tuple[Pool, ...]]:
         cache = PagedTraceCache(pools, batch, layout)
         assert self.cache_name is not None
         kwargs = {
@@ -299,7 +299,7 @@ class ModelProgram:
             logits = logits[batch.last]
         pools = cache.pools()
         if (sharding := self.sharding) is not None:
-            pools = tuple(jax.lax.with_sharding_constraint(p, sharding.pool_sharding(p.shape[1])) for p in pools)
+            pools = tuple(laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in pools)
         return self._true_logits(logits), pools
 
     def _run(self, weights: Mapping[str, jax.Array], kwargs: dict[str, Any], attention: str | None) -> ModelOutput:

@@ -15,7 +15,7 @@ import torch
 from model_adapters import ops
 from model_adapters.bridge import lower
 
-_FEATURES = "*, float scale, int? window=None, float? softcap=None"
+_FEATURES = "*, float scale, int? window=None, float? softcap=None, Tensor? k_scale=None, Tensor? v_scale=None"
 _SCHEMAS = (
     "decode_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
     f"Tensor? sinks=None, {_FEATURES}) -> (Tensor, Tensor)",
@@ -36,10 +36,23 @@ def _decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    starts = jnp.zeros_like(kv_lens)
     return ops.decode_attention(
-        q, k, v, pool, page_table, kv_lens, starts, sinks, scale=scale, window=window, softcap=softcap
+        q,
+        k,
+        v,
+        pool,
+        page_table,
+        kv_lens,
+        jnp.zeros_like(kv_lens),
+        sinks,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 

@@ -133,13 +133,13 @@ class Runtime:
 
         try:
             ids = jax.ShapeDtypeStruct((1, 3), np.int32)
-            jax.eval_shape(both, self.weights, ids, one, self._trial_context())
+            jax.eval_shape(both, self.weights, ids, one, self.trial_context())
             self.program.check_keeps_nothing()
         except Exception as error:  # whatever model code raises on a cache that is not its own
             return f"on a cache of fixed shapes, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return None
 
-    def _trial_context(self) -> dict[str, Any]:
+    def trial_context(self) -> dict[str, Any]:
         """Shapes of an encoder's output, to trace with."""
         if not self.program.names.has_encoder:
             return {}

@@ -192,6 +192,20 @@ def recorded() -> Iterator[set[tuple[str, str]]]:
         _RECORDS.remove(record)
 
 
+_FALLBACKS: list[list[str]] = []
+
+
+@contextlib.contextmanager
+def fallbacks() -> Iterator[list[str]]:
+    """Collects why kernels refuse the calls that are traced meanwhile, in any thread, and that go to the reference."""
+    record: list[str] = []
+    _FALLBACKS.append(record)
+    try:
+        yield record
+    finally:
+        _FALLBACKS.remove(record)
+
+
 def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
     """The implementation that a call with these arguments is given to.
 
@@ -209,9 +223,17 @@ def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
             )
         return chosen
     newest_first = found.implementations[::-1]
+    refusals = []
     for candidate in sorted(newest_first, key=lambda each: not each.before_all):
-        if here in candidate.platforms and candidate.refuses(*args, **kwargs) is None:
-            return candidate
+        if here in candidate.platforms:
+            if (reason := candidate.refuses(*args, **kwargs)) is None:
+                if candidate.name == REFERENCE:
+                    break
+                return candidate
+            if not candidate.before_all:  # which hand on to another one
+                refusals.append(f"{op}, {candidate.name}: {reason}")
+    for record in _FALLBACKS:
+        record += refusals
     return found.implementations[0]
 
 

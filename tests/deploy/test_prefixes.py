@@ -76,6 +76,7 @@ def test_a_conversation_begins_as_its_messages():
         ({"min_replicas": "3", "max_replicas": "2"}, "expected 1 <= min <= max, got 3 and 2"),
         ({"accelerator": "NPU"}, "accelerator: expected GPU or TPU, got 'NPU'"),
         ({"num_slots": "0"}, "num_slots: expected a whole number >= 1, got 0"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected int8, got 'fp8'"),
     ],
 )
 def test_wrong_arguments_of_rays_command_line(given, said):

@@ -15,9 +15,12 @@ import torch
 import transformers
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
 
-from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, TorchaxServeError
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
+from torchax_serve.engine import road
+from torchax_serve.engine.packed import PackedModel
 from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.sampler_programs import tables_bytes
 
 SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32)
 
@@ -313,6 +316,26 @@ def test_pages_take_the_budget_that_was_asked_for(budget):
             taken = sum(pool.nbytes for pool in model.engine._runner._cache.pools)
             page = max(pool.nbytes // pool.shape[0] for pool in model.engine._runner._cache.pools)
             assert budget - 2 * page <= taken <= budget
+
+
+def test_the_samplers_tables_are_part_of_what_the_engine_takes(monkeypatch):
+    tables = tables_bytes(4, VOCAB_SIZE)
+    monkeypatch.setattr(road, "free_bytes", lambda: tables + 9 * 2048)  # nine pages
+    monkeypatch.setattr(PackedModel, "temporary_bytes", lambda self: 0)
+    with serve(tiny_model("llama"), engine=SMALL) as model:
+        runner = model.engine._runner
+        assert sum(pool.nbytes for pool in runner._cache.pools) == 9 * 2048
+        assert f"{tables / 1e6:.1f} MB for the sampler's tables" in model.engine.description
+        model.engine.submit(request([5, 6], 2, params=SamplingParams(presence_penalty=0.5))).result()
+        assert sum(array.nbytes for array in jax.tree.leaves(runner._sampler.state.tables)) == tables
+    monkeypatch.setattr(road, "free_bytes", lambda: tables)
+    with (
+        serve(tiny_model("llama"), engine=SMALL) as model,
+        pytest.raises(
+            OutOfMemoryError, match="sampler's tables of 4 requests, 3492 bytes, got 3492 bytes; lower num_slots"
+        ),
+    ):
+        model.engine.stats()
 
 
 def test_many_threads_on_one_model(llama):

@@ -109,8 +109,8 @@ def shape_of(mesh):
     return dict(zip(("data", "model", "expert"), map(int, mesh.split("x")), strict=False))
 
 
-def tokens(family, meshes):
-    options = EngineOptions(max_len=64, num_slots=4)
+def tokens(family, meshes, kv_cache_dtype=None):
+    options = EngineOptions(max_len=64, num_slots=4, kv_cache_dtype=kv_cache_dtype)
     single = serve(model_of(family), engine=options)
     wanted = tokens_of(single)
     assert len({token for row in wanted for token in row}) > 6, wanted

@@ -57,6 +57,13 @@ def test_tokens_are_those_of_one_device(on_eight, family):
     assert [line.split()[3] for line in lines] == MESHES[family].split(",")
 
 
+def test_pages_in_int8_have_their_scales_where_their_heads_are(on_eight):
+    """Heads that the mesh divides, and heads that every device has whole."""
+    lines = on_eight("tokens", "llama", "1x2,1x8", "int8")
+    assert all("in int8" in line for line in lines)
+    assert len(lines) == 2
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "mixtral"])
 def test_a_decode_step_exchanges_no_more_than_it_must(on_eight, family):
     (line,) = on_eight("exchange", family, "4")

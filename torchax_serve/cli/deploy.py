@@ -21,6 +21,9 @@ def deploy(
     ] = "1",
     slots: Annotated[int, typer.Option("--slots", help="Requests that a replica runs at once.")] = 32,
     max_len: Annotated[int | None, typer.Option("--max-len", help="Tokens of a request, prompt and answer.")] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option("--kv-cache-dtype", help="int8: keys and values in 8 bits; by default as the model.")
+    ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
     tensor_parallel: Annotated[int | None, typer.Option("--tensor-parallel", help="Devices of a replica.")] = None,
     accelerator: Annotated[
@@ -45,6 +48,7 @@ def deploy(
         max_replicas=most,
         num_slots=slots,
         max_len=max_len,
+        kv_cache_dtype=kv_cache_dtype,
         accelerator=accelerator,
     )
     if importlib.util.find_spec("ray") is None:

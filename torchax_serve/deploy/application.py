@@ -54,7 +54,9 @@ class Replica:
     def __init__(self, options: DeployOptions) -> None:
         from torchax_serve import EngineOptions, serve
 
-        engine = EngineOptions(num_slots=options.num_slots, max_len=options.max_len)
+        engine = EngineOptions(
+            num_slots=options.num_slots, max_len=options.max_len, kv_cache_dtype=options.kv_cache_dtype
+        )
         self._model = serve(options.model, dtype=options.dtype, tensor_parallel=options.tensor_parallel, engine=engine)
         self._model.engine.warm_up()
 

@@ -22,6 +22,7 @@ class DeployOptions:
         min_replicas, max_replicas: Ray makes more where more than `num_slots` requests a replica are under way.
         num_slots: requests that a replica runs at once.
         max_len: tokens of a request, prompt and answer.
+        kv_cache_dtype: ``int8`` keeps keys and values of a replica in 8 bits; None: in the model's dtype.
         accelerator: Ray's name of what a replica takes `tensor_parallel` of: ``GPU`` or ``TPU``; None: processor cores.
         num_cpus: processor cores that Ray sets aside for a replica.
         health_check_period_s, health_check_timeout_s: how often replicas are asked, and how long they may take.
@@ -35,6 +36,7 @@ class DeployOptions:
     max_replicas: int = 1
     num_slots: int = 32
     max_len: int | None = None
+    kv_cache_dtype: str | None = None
     accelerator: str | None = None
     num_cpus: float = 1.0
     health_check_period_s: float = 10.0
@@ -49,6 +51,8 @@ class DeployOptions:
             )
         if self.num_slots < 1:
             raise InvalidArgumentError(f"num_slots: expected a whole number >= 1, got {self.num_slots}")
+        if self.kv_cache_dtype not in (None, "int8"):
+            raise InvalidArgumentError(f"kv_cache_dtype: expected int8, got {self.kv_cache_dtype!r}")
         if self.accelerator not in (None, "GPU", "TPU"):
             raise InvalidArgumentError(f"accelerator: expected GPU or TPU, got {self.accelerator!r}")
 

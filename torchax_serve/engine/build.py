@@ -17,6 +17,7 @@ from torchax_serve.engine.gathered_road import gathered_road
 from torchax_serve.engine.packed_road import packed_road
 from torchax_serve.engine.road import Sizes
 from torchax_serve.engine.runner import ModelRunner
+from torchax_serve.engine.sampler_programs import tables_bytes
 from torchax_serve.runtime import Runtime
 from torchax_serve.scheduling import RequestId, Scheduler, SchedulerConfig
 from torchax_serve.scheduling.config import check_whole
@@ -27,6 +28,11 @@ MAX_LEN = 32768
 """Longest request where nothing else limits it: page tables and masks are that wide."""
 
 
+MAX_SOURCE_LEN = 512
+MAX_ANSWER_LEN = 4096
+"""Of an encoder-decoder model where nothing else limits them. Keys and values of the input are kept for each slot."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How the engine is laid out. None: chosen from the model and the memory there is.
@@ -35,6 +41,8 @@ class EngineOptions:
         max_len: prompt and answer of one request, in tokens; the model's own limit if None.
         num_slots: requests that run at once.
         page_len: tokens of a page of the cache.
+        max_source_len: what an encoder beside the decoder may be given, in tokens; each slot has room for the keys and
+            values of that many. None: what the encoder's positions allow, and 512 at the most.
         kv_cache_bytes: bytes of all pages together.
         token_budget: tokens computed in one step.
         prefix_caching: whether requests share the pages of a common beginning.
@@ -42,6 +50,9 @@ class EngineOptions:
             slower than its steps one by one, and 8 elsewhere.
         max_decode_slowdown: by which factor prompts that come may lengthen the time per token of requests that run. A
             larger one brings first tokens sooner and a batch of many prompts to its end sooner.
+        kv_cache_dtype: "int8" keeps keys and values in 8 bits, so that twice as many tokens of a 16-bit model fit; each
+            layer and head has a scale for keys and one for values, found at the start by a prompt of random tokens.
+            None: in the model's dtype.
         batch_invariant: whether a request computes the same to the last bit alone and among others, which float32 does
             on a CPU in any case. In bfloat16 and float16 up to four requests at once then go without a faster order of
             sums (about a quarter of their tokens per second).
@@ -56,6 +67,8 @@ class EngineOptions:
     max_num_steps: int | None = None
     max_decode_slowdown: float = 2.0
     batch_invariant: bool = False
+    kv_cache_dtype: str | None = None
+    max_source_len: int | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -63,6 +76,9 @@ class EngineOptions:
             if isinstance(field.default, bool):
                 if not isinstance(value, bool):
                     raise InvalidArgumentError(f"{field.name}: expected True or False, got {value!r}")
+            elif field.name == "kv_cache_dtype":
+                if value not in (None, "int8"):
+                    raise InvalidArgumentError(f"kv_cache_dtype: expected 'int8' or None, got {value!r}")
             elif field.name == "max_decode_slowdown":
                 if isinstance(value, bool) or not isinstance(value, int | float) or not value > 1:
                     raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {value!r}")
@@ -88,11 +104,19 @@ def build_engine(
         token_budget=max(options.token_budget, options.num_slots + 15),
         kv_cache_bytes=options.kv_cache_bytes,
         batch_invariant=options.batch_invariant,
+        kv_cache_dtype=options.kv_cache_dtype,
+        tables_bytes=tables_bytes(options.num_slots, runtime.vocab_size),
+        max_source_len=_max_source_len(runtime, options),
     )
     try:
         road = packed_road(runtime, sizes)
     except NotPackableError as reason:
         _check_invariance(options, str(reason))
+        if options.kv_cache_dtype is not None:
+            raise InvalidArgumentError(
+                f"kv_cache_dtype: expected None for a model that cannot be packed, got {options.kv_cache_dtype!r} "
+                f"({reason}); leave it out"
+            ) from reason
         road = gathered_road(runtime, sizes, str(reason))
     _check_invariance(options, why_not_invariant())
     is_packed = road.why_not_packed is None
@@ -109,6 +133,7 @@ def build_engine(
         max_decode_slowdown=options.max_decode_slowdown,
         token_rungs=token_rungs(sizes.token_budget) if is_packed else (),
     )
+    road = dataclasses.replace(road, tables_bytes=sizes.tables_bytes)
     logger.info("%s", road)
     runner = ModelRunner(road.model, road.cache, num_slots=sizes.num_slots, vocab_size=runtime.vocab_size)
     return Engine(Scheduler(config), runner, str(road), ids)
@@ -128,10 +153,31 @@ def _max_num_steps(options: EngineOptions) -> int:
     return 1 if jax.default_backend() == "cpu" else 8
 
 
+def _max_source_len(runtime: Runtime, options: EngineOptions) -> int:
+    if runtime.encoder_part is None:
+        if options.max_source_len is not None:
+            raise InvalidArgumentError(
+                f"max_source_len: expected None for a model without an encoder, got {options.max_source_len}; max_len "
+                "limits its requests"
+            )
+        return 0
+    encoder = runtime.part(runtime.encoder_part)
+    asked = options.max_source_len
+    if asked is None:
+        return min(MAX_SOURCE_LEN, encoder.learned_positions or encoder.max_positions or MAX_SOURCE_LEN)
+    if encoder.learned_positions is not None and asked > encoder.learned_positions:
+        raise InvalidArgumentError(
+            f"max_source_len: expected at most {encoder.learned_positions}, the positions this model's encoder has, got "
+            f"{asked}; lower it"
+        )
+    return asked
+
+
 def _max_len(runtime: Runtime, options: EngineOptions) -> int:
     limit = runtime.max_positions
     if options.max_len is None:
-        return min(MAX_LEN, limit or MAX_LEN)
+        most = MAX_LEN if runtime.encoder_part is None else MAX_ANSWER_LEN
+        return min(most, limit or most)
     if runtime.learned_positions is not None and options.max_len > runtime.learned_positions:
         raise InvalidArgumentError(
             f"max_len: expected at most {runtime.learned_positions}, the positions this model has, got "

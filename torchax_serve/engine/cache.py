@@ -12,7 +12,7 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.paged import PagedLayout
+from model_adapters.paged import Int8Pool, PagedLayout, Pool, laid_out, pages_of, with_pages
 from torchax_serve.scheduling import CacheGroup, PageCopy
 
 
@@ -104,6 +104,10 @@ class CachePlan:
         )
 
 
+HeadScales = tuple[np.ndarray, np.ndarray]
+"""Of a layer in int8, float32[num_heads] each: what a step of its keys and of its values stands for."""
+
+
 def _name(window: int | None) -> str:
     return "full attention" if window is None else f"window of {window}"
 
@@ -115,8 +119,18 @@ class Pages:
         sharding: of a pool with so many heads; None: on the default device.
     """
 
-    def __init__(self, sharding: Callable[[int], jax.sharding.Sharding] | None = None) -> None:
+    def __init__(self, sharding: Callable[[int], jax.sharding.NamedSharding] | None = None) -> None:
         self._sharding = sharding
+
+    def pool(self, shape: tuple[int, int, int, int], dtype: np.dtype, scales: HeadScales | None) -> Pool:
+        """A layer's pool, all zeros; `scales` where it is in int8."""
+        pages = self.zeros(shape, dtype)
+        if scales is None:
+            return pages
+        if self._sharding is None:
+            k_scale, v_scale = (jax.device_put(scale, jax.local_devices()[0]) for scale in scales)
+            return Int8Pool(pages, k_scale, v_scale)
+        return laid_out(Int8Pool(pages, *scales), self._sharding, jax.device_put)  # type: ignore[arg-type]
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> jax.Array:
         """A pool ``[num_pages, num_heads, page_len, width]``."""
@@ -135,25 +149,30 @@ class PagedCache:
     Args:
         plan: how many pages of what.
         pages: makes them; None: on the default device.
+        scales: by layer, of pools in int8.
     """
 
-    def __init__(self, plan: CachePlan, pages: Pages | None = None) -> None:
+    def __init__(self, plan: CachePlan, pages: Pages | None = None, scales: Sequence[HeadScales] | None = None) -> None:
         self.plan = plan
         self._pages = pages or Pages()
+        self._scales = scales
         self.layout = plan.layout
         self.pages_per_seq = -(-plan.max_len // plan.page_len)
-        self.pools: tuple[jax.Array, ...] = ()
+        self.pools: tuple[Pool, ...] = ()
         self.reset()
 
     def reset(self) -> None:
         """Makes the pools anew, all zeros: also after a step has failed and taken them with it."""
         self.pools = ()
-        self.pools = tuple(self._pages.zeros(self._shape(n), shape.dtype) for n, shape in enumerate(self.plan.shapes))
+        self.pools = tuple(
+            self._pages.pool(self._shape(n), shape.dtype, None if self._scales is None else self._scales[n])
+            for n, shape in enumerate(self.plan.shapes)
+        )
 
     @property
     def is_lost(self) -> bool:
         """Whether a pool has been given to a step that did not give it back."""
-        return any(pool.is_deleted() for pool in self.pools)
+        return any(array.is_deleted() for array in jax.tree.leaves(self.pools))
 
     def _shape(self, layer: int) -> tuple[int, int, int, int]:
         shape, group = self.plan.shapes[layer], self.plan.groups[self.layout.groups[layer]]
@@ -166,10 +185,10 @@ class PagedCache:
             pairs += [(0, 0)] * (_power_of_two(len(pairs)) - len(pairs))  # the null page onto itself
             sources, targets = zip(*pairs, strict=True)
             layers = [layer for layer, owner in enumerate(self.layout.groups) if owner == group]
-            copied = self._pages.copied(tuple(self.pools[layer] for layer in layers), sources, targets)
+            copied = self._pages.copied(tuple(pages_of(self.pools[layer]) for layer in layers), sources, targets)
             pools = list(self.pools)
-            for layer, pool in zip(layers, copied, strict=True):
-                pools[layer] = pool
+            for layer, pages in zip(layers, copied, strict=True):
+                pools[layer] = with_pages(pools[layer], pages)
             self.pools = tuple(pools)
 
 

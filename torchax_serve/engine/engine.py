@@ -93,6 +93,7 @@ class Engine:
         ticket = Ticket(request_id, len(request.prompt_ids), lambda reason: self._cancel(request_id, reason))
         scheduled = request.to_scheduler(request_id, time.monotonic())
         self._scheduler.config.check_prompt(f"request {request_id}", ticket.prompt_len)
+        self._runner.check(f"request {request_id}", request)
 
         def enter() -> None:
             parent = None if scheduled.fork_of is None else self._scheduler.find(scheduled.fork_of)

@@ -8,51 +8,22 @@ one length are one program, a chunk of a prompt is another.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.arrays import from_host
-from torchax_serve.buckets import ladder, rung
 from torchax_serve.engine.gathered_cache import GatheredCache, gather, scatter
 from torchax_serve.engine.gathered_rows import LONGEST, Leaves, RowForward, StateLayout
+from torchax_serve.engine.gathered_shapes import GatheredShapes, GatheredSpec
 from torchax_serve.engine.packed import ON_DEVICE
+from torchax_serve.engine.sources import Sources
 from torchax_serve.program_cache import KeptFunction, ProgramCache
 from torchax_serve.scheduling import PlanRow
-
-Kind = Literal["decode", "begin", "extend"]
-SMALLEST_GATHER_LEN = 256
-MAX_GATHERED_LEN = 1 << 16
-"""Tokens that a decode program gathers, all rows together, where it has more than one row: it bounds what a step takes
-beside the cache."""
-
-
-@dataclasses.dataclass(frozen=True)
-class GatheredSpec:
-    """The static part of a gathered step."""
-
-    kind: Kind
-    num_tokens: int  # T, of each row
-    num_rows: int  # S, more than 1 in a decode step only
-    num_pages: int  # of each row; 0 where nothing is kept in pages
-    block_len: int  # tokens of one forward
-    all_logits: bool = False
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Lengths of the parts of a step's one array of integers, in order."""
-        rows = self.num_rows
-        return (rows * self.num_tokens, rows, rows, rows, rows * self.num_pages)
-
-    @property
-    def how(self) -> dict[str, Any]:
-        """How a chunk is computed."""
-        return {"block_len": self.block_len, "all_logits": self.all_logits}
 
 
 class _Numbers(NamedTuple):
@@ -63,6 +34,7 @@ class _Numbers(NamedTuple):
     starts: Any  # int32[S], tokens in the cache
     lens: Any  # int32[S], new tokens that are no padding
     tables: Any  # int32[S * num_pages]
+    source_lens: Any  # int32[S] tokens of the encoder's input; none where there is no encoder
 
 
 class _Job(NamedTuple):
@@ -85,6 +57,7 @@ class GatheredModel:
         chunk_sizes: lengths that a chunk of a prompt may have, descending.
         is_exact: whether a chunk has one of these lengths; else it is padded to the next.
         block_len: tokens of a chunk that are one forward; longer ones, which are exact, take several.
+        sources: what the decoder attends to beside its own tokens, if there is an encoder.
     """
 
     def __init__(
@@ -99,17 +72,20 @@ class GatheredModel:
         chunk_sizes: Sequence[int],
         is_exact: bool,
         block_len: int = LONGEST,
+        sources: Sources | None = None,
     ) -> None:
         self._forward, self._weights, self._cache, self._layout = forward, weights, cache, layout
-        self._num_slots = num_slots
-        self.chunk_sizes, self.is_exact, self._block_len = tuple(chunk_sizes), is_exact, block_len
-        # Two rows cost what four do: products of fewer are slow, or no faster.
-        self._row_rungs = (1, *ladder(num_slots, 2, 4)) if num_slots > 1 else (1,)
-        self._chunk_rungs = tuple(sorted(chunk_sizes))
-        self._page_len = cache.plan.page_len
-        most = cache.pages_per_seq + (0 if is_exact else -(-self._chunk_rungs[-1] // self._page_len))
-        least = max(1, SMALLEST_GATHER_LEN // self._page_len)
-        self._page_rungs = ladder(most, 2, least) if layout.pages else (0,)
+        self._num_slots, self.sources = num_slots, sources
+        self.chunk_sizes, self.is_exact = tuple(chunk_sizes), is_exact
+        self._shapes = GatheredShapes(
+            num_slots=num_slots,
+            chunk_sizes=chunk_sizes,
+            is_exact=is_exact,
+            block_len=block_len,
+            page_len=cache.plan.page_len,
+            pages_per_seq=cache.pages_per_seq if layout.pages else 0,
+            source_rungs=() if sources is None else sources.rungs,
+        )
         facts = forward.program
         self._step = KeptFunction(
             programs, "gathered", self._run, donate=["pools", "states"], facts=facts.found_out, recall=facts.recall
@@ -127,37 +103,42 @@ class GatheredModel:
         states: Leaves,
         last_tokens: jax.Array,
         numbers: jax.Array,
+        hidden: jax.Array | None,
         spec: GatheredSpec,
     ) -> tuple[jax.Array, Leaves, Leaves]:
-        """float32[S, vocab] logits, or [T, vocab], and pools and states."""
+        """float32[S, vocab] logits, or [T, vocab], and pools and states; `hidden` is an encoder's output to begin with."""
         given = _Numbers(*jnp.split(numbers, np.cumsum(spec.sizes)[:-1]))
         known = last_tokens[jnp.minimum(given.slots, self._num_slots - 1)]
         ids = given.ids.reshape(spec.num_rows, spec.num_tokens)
         ids = jnp.where(ids == ON_DEVICE, known[:, None], ids)
         table = given.tables.reshape(spec.num_rows, spec.num_pages)
         if spec.kind == "begin":
-            logits, news = self._forward.begin(weights, ids[0], given.lens[0], self._layout, **spec.how)
+            source = () if hidden is None else (hidden, given.source_lens[0])
+            logits, news = self._forward.begin(weights, ids[0], given.lens[0], self._layout, *source, **spec.how)
             news = jax.tree.map(lambda new: new[None], news)
         else:
             dense = tuple(gather(pool, table, given.starts) for pool in pools)
-            kept = self._layout.join(dense, tuple(state[given.slots] for state in states))
+            kept = self._layout.join(dense, self._layout.taken(states, given.slots, spec.source_len))
             logits, news = self._advance(weights, kept, ids, given, spec)
         new_pages, new_states = self._layout.split(news)
         pools = tuple(
             scatter(pool, table, given.starts, given.lens, new) for pool, new in zip(pools, new_pages, strict=True)
         )
-        states = tuple(state.at[given.slots].set(new) for state, new in zip(states, new_states, strict=True))
-        return logits, pools, states
+        return logits, pools, self._layout.put(states, given.slots, new_states, is_first=spec.kind == "begin")
 
     def _advance(
         self, weights: Mapping[str, jax.Array], kept: Leaves, ids: jax.Array, given: _Numbers, spec: GatheredSpec
     ) -> tuple[jax.Array, Leaves]:
         """Logits, and what is new by leaf, ``[S, ...]``."""
+        source_lens = given.source_lens if spec.source_len else None
         if spec.kind == "decode":
-            return self._forward.extend_rows(weights, kept, given.starts, ids[:, 0], self._layout)
+            return self._forward.extend_rows(weights, kept, given.starts, ids[:, 0], self._layout, source_lens)
         kept = jax.tree.map(lambda leaf: leaf[0], kept)
         offset, length = given.starts[0], given.lens[0]
-        logits, news = self._forward.extend(weights, kept, offset, ids[0], length, self._layout, **spec.how)
+        source_len = None if source_lens is None else source_lens[0]
+        logits, news = self._forward.extend(
+            weights, kept, offset, ids[0], length, self._layout, source_len, **spec.how
+        )
         return logits, jax.tree.map(lambda new: new[None], news)
 
     def run(
@@ -182,15 +163,10 @@ class GatheredModel:
         parts = []
         for job in jobs:
             numbers = self._numbers(job, tables, ahead)
-            logits, self._cache.pools, self._cache.states = self._step(
-                self._weights,
-                self._cache.pools,
-                self._cache.states,
-                last_tokens,
-                from_host(numbers, np.int32),
-                spec=job.spec,
-            )
-            parts.append(logits)
+            hidden = None
+            if self.sources is not None and job.spec.kind == "begin":
+                hidden = self.sources.encoded(job.rows[0].slot, job.spec.source_len)
+            parts.append(self._launch(job.spec, last_tokens, numbers, hidden))
         if len(jobs) == 1:
             return parts[0]
         out = jnp.zeros((self._num_out(jobs), parts[0].shape[1]), jnp.float32)
@@ -200,10 +176,25 @@ class GatheredModel:
             out = _place(out, logits, from_host(places, np.int32))
         return out
 
+    def _launch(
+        self, spec: GatheredSpec, last_tokens: jax.Array, numbers: np.ndarray, hidden: jax.Array | None
+    ) -> jax.Array:
+        """Runs a program on the cache; its logits."""
+        logits, self._cache.pools, self._cache.states = self._step(
+            self._weights,
+            self._cache.pools,
+            self._cache.states,
+            last_tokens,
+            from_host(numbers, np.int32),
+            hidden,
+            spec=spec,
+        )
+        return logits
+
     def _num_out(self, jobs: Sequence[_Job]) -> int:
         num_rows = sum(len(job.places) for job in jobs if not job.spec.all_logits)
         num_tokens = sum(job.spec.num_tokens for job in jobs if job.spec.all_logits)
-        return num_tokens + (rung(self._row_rungs, num_rows) if num_rows else 0)
+        return num_tokens + (self._shapes.rows(num_rows) if num_rows else 0)
 
     def _jobs(self, rows: Sequence[PlanRow], ahead: int, all_logits: bool) -> list[_Job]:
         """The programs that a step needs, and where in it their logits belong."""
@@ -211,45 +202,23 @@ class GatheredModel:
         jobs = self._decode_jobs(decode, ahead)
         for place, row in enumerate(rows):
             if not row.is_decode:
-                spec = self._chunk_spec(row, all_logits)
+                spec = self._shapes.chunk(row.num_tokens, row.start, self._source_len(row.slot), all_logits)
                 places = range(place, place + (row.num_tokens if all_logits else 1))
                 jobs.append(_Job(spec, [row], list(places)))
         return jobs
 
+    def _source_len(self, slot: int) -> int:
+        return 0 if self.sources is None else self.sources.length(slot)
+
     def _decode_jobs(self, decode: list[tuple[int, PlanRow]], ahead: int) -> list[_Job]:
         if not decode:
             return []
-        num_pages = self._pages_for(max(row.start for _, row in decode) + ahead + 1)
-        most = self._most_rows(num_pages)
-        if len(decode) <= most:
-            spec = self._decode_spec(rung(self._row_rungs, len(decode)), num_pages)
+        num_tokens = max(row.start for _, row in decode) + ahead + 1
+        spec = self._shapes.decode(len(decode), num_tokens, max(self._source_len(row.slot) for _, row in decode))
+        if isinstance(spec, GatheredSpec):
             return [_Job(spec, [row for _, row in decode], [place for place, _ in decode])]
         longest_first = sorted(decode, key=lambda entry: -entry[1].start)
-        return self._decode_jobs(longest_first[:most], ahead) + self._decode_jobs(longest_first[most:], ahead)
-
-    def _most_rows(self, num_pages: int) -> int:
-        """The highest rung of rows that a decode program of `num_pages` each has."""
-        fitting = [r for r in self._row_rungs if r * num_pages * self._page_len <= MAX_GATHERED_LEN]
-        return fitting[-1] if fitting else 1
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return rung(self._page_rungs, -(-num_tokens // self._page_len)) if self._layout.pages else 0
-
-    def _chunk_spec(self, row: PlanRow, all_logits: bool) -> GatheredSpec:
-        num_tokens = rung(self._chunk_rungs, row.num_tokens)
-        assert not self.is_exact or num_tokens == row.num_tokens
-        return self._chunk_spec_of(num_tokens, row.start, all_logits)
-
-    def _chunk_spec_of(self, num_tokens: int, start: int, all_logits: bool = False) -> GatheredSpec:
-        num_pages = self._pages_for(start + num_tokens)
-        if start == 0 and num_pages:
-            num_pages = -(-num_tokens // self._page_len)  # nothing to gather
-        kind: Kind = "extend" if start else "begin"
-        return GatheredSpec(kind, num_tokens, 1, num_pages, self._block_len, all_logits)
-
-    @staticmethod
-    def _decode_spec(num_rows: int, num_pages: int) -> GatheredSpec:
-        return GatheredSpec("decode", 1, num_rows, num_pages, 1)
+        return self._decode_jobs(longest_first[:spec], ahead) + self._decode_jobs(longest_first[spec:], ahead)
 
     def _numbers(self, job: _Job, tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
         spec = job.spec
@@ -262,6 +231,8 @@ class GatheredModel:
             parts.slots[index] = row.slot
             parts.starts[index] = row.start + ahead
             parts.lens[index] = row.num_tokens
+            if spec.source_len:
+                parts.source_lens[index] = self._source_len(row.slot)
         if spec.num_pages:
             table = tables[0][[row.slot for row in job.rows], : spec.num_pages]
             parts.tables.reshape(spec.num_rows, -1)[: len(job.rows), : table.shape[1]] = table
@@ -269,7 +240,7 @@ class GatheredModel:
 
     def num_rows(self, rows: Sequence[PlanRow]) -> int:
         """Rows of the logits of a step with these rows."""
-        return rung(self._row_rungs, len(rows))
+        return self._shapes.rows(len(rows))
 
     def first_pages(self) -> tuple[np.ndarray, ...]:
         """Page tables that give slot 0 the first pages there are, for a cache that nobody uses."""
@@ -283,30 +254,13 @@ class GatheredModel:
 
     def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
         """A number for each row, with zeros up to the rung that a step of so many rows has."""
-        padded = np.zeros(rung(self._row_rungs, len(numbers)), np.int32)
+        padded = np.zeros(self._shapes.rows(len(numbers)), np.int32)
         padded[: len(numbers)] = numbers
         return padded
 
-    def _specs(self) -> Iterator[GatheredSpec]:
-        """Every step there can be, of those that mixed traffic meets."""
-        for num_pages in self._page_rungs:
-            for num_rows in self._row_rungs:
-                if num_rows <= self._most_rows(num_pages):
-                    yield self._decode_spec(num_rows, num_pages)
-        for num_tokens in self._chunk_rungs:
-            yield self._chunk_spec_of(num_tokens, 0)
-            least = self._pages_for(1 + num_tokens)
-            for num_pages in self._page_rungs:
-                if num_pages >= least:
-                    yield dataclasses.replace(self._chunk_spec_of(num_tokens, 1), num_pages=num_pages)
-
     def temporary_bytes(self) -> int:
         """What the largest steps take beside weights, cache and results, as the compiler plans it."""
-        *_, longest = self._page_rungs
-        num_rows = self._most_rows(longest)
-        largest = self._chunk_rungs[-1]
-        chunk = dataclasses.replace(self._chunk_spec_of(largest, 1), num_pages=longest)
-        return max(self._temporary_bytes(self._decode_spec(num_rows, longest)), self._temporary_bytes(chunk))
+        return max(self._temporary_bytes(spec) for spec in self._shapes.largest())
 
     def _temporary_bytes(self, spec: GatheredSpec) -> int:
         return self._step.temporary_bytes(
@@ -315,32 +269,24 @@ class GatheredModel:
             self._cache.states,
             from_host(np.zeros(self._num_slots), np.int32),
             from_host(np.zeros(sum(spec.sizes)), np.int32),
+            self._blank(spec),
             spec=spec,
         )
+
+    def _blank(self, spec: GatheredSpec) -> jax.Array | None:
+        return self.sources.blank(spec.source_len) if self.sources is not None and spec.kind == "begin" else None
 
     def warm_up(self, last_tokens: Callable[[], jax.Array]) -> Iterator[jax.Array]:
         """Compiles every step that mixed traffic meets and runs it on nothing of anybody's; yields its logits.
 
         Between two steps the array that `last_tokens` answers may be given away.
         """
-        for spec in self._specs():
-            yield self._warm_up(spec, last_tokens())
-
-    def _warm_up(self, spec: GatheredSpec, last_tokens: jax.Array) -> jax.Array:
-        numbers = self._numbers(_Job(spec, [], []), (), 0)
-        logits, self._cache.pools, self._cache.states = self._step(
-            self._weights,
-            self._cache.pools,
-            self._cache.states,
-            last_tokens,
-            from_host(numbers, np.int32),
-            spec=spec,
-        )
-        for num_rows in self._row_rungs:
-            if num_rows > 1:
+        for spec in self._shapes.all():
+            logits = self._launch(spec, last_tokens(), self._numbers(_Job(spec, [], []), (), 0), self._blank(spec))
+            for num_rows in self._shapes.row_rungs[1:]:
                 out = jnp.zeros((num_rows, logits.shape[1]), jnp.float32)
                 _place(out, logits, from_host(np.full(len(logits), num_rows), np.int32))
-        return logits
+            yield logits
 
 
 @partial(jax.jit, donate_argnums=0)

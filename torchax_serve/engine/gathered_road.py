@@ -13,6 +13,7 @@ from torchax_serve.engine.gathered_cache import GatheredCache
 from torchax_serve.engine.gathered_rows import LONGEST, TRIAL_LEN, RowForward, StateLayout, as_unsupported
 from torchax_serve.engine.gathered_trial import find_block_len
 from torchax_serve.engine.road import Road, Sizes
+from torchax_serve.engine.sources import Sources
 from torchax_serve.runtime import Runtime
 
 EXACT_CHUNKS = (256, 64, 16, 4, 1)
@@ -33,9 +34,11 @@ def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
             f"requests of this model cannot be batched on several hosts, only on one: {why_not_packed}"
         )
     try:
-        forward = RowForward(runtime)
-        layout = programs.remembered("gathered layout", "", forward.layout)
-        parts = _Parts(runtime, forward, layout, sizes)
+        has_encoder = runtime.program.names.has_encoder
+        sources = Sources(runtime, sizes.max_source_len) if has_encoder else None
+        forward = RowForward(runtime, sizes.max_source_len)
+        layout = programs.remembered("gathered layout", f"{sizes.max_source_len}", forward.layout)
+        parts = _Parts(runtime, forward, layout, sizes, sources)
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
         block_len = programs.remembered("gathered trial", f"{sizes}", lambda: parts.block_len(cache, make))
@@ -57,10 +60,12 @@ class _Parts:
     forward: RowForward
     layout: StateLayout
     sizes: Sizes
+    sources: Sources | None
 
     def model(self, cache: GatheredCache, block_len: int) -> GatheredModel:
         """A model on `cache`. A chunk is padded only where the model neither keeps it nor counts it."""
         is_exact = self.runtime.is_recurrent or self.forward.counts_by_itself or block_len < self.sizes.token_budget
+        is_exact = is_exact or self.sources is not None
         budget = self.sizes.token_budget
         exact = tuple(size for size in EXACT_CHUNKS if size <= budget)
         return GatheredModel(
@@ -73,6 +78,7 @@ class _Parts:
             chunk_sizes=exact if is_exact else ladder(budget, 4, SHORTEST_PADDED)[::-1],
             is_exact=is_exact,
             block_len=block_len,
+            sources=self.sources,
         )
 
     def cache(self) -> GatheredCache:
@@ -83,7 +89,7 @@ class _Parts:
         if state_bytes > budget:
             raise OutOfMemoryError(
                 f"expected memory for the states of {slots} requests, {state_bytes} bytes, got {budget} bytes; raise "
-                "kv_cache_bytes or lower num_slots"
+                "kv_cache_bytes, or lower num_slots" + (" or max_source_len" if self.sources is not None else "")
             )
         return GatheredCache(sizes.plan(self.layout.pages, budget - state_bytes), self.layout, slots)
 

@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.caches import AttentionLayer, LayerStates
+from model_adapters.cross_attention import CrossLayer
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.ops import list_ops, registry
 from model_adapters.program import CallSpec
 from torchax_serve.engine.cache import PageShape
+from torchax_serve.engine.sources import HIDDEN, context
 from torchax_serve.runtime import Runtime
 
 Leaves = tuple[jax.Array, ...]
@@ -36,10 +38,11 @@ VECTORISED = {"grouped_matmul": "tiled"}
 
 @dataclasses.dataclass(frozen=True)
 class StateRow:
-    """An array that a request keeps as a whole: the state of a convolution or of a recurrence."""
+    """An array that a request keeps as a whole: the state of a convolution or of a recurrence, or cross attention's."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    is_of_source: bool = False  # [1, heads, source_len, dim], made once of an encoder's output, up to its longest
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +73,23 @@ class StateLayout:
         by_kind = {True: iter(pages), False: iter(rows)}
         return tuple(next(by_kind[isinstance(leaf, PageShape)]) for leaf in self.leaves)
 
+    def taken(self, states: Leaves, slots: jax.Array, source_len: int) -> Leaves:
+        """The states ``[S, ...]`` at `slots`, of an encoder's output so much as is asked for."""
+        return tuple(
+            (state[:, :, :, :source_len] if row.is_of_source else state)[slots]
+            for row, state in zip(self.rows, states, strict=True)
+        )
+
+    def put(self, states: Leaves, slots: jax.Array, news: Leaves, *, is_first: bool) -> Leaves:
+        """All states with `news` at `slots`; what is made of an encoder's output is put there once."""
+        after = []
+        for row, state, new in zip(self.rows, states, news, strict=True):
+            if row.is_of_source and is_first:
+                after.append(state.at[slots, :, :, : new.shape[3]].set(new))
+            else:
+                after.append(state if row.is_of_source else state.at[slots].set(new))
+        return tuple(after)
+
     def split(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
         """The leaves in pages, and those kept by slot."""
         kinds = [isinstance(leaf, PageShape) for leaf in self.leaves]
@@ -84,7 +104,7 @@ class RowForward:
     at. New ones are returned by themselves, ``[T, heads, width]``.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, max_source_len: int = 0) -> None:
         if not runtime.can_cache:
             raise UnsupportedModelError(
                 f"expected a decoder with a cache of fixed shapes, got {type(runtime.program.module).__name__}: "
@@ -92,12 +112,13 @@ class RowForward:
             )
         self.program, self._weights = runtime.program, runtime.weights
         self._new_cache = runtime.new_cache
+        self._trial_context, self._max_source_len = runtime.trial_context(), max_source_len
         self.positions_end = runtime.learned_positions
 
     @property
     def counts_by_itself(self) -> bool:
         """Whether the model finds positions by itself and reads them from a table with an end."""
-        return self.positions_end is not None and not self.program.accepts("position_ids")
+        return self.positions_end is not None and not self.program.accepts(self.program.names.positions)
 
     @functools.cached_property
     def _first(self) -> tuple[LayerStates, Any]:
@@ -108,12 +129,14 @@ class RowForward:
     def _after_first(self, length: int) -> tuple[LayerStates, int]:
         """What a first forward of `length` tokens leaves, as shapes, and the number of its operations."""
 
-        def first(weights: Any, ids: Any) -> Any:
+        def first(weights: Any, ids: Any, source: Any) -> Any:
             states: LayerStates = self._new_cache(TRIAL_LEN).states
-            return self.program.forward(weights, states, jnp.int32(0), self._inputs(ids, 0, length, True), CallSpec())
+            inputs = {**self._inputs(ids, 0, length, True), **source}
+            return self.program.forward(weights, states, jnp.int32(0), inputs, CallSpec())
 
         with as_unsupported():
-            traced = jax.jit(first).trace(self._weights, jax.ShapeDtypeStruct((length,), np.int32))
+            ids = jax.ShapeDtypeStruct((length,), np.int32)
+            traced = jax.jit(first).trace(self._weights, ids, self._trial_context)
         fields, states = traced.out_info
         if "logits" not in fields:
             raise UnsupportedModelError(
@@ -137,12 +160,16 @@ class RowForward:
         pools = {
             id(getattr(layer, name)) for layer in states if isinstance(layer, AttentionLayer) for name in layer.POOLS
         }
+        of_source = {id(leaf) for layer in states if isinstance(layer, CrossLayer) for leaf in jax.tree.leaves(layer)}
         leaves: list[PageShape | StateRow] = []
         for leaf in jax.tree.leaves(states):
             dtype = np.dtype(leaf.dtype)
             if id(leaf) in pools:
                 # Pages behind a window stay: only the model's own masks say what is looked at.
                 leaves.append(PageShape(leaf.shape[1], leaf.shape[3], dtype, None))
+            elif id(leaf) in of_source:
+                heads, dim = leaf.shape[1], leaf.shape[3]
+                leaves.append(StateRow((1, heads, self._max_source_len, dim), dtype, is_of_source=True))
             else:
                 leaves.append(StateRow(tuple(leaf.shape), dtype))
         if not leaves:
@@ -155,7 +182,7 @@ class RowForward:
         found = StateLayout(tuple(leaves), block_len=block_len)
 
         def step(weights: Any, leaves: Any, offset: Any, ids: Any) -> Any:
-            return self.extend(weights, leaves, offset, ids, 1, found)
+            return self.extend(weights, leaves, offset, ids, 1, found, offset)
 
         kept = tuple(jax.tree.leaves(states))
         number, one = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
@@ -169,7 +196,7 @@ class RowForward:
         rows = dataclasses.replace(layout, is_vectorised=True)
 
         def step(weights: Any, leaves: Any, offsets: Any, ids: Any) -> Any:
-            return self.extend_rows(weights, leaves, offsets, ids, rows)
+            return self.extend_rows(weights, leaves, offsets, ids, rows, offsets)
 
         try:
             jax.eval_shape(step, self._weights, kept, number, number)
@@ -183,6 +210,8 @@ class RowForward:
         ids: jax.Array,
         length: Any,
         layout: StateLayout,
+        hidden: jax.Array | None = None,
+        source_len: Any = None,
         *,
         block_len: int = LONGEST,
         all_logits: bool = False,
@@ -194,6 +223,8 @@ class RowForward:
             ids: int32[T], padded on the right if the model cannot notice.
             length: int32[], the number of tokens that are no padding.
             layout: what `layout` has found.
+            hidden: an encoder's output ``[1, padded_len, width]``, where there is one.
+            source_len: int32[], how much of it is real.
             block_len: tokens of one forward; more are computed one block after the other, and then none is padding.
             all_logits: logits of every token, not of the last one alone.
 
@@ -202,9 +233,10 @@ class RowForward:
         """
         num_tokens = ids.shape[0]
         if num_tokens > block_len:
-            return self._begin_in_blocks(weights, ids, layout, block_len, all_logits)
+            return self._begin_in_blocks(weights, ids, layout, hidden, source_len, block_len, all_logits)
         states: LayerStates = self._new_cache(num_tokens).states
-        return self._forward(weights, states, jnp.int32(0), self._inputs(ids, 0, length, all_logits), layout)
+        inputs = {**self._inputs(ids, 0, length, all_logits), **self._source(hidden, source_len)}
+        return self._forward(weights, states, jnp.int32(0), inputs, layout)
 
     def extend(
         self,
@@ -214,19 +246,24 @@ class RowForward:
         ids: jax.Array,
         length: Any,
         layout: StateLayout,
+        source_len: Any = None,
         *,
         block_len: int = LONGEST,
         all_logits: bool = False,
     ) -> Any:
         """As `begin`, behind `offset` int32[] tokens that `leaves` hold."""
         if ids.shape[0] > block_len:
-            return self._extend_in_blocks(weights, leaves, offset, ids, layout, block_len, all_logits)
+            return self._extend_in_blocks(weights, leaves, offset, ids, layout, source_len, block_len, all_logits)
         states = jax.tree.unflatten(self._first[1], leaves)
         for layer in states:
             if isinstance(layer, AttentionLayer) and layer.pool is not None:
                 layer.capacity = layer.pool.shape[2]
         inputs = self._inputs(ids, offset, length, all_logits)
         inputs["starts"] = jnp.zeros(1, jnp.int32)  # in case the model cannot do without a mask
+        padded_lens = {leaf.shape[2] for leaf, kind in zip(leaves, layout.leaves, strict=True) if _is_of_source(kind)}
+        for padded_len in padded_lens:  # one, or none
+            known: Any = self._trial_context[HIDDEN][0]  # of the output itself only the shape is of use any more
+            inputs |= self._source(jnp.zeros((1, padded_len, known.shape[2]), known.dtype), source_len)
         return self._forward(weights, states, jnp.asarray(offset), inputs, layout)
 
     def extend_rows(
@@ -236,35 +273,46 @@ class RowForward:
         offsets: jax.Array,
         ids: jax.Array,
         layout: StateLayout,
+        source_lens: jax.Array | None = None,
     ) -> Any:
         """A token `ids` int32[S] of each of S requests: logits [S, vocab], and of `leaves` [S, ...] what is new."""
 
-        def one(leaves: Leaves, offset: jax.Array, token: jax.Array) -> Any:
-            return self.extend(weights, leaves, offset, token[None], 1, layout)
+        def one(leaves: Leaves, offset: jax.Array, token: jax.Array, source_len: jax.Array | None) -> Any:
+            return self.extend(weights, leaves, offset, token[None], 1, layout, source_len)
 
+        rows = (leaves, offsets, ids, source_lens)
         if ids.shape[0] == 1:
-            logits, news = jax.tree.map(lambda x: x[None], one(tuple(x[0] for x in leaves), offsets[0], ids[0]))
+            logits, news = jax.tree.map(lambda x: x[None], one(*jax.tree.map(lambda x: x[0], rows)))
         elif layout.is_vectorised:
             with contextlib.ExitStack() as stack:
                 for op in list_ops():  # kernels would run row by row, each reading all weights
                     name = VECTORISED.get(op.name, registry.REFERENCE)
                     stack.enter_context(registry.use(op.name, name))
-                logits, news = jax.vmap(one)(leaves, offsets, ids)
+                logits, news = jax.vmap(one)(*rows)
         else:
-            logits, news = jax.lax.map(lambda row: one(*row), (leaves, offsets, ids))
+            logits, news = jax.lax.map(lambda row: one(*row), rows)
         return logits[:, 0], news
 
     def _begin_in_blocks(
-        self, weights: Mapping[str, jax.Array], ids: jax.Array, layout: StateLayout, block_len: int, all_logits: bool
+        self,
+        weights: Mapping[str, jax.Array],
+        ids: jax.Array,
+        layout: StateLayout,
+        hidden: jax.Array | None,
+        source_len: Any,
+        block_len: int,
+        all_logits: bool,
     ) -> Any:
-        first_logits, first = self.begin(weights, ids[:block_len], block_len, layout, all_logits=all_logits)
+        first_logits, first = self.begin(
+            weights, ids[:block_len], block_len, layout, hidden, source_len, all_logits=all_logits
+        )
         room = ((0, 0), (0, 0), (0, ids.shape[0] - block_len), (0, 0))
         leaves = tuple(
             jnp.pad(jnp.swapaxes(new, 0, 1)[None], room) if isinstance(kind, PageShape) else new
             for new, kind in zip(first, layout.leaves, strict=True)
         )
         logits, news = self._extend_in_blocks(
-            weights, leaves, jnp.int32(block_len), ids[block_len:], layout, block_len, all_logits
+            weights, leaves, jnp.int32(block_len), ids[block_len:], layout, source_len, block_len, all_logits
         )
         both = [
             jnp.concatenate([old, new]) if isinstance(kind, PageShape) else new
@@ -279,12 +327,15 @@ class RowForward:
         offset: jax.Array,
         ids: jax.Array,
         layout: StateLayout,
+        source_len: Any,
         block_len: int,
         all_logits: bool,
     ) -> Any:
         def step(carry: tuple[Leaves, jax.Array], block: jax.Array) -> Any:
             leaves, offset = carry
-            logits, news = self.extend(weights, leaves, offset, block, block_len, layout, all_logits=all_logits)
+            logits, news = self.extend(
+                weights, leaves, offset, block, block_len, layout, source_len, all_logits=all_logits
+            )
             following, added = [], []
             for leaf, new, kind in zip(leaves, news, layout.leaves, strict=True):
                 is_pages = isinstance(kind, PageShape)
@@ -302,12 +353,19 @@ class RowForward:
         ]
         return logits, tuple(news)
 
+    def _source(self, hidden: jax.Array | None, source_len: Any) -> dict[str, Any]:
+        """What is said of the encoder, `source_len` of whose output ``[1, padded_len, width]`` is real."""
+        if hidden is None:
+            return {}
+        return context(hidden, (jnp.arange(hidden.shape[1]) < source_len).astype(jnp.int32)[None])
+
     def _inputs(self, ids: jax.Array, offset: Any, length: Any, all_logits: bool) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"input_ids": ids[None]}
-        if self.program.accepts("position_ids"):
+        names = self.program.names
+        inputs: dict[str, Any] = {names.ids: ids[None]}
+        if self.program.accepts(names.positions):
             # What lies behind the end of a table of positions is no number, so padding does not count on.
             positions = jnp.minimum(jnp.arange(ids.shape[0], dtype=jnp.int32), length - 1)
-            inputs["position_ids"] = (offset + positions)[None]
+            inputs[names.positions] = (offset + positions)[None]
         if not all_logits and ids.shape[0] > 1:
             inputs["last"] = jnp.asarray(length - 1)
         return inputs
@@ -322,7 +380,7 @@ class RowForward:
     ) -> tuple[jax.Array, Leaves]:
         fields, after = self.program.forward(weights, states, offset, inputs, CallSpec())
         assert after is not None
-        num_tokens = inputs["input_ids"].shape[1]
+        num_tokens = inputs[self.program.names.ids].shape[1]
         return fields["logits"][0].astype(jnp.float32), self._news(after, layout, offset, num_tokens)
 
     def _news(self, states: LayerStates, layout: StateLayout, offset: jax.Array, num_tokens: int) -> Leaves:
@@ -334,7 +392,7 @@ class RowForward:
             if isinstance(kind, PageShape):
                 new = jax.lax.dynamic_slice_in_dim(leaf[0], offset, num_tokens, axis=1)  # [heads, T, width]
                 news.append(jnp.swapaxes(new, 0, 1).astype(kind.dtype))
-            elif (leaf.shape, leaf.dtype) == (kind.shape, kind.dtype):
+            elif kind.is_of_source or (leaf.shape, leaf.dtype) == (kind.shape, kind.dtype):
                 news.append(leaf)
             else:
                 raise UnsupportedModelError(
@@ -356,6 +414,10 @@ def as_unsupported() -> Iterator[None]:
         raise UnsupportedModelError(
             f"expected a forward that can be traced on a cache, got {type(error).__name__}: {''.join(said)}"
         ) from error
+
+
+def _is_of_source(kind: PageShape | StateRow) -> bool:
+    return isinstance(kind, StateRow) and kind.is_of_source
 
 
 def _structure(states: LayerStates) -> Any:

@@ -77,6 +77,8 @@ class _Trial:
     def _run(self, model: GatheredModel, start: int, ids: list[int], *, is_decode: bool) -> jax.Array:
         row = PlanRow(0, 0, start, len(ids), None if is_decode else tuple(ids), True)
         last_tokens = from_host(np.full(self._num_slots, ids[0]), np.int32)
+        if model.sources is not None:
+            model.sources.take(0, model.sources.trial)
         return model.run([row], model.first_pages(), last_tokens)
 
     def agrees(self, a: np.ndarray, b: np.ndarray) -> bool:

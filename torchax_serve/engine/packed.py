@@ -17,7 +17,7 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from model_adapters.ops.cpu.kernels import one_order
-from model_adapters.paged import PackedBatch, PagedLayout
+from model_adapters.paged import PackedBatch, PagedLayout, Pool
 from model_adapters.program import ModelProgram
 from torchax_serve.buckets import ladder, rung, token_rungs
 from torchax_serve.engine.cache import PagedCache
@@ -108,19 +108,19 @@ class PackedModel:
         self._decode_steps = kept("decode_steps", self._decode, donate=["pools", "state"])
 
     def _forward(
-        self, weights: Mapping[str, jax.Array], pools: tuple[jax.Array, ...], batch: PackedBatch, spec: PackedSpec
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        self, weights: Mapping[str, jax.Array], pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedSpec
+    ) -> tuple[jax.Array, tuple[Pool, ...]]:
         with one_order(spec.batch_invariant):
             return self._program.forward_packed(weights, pools, batch, spec.layout)
 
     def _run(
         self,
         weights: Mapping[str, jax.Array],
-        pools: tuple[jax.Array, ...],
+        pools: tuple[Pool, ...],
         last_tokens: jax.Array,
         numbers: jax.Array,
         spec: PackedSpec,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array, tuple[Pool, ...]]:
         """float32[S, vocab] (or [T, vocab]) logits, and the pools."""
         batch = spec.unpack(numbers, last_tokens)
         logits, pools = self._forward(weights, pools, batch, spec)
@@ -129,12 +129,12 @@ class PackedModel:
     def _decode(
         self,
         weights: Mapping[str, jax.Array],
-        pools: tuple[jax.Array, ...],
+        pools: tuple[Pool, ...],
         state: SamplerState,
         numbers: jax.Array,
         options: RowOptions,
         spec: DecodeSpec,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...], SamplerState]:
+    ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState]:
         """int32[num_steps, S] tokens, each step fed with those of the one before; the pools; the sampler's state."""
         batch = spec.packed.unpack(numbers, state.last_tokens)
         slots = spec.packed.slots(numbers)

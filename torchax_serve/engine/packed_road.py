@@ -11,11 +11,12 @@ import jax
 import numpy as np
 
 from model_adapters.caches import AttentionLayer
-from model_adapters.errors import TorchaxServeError
-from model_adapters.ops.registry import platform
-from model_adapters.paged import NotPackableError, PackedBatch
+from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from model_adapters.ops import registry
+from model_adapters.paged import Int8Pool, NotPackableError, PackedBatch
 from model_adapters.program import CallSpec
-from torchax_serve.engine.cache import CachePlan, PagedCache, Pages, PageShape
+from torchax_serve.engine.cache import CachePlan, HeadScales, PagedCache, Pages, PageShape
+from torchax_serve.engine.int8_cache import check_kernels, head_scales
 from torchax_serve.engine.mirrored_pages import MirroredPages
 from torchax_serve.engine.packed import PackedModel
 from torchax_serve.engine.road import Road, Sizes
@@ -36,23 +37,50 @@ def packed_road(runtime: Runtime, sizes: Sizes) -> Road:
     shapes = programs.remembered("packed shapes", described, lambda: _shapes_or_reason(runtime, sizes))
     if isinstance(shapes, str):
         raise NotPackableError(shapes)
+    scales = None
+    if sizes.kv_cache_dtype is not None:
+        shapes, scales = _in_int8(runtime, shapes, sizes), head_scales(runtime)
 
     def temporary() -> int:
-        return _model(runtime, _cache(runtime, sizes.small_plan(shapes)), sizes).temporary_bytes()
+        return _model(runtime, _cache(runtime, sizes.small_plan(shapes), scales), sizes).temporary_bytes()
 
     budget = sizes.budget_bytes(
         sizes.useful_bytes(shapes), lambda: programs.remembered("temporary", f"{sizes}", temporary)
     )
-    cache = _cache(runtime, sizes.plan(shapes, budget))
+    cache = _cache(runtime, sizes.plan(shapes, budget), scales)
     return Road(_model(runtime, cache, sizes), cache)
 
 
-def _cache(runtime: Runtime, plan: CachePlan) -> PagedCache:
+def _cache(runtime: Runtime, plan: CachePlan, scales: Sequence[HeadScales] | None) -> PagedCache:
     sharding, programs = runtime.program.sharding, runtime.steps.cache
     if sharding is None:
-        return PagedCache(plan)
+        return PagedCache(plan, scales=scales)
     is_mirrored = programs.mirror is not None
-    return PagedCache(plan, MirroredPages(programs, sharding) if is_mirrored else Pages(sharding.pool_sharding))
+    pages = MirroredPages(programs, sharding) if is_mirrored else Pages(sharding.pool_sharding)
+    return PagedCache(plan, pages, scales)
+
+
+def _in_int8(runtime: Runtime, shapes: Sequence[PageShape], sizes: Sizes) -> tuple[PageShape, ...]:
+    """The same layers with pages in int8.
+
+    Raises:
+        InvalidArgumentError: no kernel takes them, or several hosts share the model.
+    """
+    if runtime.steps.cache.mirror is not None:
+        raise InvalidArgumentError(
+            "kv_cache_dtype: expected None for a model on several hosts, got 'int8'; leave it out"
+        )
+    narrow = tuple(dataclasses.replace(shape, dtype=np.dtype(np.int8)) for shape in shapes)
+
+    def refusals(shapes: Sequence[PageShape]) -> list[str]:
+        with registry.fallbacks() as reasons:
+            _trace_packed(runtime, shapes, sizes)
+        return reasons
+
+    described = f"{sizes.page_len} {sizes.max_len}"
+    both = runtime.steps.cache.remembered("int8 kernels", described, lambda: (refusals(shapes), refusals(narrow)))
+    check_kernels(*both)
+    return narrow
 
 
 def _model(runtime: Runtime, cache: PagedCache, sizes: Sizes) -> PackedModel:
@@ -104,7 +132,7 @@ def _page_shape(layer: Any) -> PageShape:
     if layer.pool is None:
         raise NotPackableError("a layer of the cache stays empty")
     _, num_heads, _, width = layer.pool.shape
-    if platform() == "tpu":  # whose kernels and copies want whole lanes
+    if registry.platform() == "tpu":  # whose kernels and copies want whole lanes
         width += -width % TPU_LANES
     return PageShape(num_heads, width, np.dtype(layer.pool.dtype), layer.window)
 
@@ -117,10 +145,13 @@ def _trace_packed(runtime: Runtime, shapes: Sequence[PageShape], sizes: Sizes) -
     """
     plan = sizes.small_plan(shapes)
     pages = {group.window: group.num_pages for group in plan.groups}
-    pools = tuple(
-        jax.ShapeDtypeStruct((pages[shape.window], shape.num_heads, plan.page_len, shape.width), shape.dtype)
-        for shape in shapes
-    )
+
+    def pool(shape: PageShape) -> Any:
+        made = jax.ShapeDtypeStruct((pages[shape.window], shape.num_heads, plan.page_len, shape.width), shape.dtype)
+        scale: Any = jax.ShapeDtypeStruct((shape.num_heads,), np.float32)
+        return made if shape.dtype != np.int8 else Int8Pool(made, scale, scale)  # type: ignore[arg-type]
+
+    pools = tuple(pool(shape) for shape in shapes)
 
     def whole(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32)

@@ -26,6 +26,7 @@ class RowRequest:
         params: what the caller asked.
         row: how tokens are chosen.
         fork_of: a request with the same prompt, whose computed prompt is shared.
+        source_ids: what an encoder beside the decoder reads; the prompt is then what the decoder begins with.
     """
 
     prompt_ids: tuple[int, ...]
@@ -34,6 +35,7 @@ class RowRequest:
     params: SamplingParams
     row: RowParams
     fork_of: RequestId | None = None
+    source_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -45,6 +47,7 @@ class RowRequest:
         vocab_size: int,
         seed: int | None = None,
         fork_of: RequestId | None = None,
+        source_ids: Sequence[int] = (),
     ) -> Self:
         """A request for a continuation of `prompt_ids`.
 
@@ -55,6 +58,7 @@ class RowRequest:
             vocab_size: columns of the logits.
             seed: draws depend on it and on the tokens, on nothing else; None draws one.
             fork_of: see above.
+            source_ids: see above.
 
         Raises:
             InvalidArgumentError: a value out of its range.
@@ -69,7 +73,7 @@ class RowRequest:
         seed = secrets.randbits(63) if seed is None else seed
         row = RowParams.of(params, config, vocab_size=vocab_size, seed=seed)
         least = min(row.num_early(num_prompt), most)
-        return cls(tuple(prompt_ids), most, least, params, row, fork_of)
+        return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids))
 
     def to_scheduler(self, request_id: RequestId, now: float) -> Request:
         """What the scheduler has to know; `now` in seconds on its clock."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 
 from model_adapters.errors import OutOfMemoryError
 from model_adapters.loading.memory import free_host_bytes
@@ -31,6 +32,9 @@ class Sizes:
     token_budget: int
     kv_cache_bytes: int | None  # None: chosen
     batch_invariant: bool = False
+    kv_cache_dtype: str | None = None  # "int8"; None: the model's
+    tables_bytes: int = 0  # of the sampler, beside the cache
+    max_source_len: int = 0  # of an encoder's input; 0 where there is no encoder
 
     def useful_bytes(self, shapes: Sequence[PageShape]) -> int:
         """Bytes of pages that requests in all slots can use at the most."""
@@ -62,7 +66,12 @@ class Sizes:
         """
         if self.kv_cache_bytes is not None:
             return self.kv_cache_bytes
-        free = free_bytes()
+        free = free_bytes() - self.tables_bytes
+        if free <= 0:
+            raise OutOfMemoryError(
+                f"expected memory for the sampler's tables of {self.num_slots} requests, {self.tables_bytes} bytes, "
+                f"got {free + self.tables_bytes} bytes; lower num_slots"
+            )
         if useful <= free // 8:
             return useful
         taken = temporary()
@@ -83,6 +92,7 @@ class Road:
     why_not_packed: str | None = None  # None: it is packed
     chunk_sizes: tuple[int, ...] | None = None  # of prompts; None: any
     can_share_prefixes: bool = True
+    tables_bytes: int = 0  # that the sampler takes beside the cache
 
     @property
     def name(self) -> str:
@@ -94,13 +104,15 @@ class Road:
         plan = self.cache.plan
         if plan.groups:
             pages = " + ".join(str(group.num_pages - 1) for group in plan.groups)
+            in_int8 = " in int8" if any(shape.dtype == np.int8 for shape in plan.shapes) else ""
             said = (
-                f"cache of {plan.num_bytes / 1e6:.1f} MB: {pages} pages of {plan.page_len} tokens, room for "
+                f"cache of {plan.num_bytes / 1e6:.1f} MB{in_int8}: {pages} pages of {plan.page_len} tokens, room for "
                 f"{plan.num_tokens} tokens; {plan.num_requests(plan.max_len)} requests of {plan.max_len} tokens fit at "
                 "once"
             )
         else:
             said = f"no pages: each request has a state of one size; requests of at most {plan.max_len} tokens"
+        said += f"; {self.tables_bytes / 1e6:.1f} MB for the sampler's tables"
         return said if self.why_not_packed is None else f"{said}; gathered, not packed: {self.why_not_packed}"
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.arrays import from_host
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.cache import PagedCache
 from torchax_serve.engine.gathered import GatheredModel
 from torchax_serve.engine.packed import PackedModel
@@ -57,6 +58,14 @@ class ModelRunner:
         """Compiled steps of the model and of the sampler."""
         return self._model.num_programs + self._sampler.num_traces
 
+    def check(self, name: str, request: RowRequest) -> None:
+        """Raises InvalidArgumentError, naming `name`, where `request` does not fit what the model has."""
+        sources = self._model.sources if isinstance(self._model, GatheredModel) else None
+        if sources is not None:
+            sources.check(name, request.source_ids)
+        elif request.source_ids:
+            raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
+
     def warm_up(self) -> None:
         """Compiles every step that mixed traffic can meet."""
         seen: set[tuple[int, ...]] = set()
@@ -79,6 +88,8 @@ class ModelRunner:
             self._cache.copy(plan.page_copies)
         for slot in plan.fresh_slots:
             self._sampler.set(slot, requests[slot].row, requests[slot].prompt_ids, outputs[slot])
+            if isinstance(self._model, GatheredModel) and self._model.sources is not None:
+                self._model.sources.take(slot, requests[slot].source_ids)
         flight = Flight(plan)
         if plan.num_steps > 1 and self._decode(flight):
             return flight

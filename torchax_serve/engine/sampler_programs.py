@@ -30,6 +30,11 @@ from torchax_serve.engine.slot_options import SlotOptions, TableRow
 from torchax_serve.scheduling import PlanRow
 
 
+def tables_bytes(num_slots: int, vocab_size: int) -> int:
+    """What the tables of the level "full" take on the device, from the first request on that needs them."""
+    return num_slots * vocab_size * sum(dtype.itemsize for dtype in _TABLE_DTYPES.values())
+
+
 class Sampler:
     """Chooses the tokens of each step.
 
@@ -60,11 +65,6 @@ class Sampler:
     def last_tokens(self) -> jax.Array:
         """int32[num_slots]: what each slot has chosen last. Given up at the next `choose`: ask again for each step."""
         return self.state.last_tokens
-
-    @property
-    def tables_bytes(self) -> int:
-        """What the tables of the level "full" take on the device, from the first request on that needs them."""
-        return self._num_slots * self._vocab_size * sum(dtype.itemsize for dtype in _TABLE_DTYPES.values())
 
     def set(self, slot: int, params: RowParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()) -> None:
         """Gives `slot` to a request, before the first step with a row of it.

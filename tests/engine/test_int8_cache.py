@@ -1,0 +1,220 @@
+"""Pages in int8: what is computed on them, that nothing else about requests changes, and where they are refused."""
+
+import itertools
+import random
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from engine_models import VOCAB_SIZE, tiny_model
+from transformers.cache_utils import DynamicCache
+
+from model_adapters.arrays import from_host
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import registry
+from torchax_serve import EngineOptions, SamplingParams, serve
+from torchax_serve.engine.build import build_engine
+from torchax_serve.engine.int8_cache import MARGIN, TRIAL_LEN, TRIAL_ROWS
+from torchax_serve.engine.packed_road import packed_road
+from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.road import Sizes
+from torchax_serve.scheduling import PlanRow
+
+LAYOUT = {"max_len": 64, "num_slots": 4, "page_len": 8, "token_budget": 32}
+INT8 = EngineOptions(**LAYOUT, kv_cache_dtype="int8")
+BOUND = 2e-3
+"""Of a log-probability beside the same rounding by numpy. Sums in another order put one number in some thousands on the
+other side of a half; all other differences are a hundred times smaller."""
+
+
+def request(prompt, max_new_tokens=8, params=None, fork_of=None, **config):
+    generation = transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)
+    return RowRequest.of(prompt, generation, params, vocab_size=VOCAB_SIZE, seed=0, fork_of=fork_of)
+
+
+def prompt_of(length, seed):
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+class RoundedCache(DynamicCache):
+    """transformers' own cache over keys and values that numpy has rounded."""
+
+    def __init__(self, scales):
+        super().__init__()
+        self.scales = scales
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        rounded = []
+        for numbers, scale in zip((keys, values), self.scales[layer_idx], strict=True):
+            steps = np.clip(np.rint(numbers.numpy() / scale[:, None, None]), -127, 127)
+            rounded.append(torch.from_numpy((steps * scale[:, None, None]).astype(np.float32)))
+        return super().update(*rounded, layer_idx, *args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    with serve(tiny_model("llama"), engine=INT8) as model:
+        model.engine.check_integrity = True
+        yield model
+
+
+def logprobs_of(model, prompt):
+    """Of the tokens of a prompt behind the first, float[len - 1]."""
+    arrivals = list(model.engine.submit(request(prompt, 1, SamplingParams(prompt_logprobs=0))))
+    found = next(new.prompt_logprobs for new in arrivals if new.prompt_logprobs)
+    return np.array([each.logprob for each in found[1:]])
+
+
+@torch.no_grad()
+def eager_logprobs(prompt, scales=None):
+    cache = None if scales is None else RoundedCache(scales)
+    ids = torch.tensor([prompt])
+    logits = tiny_model("llama")(ids, past_key_values=cache).logits[0, :-1]
+    return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+
+
+def test_log_probabilities_are_those_of_rounded_keys_and_values(llama):
+    scales = llama.engine._runner._cache._scales
+    prompt = prompt_of(48, 1)
+    found = logprobs_of(llama, prompt)
+    np.testing.assert_allclose(found, eager_logprobs(prompt, scales), atol=BOUND)
+    whole = np.abs(found - eager_logprobs(prompt))
+    assert 10 * BOUND < whole.max() < 0.5  # it is rounded, and not much
+
+
+@torch.no_grad()
+def test_scales_are_the_largest_numbers_of_a_prompt_with_a_margin(llama):
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB_SIZE, (TRIAL_ROWS, TRIAL_LEN)))
+    layers = tiny_model("llama")(ids, use_cache=True).past_key_values.layers
+    for layer, scales in zip(layers, llama.engine._runner._cache._scales, strict=True):
+        for numbers, scale in zip((layer.keys, layer.values), scales, strict=True):
+            np.testing.assert_allclose(scale, numbers.abs().amax((0, 2, 3)).numpy() * MARGIN / 127, rtol=1e-5)
+
+
+def run_by_hand(model, ids, num_decoded):
+    """Logits [n, vocab] of a prompt in two chunks and of tokens decoded one by one, and the pools behind them."""
+    sizes = Sizes(**LAYOUT, kv_cache_bytes=1 << 18, kv_cache_dtype="int8")
+    road = packed_road(model._generator()._jax_runtime, sizes)
+    table = np.zeros((4, 8), np.int32)
+    table[1] = [5, 3, 7, 1, 2, 4, 6, 8]
+    logits = []
+    cuts = [0, 11, *range(len(ids) - num_decoded, len(ids) + 1)]
+    for start, end in itertools.pairwise(cuts):
+        rows = [PlanRow(0, 1, start, end - start, tuple(ids[start:end]), True)]
+        logits.append(np.asarray(road.model.run(rows, (table,), from_host(np.zeros(4), np.int32)))[0])
+    return np.stack(logits), [np.asarray(pool.pages, np.int32) for pool in road.cache.pools]
+
+
+def test_kernels_store_what_the_reference_stores_and_attend_alike(llama):
+    ids = prompt_of(40, 2)
+    logits, pools = run_by_hand(llama, ids, 6)
+    with registry.use("paged_attention", "reference"), registry.use("decode_attention", "reference"):
+        expected, expected_pools = run_by_hand(llama, ids, 6)
+    np.testing.assert_allclose(logits, expected, atol=BOUND)
+    np.testing.assert_array_equal(pools[0], expected_pools[0])
+    assert np.abs(pools[0]).max() > 60
+    for found, wanted in zip(pools[1:], expected_pools[1:], strict=True):
+        assert np.abs(found - wanted).max() <= 1  # of steps, where a number lies between two
+        assert (found != wanted).mean() < 1e-3
+
+
+@pytest.fixture(scope="module")
+def alone(llama):
+    """Tokens of a prompt alone, computed once for each."""
+    known = {}
+
+    def tokens(prompt, length=8):
+        if tuple(prompt) not in known:
+            known[tuple(prompt)] = llama.engine.submit(request(prompt, 12)).result()
+        return known[tuple(prompt)][:length]
+
+    return tokens
+
+
+def test_prefix_hits_and_forks_find_their_pages(llama, alone):
+    prompt = prompt_of(35, 3)
+    expected = alone(prompt)
+    hits = llama.stats().scheduler.num_hit_tokens
+    assert llama.engine.submit(request(prompt)).result() == expected
+    assert llama.stats().scheduler.num_hit_tokens >= hits + 32
+    parent = llama.engine.submit(request([*prompt, 9]))
+    forks = [llama.engine.submit(request([*prompt, 9], fork_of=parent.request_id)) for _ in range(3)]
+    assert len({tuple(ticket.result()) for ticket in (parent, *forks)}) == 1
+    sampled = {"do_sample": True, "temperature": 2.0, "top_k": 0}
+    apart = llama.engine.submit(request([*prompt, 9], 12, **sampled))  # writes its own copy of the shared last page
+    assert llama.engine.submit(request([*prompt, 9])).result() == parent.token_ids
+    apart.result()
+
+
+def test_requests_that_make_room_for_others_get_the_same_tokens(alone):
+    prompts = [prompt_of(1 + 7 * seed % 30, seed) for seed in range(12)]
+    few = EngineOptions(
+        max_len=48, num_slots=4, page_len=8, token_budget=24, kv_cache_bytes=6000, kv_cache_dtype="int8"
+    )
+    with serve(tiny_model("llama"), engine=few) as model:
+        model.engine.check_integrity = True
+        tickets = [model.engine.submit(request(prompt, 12)) for prompt in prompts]
+        found = [ticket.result() for ticket in tickets]
+        assert model.stats().scheduler.num_preemptions > 0
+    assert found == [alone(prompt, 12) for prompt in prompts]
+
+
+def test_a_step_that_takes_the_cache_with_it_leaves_scales(alone, monkeypatch):
+    with serve(tiny_model("llama"), engine=INT8) as model:
+        engine = model.engine
+        run = engine._runner._model.run
+
+        def failing(*args, **kwargs):
+            monkeypatch.setattr(engine._runner._model, "run", run)
+            for array in jax.tree.leaves(engine._runner._cache.pools):
+                array.delete()
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(engine._runner._model, "run", failing)
+        with pytest.raises(Exception, match="out of memory"):
+            engine.submit(request([5, 6, 7])).result()
+        assert engine.submit(request([5, 6, 7])).result() == alone([5, 6, 7])
+
+
+def test_twice_as_many_tokens_in_the_same_bytes():
+    budget = 200_000
+    tokens = {}
+    for dtype in (None, "int8"):
+        options = EngineOptions(max_len=64, page_len=8, kv_cache_bytes=budget, kv_cache_dtype=dtype)
+        with serve(tiny_model("llama", torch.bfloat16), engine=options) as model:
+            cache = model.engine._runner._cache
+            tokens[dtype] = cache.plan.num_tokens
+            taken = sum(array.nbytes for pool in cache.pools for array in [getattr(pool, "pages", pool)])
+            assert 0.98 * budget < taken <= budget
+            assert ("in int8" in model.engine.description) == (dtype == "int8")
+    assert tokens["int8"] == pytest.approx(2 * tokens[None], abs=16)
+
+
+def test_int8_is_refused_where_it_cannot_be():
+    with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected 'int8' or None, got 'int4'"):
+        EngineOptions(kv_cache_dtype="int4")
+    with (
+        serve(tiny_model("bloom"), engine=INT8) as model,
+        pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for a model that cannot be packed"),
+    ):
+        model.engine.stats()
+
+
+def test_int8_is_refused_on_several_hosts(llama, monkeypatch):
+    runtime = llama._generator()._jax_runtime
+    monkeypatch.setattr(runtime.steps.cache, "mirror", object())
+    with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for a model on several hosts"):
+        build_engine(runtime, INT8)
+
+
+def test_int8_is_refused_where_kernels_take_the_models_dtype_alone(llama):
+    runtime = llama._generator()._jax_runtime
+    options = EngineOptions(max_len=64, num_slots=4, page_len=16, kv_cache_bytes=1 << 20, kv_cache_dtype="int8")
+    with (
+        registry.on_platform("tpu"),
+        pytest.raises(InvalidArgumentError, match=r"pages of 16 positions; the kernel needs a multiple of 32"),
+    ):
+        build_engine(runtime, options)

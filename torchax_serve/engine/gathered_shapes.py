@@ -1,0 +1,141 @@
+"""The shapes that gathered steps are padded to: rungs of rows, tokens and pages, and of an encoder's output."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from torchax_serve.buckets import ladder, rung
+
+Kind = Literal["decode", "begin", "extend"]
+SMALLEST_GATHER_LEN = 256
+MAX_GATHERED_LEN = 1 << 16
+"""Tokens that a decode program gathers, all rows together, where it has more than one row: it bounds what a step takes
+beside the cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GatheredSpec:
+    """The static part of a gathered step."""
+
+    kind: Kind
+    num_tokens: int  # T, of each row
+    num_rows: int  # S, more than 1 in a decode step only
+    num_pages: int  # of each row; 0 where nothing is kept in pages
+    block_len: int  # tokens of one forward
+    source_len: int = 0  # of an encoder's output, padded; 0 where there is no encoder
+    all_logits: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Lengths of the parts of a step's one array of integers, in order."""
+        rows = self.num_rows
+        return (rows * self.num_tokens, rows, rows, rows, rows * self.num_pages, rows if self.source_len else 0)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """How a chunk is computed."""
+        return {"block_len": self.block_len, "all_logits": self.all_logits}
+
+
+class GatheredShapes:
+    """Which steps there are.
+
+    Args:
+        num_slots: most rows of a step.
+        chunk_sizes: lengths that a chunk of a prompt may have.
+        is_exact: whether a chunk has one of these lengths; else it is padded to the next.
+        block_len: tokens of a chunk that are one forward.
+        page_len: tokens of a page.
+        pages_per_seq: pages of a sequence at the most; 0 where nothing is kept in pages.
+        source_rungs: lengths that an encoder's output is padded to, ascending; none where there is no encoder.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        chunk_sizes: Sequence[int],
+        is_exact: bool,
+        block_len: int,
+        page_len: int,
+        pages_per_seq: int,
+        source_rungs: Sequence[int] = (),
+    ) -> None:
+        self.is_exact, self._block_len, self._page_len = is_exact, block_len, page_len
+        # Two rows cost what four do: products of fewer are slow, or no faster.
+        self._row_rungs = (1, *ladder(num_slots, 2, 4)) if num_slots > 1 else (1,)
+        self._chunk_rungs = tuple(sorted(chunk_sizes))
+        most = pages_per_seq + (0 if is_exact else -(-self._chunk_rungs[-1] // page_len))
+        self._page_rungs = ladder(most, 2, max(1, SMALLEST_GATHER_LEN // page_len)) if pages_per_seq else (0,)
+        self._source_rungs = tuple(source_rungs) or (0,)
+
+    def rows(self, number: int) -> int:
+        """What so many rows of logits are padded to."""
+        return rung(self._row_rungs, number)
+
+    @property
+    def row_rungs(self) -> tuple[int, ...]:
+        """All numbers of rows that logits can have."""
+        return self._row_rungs
+
+    def _pages(self, num_tokens: int) -> int:
+        return rung(self._page_rungs, -(-num_tokens // self._page_len)) if self._page_rungs[-1] else 0
+
+    def _most_rows(self, num_pages: int, source_len: int) -> int:
+        """The highest rung of rows that a decode program of so much each has."""
+        each = num_pages * self._page_len + source_len
+        fitting = [number for number in self._row_rungs if number * each <= MAX_GATHERED_LEN]
+        return fitting[-1] if fitting else 1
+
+    def decode(self, num_rows: int, num_tokens: int, source_len: int) -> GatheredSpec | int:
+        """The decode step of so many rows, of `num_tokens` tokens at the most; if it is too large, the rows that fit.
+
+        Args:
+            num_rows: of the step.
+            num_tokens: of the longest row, the new one included.
+            source_len: of the longest encoder's output.
+        """
+        num_pages, source_len = self._pages(num_tokens), rung(self._source_rungs, source_len)
+        most = self._most_rows(num_pages, source_len)
+        return most if num_rows > most else self._decode(self.rows(num_rows), num_pages, source_len)
+
+    def _decode(self, num_rows: int, num_pages: int, source_len: int) -> GatheredSpec:
+        return GatheredSpec("decode", 1, num_rows, num_pages, 1, source_len)
+
+    def chunk(self, num_tokens: int, start: int, source_len: int, all_logits: bool = False) -> GatheredSpec:
+        """The step of a chunk of a prompt behind `start` tokens."""
+        padded_len = rung(self._chunk_rungs, num_tokens)
+        assert not self.is_exact or padded_len == num_tokens
+        num_pages = self._pages(start + padded_len)
+        if start == 0 and num_pages:
+            num_pages = -(-padded_len // self._page_len)  # nothing to gather
+        kind: Kind = "extend" if start else "begin"
+        source_len = rung(self._source_rungs, source_len)
+        return GatheredSpec(kind, padded_len, 1, num_pages, self._block_len, source_len, all_logits)
+
+    def all(self) -> Iterator[GatheredSpec]:
+        """Every step there can be, of those that mixed traffic meets."""
+        for source_len in self._source_rungs:
+            for num_pages in self._page_rungs:
+                for num_rows in self._row_rungs:
+                    if num_rows <= self._most_rows(num_pages, source_len):
+                        yield self._decode(num_rows, num_pages, source_len)
+            for num_tokens in self._chunk_rungs:
+                yield self.chunk(num_tokens, 0, source_len)
+                behind = self.chunk(num_tokens, 1, source_len)
+                for num_pages in self._page_rungs:
+                    if num_pages >= behind.num_pages:
+                        yield dataclasses.replace(behind, num_pages=num_pages)
+
+    def largest(self) -> tuple[GatheredSpec, ...]:
+        """Those that take the most beside the cache."""
+        longest, source_len = self._page_rungs[-1], self._source_rungs[-1]
+        chunk = self.chunk(self._chunk_rungs[-1], 1, source_len)
+        first = () if not source_len else (self.chunk(self._chunk_rungs[-1], 0, source_len),)
+        return (
+            self._decode(self._most_rows(longest, source_len), longest, source_len),
+            dataclasses.replace(chunk, num_pages=longest),
+            *first,
+        )

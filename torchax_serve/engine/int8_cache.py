@@ -1,0 +1,86 @@
+"""Keys and values in int8: the scale of each layer and head, and whether the platform has kernels for such pages.
+
+A scale is fixed before the first request, so that what a token's keys and values become depends on nothing but the
+token and what came before it. It is found as static activation scales are (Jacob et al., 2018, section 3.1): a prompt
+is computed, the largest numbers are taken, and what later lies beyond is clipped. Tokens are drawn at random, since
+nobody's text is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.arrays import from_host
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops.pool import INT8_LARGEST
+from model_adapters.program import CallSpec
+from torchax_serve.engine.cache import HeadScales
+from torchax_serve.program_cache import KeptFunction
+from torchax_serve.runtime import Runtime
+
+TRIAL_ROWS, TRIAL_LEN = 4, 64
+MARGIN = 1.25
+"""By how much the largest number may grow before it is clipped. A quarter costs a third of a bit."""
+
+
+def head_scales(runtime: Runtime) -> tuple[HeadScales, ...]:
+    """By layer, the scales of keys and of values, float32[num_heads] each; the same for one model whatever the options.
+
+    Args:
+        runtime: of a model whose layers all keep keys and values.
+
+    Raises:
+        InvalidArgumentError: the trial prompt has keys or values that are no finite numbers.
+    """
+    length = min(TRIAL_LEN, runtime.learned_positions or TRIAL_LEN)
+
+    def largest(weights: Mapping[str, jax.Array], ids: jax.Array, spec: None) -> Any:
+        inputs = {runtime.program.names.ids: ids}
+        states = runtime.new_cache(length).states
+        _, after = runtime.program.forward(weights, states, jnp.int32(0), inputs, CallSpec())
+        assert after is not None
+        return [_largest(layer.pool, layer.k_dim) for layer in after]
+
+    facts = runtime.program
+    kept = KeptFunction(runtime.steps.cache, "int8_trial", largest, facts=facts.found_out, recall=facts.recall)
+    ids = np.random.default_rng(0).integers(0, runtime.vocab_size, (TRIAL_ROWS, length))
+    found = kept(runtime.weights, from_host(ids, np.int32), spec=None)
+    return tuple((_scale(keys), _scale(values)) for keys, values in found)
+
+
+def _largest(pool: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Of a pool [rows, heads, len, width]: float32[heads] of keys and of values."""
+    by_head = jnp.abs(pool.astype(jnp.float32)).max(axis=(0, 2))
+    return by_head[:, :k_dim].max(axis=1), by_head[:, k_dim:].max(axis=1)
+
+
+def _scale(largest: jax.Array) -> np.ndarray:
+    numbers = np.asarray(largest, np.float32)
+    if not np.isfinite(numbers).all():
+        raise InvalidArgumentError(
+            "kv_cache_dtype: expected keys and values that are numbers for a trial prompt, got some that are not; "
+            "leave it out"
+        )
+    return np.where(numbers > 0, numbers * np.float32(MARGIN / INT8_LARGEST), np.float32(1))
+
+
+def check_kernels(float_fallbacks: Sequence[str], int8_fallbacks: Sequence[str]) -> None:
+    """Refuses int8 where kernels take the model's own dtype and not this one.
+
+    Args:
+        float_fallbacks: why the kernels refuse the calls of a packed step in the model's dtype, if they do.
+        int8_fallbacks: the same on pages in int8.
+
+    Raises:
+        InvalidArgumentError: with the kernels' reason.
+    """
+    if int8_fallbacks and not float_fallbacks:
+        raise InvalidArgumentError(
+            f"kv_cache_dtype: expected None or other pages, got 'int8', which no kernel here takes so "
+            f"({'; '.join(dict.fromkeys(int8_fallbacks))}); change page_len, or leave it out"
+        )
