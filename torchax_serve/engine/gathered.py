@@ -112,7 +112,7 @@ class GatheredModel:
         self._page_rungs = ladder(most, 2, least) if layout.pages else (0,)
         facts = forward.program
         self._step = KeptFunction(
-            programs, "gathered", self._run, donate=["pools", "states"], facts=facts.found_out, recall=facts.recall
+            programs, "gathered", self.traced, donate=["pools", "states"], facts=facts.found_out, recall=facts.recall
         )
 
     @property
@@ -120,7 +120,7 @@ class GatheredModel:
         """Compiled steps."""
         return self._step.num_programs
 
-    def _run(
+    def traced(
         self,
         weights: Mapping[str, jax.Array],
         pools: Leaves,
@@ -129,7 +129,7 @@ class GatheredModel:
         numbers: jax.Array,
         spec: GatheredSpec,
     ) -> tuple[jax.Array, Leaves, Leaves]:
-        """float32[S, vocab] logits, or [T, vocab], and pools and states."""
+        """A step, to be traced: float32[S, vocab] logits, or [T, vocab], and pools and states."""
         given = _Numbers(*jnp.split(numbers, np.cumsum(spec.sizes)[:-1]))
         known = last_tokens[jnp.minimum(given.slots, self._num_slots - 1)]
         ids = given.ids.reshape(spec.num_rows, spec.num_tokens)
@@ -144,10 +144,18 @@ class GatheredModel:
             logits, news = self._advance(weights, kept, ids, given, spec)
         new_pages, new_states = self._layout.split(news)
         pools = tuple(
-            scatter(pool, table, given.starts, given.lens, new) for pool, new in zip(pools, new_pages, strict=True)
+            self._laid_out(scatter(pool, table, given.starts, given.lens, new))
+            for pool, new in zip(pools, new_pages, strict=True)
         )
         states = tuple(state.at[given.slots].set(new) for state, new in zip(states, new_states, strict=True))
         return logits, pools, states
+
+    def _laid_out(self, pool: jax.Array) -> jax.Array:
+        """`pool` as the cache has it, by heads, where the model lies on a mesh."""
+        sharding = self._forward.program.sharding
+        return (
+            pool if sharding is None else jax.lax.with_sharding_constraint(pool, sharding.pool_sharding(pool.shape[1]))
+        )
 
     def _advance(
         self, weights: Mapping[str, jax.Array], kept: Leaves, ids: jax.Array, given: _Numbers, spec: GatheredSpec
@@ -302,11 +310,19 @@ class GatheredModel:
 
     def temporary_bytes(self) -> int:
         """What the largest steps take beside weights, cache and results, as the compiler plans it."""
-        *_, longest = self._page_rungs
-        num_rows = self._most_rows(longest)
         largest = self._chunk_rungs[-1]
-        chunk = dataclasses.replace(self._chunk_spec_of(largest, 1), num_pages=longest)
-        return max(self._temporary_bytes(self._decode_spec(num_rows, longest)), self._temporary_bytes(chunk))
+        return max(self._temporary_bytes(spec) for spec in (self.decode_spec(), self.chunk_spec(largest)))
+
+    def decode_spec(self) -> GatheredSpec:
+        """The decode step of the most requests that are of full length."""
+        longest = self._page_rungs[-1]
+        return self._decode_spec(self._most_rows(longest), longest)
+
+    def chunk_spec(self, num_tokens: int) -> GatheredSpec:
+        """The chunk of the prompt of a request of full length that `num_tokens` tokens are computed in, or a part."""
+        fitting = [size for size in self._chunk_rungs if size <= num_tokens] if self.is_exact else []
+        size = fitting[-1] if fitting else rung(self._chunk_rungs, num_tokens)
+        return dataclasses.replace(self._chunk_spec_of(size, 1), num_pages=self._page_rungs[-1])
 
     def _temporary_bytes(self, spec: GatheredSpec) -> int:
         return self._step.temporary_bytes(
