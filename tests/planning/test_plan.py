@@ -30,7 +30,7 @@ from torchax_serve.planning.bounds import decode_bound, prefill_bound
 from torchax_serve.planning.chips import Chip, chip_of
 from torchax_serve.planning.kept import kept_plan
 from torchax_serve.planning.plan import PlanReport, PlanRequest, make_plan
-from torchax_serve.planning.programs import count_collectives
+from torchax_serve.planning.programs import count_collectives, estimate
 from torchax_serve.planning.report import lines_of
 from torchax_serve.planning.table import sharding_rows
 
@@ -220,6 +220,21 @@ def test_collectives_are_counted_once_with_the_bytes_of_their_results():
         "all-reduce": (2, 8 * 128 * 4 + 4 * 2 + 2 * 2 * 4),
         "all-gather": (1, 8 * 4 * 2),
     }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_kernels", "said"),
+    [
+        (0.25, 0, (0.25, 0)),
+        (0.25, 3, (0.25, 0)),  # kernels that say what they cost
+        (-79.75, 80, (0.25, 80)),
+        (-78.5, 80, (1.5, 80)),
+        (-79.75, 1, (0.25, 80)),  # in a loop over 80 layers
+        (None, 2, (None, 0)),
+    ],
+)
+def test_what_the_compiler_cannot_look_into_is_not_in_its_estimate(seconds, num_kernels, said):
+    assert estimate(seconds, num_kernels) == said
 
 
 def test_rows_of_the_sharding_table(module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.topology import compiling_for, lowering_platform
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_KERNEL = 'custom_call_target="tpu_custom_call"'
 _DTYPE_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8}
 
 
@@ -34,7 +36,8 @@ class ProgramReport:
         code_bytes: of the program.
         collectives: number and bytes of results, by kind.
         flops, bytes_accessed: in the step, as the compiler counts; None where it does not.
-        compiler_s: the compiler's own estimate; None where it has none.
+        compiler_s: the compiler's own estimate, exchange between devices not in it; None where it has none.
+        num_opaque: kernels of other languages that it cannot look into, whose time is not in its estimate.
         trace_s, compile_s: what it took here.
     """
 
@@ -49,6 +52,7 @@ class ProgramReport:
     flops: float | None
     bytes_accessed: float | None
     compiler_s: float | None
+    num_opaque: int
     trace_s: float
     compile_s: float
 
@@ -120,7 +124,8 @@ def _used_of(message: str) -> str:
 def _report(step: Step, compiled: Any, trace_s: float, compile_s: float) -> ProgramReport:
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
-    estimate = cost.get("optimal_seconds")
+    text = compiled.as_text()
+    compiler_s, num_opaque = estimate(cost.get("optimal_seconds"), text.count(_KERNEL))
     return ProgramReport(
         name=step.name,
         num_tokens=step.num_tokens,
@@ -129,13 +134,29 @@ def _report(step: Step, compiled: Any, trace_s: float, compile_s: float) -> Prog
         temporary_bytes=int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes),
         alias_bytes=int(memory.alias_size_in_bytes),
         code_bytes=int(memory.generated_code_size_in_bytes),
-        collectives=count_collectives(compiled.as_text()),
+        collectives=count_collectives(text),
         flops=cost.get("flops"),
         bytes_accessed=cost.get("bytes accessed"),
-        compiler_s=estimate if estimate is not None and estimate > 0 else None,
+        compiler_s=compiler_s,
+        num_opaque=num_opaque,
         trace_s=trace_s,
         compile_s=compile_s,
     )
+
+
+def estimate(seconds: float | None, num_kernels: int) -> tuple[float | None, int]:
+    """What the compiler's sum of seconds means: the time of what it knows, and the number of calls it does not.
+
+    XLA's `HloCostAnalysis` adds up what each operation takes at the least, and -1 for each it knows nothing of.
+
+    Args:
+        seconds: the sum; None where the compiler has none.
+        num_kernels: in the program's text, where one in a loop is seen once.
+    """
+    if seconds is None or seconds == 0:
+        return None, 0
+    num_opaque = max(num_kernels, math.ceil(-seconds)) if seconds < 0 else 0
+    return seconds + num_opaque, num_opaque
 
 
 def count_collectives(text: str) -> dict[str, tuple[int, int]]:
