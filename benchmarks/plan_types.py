@@ -2,9 +2,11 @@
 
     python benchmarks/plan_types.py [TYPE...]    # needs the extra plan; results/plan-types.json keeps what was found
 
-The decode step of each type is compiled in bfloat16 by the TPU's own compiler for four chips on the axis `model`.
+The decode step of each type and a prefill step are compiled by the TPU's own compiler for four chips on the axis
+`model`, in bfloat16; in float32 where the type's own code mixes the two.
 """
 
+import collections
 import json
 import os
 import sys
@@ -14,31 +16,48 @@ from pathlib import Path
 
 RESULTS = Path(__file__).with_name("results") / "plan-types.json"
 TOPOLOGY = "v5e:2x2"
+SIZES = {"max_len": 32, "num_slots": 8, "page_len": 16, "prefill_lens": (16,)}
 
 
 def run(model_type):
-    """What planning a type comes to: the compiled step's numbers, or why there is none."""
+    """What planning a type comes to: the compiled steps' numbers, or why there are none."""
+    rows = {}
+    for dtype in ("bfloat16", "float32"):
+        rows[dtype] = run_in(model_type, dtype)
+        if rows[dtype]["planned"] or "of one dtype" not in rows[dtype]["why"]:
+            return rows[dtype]
+    return rows["float32"]
+
+
+def run_in(model_type, dtype):
     import torch
     import transformers
 
-    from model_adapters.loading.architecture import find_class, module_of
+    from model_adapters.loading.architecture import module_of
     from torchax_serve.parity.tiny_config import tiny_config
+    from torchax_serve.parity.tiny_model import causal_class
     from torchax_serve.planning.plan import PlanRequest, make_plan
 
     began = time.perf_counter()
     transformers.logging.set_verbosity_error()
     try:
-        model_class, config = find_class(tiny_config(model_type), folder=None, trust_remote_code=False)
-        module = module_of(model_class, config, torch.bfloat16)
-        request = PlanRequest(topology=TOPOLOGY, max_len=64, num_slots=8, page_len=16, prefill_lens=())
-        report = make_plan(module, model_type, request).to_json()
+        model_class, config = causal_class(model_type), tiny_config(model_type)
+        if not isinstance(config, model_class.config_class):
+            config = next(part for part in vars(config).values() if isinstance(part, model_class.config_class))
+        module = module_of(model_class, config, getattr(torch, dtype))
+        report = make_plan(module, model_type, PlanRequest(topology=TOPOLOGY, **SIZES)).to_json()
     except Exception as error:
-        said = " ".join(str(error).split())[:300]
+        said = " ".join(str(error).split())[:400]
         return {"planned": False, "why": f"{type(error).__name__}: {said}"}
-    (decode,) = report["programs"]
+    decode = report["programs"][0]
     return {
         "planned": True,
+        "road": report["road"],
+        "dtype": dtype,
         "weights_bytes": report["weights_bytes"],
+        "pages_bytes": report["pages_bytes_wanted"],
+        "states_bytes": report["states_bytes"],
+        "steps": [f"{each['name']} {each['num_tokens']}" for each in report["programs"]],
         "collectives": {kind: number for kind, (number, _) in decode["collectives"].items()},
         "seconds": round(time.perf_counter() - began, 1),
     }
@@ -55,12 +74,13 @@ def main():
     for model_type in wanted:
         kept[model_type] = run(model_type)
         print(model_type, json.dumps(kept[model_type]), flush=True)
-        planned = sum(each["planned"] for each in kept.values())
+        planned = [each for each in kept.values() if each["planned"]]
         content = {
             "topology": TOPOLOGY,
             "transformers": transformers.__version__,
-            "planned": planned,
+            "planned": len(planned),
             "tried": len(kept),
+            "roads": dict(collections.Counter(each["road"] for each in planned)),
             "types": dict(sorted(kept.items())),
         }
         RESULTS.write_text(json.dumps(content, indent=1) + "\n")

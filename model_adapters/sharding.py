@@ -65,9 +65,9 @@ class ModelSharding:
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(module).items()}
         config = module.config.get_text_config(decoder=True)
-        units = units_of(config)
         table = rules_for(module, shapes)
         mesh_shape = {str(axis): size for axis, size in mesh.shape.items()}
+        units = _units(module, config, mesh_shape.get("model", 1))
         try:
             placed = place(table, shapes, mesh_shape, units, refuse_uneven=refuse_uneven)
         except ShardingRuleError as error:
@@ -197,6 +197,18 @@ def units_of(config: PreTrainedConfig) -> Units:
     if not isinstance(heads, int):
         return Units()
     return Units(heads, kv_heads if isinstance(kv_heads, int) else heads)
+
+
+def _units(module: PreTrainedModel, config: PreTrainedConfig, num_shards: int) -> Units:
+    """`units_of` the configuration; nothing where layers have other numbers and some do not divide by the devices.
+
+    Then a layer's heads would have to be repeated more often than another's, and model code knows of one number.
+    """
+    units = units_of(config)
+    attentions = (child for child in module.modules() if getattr(child, "config", None) is config)
+    groups = {size for child in attentions if isinstance(size := getattr(child, "num_key_value_groups", None), int)}
+    counts = {units.heads // size for size in groups if units.heads and size}
+    return Units() if len(counts) > 1 and any(count % num_shards for count in counts) else units
 
 
 def placed_in_use(weight: Any) -> Placed | None:

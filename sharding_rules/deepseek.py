@@ -4,6 +4,8 @@ What makes the latents is whole on every device, since all heads read them; what
 (DeepSeek-AI 2024, multi-head latent attention).
 """
 
+import dataclasses
+
 from sharding_rules.llama import EMBEDDINGS
 from sharding_rules.mixtral import EXPERTS
 from sharding_rules.rules import Rule, RuleTable
@@ -19,7 +21,7 @@ TABLE = RuleTable(
         Rule(_ATTENTION + r"(q_proj|q_b_proj|kv_b_proj)\.weight", ("heads", "latent")),
         Rule(_ATTENTION + r"o_proj\.weight", ("embed", "heads")),
         Rule(_ATTENTION + r"o_proj\.bias", ("embed",), optional=True),
-        *EXPERTS,
+        *(dataclasses.replace(rule, optional=True) for rule in EXPERTS),  # the first layers have none
     ),
     # The code counts heads itself where it opens the latents up.
     pads=frozenset({"vocab", "mlp"}),

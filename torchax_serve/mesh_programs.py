@@ -49,7 +49,7 @@ class MeshProgram:
     def _first(self, array: jax.Array) -> jax.Array:
         if not array.sharding.is_fully_replicated:
             return array
-        return jax.device_put(array.addressable_data(0), jax.devices()[0])  # where callers have everything else
+        return jax.device_put(array.addressable_data(0), jax.local_devices()[0])  # where callers have everything else
 
     def memory_analysis(self) -> Any:
         """Of the program, on one device."""

@@ -125,8 +125,11 @@ def test_loading_options_arrive(call):
         "allow_pickle": True,
         "cache_dir": "/somewhere",
         "tensor_parallel": 2,
+        "mesh": None,
         "hosts": None,
     }
+    call("Hi there", "--mesh", "model=2,expert=4")
+    assert call.served[1]["mesh"] == {"data": 1, "model": 2, "expert": 4}
     call("Hi there", env={"HF_TOKEN": "from the environment"})
     assert call.served[1]["token"] == "from the environment"
     assert call.served[1]["local_files_only"] is None

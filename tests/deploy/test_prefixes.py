@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.cli import deploy as command
 from torchax_serve.deploy.options import DeployOptions
 from torchax_serve.deploy.prefixes import BLOCK_CHARS, PrefixTable, beginning_of, choose
@@ -101,3 +101,30 @@ def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"install the extra: pip install 'torchax-serve\[ray\]'"):
         command.deploy()
+
+
+NODES = [{"CPU": 8.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 16.0}]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"accelerator": "GPU", "tensor_parallel": 8},
+            "with 1 CPU and 8 GPU .* at most 16 CPU, 4 GPU; a",
+        ),
+        (
+            {"accelerator": "TPU", "tensor_parallel": 4},
+            "with 1 CPU and 4 TPU .* at most 16 CPU, 0 TPU; a",
+        ),
+        ({"accelerator": "GPU", "tensor_parallel": 4, "num_cpus": 12}, "a node with 12 CPU and 4 GPU"),  # on two nodes
+    ],
+)
+def test_a_replica_that_no_node_can_hold_is_refused(options, said):
+    with pytest.raises(UnsupportedArgumentError, match=said):
+        DeployOptions(**options).check_nodes(NODES)
+
+
+@pytest.mark.parametrize("options", [{}, {"accelerator": "GPU", "tensor_parallel": 4}, {"num_cpus": 16}])
+def test_a_replica_that_a_node_can_hold_is_not(options):
+    DeployOptions(**options).check_nodes(NODES)

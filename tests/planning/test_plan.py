@@ -13,8 +13,15 @@ import transformers
 from jax.experimental import serialize_executable
 from typer.testing import CliRunner
 
-from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedArgumentError
+import torchax_serve
+from model_adapters.errors import (
+    InvalidArgumentError,
+    TorchaxServeError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
 from model_adapters.loading.architecture import module_of
+from torchax_serve import EngineOptions
 from torchax_serve.cli.main import app
 from torchax_serve.meshes import mesh_of, parse_mesh
 from torchax_serve.planning import chips, kept, search, topology
@@ -23,7 +30,7 @@ from torchax_serve.planning.bounds import decode_bound, prefill_bound
 from torchax_serve.planning.chips import Chip, chip_of
 from torchax_serve.planning.kept import kept_plan
 from torchax_serve.planning.plan import PlanReport, PlanRequest, make_plan
-from torchax_serve.planning.programs import count_collectives
+from torchax_serve.planning.programs import count_collectives, estimate
 from torchax_serve.planning.report import lines_of
 from torchax_serve.planning.table import sharding_rows
 
@@ -72,6 +79,65 @@ def test_bytes_are_those_of_the_shapes(module):
     page = "\n".join(lines_of(report, was_kept=False))
     assert "fits: 4 requests of 64 tokens at once" in page
     assert "no faster than" not in page  # nobody says what this processor can do
+
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+ROADS = {
+    "bloom": (transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64), "gathered"),
+    "mamba": (transformers.MambaConfig(**TINY, state_size=4), "gathered"),
+    "openai-gpt": (transformers.OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=64), "generate"),
+}
+
+
+@pytest.mark.parametrize("model_type", ROADS)
+def test_models_that_are_not_packed_are_planned_on_the_road_that_they_take(model_type):
+    config, road = ROADS[model_type]
+    model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    report = make_plan(module_of(model_class, config, torch.float32), model_type, REQUEST)
+    assert (report.road, report.fits) == (road, True)
+    assert [program.name for program in report.programs] == ["decode", "prefill"]
+    decode = report.programs[0]
+    # Layers, pages, tokens, heads times key and value; a state of a convolution and one of the recurrence; nothing.
+    pages = 2 * (4 * 4 + 1) * 16 * 4 * 16 * 4 if model_type == "bloom" else 0
+    states = 2 * (4 + 1) * 2 * 64 * 4 * 4 if model_type == "mamba" else 0
+    assert (report.pages_bytes, report.states_bytes) == (pages, states)
+    assert decode.alias_bytes == pages + states  # written in place
+    assert (decode.num_tokens, decode.num_rows) == ((4 * 64, 4) if model_type == "openai-gpt" else (4, 4))
+    page = "\n".join(lines_of(report, was_kept=False))
+    assert report.why in page
+    assert PlanReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+def test_the_road_of_a_plan_is_that_of_the_engine():
+    config, _ = ROADS["bloom"]
+    report = make_plan(module_of(transformers.BloomForCausalLM, config, torch.float32), "toy", REQUEST)
+    module = transformers.BloomForCausalLM(config).eval()
+    with torchax_serve.serve(module, engine=EngineOptions(max_len=64, num_slots=4, page_len=16)) as served:
+        assert f"gathered, {report.why}" in served.engine.description
+
+
+def test_pages_of_another_dtype_are_refused_where_a_model_is_not_packed():
+    module = module_of(transformers.BloomForCausalLM, ROADS["bloom"][0], torch.float32)
+    with pytest.raises(
+        UnsupportedArgumentError, match="kv_cache_dtype: expected 'auto' for a model that is not packed"
+    ):
+        make_plan(module, "toy", dataclasses.replace(REQUEST, kv_cache_dtype="bfloat16"))
+
+
+def test_a_model_that_cannot_be_traced_is_refused_with_every_reason():
+    config = transformers.ReformerConfig(
+        hidden_size=32,
+        attn_layers=["local"],
+        is_decoder=True,
+        vocab_size=64,
+        num_attention_heads=2,
+        axial_pos_embds_dim=[16, 16],
+        axial_pos_shape=[8, 8],
+        max_position_embeddings=64,
+    )
+    module = module_of(transformers.ReformerModelWithLMHead, config, torch.float32)
+    with pytest.raises(UnsupportedModelError, match=r"can be traced, got .*; not packed: .*; not gathered: "):
+        make_plan(module, "toy", REQUEST)
 
 
 def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(module, small_host):
@@ -134,6 +200,10 @@ def test_bounds_are_those_computed_by_hand(module):
     assert prefill.flops == 2 * (10 * layers + 64 * 32) + 2 * (2 * pairs * 4 * 16)
     assert prefill.bound_by == "compute"
     assert report.bounds[0].bytes_read == bound.bytes_read
+    windowed = dataclasses.make_dataclass("S", ["num_heads", "width", "dtype", "window"])(2, 16, np.dtype("f4"), 6)
+    last = prefill_bound(model, chip, [windowed], 5, context_len=8, num_prompts=1)
+    pairs = sum(min(seen, 6) for seen in range(4, 9))  # the last five tokens of eight
+    assert last.flops == 2 * (5 * layers + 64 * 32) + 2 * pairs * 4 * 16
 
 
 PROGRAM = """
@@ -150,6 +220,21 @@ def test_collectives_are_counted_once_with_the_bytes_of_their_results():
         "all-reduce": (2, 8 * 128 * 4 + 4 * 2 + 2 * 2 * 4),
         "all-gather": (1, 8 * 4 * 2),
     }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_kernels", "said"),
+    [
+        (0.25, 0, (0.25, 0)),
+        (0.25, 3, (0.25, 0)),  # kernels that say what they cost
+        (-79.75, 80, (0.25, 80)),
+        (-78.5, 80, (1.5, 80)),
+        (-79.75, 1, (0.25, 80)),  # in a loop over 80 layers
+        (None, 2, (None, 0)),
+    ],
+)
+def test_what_the_compiler_cannot_look_into_is_not_in_its_estimate(seconds, num_kernels, said):
+    assert estimate(seconds, num_kernels) == said
 
 
 def test_rows_of_the_sharding_table(module):

@@ -129,6 +129,19 @@ def exchange(family, degree):
     print({kind: number for kind, (number, _) in decode.collectives.items()})
 
 
+def work(family, degree):
+    """Operations and bytes of weights of a device where experts are divided and where one device has them all."""
+    config = CONFIGS[family]()
+    config.intermediate_size = 1024  # of an expert
+    module = module_of(transformers.AutoModelForCausalLM._model_mapping[type(config)], config, torch.float32)
+    found = []
+    for number in (int(degree), 1):  # the larger first: a process keeps the devices that it begins with
+        request = PlanRequest(topology=f"cpu:{number}", mesh=f"expert={number}", **PLAN)
+        report = make_plan(module, family, request)
+        found.append({program.name: (program.flops, report.weights_bytes) for program in report.programs})
+    print(found)
+
+
 PLAN = {"max_len": 64, "num_slots": 4, "page_len": 16, "prefill_lens": (32,)}
 
 

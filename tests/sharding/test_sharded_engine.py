@@ -1,36 +1,9 @@
 """Models on several devices, in processes with eight CPU devices: the tokens of one device, exchange, memory."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-CHECKS = Path(__file__).with_name("mesh_checks.py")
-ROOT = CHECKS.parents[2]
-
-
-@pytest.fixture(scope="session")
-def on_eight():
-    def run(*arguments):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "8",
-            "TRANSFORMERS_VERBOSITY": "error",
-        }
-        done = subprocess.run(
-            [sys.executable, str(CHECKS), *arguments], capture_output=True, text=True, env=environment, timeout=900
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.splitlines()
-
-    return run
-
 
 # Every family with a table, a type with a plan of its own (olmo2), one with neither (bloom); sizes divide nowhere.
 MESHES = {
@@ -69,6 +42,16 @@ def test_a_decode_step_exchanges_no_more_than_it_must(on_eight, family):
     (line,) = on_eight("exchange", family, "4")
     # One sum after attention and one after the MLP in both layers, one of the embedding; the logits are gathered.
     assert ast.literal_eval(line) == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
+
+
+def test_experts_that_are_divided_divide_the_work(on_eight):
+    (line,) = on_eight("work", "mixtral", "4")
+    shared, whole = ast.literal_eval(line)
+    assert set(shared) == {"decode", "prefill"}
+    for name, (flops, num_bytes) in shared.items():
+        # Experts are nearly all there is of these models; the rest is the same on every device.
+        assert flops < whole[name][0] * (1 / 4 + 0.05)
+        assert num_bytes < whole[name][1] * (1 / 4 + 0.05)
 
 
 def test_the_plan_says_what_the_same_steps_take_with_real_arguments(on_eight):

@@ -81,6 +81,10 @@ class DeviceOptions(LoadOptions):
     """Loading options of commands that can spread a model over devices."""
 
     tensor_parallel: Annotated[int | None, _option("--tensor-parallel", help="Devices that share the model.")] = None
+    mesh: Annotated[
+        str | None,
+        _option("--mesh", help="The same by axis, such as model=2,expert=4; data=2 for replicas that share requests."),
+    ] = None
     coordinator: Annotated[
         str | None,
         _hosts_option(
@@ -103,7 +107,24 @@ class DeviceOptions(LoadOptions):
 
     def serve_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of `torchax_serve.serve`."""
-        return {**super().serve_kwargs(), "tensor_parallel": self.tensor_parallel, "hosts": self.hosts()}
+        return {
+            **super().serve_kwargs(),
+            "tensor_parallel": self.tensor_parallel,
+            "mesh": self.mesh_shape(),
+            "hosts": self.hosts(),
+        }
+
+    def mesh_shape(self) -> dict[str, int] | None:
+        """Devices by axis; None where nothing is said.
+
+        Raises:
+            InvalidArgumentError: an axis that nobody knows, or no positive number.
+        """
+        if self.mesh is None:
+            return None
+        from torchax_serve.meshes import parse_mesh
+
+        return parse_mesh(self.mesh, None)
 
     def hosts(self) -> Hosts | None:
         """The hosts that share the model; None for this one alone.

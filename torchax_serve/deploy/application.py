@@ -129,7 +129,13 @@ async def _joined(first: str, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 def application_of(options: DeployOptions) -> ray_serve.Application:
-    """The application, to be run by ``ray.serve.run``. Running it again replaces replicas one after the other."""
+    """The application, to be run by ``ray.serve.run``. Running it again replaces replicas one after the other.
+
+    Raises:
+        UnsupportedArgumentError: no node of the cluster has what a replica takes.
+    """
+    if ray.is_initialized():
+        options.check_nodes([node["Resources"] for node in ray.nodes() if node["Alive"]])
     replicas = ray_serve.deployment(Replica).options(
         max_ongoing_requests=2 * options.num_slots,
         autoscaling_config={
@@ -137,6 +143,8 @@ def application_of(options: DeployOptions) -> ray_serve.Application:
             "initial_replicas": options.min_replicas,
             "max_replicas": options.max_replicas,
             "target_ongoing_requests": options.num_slots,
+            "upscale_delay_s": options.upscale_delay_s,
+            "downscale_delay_s": options.downscale_delay_s,
         },
         health_check_period_s=options.health_check_period_s,
         health_check_timeout_s=options.health_check_timeout_s,

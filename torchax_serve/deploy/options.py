@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 
 ROUTER = "torchax_serve.deploy.router.PrefixRouter"
 
@@ -18,8 +18,9 @@ class DeployOptions:
     Attributes:
         model: short name, hub id or folder that every node has; None is the model of the package.
         dtype: of the weights.
-        tensor_parallel: devices of a replica.
+        tensor_parallel: devices of a replica, all of one node.
         min_replicas, max_replicas: Ray makes more where more than `num_slots` requests a replica are under way.
+        upscale_delay_s, downscale_delay_s: how long there have to be more, or fewer, before it does.
         num_slots: requests that a replica runs at once.
         max_len: tokens of a request, prompt and answer.
         kv_cache_dtype: ``int8`` keeps keys and values of a replica in 8 bits; None: in the model's dtype.
@@ -34,6 +35,8 @@ class DeployOptions:
     tensor_parallel: int | None = None
     min_replicas: int = 1
     max_replicas: int = 1
+    upscale_delay_s: float = 30.0
+    downscale_delay_s: float = 600.0
     num_slots: int = 32
     max_len: int | None = None
     kv_cache_dtype: str | None = None
@@ -49,6 +52,9 @@ class DeployOptions:
                 f"min_replicas and max_replicas: expected 1 <= min <= max, got {self.min_replicas} and "
                 f"{self.max_replicas}; correct them"
             )
+        for name in ("upscale_delay_s", "downscale_delay_s"):
+            if not getattr(self, name) >= 0:
+                raise InvalidArgumentError(f"{name}: expected a number of seconds >= 0, got {getattr(self, name)!r}")
         if self.num_slots < 1:
             raise InvalidArgumentError(f"num_slots: expected a whole number >= 1, got {self.num_slots}")
         if self.kv_cache_dtype not in (None, "int8"):
@@ -64,6 +70,27 @@ class DeployOptions:
         if self.accelerator == "TPU":
             return {"num_cpus": self.num_cpus, "resources": {"TPU": number}}
         return {"num_cpus": self.num_cpus}
+
+    def check_nodes(self, nodes: Sequence[Mapping[str, float]]) -> None:
+        """Looks whether a node of the cluster has what a replica takes: one replica lies on one node.
+
+        Args:
+            nodes: what each has in all, by Ray's names.
+
+        Raises:
+            UnsupportedArgumentError: none has; Ray would wait for one without end.
+        """
+        options = self.actor_options()
+        takes = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+        takes = {name: number for name, number in takes.items() if number}
+        if any(all(node.get(name, 0) >= number for name, number in takes.items()) for node in nodes):
+            return
+        wanted = " and ".join(f"{number:g} {name}" for name, number in takes.items())
+        most = ", ".join(f"{max((node.get(name, 0) for node in nodes), default=0):g} {name}" for name in takes)
+        raise UnsupportedArgumentError(
+            f"expected a node with {wanted} for a replica, got nodes with at most {most}; a replica cannot span "
+            "several nodes: lower tensor_parallel, or serve over several hosts without Ray (--coordinator)"
+        )
 
     @classmethod
     def of_text(cls, arguments: Mapping[str, str]) -> DeployOptions:

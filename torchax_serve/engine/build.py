@@ -167,8 +167,8 @@ def _max_source_len(runtime: Runtime, options: EngineOptions) -> int:
         return min(MAX_SOURCE_LEN, encoder.learned_positions or encoder.max_positions or MAX_SOURCE_LEN)
     if encoder.learned_positions is not None and asked > encoder.learned_positions:
         raise InvalidArgumentError(
-            f"max_source_len: expected at most {encoder.learned_positions}, the positions this model's encoder has, got "
-            f"{asked}; lower it"
+            f"max_source_len: expected at most {encoder.learned_positions}, the positions this model's encoder has, "
+            f"got {asked}; lower it"
         )
     return asked
 

@@ -113,7 +113,7 @@ def _name(window: int | None) -> str:
 
 
 class Pages:
-    """Makes pools and copies pages, on one device or a mesh of this host.
+    """Makes pools, copies pages and makes states, on one device or a mesh of this host.
 
     Args:
         sharding: of a pool with so many heads; None: on the default device.
@@ -137,6 +137,10 @@ class Pages:
         if self._sharding is None:
             return jax.device_put(jnp.zeros(shape, dtype), jax.local_devices()[0])
         return jnp.zeros(shape, dtype, device=self._sharding(shape[1]))
+
+    def rows(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        """A state of one shape for each slot ``[num_slots + 1, ...]``, on the default device."""
+        return jax.device_put(jnp.zeros(shape, dtype), jax.local_devices()[0])
 
     def copied(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
         """`pools`, which are given away, with pages copied in each."""

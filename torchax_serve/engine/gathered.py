@@ -77,7 +77,7 @@ class GatheredModel:
         self._forward, self._weights, self._cache, self._layout = forward, weights, cache, layout
         self._num_slots, self.sources = num_slots, sources
         self.chunk_sizes, self.is_exact = tuple(chunk_sizes), is_exact
-        self._shapes = GatheredShapes(
+        self.shapes = GatheredShapes(
             num_slots=num_slots,
             chunk_sizes=chunk_sizes,
             is_exact=is_exact,
@@ -88,7 +88,7 @@ class GatheredModel:
         )
         facts = forward.program
         self._step = KeptFunction(
-            programs, "gathered", self._run, donate=["pools", "states"], facts=facts.found_out, recall=facts.recall
+            programs, "gathered", self.traced, donate=["pools", "states"], facts=facts.found_out, recall=facts.recall
         )
 
     @property
@@ -96,7 +96,7 @@ class GatheredModel:
         """Compiled steps."""
         return self._step.num_programs
 
-    def _run(
+    def traced(
         self,
         weights: Mapping[str, jax.Array],
         pools: Leaves,
@@ -106,7 +106,10 @@ class GatheredModel:
         hidden: jax.Array | None,
         spec: GatheredSpec,
     ) -> tuple[jax.Array, Leaves, Leaves]:
-        """float32[S, vocab] logits, or [T, vocab], and pools and states; `hidden` is an encoder's output to begin with."""
+        """A step, to be traced: float32[S, vocab] logits, or [T, vocab], and pools and states.
+
+        `hidden` is an encoder's output, for a request to begin with.
+        """
         given = _Numbers(*jnp.split(numbers, np.cumsum(spec.sizes)[:-1]))
         known = last_tokens[jnp.minimum(given.slots, self._num_slots - 1)]
         ids = given.ids.reshape(spec.num_rows, spec.num_tokens)
@@ -122,9 +125,17 @@ class GatheredModel:
             logits, news = self._advance(weights, kept, ids, given, spec)
         new_pages, new_states = self._layout.split(news)
         pools = tuple(
-            scatter(pool, table, given.starts, given.lens, new) for pool, new in zip(pools, new_pages, strict=True)
+            self._laid_out(scatter(pool, table, given.starts, given.lens, new))
+            for pool, new in zip(pools, new_pages, strict=True)
         )
         return logits, pools, self._layout.put(states, given.slots, new_states, is_first=spec.kind == "begin")
+
+    def _laid_out(self, pool: jax.Array) -> jax.Array:
+        """`pool` as the cache has it, by heads, where the model lies on a mesh."""
+        sharding = self._forward.program.sharding
+        return (
+            pool if sharding is None else jax.lax.with_sharding_constraint(pool, sharding.pool_sharding(pool.shape[1]))
+        )
 
     def _advance(
         self, weights: Mapping[str, jax.Array], kept: Leaves, ids: jax.Array, given: _Numbers, spec: GatheredSpec
@@ -136,9 +147,7 @@ class GatheredModel:
         kept = jax.tree.map(lambda leaf: leaf[0], kept)
         offset, length = given.starts[0], given.lens[0]
         source_len = None if source_lens is None else source_lens[0]
-        logits, news = self._forward.extend(
-            weights, kept, offset, ids[0], length, self._layout, source_len, **spec.how
-        )
+        logits, news = self._forward.extend(weights, kept, offset, ids[0], length, self._layout, source_len, **spec.how)
         return logits, jax.tree.map(lambda new: new[None], news)
 
     def run(
@@ -194,7 +203,7 @@ class GatheredModel:
     def _num_out(self, jobs: Sequence[_Job]) -> int:
         num_rows = sum(len(job.places) for job in jobs if not job.spec.all_logits)
         num_tokens = sum(job.spec.num_tokens for job in jobs if job.spec.all_logits)
-        return num_tokens + (self._shapes.rows(num_rows) if num_rows else 0)
+        return num_tokens + (self.shapes.rows(num_rows) if num_rows else 0)
 
     def _jobs(self, rows: Sequence[PlanRow], ahead: int, all_logits: bool) -> list[_Job]:
         """The programs that a step needs, and where in it their logits belong."""
@@ -202,7 +211,7 @@ class GatheredModel:
         jobs = self._decode_jobs(decode, ahead)
         for place, row in enumerate(rows):
             if not row.is_decode:
-                spec = self._shapes.chunk(row.num_tokens, row.start, self._source_len(row.slot), all_logits)
+                spec = self.shapes.chunk(row.num_tokens, row.start, self._source_len(row.slot), all_logits)
                 places = range(place, place + (row.num_tokens if all_logits else 1))
                 jobs.append(_Job(spec, [row], list(places)))
         return jobs
@@ -214,7 +223,7 @@ class GatheredModel:
         if not decode:
             return []
         num_tokens = max(row.start for _, row in decode) + ahead + 1
-        spec = self._shapes.decode(len(decode), num_tokens, max(self._source_len(row.slot) for _, row in decode))
+        spec = self.shapes.decode(len(decode), num_tokens, max(self._source_len(row.slot) for _, row in decode))
         if isinstance(spec, GatheredSpec):
             return [_Job(spec, [row for _, row in decode], [place for place, _ in decode])]
         longest_first = sorted(decode, key=lambda entry: -entry[1].start)
@@ -240,7 +249,7 @@ class GatheredModel:
 
     def num_rows(self, rows: Sequence[PlanRow]) -> int:
         """Rows of the logits of a step with these rows."""
-        return self._shapes.rows(len(rows))
+        return self.shapes.rows(len(rows))
 
     def first_pages(self) -> tuple[np.ndarray, ...]:
         """Page tables that give slot 0 the first pages there are, for a cache that nobody uses."""
@@ -254,13 +263,13 @@ class GatheredModel:
 
     def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
         """A number for each row, with zeros up to the rung that a step of so many rows has."""
-        padded = np.zeros(self._shapes.rows(len(numbers)), np.int32)
+        padded = np.zeros(self.shapes.rows(len(numbers)), np.int32)
         padded[: len(numbers)] = numbers
         return padded
 
     def temporary_bytes(self) -> int:
         """What the largest steps take beside weights, cache and results, as the compiler plans it."""
-        return max(self._temporary_bytes(spec) for spec in self._shapes.largest())
+        return max(self._temporary_bytes(spec) for spec in self.shapes.largest())
 
     def _temporary_bytes(self, spec: GatheredSpec) -> int:
         return self._step.temporary_bytes(
@@ -281,9 +290,9 @@ class GatheredModel:
 
         Between two steps the array that `last_tokens` answers may be given away.
         """
-        for spec in self._shapes.all():
+        for spec in self.shapes.all():
             logits = self._launch(spec, last_tokens(), self._numbers(_Job(spec, [], []), (), 0), self._blank(spec))
-            for num_rows in self._shapes.row_rungs[1:]:
+            for num_rows in self.shapes.row_rungs[1:]:
                 out = jnp.zeros((num_rows, logits.shape[1]), jnp.float32)
                 _place(out, logits, from_host(np.full(len(logits), num_rows), np.int32))
             yield logits

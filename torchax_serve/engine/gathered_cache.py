@@ -6,26 +6,23 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops.pool import write_at
-from torchax_serve.engine.cache import CachePlan, PagedCache
+from torchax_serve.engine.cache import CachePlan, PagedCache, Pages
 from torchax_serve.engine.gathered_rows import Leaves, StateLayout
 
 
 class GatheredCache(PagedCache):
     """The pools of a `CachePlan`, and one row of each state for each slot and for nobody, the last one."""
 
-    def __init__(self, plan: CachePlan, layout: StateLayout, num_slots: int) -> None:
+    def __init__(self, plan: CachePlan, layout: StateLayout, num_slots: int, pages: Pages | None = None) -> None:
         self.states: Leaves = ()
         self._rows, self._num_slots = layout.rows, num_slots
-        super().__init__(plan)
+        super().__init__(plan, pages)
 
     def reset(self) -> None:
         """Makes pools and states anew, all zeros."""
         super().reset()
         self.states = ()
-        self.states = tuple(
-            jax.device_put(jnp.zeros((self._num_slots + 1, *row.shape), row.dtype), jax.devices()[0])
-            for row in self._rows
-        )
+        self.states = tuple(self._pages.rows((self._num_slots + 1, *row.shape), row.dtype) for row in self._rows)
 
     @property
     def is_lost(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.buckets import ladder
+from torchax_serve.engine.cache import Pages
 from torchax_serve.engine.gathered import GatheredModel
 from torchax_serve.engine.gathered_cache import GatheredCache
 from torchax_serve.engine.gathered_rows import LONGEST, TRIAL_LEN, RowForward, StateLayout, as_unsupported
@@ -38,7 +39,7 @@ def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
         sources = Sources(runtime, sizes.max_source_len) if has_encoder else None
         forward = RowForward(runtime, sizes.max_source_len)
         layout = programs.remembered("gathered layout", f"{sizes.max_source_len}", forward.layout)
-        parts = _Parts(runtime, forward, layout, sizes, sources)
+        parts = GatheredParts(runtime, forward, layout, sizes, sources)
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
         block_len = programs.remembered("gathered trial", f"{sizes}", lambda: parts.block_len(cache, make))
@@ -53,7 +54,7 @@ def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parts:
+class GatheredParts:
     """What models and caches of this road are made of."""
 
     runtime: Runtime
@@ -61,6 +62,12 @@ class _Parts:
     layout: StateLayout
     sizes: Sizes
     sources: Sources | None
+
+    @property
+    def pages(self) -> Pages | None:
+        """Makes the pools: by heads, where the model lies on a mesh."""
+        sharding = self.runtime.program.sharding
+        return None if sharding is None else Pages(sharding.pool_sharding)
 
     def model(self, cache: GatheredCache, block_len: int) -> GatheredModel:
         """A model on `cache`. A chunk is padded only where the model neither keeps it nor counts it."""
@@ -91,21 +98,21 @@ class _Parts:
                 f"expected memory for the states of {slots} requests, {state_bytes} bytes, got {budget} bytes; raise "
                 "kv_cache_bytes, or lower num_slots" + (" or max_source_len" if self.sources is not None else "")
             )
-        return GatheredCache(sizes.plan(self.layout.pages, budget - state_bytes), self.layout, slots)
+        return GatheredCache(sizes.plan(self.layout.pages, budget - state_bytes), self.layout, slots, self.pages)
 
     def _small_cache(self) -> GatheredCache:
         num_pages = 2 + TRIAL_LEN // self.sizes.page_len
         plan = self.sizes.small_plan(self.layout.pages, num_pages)
-        return GatheredCache(plan, self.layout, self.sizes.num_slots)
+        return GatheredCache(plan, self.layout, self.sizes.num_slots, self.pages)
 
     def _temporary_bytes(self) -> int:
         def ask() -> int:
-            return self.model(self._small_cache(), self._wanted_block_len).temporary_bytes()
+            return self.model(self._small_cache(), self.wanted_block_len).temporary_bytes()
 
         return self.runtime.steps.cache.remembered("gathered temporary", f"{self.sizes}", ask)
 
     @property
-    def _wanted_block_len(self) -> int:
+    def wanted_block_len(self) -> int:
         """The longest chunk that is one forward, or any length."""
         if self.layout.block_len >= EXACT_CHUNKS[0]:
             return LONGEST
@@ -119,7 +126,7 @@ class _Parts:
         with as_unsupported():
             return find_block_len(
                 make,
-                self._wanted_block_len,
+                self.wanted_block_len,
                 num_slots=self.sizes.num_slots,
                 vocab_size=self.runtime.vocab_size,
                 is_float32=self.runtime.program.is_float32,

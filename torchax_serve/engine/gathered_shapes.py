@@ -129,13 +129,19 @@ class GatheredShapes:
                     if num_pages >= behind.num_pages:
                         yield dataclasses.replace(behind, num_pages=num_pages)
 
+    def longest_decode(self) -> GatheredSpec:
+        """The decode step of the most requests that are of full length."""
+        longest, source_len = self._page_rungs[-1], self._source_rungs[-1]
+        return self._decode(self._most_rows(longest, source_len), longest, source_len)
+
+    def last_chunk(self, num_tokens: int) -> GatheredSpec:
+        """The last chunk of the prompt of a request of full length, of `num_tokens` tokens or the first of them."""
+        fitting = [size for size in self._chunk_rungs if size <= num_tokens] if self.is_exact else []
+        chunk = self.chunk(fitting[-1] if fitting else num_tokens, 1, self._source_rungs[-1])
+        return dataclasses.replace(chunk, num_pages=self._page_rungs[-1])
+
     def largest(self) -> tuple[GatheredSpec, ...]:
         """Those that take the most beside the cache."""
-        longest, source_len = self._page_rungs[-1], self._source_rungs[-1]
-        chunk = self.chunk(self._chunk_rungs[-1], 1, source_len)
-        first = () if not source_len else (self.chunk(self._chunk_rungs[-1], 0, source_len),)
-        return (
-            self._decode(self._most_rows(longest, source_len), longest, source_len),
-            dataclasses.replace(chunk, num_pages=longest),
-            *first,
-        )
+        longest, source_len = self._chunk_rungs[-1], self._source_rungs[-1]
+        first = () if not source_len else (self.chunk(longest, 0, source_len),)
+        return (self.longest_decode(), self.last_chunk(longest), *first)

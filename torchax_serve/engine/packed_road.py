@@ -100,10 +100,19 @@ def _model(runtime: Runtime, cache: PagedCache, sizes: Sizes) -> PackedModel:
 def _shapes_or_reason(runtime: Runtime, sizes: Sizes) -> tuple[PageShape, ...] | str:
     """What each layer keeps if the model can be packed, else why it cannot."""
     try:
-        shapes = page_shapes(runtime)
-        _trace_packed(runtime, shapes, sizes)
+        return packed_shapes(runtime, sizes)
     except NotPackableError as reason:
         return str(reason)
+
+
+def packed_shapes(runtime: Runtime, sizes: Sizes) -> tuple[PageShape, ...]:
+    """What each layer of a model keeps that can be packed, found by tracing.
+
+    Raises:
+        NotPackableError: it cannot.
+    """
+    shapes = page_shapes(runtime)
+    _trace_packed(runtime, shapes, sizes)
     return shapes
 
 

@@ -43,12 +43,13 @@ class Sampler:
     """
 
     def __init__(self, num_slots: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None) -> None:
-        """`sharding` says where the state lies; None: on the first device. Logits over a mesh want it replicated there.
+        """`sharding` says where the state lies; None: on this host's first device. Logits over a mesh want it
+        replicated there.
 
         It is never left to JAX: an array that belongs to no device yet makes another program than one that does, so
         that each would be compiled twice.
         """
-        self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         self.num_traces = 0  # programs compiled so far, those of lone requests not among them
         self._sample = jax.jit(self._counted_sample, static_argnums=0, donate_argnums=2)
         self._logprobs = jax.jit(self._counted_logprobs, static_argnames="num_top")

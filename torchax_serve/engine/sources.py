@@ -57,8 +57,8 @@ class Sources:
         """Raises InvalidArgumentError, naming `name`, for an input that the encoder cannot have."""
         if not 1 <= len(ids) <= self.max_len:
             raise InvalidArgumentError(
-                f"{name}: expected an input of 1 to {self.max_len} tokens for the encoder, got {len(ids)}; shorten it, or "
-                "raise EngineOptions(max_source_len=...) where the model has the positions"
+                f"{name}: expected an input of 1 to {self.max_len} tokens for the encoder, got {len(ids)}; shorten it, "
+                "or raise EngineOptions(max_source_len=...) where the model has the positions"
             )
         if min(ids) < 0 or max(ids) >= self._runtime.vocab_size:
             bad = min(ids) if min(ids) < 0 else max(ids)
@@ -94,5 +94,5 @@ class Sources:
 
 
 def context(hidden: Any, mask: Any) -> dict[str, Any]:
-    """Arguments of a decoder's forward: the encoder's output ``[1, len, width]`` and int32[1, len], 1 where it is real."""
+    """Arguments of a decoder's forward: the encoder's output ``[1, len, width]``; int32[1, len], 1 where it is real."""
     return {HIDDEN: MoEModelOutput(last_hidden_state=hidden), MASK: mask}

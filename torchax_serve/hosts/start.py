@@ -37,8 +37,10 @@ def joined(hosts: Hosts, model: Any, asked: Mapping[str, Any]) -> Iterator[list[
     Raises:
         HostsError: see `join`.
     """
-    name = os.path.basename(model) if isinstance(model, str | os.PathLike) else type(model).__name__
-    watches = join(hosts, {"model": name or "", **{key: str(value) for key, value in asked.items()}})
+    name = "the embedded one" if model is None else type(model).__name__
+    if isinstance(model, str | os.PathLike):
+        name = os.path.basename(model)
+    watches = join(hosts, {"model": name, **{key: str(value) for key, value in asked.items()}})
     try:
         yield watches
     except BaseException as error:

@@ -64,6 +64,11 @@ class AbstractModel:
         return list(first.values())
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the weights."""
+        return self.module.dtype.itemsize
+
+    @property
     def weights_bytes_per_device(self) -> int:
         """Of all arrays, shared ones once."""
         return sum(self.bytes_per_device(name) for name in self.unique_names())

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from torchax_serve.engine.cache import PageShape
 from torchax_serve.planning.abstract import AbstractModel
 from torchax_serve.planning.chips import Chip
+from torchax_serve.planning.planned_road import PlannedRoad
+from torchax_serve.planning.programs import Step
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Bound:
         step: ``decode`` or ``prefill``.
         num_tokens: computed in the step.
         context_len: tokens that each of them sees, at the most.
-        bytes_read: weights once, pages once.
+        bytes_read: weights once, pages and states once.
         flops: two for each weight and token, and those of attention.
         seconds: the larger of both at the chip's rates; None where those are not known.
         bound_by: "memory" or "compute".
@@ -38,8 +40,22 @@ class Bound:
     bound_by: str | None
 
 
+def bound_of(model: AbstractModel, chip: Chip, road: PlannedRoad, step: Step) -> Bound:
+    """Of one step on one device."""
+    if step.num_prompts:
+        return prefill_bound(
+            model, chip, road.pages, step.num_tokens, step.context_len, step.num_prompts, _state_bytes(road, step)
+        )
+    return decode_bound(model, chip, road.pages, step.num_tokens, step.context_len, _state_bytes(road, step))
+
+
 def decode_bound(
-    model: AbstractModel, chip: Chip, shapes: Sequence[PageShape], num_tokens: int, context_len: int
+    model: AbstractModel,
+    chip: Chip,
+    shapes: Sequence[PageShape],
+    num_tokens: int,
+    context_len: int,
+    state_bytes: int = 0,
 ) -> Bound:
     """Of a step in which `num_tokens` requests of `context_len` tokens each get one more."""
     pages = sum(
@@ -48,18 +64,40 @@ def decode_bound(
     attention = sum(
         2.0 * num_tokens * min(context_len, shape.window or context_len) * _row_size(model, shape) for shape in shapes
     )
-    return _bound(model, chip, "decode", num_tokens, context_len, pages, attention, num_tokens)
+    return _bound(model, chip, "decode", num_tokens, context_len, pages + state_bytes, attention, num_tokens)
 
 
-def prefill_bound(model: AbstractModel, chip: Chip, shapes: Sequence[PageShape], num_tokens: int) -> Bound:
-    """Of a prompt of `num_tokens` tokens, computed in one step."""
-    pages = sum(num_tokens * _token_bytes(model, shape) for shape in shapes)
-    attention = 0.0
-    for shape in shapes:
-        window = min(num_tokens, shape.window or num_tokens)
-        pairs = num_tokens * window - window * (window - 1) / 2
-        attention += 2.0 * pairs * _row_size(model, shape)
-    return _bound(model, chip, "prefill", num_tokens, num_tokens, pages, attention, 1)
+def prefill_bound(
+    model: AbstractModel,
+    chip: Chip,
+    shapes: Sequence[PageShape],
+    num_tokens: int,
+    context_len: int | None = None,
+    num_prompts: int = 1,
+    state_bytes: int = 0,
+) -> Bound:
+    """Of the last `num_tokens` tokens of prompts of `context_len` tokens (None: of all), computed in one step."""
+    new = num_tokens // num_prompts
+    context = context_len or new
+    pages = sum(
+        num_prompts * min(context, new + (shape.window or context)) * _token_bytes(model, shape) for shape in shapes
+    )
+    attention = sum(
+        2.0 * num_prompts * _pairs(new, context, shape.window) * _row_size(model, shape) for shape in shapes
+    )
+    return _bound(model, chip, "prefill", num_tokens, context, pages + state_bytes, attention, num_prompts)
+
+
+def _pairs(num_new: int, context: int, window: int | None) -> float:
+    """Pairs of a new token and one that it sees, itself among them, of the last `num_new` of `context` tokens."""
+    before = context - num_new
+    num_growing = num_new if window is None else min(num_new, max(0, window - before))  # tokens that see all before
+    growing = num_growing * before + num_growing * (num_growing + 1) / 2
+    return growing + (num_new - num_growing) * (window or 0)
+
+
+def _state_bytes(road: PlannedRoad, step: Step) -> int:
+    return step.num_rows * sum(row.num_bytes for row in road.rows)
 
 
 def _bound(

@@ -19,20 +19,18 @@ from jax.experimental import serialize_executable
 from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedArgumentError
-from torchax_serve.engine.cache import CachePlan, PageShape
-from torchax_serve.engine.packed_road import page_shapes
+from torchax_serve.engine.cache import CachePlan
 from torchax_serve.meshes import mesh_of, parse_mesh
-from torchax_serve.planning.abstract import AbstractModel, abstract_model
-from torchax_serve.planning.bounds import Bound, decode_bound, prefill_bound
-from torchax_serve.planning.chips import Chip
-from torchax_serve.planning.programs import Planner, ProgramReport, Step
+from torchax_serve.planning.abstract import abstract_model
+from torchax_serve.planning.bounds import Bound, bound_of
+from torchax_serve.planning.planned_road import PlannedRoad
+from torchax_serve.planning.programs import ProgramReport, compile_step
+from torchax_serve.planning.roads import road_of
+from torchax_serve.planning.sizes import CacheSizes
 from torchax_serve.planning.topology import compiling_for, describe
 from torchax_serve.runtime import Runtime
-from torchax_serve.scheduling import CacheGroup
 from torchax_serve.scheduling.config import check_whole
 
-RESERVE = 0.02
-"""Part of a device's memory kept for a program's temporaries before the compiler has said what they are."""
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED = ("int8", "int4", "fp8", "float8_e4m3fn", "float8_e5m2")
 
@@ -94,25 +92,29 @@ class PlanReport:
     num_slots: int  # of one replica
     page_len: int
     kv_cache_dtype: str
+    road: str  # as the engine chooses it: packed or gathered; generate where neither can be
+    why: str | None  # not the road before
     fits: bool
     memory_bytes: int
     weights_bytes: int
     weights_bytes_of_one_device: int  # were there only one
     pages_bytes: int
     pages_bytes_wanted: int  # for all slots at full length
+    states_bytes: int  # that all slots keep as a whole
     temporary_bytes: int
     token_bytes: int  # of cache, for one more token
     num_pages: int  # of one replica, in the group of layers with the most
     num_tokens: int  # that the pages hold
-    most_tokens: int  # that would fit into what weights and steps leave
+    most_tokens: int  # that would fit into what weights, states and steps leave
+    most_slots: int  # requests of full length that would fit into what weights and steps leave
     remedies: tuple[str, ...]
     programs: tuple[ProgramReport, ...]
     bounds: tuple[Bound, ...]
 
     @property
     def total_bytes(self) -> int:
-        """Weights, pages and temporaries, as wanted."""
-        return self.weights_bytes + self.pages_bytes_wanted + self.temporary_bytes
+        """Weights, pages, states and temporaries, as wanted."""
+        return self.weights_bytes + self.pages_bytes_wanted + self.states_bytes + self.temporary_bytes
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -154,21 +156,24 @@ def make_plan(module: PreTrainedModel, name: str, request: PlanRequest, *, save:
     max_len = _max_len(runtime, request)
     num_slots = -(-request.num_slots // num_replicas)
     with compiling_for(chip, mesh):
-        shapes = _page_shapes(runtime, request)
-    sizes = _Sizes(model, chip, shapes, request.page_len, max_len, num_slots)
+        road = _with_dtype(road_of(runtime, model.sharding, request.page_len, max_len, num_slots), request)
+    sizes = CacheSizes(model, chip, road, road.page_len(request.page_len, max_len), max_len, num_slots)
     programs: list[ProgramReport] = []
+    bounds: list[Bound] = []
     cache, compiled, why_not = sizes.plan(), {}, None
     if cache is not None:
-        planner = Planner(model, chip, cache, runtime)
+        lens = sorted({min(length, max_len) for length in request.prefill_lens})
         try:
-            for step in _steps(request, num_slots, max_len):
-                report, compiled[f"{step.name}-{step.num_tokens}"] = planner.compile(step)
+            for step in road.steps(*cache, lens):
+                report, compiled[f"{step.name}-{step.num_tokens}"] = compile_step(step, model, chip)
                 programs.append(report)
+                bounds.append(bound_of(model, chip, road, step))
         except OutOfMemoryError as error:
             why_not = str(error)
     if save is not None:
         _save(save, compiled)
-    return _report(name, request, sizes, cache, num_replicas, tuple(programs), why_not)
+    plan = None if cache is None else cache[0]
+    return _report(name, request, sizes, plan, num_replicas, tuple(programs), tuple(bounds), why_not)
 
 
 def _max_len(runtime: Runtime, request: PlanRequest) -> int:
@@ -183,19 +188,17 @@ def _max_len(runtime: Runtime, request: PlanRequest) -> int:
     return request.max_len
 
 
-def _page_shapes(runtime: Runtime, request: PlanRequest) -> tuple[PageShape, ...]:
-    shapes = page_shapes(runtime)
+def _with_dtype(road: PlannedRoad, request: PlanRequest) -> PlannedRoad:
+    """`road` with pages of the dtype that is asked for."""
     if request.kv_cache_dtype == "auto":
-        return shapes
+        return road
     dtype = np.dtype(jnp.dtype(request.kv_cache_dtype))
-    return tuple(dataclasses.replace(shape, dtype=dtype) for shape in shapes)
-
-
-def _steps(request: PlanRequest, num_slots: int, max_len: int) -> list[Step]:
-    steps = [Step("decode", num_slots, num_slots)]
-    for length in sorted({min(length, max_len) for length in request.prefill_lens}):
-        steps.append(Step("prefill", length, min(num_slots, 4)))
-    return steps
+    if road.why is not None and any(shape.dtype != dtype for shape in road.pages):
+        raise UnsupportedArgumentError(
+            f"kv_cache_dtype: expected 'auto' for a model that is not packed, got {request.kv_cache_dtype!r}; leave it "
+            "out"
+        )
+    return dataclasses.replace(road, pages=tuple(dataclasses.replace(shape, dtype=dtype) for shape in road.pages))
 
 
 def _save(folder: Path, programs: Mapping[str, Any]) -> None:
@@ -205,92 +208,27 @@ def _save(folder: Path, programs: Mapping[str, Any]) -> None:
         (folder / f"{name}.pickle").write_bytes(pickle.dumps(serialize_executable.serialize(program)))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """What is known before anything is compiled."""
-
-    model: AbstractModel
-    chip: Chip
-    shapes: tuple[PageShape, ...]
-    page_len: int
-    max_len: int
-    num_slots: int
-
-    def page_bytes(self, shape: PageShape) -> int:
-        """Bytes of a page of one layer on one device."""
-        sharding = self.model.sharding
-        spec = sharding.pool_sharding(shape.num_heads).spec
-        parts = sharding.mesh.shape["model"] if "model" in spec else 1
-        return shape.page_bytes(self.page_len) // parts
-
-    def windows(self) -> list[int | None]:
-        """One for each group of layers that share pages."""
-        return sorted({shape.window for shape in self.shapes}, key=lambda window: (window is not None, window or 0))
-
-    def group_bytes(self, window: int | None) -> int:
-        """Bytes of a page in all layers of a group."""
-        return sum(self.page_bytes(shape) for shape in self.shapes if shape.window == window)
-
-    def pages_per_seq(self, window: int | None) -> int:
-        """Pages that a request of full length holds."""
-        return CacheGroup("", window, 2).most_pages(self.max_len, self.page_len)
-
-    def bytes_of(self, slots: float) -> int:
-        """Bytes of the pages of so many requests of full length, null pages included."""
-        return sum(
-            (math.ceil(slots * self.pages_per_seq(window)) + 1) * self.group_bytes(window) for window in self.windows()
-        )
-
-    @property
-    def wanted_bytes(self) -> int:
-        """Bytes of the pages of all slots at full length."""
-        return self.bytes_of(self.num_slots)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one more token in the layers that keep all of them."""
-        kept = [shape for shape in self.shapes if shape.window is None] or list(self.shapes)
-        return sum(self.page_bytes(shape) for shape in kept) // self.page_len
-
-    def plan(self) -> CachePlan | None:
-        """Pages for all slots, or as many as there is room for; None: not even for one request."""
-        room = int(self.chip.memory_bytes * (1 - RESERVE)) - self.model.weights_bytes_per_device
-        slots: float = self.num_slots
-        if self.bytes_of(slots) > room:
-            unit = max(1, self.bytes_of(2) - self.bytes_of(1))
-            slots = (room - self.bytes_of(0)) / unit
-            if slots < 1:
-                return None
-        groups = tuple(
-            CacheGroup(
-                "full attention" if window is None else f"window of {window}",
-                window,
-                max(2, int(slots * self.pages_per_seq(window)) + 1),
-            )
-            for window in self.windows()
-        )
-        return CachePlan(self.shapes, groups, self.page_len, self.max_len)
-
-
 def _report(
     name: str,
     request: PlanRequest,
-    sizes: _Sizes,
+    sizes: CacheSizes,
     cache: CachePlan | None,
     num_replicas: int,
     programs: tuple[ProgramReport, ...],
+    bounds: tuple[Bound, ...],
     why_not: str | None,
 ) -> PlanReport:
-    model, chip = sizes.model, sizes.chip
+    model, chip, road = sizes.model, sizes.chip, sizes.road
     weights = model.weights_bytes_per_device
     temporary = max((p.temporary_bytes + p.code_bytes for p in programs), default=0)
     pages = 0
     if cache is not None:
         pages = sum(group.num_pages * sizes.group_bytes(group.window) for group in cache.groups)
     left = chip.memory_bytes - weights - temporary
-    fits = why_not is None and cache is not None and sizes.wanted_bytes <= left and pages >= sizes.wanted_bytes
+    wanted = sizes.pages_of(sizes.num_slots)
+    fits = why_not is None and cache is not None and sizes.wanted_bytes <= left and pages >= wanted
     mesh = model.mesh_shape | {"data": num_replicas}
-    most = max(0, left) // max(1, sizes.token_bytes) if sizes.shapes else 0
+    most = max(0, left - sizes.states_of(sizes.num_slots)) // max(1, sizes.token_bytes) if road.pages else 0
     return PlanReport(
         model=name,
         model_type=model.module.config.model_type,
@@ -302,30 +240,29 @@ def _report(
         max_len=sizes.max_len,
         num_slots=sizes.num_slots,
         page_len=sizes.page_len,
-        kv_cache_dtype=str(sizes.shapes[0].dtype) if sizes.shapes else "none",
+        kv_cache_dtype=str(road.pages[0].dtype) if road.pages else "none",
+        road=road.name,
+        why=road.why,
         fits=fits,
         memory_bytes=chip.memory_bytes,
         weights_bytes=weights,
         weights_bytes_of_one_device=model.weights_bytes,
         pages_bytes=pages,
-        pages_bytes_wanted=sizes.wanted_bytes,
+        pages_bytes_wanted=wanted,
+        states_bytes=sizes.states_of(sizes.num_slots),
         temporary_bytes=temporary,
         token_bytes=sizes.token_bytes,
         num_pages=max((group.num_pages for group in cache.groups), default=0) if cache else 0,
         num_tokens=cache.num_tokens if cache is not None and cache.groups else 0,
         most_tokens=most,
+        most_slots=max(0, int(sizes.slots_in(left))) if sizes.wanted_bytes else sizes.num_slots,
         remedies=() if fits else _remedies(sizes, temporary, why_not),
         programs=programs,
-        bounds=tuple(
-            decode_bound(model, chip, sizes.shapes, p.num_tokens, sizes.max_len)
-            if p.name == "decode"
-            else prefill_bound(model, chip, sizes.shapes, p.num_tokens)
-            for p in programs
-        ),
+        bounds=bounds,
     )
 
 
-def _remedies(sizes: _Sizes, temporary: int, why_not: str | None) -> tuple[str, ...]:
+def _remedies(sizes: CacheSizes, temporary: int, why_not: str | None) -> tuple[str, ...]:
     """By how much it does not fit, and what would."""
     weights, memory = sizes.model.weights_bytes_per_device, sizes.chip.memory_bytes
     need = weights + sizes.wanted_bytes + temporary
@@ -334,13 +271,15 @@ def _remedies(sizes: _Sizes, temporary: int, why_not: str | None) -> tuple[str, 
         said = [why_not]
     left = memory - weights - temporary
     if left > sizes.bytes_of(1):
-        unit = sizes.bytes_of(2) - sizes.bytes_of(1)
-        slots = min(sizes.num_slots - 1, int((left - sizes.bytes_of(0)) / unit))
+        slots = min(sizes.num_slots - 1, int(sizes.slots_in(left)))
         if slots >= 1:
             said.append(f"{slots} slots of {sizes.max_len} tokens")
         length = int(sizes.max_len * slots / sizes.num_slots) // sizes.page_len * sizes.page_len
         if length >= sizes.page_len:
             said.append(f"{sizes.num_slots} slots of about {length} tokens")
+    eight_bits = weights // sizes.model.itemsize
+    if eight_bits < weights and need - weights + eight_bits <= memory:
+        said.append(f"weights of 8 bits, {eight_bits / 1e9:.2f} GB on each device; they cannot be served here yet")
     devices = sizes.model.sharding.mesh.size
     whole = sizes.model.weights_bytes + sizes.wanted_bytes * devices
     said.append(f"about {max(devices + 1, math.ceil(whole / (memory * 0.95)))} devices of this kind, in one mesh")

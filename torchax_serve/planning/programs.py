@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from model_adapters.errors import OutOfMemoryError
-from model_adapters.paged import PackedBatch
-from torchax_serve.engine.cache import CachePlan
 from torchax_serve.planning.abstract import AbstractModel
 from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.topology import compiling_for, lowering_platform
-from torchax_serve.runtime import Runtime
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_KERNEL = 'custom_call_target="tpu_custom_call"'
 _DTYPE_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8}
 
 
@@ -32,13 +30,14 @@ class ProgramReport:
         name: ``decode`` or ``prefill``.
         num_tokens: computed in the step.
         num_rows: requests in it.
-        argument_bytes: weights, pages and inputs.
+        argument_bytes: weights, cache and inputs.
         temporary_bytes: beside them, while the step runs.
-        alias_bytes: of the results, written over arguments: the pages.
+        alias_bytes: of the results, written over arguments: the cache.
         code_bytes: of the program.
         collectives: number and bytes of results, by kind.
         flops, bytes_accessed: in the step, as the compiler counts; None where it does not.
-        compiler_s: the compiler's own estimate; None where it has none.
+        compiler_s: the compiler's own estimate, exchange between devices not in it; None where it has none.
+        num_opaque: kernels of other languages that it cannot look into, whose time is not in its estimate.
         trace_s, compile_s: what it took here.
     """
 
@@ -53,98 +52,65 @@ class ProgramReport:
     flops: float | None
     bytes_accessed: float | None
     compiler_s: float | None
+    num_opaque: int
     trace_s: float
     compile_s: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step to compile."""
+    """One step to compile.
+
+    Attributes:
+        name: ``decode`` or ``prefill``.
+        num_tokens: computed in it.
+        num_rows: requests in it.
+        context_len: tokens of each request, those of the step included.
+        num_prompts: whose tokens it computes; 0 where each row has one token more.
+        function: ``f(weights, *args)``, traced; its first result is logits.
+        args: shapes.
+        donated: which of `args` are given away and come back.
+    """
 
     name: str
     num_tokens: int
     num_rows: int
+    context_len: int
+    num_prompts: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    donated: tuple[int, ...]
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether each row has one token."""
-        return self.name == "decode"
 
+def compile_step(step: Step, model: AbstractModel, chip: Chip) -> tuple[ProgramReport, Any]:
+    """Compiles `step` of `model` for `chip`; the report, and the program.
 
-class Planner:
-    """Compiles the steps of one model on one mesh.
-
-    Args:
-        model: laid out.
-        chip: its devices.
-        plan: of the cache.
-        runtime: of the model.
+    Raises:
+        OutOfMemoryError: the compiler finds no room on the device.
     """
+    names = {id(array): name for name, array in reversed(list(model.weights.items()))}
+    owners = {name: names[id(array)] for name, array in model.weights.items()}
+    unique = {name: array for name, array in model.weights.items() if owners[name] == name}
 
-    def __init__(self, model: AbstractModel, chip: Chip, plan: CachePlan, runtime: Runtime) -> None:
-        self._model, self._chip, self._plan, self._runtime = model, chip, plan, runtime
+    def run(weights: dict[str, jax.Array], *args: Any) -> Any:
+        logits, *kept = step.function({name: weights[owner] for name, owner in owners.items()}, *args)
+        return jnp.argmax(logits.astype(jnp.float32), -1).astype(jnp.int32), *kept
 
-    def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The pages of each layer."""
-        pages = {group.window: group.num_pages for group in self._plan.groups}
-        sharding = self._model.sharding
-        return tuple(
-            jax.ShapeDtypeStruct(
-                (pages[shape.window], shape.num_heads, self._plan.page_len, shape.width),
-                shape.dtype,
-                sharding=sharding.pool_sharding(shape.num_heads),
-            )
-            for shape in self._plan.shapes
-        )
-
-    def batch(self, step: Step) -> PackedBatch:
-        """A step's integers, the same on every device."""
-        whole = self._model.sharding.replicated()
-
-        def integers(*shape: int) -> Any:
-            return jax.ShapeDtypeStruct(shape, np.int32, sharding=whole)
-
-        rows, pages_per_seq = step.num_rows, -(-self._plan.max_len // self._plan.page_len)
-        tables = (integers(rows, pages_per_seq),) * len(self._plan.groups)
-        return PackedBatch(
-            token_ids=integers(step.num_tokens),
-            positions=integers(step.num_tokens),
-            cu_q_lens=integers(rows + 1),
-            kv_lens=integers(rows),
-            last=integers(rows),
-            page_tables=tables,
-        )
-
-    def compile(self, step: Step) -> tuple[ProgramReport, Any]:
-        """Compiles `step`; the report, and the program.
-
-        Raises:
-            OutOfMemoryError: the compiler finds no room on the device.
-        """
-        layout = dataclasses.replace(self._plan.layout, is_decode=step.is_decode)
-        names = {id(array): name for name, array in reversed(list(self._model.weights.items()))}
-        owners = {name: names[id(array)] for name, array in self._model.weights.items()}
-        unique = {name: array for name, array in self._model.weights.items() if owners[name] == name}
-
-        def run(weights: dict[str, jax.Array], pools: Any, batch: PackedBatch) -> Any:
-            every = {name: weights[owner] for name, owner in owners.items()}
-            logits, pools = self._runtime.program.forward_packed(every, pools, batch, layout)
-            return jnp.argmax(logits.astype(jnp.float32), -1).astype(jnp.int32), pools
-
-        run.__name__ = step.name
-        with compiling_for(self._chip, self._model.sharding.mesh):
-            start = time.perf_counter()
-            traced = jax.jit(run, donate_argnums=1).trace(unique, self.pools(), self.batch(step))
-            lowered = traced.lower(lowering_platforms=(lowering_platform(self._chip),))
-            lowered_at = time.perf_counter()
-            try:
-                compiled = lowered.compile()
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                raise OutOfMemoryError(_used_of(str(error))) from error
-            end = time.perf_counter()
-        return _report(step, compiled, lowered_at - start, end - lowered_at), compiled
+    run.__name__ = step.name
+    donated = tuple(1 + number for number in step.donated)
+    with compiling_for(chip, model.sharding.mesh):
+        start = time.perf_counter()
+        traced = jax.jit(run, donate_argnums=donated).trace(unique, *step.args)
+        lowered = traced.lower(lowering_platforms=(lowering_platform(chip),))
+        lowered_at = time.perf_counter()
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise OutOfMemoryError(_used_of(str(error))) from error
+        end = time.perf_counter()
+    return _report(step, compiled, lowered_at - start, end - lowered_at), compiled
 
 
 def _used_of(message: str) -> str:
@@ -158,7 +124,8 @@ def _used_of(message: str) -> str:
 def _report(step: Step, compiled: Any, trace_s: float, compile_s: float) -> ProgramReport:
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
-    estimate = cost.get("optimal_seconds")
+    text = compiled.as_text()
+    compiler_s, num_opaque = estimate(cost.get("optimal_seconds"), text.count(_KERNEL))
     return ProgramReport(
         name=step.name,
         num_tokens=step.num_tokens,
@@ -167,13 +134,29 @@ def _report(step: Step, compiled: Any, trace_s: float, compile_s: float) -> Prog
         temporary_bytes=int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes),
         alias_bytes=int(memory.alias_size_in_bytes),
         code_bytes=int(memory.generated_code_size_in_bytes),
-        collectives=count_collectives(compiled.as_text()),
+        collectives=count_collectives(text),
         flops=cost.get("flops"),
         bytes_accessed=cost.get("bytes accessed"),
-        compiler_s=estimate if estimate is not None and estimate > 0 else None,
+        compiler_s=compiler_s,
+        num_opaque=num_opaque,
         trace_s=trace_s,
         compile_s=compile_s,
     )
+
+
+def estimate(seconds: float | None, num_kernels: int) -> tuple[float | None, int]:
+    """What the compiler's sum of seconds means: the time of what it knows, and the number of calls it does not.
+
+    XLA's `HloCostAnalysis` adds up what each operation takes at the least, and -1 for each it knows nothing of.
+
+    Args:
+        seconds: the sum; None where the compiler has none.
+        num_kernels: in the program's text, where one in a loop is seen once.
+    """
+    if seconds is None or seconds == 0:
+        return None, 0
+    num_opaque = max(num_kernels, math.ceil(-seconds)) if seconds < 0 else 0
+    return seconds + num_opaque, num_opaque
 
 
 def count_collectives(text: str) -> dict[str, tuple[int, int]]:

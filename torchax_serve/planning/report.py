@@ -8,6 +8,8 @@ from torchax_serve.planning.bounds import Bound
 from torchax_serve.planning.plan import PlanReport
 from torchax_serve.planning.programs import ProgramReport
 
+_ROADS = {"gathered": "gathered", "generate": "by generate, rows that begin together"}
+
 
 def print_plan(report: PlanReport, *, was_kept: bool) -> None:
     """Prints `report`: the answer first, then what it comes from."""
@@ -24,14 +26,16 @@ def lines_of(report: PlanReport, *, was_kept: bool) -> list[str]:
         f"{report.num_devices} devices, {used}",
         f"{'fits' if report.fits else 'DOES NOT FIT'}: {report.num_slots} requests of {report.max_len} tokens at once"
         + (f" in each of {report.num_replicas} replicas" if report.num_replicas > 1 else ""),
+        *([f"{_ROADS[report.road]}: {report.why}"] if report.why else []),
         "",
         "each device",
         f"  memory            {_gb(report.memory_bytes)}",
         f"  weights           {_gb(report.weights_bytes)}  of {_gb(report.weights_bytes_of_one_device).strip()} in all",
         f"  pages             {_gb(report.pages_bytes_wanted)}  {report.kv_cache_dtype}, {report.page_len} tokens each"
         + ("" if report.fits else f"; compiled with {_gb(report.pages_bytes).strip()}"),
+        *_states(report),
         f"  beside them       {_gb(report.temporary_bytes)}  temporaries and code of the largest step",
-        f"  room for          {report.most_tokens:>9,} tokens of cache in all, {report.token_bytes:,} bytes each",
+        *_room(report),
     ]
     if report.remedies:
         lines += ["", "what is missing, and what would fit", *(f"  {each}" for each in report.remedies)]
@@ -39,6 +43,21 @@ def lines_of(report: PlanReport, *, was_kept: bool) -> list[str]:
         lines += ["", *_step(program, bound)]
     if was_kept:
         lines += ["", "planned before; --no-cache compiles again"]
+    return lines
+
+
+def _states(report: PlanReport) -> list[str]:
+    if not report.states_bytes:
+        return []
+    return [f"  states            {_gb(report.states_bytes)}  that requests keep as a whole"]
+
+
+def _room(report: PlanReport) -> list[str]:
+    if not report.token_bytes and not report.states_bytes:
+        return ["  room for          any number of requests: nothing is kept of them"]
+    lines = [f"  room for          {report.most_slots:>9,} requests of {report.max_len} tokens"]
+    if report.token_bytes:
+        lines.append(f"{'':20}{report.most_tokens:>9,} tokens of cache in all, {report.token_bytes:,} bytes each")
     return lines
 
 
@@ -52,7 +71,8 @@ def _step(program: ProgramReport, bound: Bound) -> list[str]:
         if is_decode:
             lines.append(f"{'':20}{program.num_tokens / bound.seconds:>9,.0f} tokens/s at the most")
     if program.compiler_s is not None:
-        lines.append(f"  compiler says     {_ms(program.compiler_s)}")
+        beside = f" and {program.num_opaque} kernels" if program.num_opaque else ""
+        lines.append(f"  compiler says     {_ms(program.compiler_s)}  at the least, without exchange{beside}")
     took = f"  compiled in       {program.trace_s:>9.1f} s traced, {program.compile_s:.1f} s compiled"
     return [*lines, *_counts(program), took]
 
