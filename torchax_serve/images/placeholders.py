@@ -11,14 +11,21 @@ from transformers import PreTrainedConfig
 from model_adapters.errors import InvalidArgumentError
 
 TOKEN_FIELDS = ("image_token_id", "image_token_index")
+AUDIO_TOKEN_FIELDS = ("audio_token_id", "audio_token_index")
 
 
 def image_token_id(config: PreTrainedConfig) -> int | None:
     """The token that stands for a feature of an image, if the configuration names one."""
-    for name in TOKEN_FIELDS:
-        if isinstance(value := getattr(config, name, None), int):
-            return value
-    return None
+    return _first(config, TOKEN_FIELDS)
+
+
+def audio_token_id(config: PreTrainedConfig) -> int | None:
+    """The token that stands for a feature of a sound, if the configuration names one."""
+    return _first(config, AUDIO_TOKEN_FIELDS)
+
+
+def _first(config: PreTrainedConfig, fields: Collection[str]) -> int | None:
+    return next((value for name in fields if isinstance(value := getattr(config, name, None), int)), None)
 
 
 BESIDES_TEXT = ("pixel", "image", "video", "patch", "mm_encoder_outputs", "inputs_embeds", "past_key_values")
