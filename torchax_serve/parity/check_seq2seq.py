@@ -16,9 +16,9 @@ from transformers.models.auto import modeling_auto
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.model import serve
+from torchax_serve.parity.beside_text import Inputs
 from torchax_serve.parity.check import TOLERANCE, cache_kinds
 from torchax_serve.parity.result import PASSED, Result, said
-from torchax_serve.parity.beside_text import Inputs
 from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts
 from torchax_serve.parity.tiny_sounds import hears, sound_model, sounds
 from torchax_serve.runtime import Runtime

@@ -26,6 +26,7 @@ HIDDEN = 32
 _GROUPS_OF_FOUR = {"audio_config": {"intermediate_size": 4 * HIDDEN}}
 _GRANITE = {"window_size": 15, "projector_config": {"encoder_hidden_size": HIDDEN}}
 _UNGROUPED = {"num_key_value_heads": 4}
+_SEAMLESS = {"speech_encoder_layers": 2, "speech_encoder_attention_heads": 4, "speech_encoder_intermediate_size": 48}
 _CODEC = {"downsampling_ratios": [2, 4], "depths": [1, 1, 1], "num_filters": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": HIDDEN // 4}},
@@ -44,6 +45,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "word_timestamp_config": _UNGROUPED,
     },
     "qwen3_asr": {"audio_config": {"n_window": 50, "n_window_infer": 100, "output_dim": HIDDEN}},
+    "seamless_m4t": _SEAMLESS,
+    "seamless_m4t_v2": _SEAMLESS,
     "vibevoice_asr": {"acoustic_tokenizer_encoder_config": _CODEC, "semantic_tokenizer_encoder_config": _CODEC},
     "voxtral": {"audio_token_id": FIRST_MARKER} | _GROUPS_OF_FOUR,
 }
@@ -97,6 +100,8 @@ COUNTED_BY_LENGTH = frozenset({"musicflamingo", "qwen2_audio"})
 """Types whose encoder cannot be called by itself to see how many features it makes."""
 MASKED_BEHIND = frozenset({"granite_speech", "granite_speech_plus"})
 """Types whose mask is over features behind the encoder, not before it."""
+BY_SDPA = frozenset({"seamless_m4t_v2"})
+"""Types whose eager attention is no measure: it adds the boolean mask that their code gives it, as ones, to scores."""
 MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask")
 """Arguments that say which frames or samples of a sound are real."""
 
@@ -105,7 +110,10 @@ def sound_model(
     model_type: str, model_class: type[PreTrainedModel], seed: int, *, encoder_type: str = "bert"
 ) -> PreTrainedModel:
     """A tiny random model of `model_type`; `encoder_type` where the type is any encoder beside any decoder."""
-    return random_model(model_class, _config(model_type, encoder_type), seed)
+    model = random_model(model_class, _config(model_type, encoder_type), seed)
+    if model_type in BY_SDPA:
+        model.set_attn_implementation("sdpa")
+    return model
 
 
 def _config(model_type: str, encoder_type: str) -> PreTrainedConfig:
@@ -179,16 +187,20 @@ def _among_words(model_type: str, model: Any, which: int) -> Inputs:
         count = int(model.base_model.audio_tower._get_feat_extract_output_lengths(mask.sum())[1])
     else:
         count = num_features(model, "audio", given)
-    generator = torch.Generator().manual_seed(which + 10)
-    return prompt_around([audio_token_id(model.config)] * count, which, generator) | given
+    token = audio_token_id(model.config)
+    assert token is not None
+    return prompt_around([token] * count, which, torch.Generator().manual_seed(which + 10)) | given
 
 
 def _as_long(singles: list[Inputs]) -> list[Inputs]:
     """The same with all features and their masks filled up with zeros behind to one length."""
+
     def filled(name: str, value: torch.Tensor) -> torch.Tensor:
         sizes = [max(one[name].shape[axis] for one in singles) for axis in range(value.ndim)]
         pad = [n for size, has in zip(reversed(sizes), reversed(value.shape), strict=True) for n in (0, size - has)]
         return torch.nn.functional.pad(value, pad)
 
     are_sounds = {"input_features", "input_values", *MASKS}
-    return [{name: filled(name, value) if name in are_sounds else value for name, value in one.items()} for one in singles]
+    return [
+        {name: filled(name, value) if name in are_sounds else value for name, value in one.items()} for one in singles
+    ]
