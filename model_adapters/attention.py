@@ -181,6 +181,8 @@ def served_attention(
             bias = jax_view(position_bias)
             mask = bias if mask is None else bias + _additive(mask, bias.dtype)
         keys, values = jax_view(key), jax_view(value)
+        if q.shape[0] == 1:  # queries that a model has learned, the same for all
+            q = jnp.broadcast_to(q, (keys.shape[0], *q.shape[1:]))
         out = dense_attention(q, keys, values, mask, sinks, scale=scale, softcap=softcap, causal=causal)
     return torch_view(jnp.swapaxes(out, 1, 2)), None
 

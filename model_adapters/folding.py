@@ -54,6 +54,7 @@ def install() -> None:
     env.dispatch = dispatch
     for kind in (TorchTensor, TorchView):
         kind.__setitem__ = _assignment(kind.__setitem__)
+    TorchTensor.flatten = _flatten
 
 
 def _assignment(theirs: Callable[..., None]) -> Callable[..., None]:
@@ -68,6 +69,11 @@ def _assignment(theirs: Callable[..., None]) -> Callable[..., None]:
     return assign
 
 
+def _flatten(self: torch.Tensor, start_dim: int = 0, end_dim: int = -1) -> torch.Tensor:
+    """``tensor.flatten()``, which torchax 0.0.13 has past its table, too, and wrong for axes counted from the end."""
+    return torch.flatten(self, start_dim, end_dim)
+
+
 def _dispatch(theirs: _Dispatch, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     if any(is_traced(x) for x in tensors):
@@ -75,7 +81,7 @@ def _dispatch(theirs: _Dispatch, func: Any, types: Any, args: Any, kwargs: Any) 
         return theirs(func, types, args, kwargs)
     with jax.ensure_compile_time_eval():
         result = theirs(func, types, args, kwargs)
-    if _in_place(func) or all(_num_bytes(x) <= LARGEST_BYTES for x in torch.utils._pytree.tree_leaves(result)):
+    if in_place(func) or all(_num_bytes(x) <= LARGEST_BYTES for x in torch.utils._pytree.tree_leaves(result)):
         return result
     return theirs(func, types, args, kwargs)
 
@@ -91,15 +97,25 @@ def _num_bytes(x: Any) -> int:
     return x._elem.nbytes if isinstance(x, TorchTensor) else 0
 
 
-def _in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "").partition(".")[0]
-    return name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
+def in_place(func: Any) -> bool:
+    """Whether the torch function `func` writes into its first argument."""
+    name = _name(func)
+    return is_assignment(func) or (name.endswith("_") and not name.endswith("__"))
+
+
+def is_assignment(func: Any) -> bool:
+    """Whether `func` is one of Python's own: ``x[…] = y``, ``x += y``."""
+    return _name(func) in _ASSIGNMENTS
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "").partition(".")[0]
 
 
 def _check_kept(func: Any, args: Any) -> None:
     """Raises UnsupportedModelError where traced values would be written into a tensor that cannot hold them."""
     target = args[0] if args else None
-    if _in_place(func) and type(target) is torch.Tensor:
+    if in_place(func) and type(target) is torch.Tensor:
         raise UnsupportedModelError(
             f"the model's code writes computed values into a tensor on the host ({getattr(func, '__name__', func)}); "
             "it would have to make that tensor on the device of its inputs"

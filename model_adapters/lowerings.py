@@ -65,6 +65,7 @@ def install() -> None:
     interpolation.install()
     lower(torch.nn.functional.embedding_bag, _embedding_bag)
     _stay_on_device()
+    _write_through_views()
 
 
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -254,6 +255,25 @@ def _stay_on_device() -> None:
 
     env._to_copy = to_copy
     lower(torch.Tensor.cpu, lambda x, *args, **kwargs: x)
+
+
+def _write_through_views() -> None:
+    """``x[1:].masked_fill_(…)``: what torchax 0.0.13 decomposes writes into a copy of the view, and is lost."""
+    env = default_env()
+    theirs = env.dispatch
+
+    def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        target = args[0] if args else None
+        if not isinstance(target, TorchView) or not folding.in_place(func) or folding.is_assignment(func):
+            return theirs(func, types, args, kwargs)
+        if env._get_op_or_decomp(func).is_view_op:
+            return theirs(func, types, args, kwargs)
+        whole = target.torch()
+        theirs(func, types, (whole, *args[1:]), kwargs)
+        target.update(whole)
+        return target
+
+    env.dispatch = dispatch
 
 
 def _is_unknown_mask(index: Any) -> bool:

@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 import pytree_registry
 from model_adapters import conditions, experts, folding, lowerings, quirks
 from model_adapters.attention import IMPLEMENTATION, goes_through_interface, padding_mask
-from model_adapters.bridge import jax_view, torch_mode, torch_view
+from model_adapters.bridge import jax_view, torch_mode, torch_view, views_of
 from model_adapters.cache_layers import AttentionLayer
 from model_adapters.caches import LONGEST, LayerStates, trace_cache
 from model_adapters.call_names import names_of
@@ -235,8 +235,11 @@ class ModelProgram:
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
         with _knowing(spec.extra), conditions.collected() as met:
             output = self._run(weights, {**kwargs, **rest}, self._attention(spec))
+        # Some hand an argument of known values back as it came.
         fields = {
-            name: jax_view(value) for name, value in output.items() if value is not cache and name != self.cache_name
+            name: jax_view(views_of(value))
+            for name, value in output.items()
+            if value is not cache and name != self.cache_name
         }
         if met:
             fields[CONDITIONS] = jnp.stack(met)

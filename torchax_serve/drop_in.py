@@ -30,7 +30,7 @@ from model_adapters.program import CallSpec
 from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, why_not_fast
 from torchax_serve.encoder_road import EncoderOnJax
 from torchax_serve.images.encoding import compiled_encoders
-from torchax_serve.images.placeholders import check_has_images
+from torchax_serve.images.placeholders import check_has_media
 from torchax_serve.images.positions import positions_on_host
 from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
@@ -94,7 +94,7 @@ class JaxModel:
         ids = kwargs.get("input_ids") if prompt is None else prompt
         if not self._jax_runtime.program.names.has_encoder:  # else the encoder looks at its own
             self._jax_runtime.limits.check_prompt(ids)
-        check_has_images(self._jax_runtime.config, ids, [name for name, value in kwargs.items() if value is not None])
+        check_has_media(self._jax_runtime.config, ids, [name for name, value in kwargs.items() if value is not None])
         if (mask := kwargs.get("attention_mask")) is not None and mask.numel():
             check_rows(mask)
         return super().generate(*args, **kwargs)  # type: ignore[misc]

@@ -26,7 +26,7 @@ from torchax_serve.engine.tokens import TokenStream
 from torchax_serve.hosts.mirror import Mirror
 from torchax_serve.hosts.options import Hosts
 from torchax_serve.hosts.start import check_alike, facts_of, in_common, joined, mesh_of_hosts
-from torchax_serve.images.placeholders import check_has_images
+from torchax_serve.images.placeholders import check_has_media
 from torchax_serve.meshes import mesh_for
 from torchax_serve.open_model import OpenModel
 from torchax_serve.request import SamplingParams
@@ -224,7 +224,7 @@ class ServedModel(OpenModel):
             UnsupportedArgumentError: `params` has options that only the engine knows, and this runs without it.
         """
         model = self._generator()
-        check_has_images(self.config, prompt_ids, ())
+        check_has_media(self.config, prompt_ids, ())
         config = model.generation_config if generation_config is None else generation_config
         why = self._why_not_engine(config, stop_strings)
         if why is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +13,24 @@ from transformers import AutoFeatureExtractor, FeatureExtractionMixin, PreTraine
 from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
+from torchax_serve.images.processor import processor_of
 from torchax_serve.model import ServedModel
-
-SOUND_INPUTS = ("input_features", "input_values")
+from torchax_serve.sounds import check_rate, checked_samples
 
 
 def is_speech_model(module: PreTrainedModel) -> bool:
-    """Whether `module` has an encoder of sounds beside a decoder of text."""
-    names = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.values()
-    return bool(type(module).__name__ in names and module.config.is_encoder_decoder and module.can_generate())
+    """Whether `module` hears and writes: by an encoder of sounds beside a decoder, or reading sounds among words."""
+    if not module.can_generate():
+        return False
+    if module.config.is_encoder_decoder:
+        return type(module).__name__ in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.values()
+    heard: Any = module.input_modalities
+    written: Any = module.output_modalities
+    return "audio" in _modalities(heard) and "text" in _modalities(written)
+
+
+def _modalities(said: str | Sequence[str]) -> tuple[str, ...]:
+    return (said,) if isinstance(said, str) else tuple(said)
 
 
 class SpeechModel(ServedModel):
@@ -60,14 +70,17 @@ class SpeechModel(ServedModel):
         Args:
             audio: samples float[num_samples] of one channel, or several such arrays.
             sampling_rate: samples per second, which must be those that the model hears.
-            options: of ``generate``, such as ``language`` and ``task`` of Whisper, or ``max_new_tokens``.
+            options: of ``generate``, such as ``language`` and ``task`` of Whisper, or ``max_new_tokens``; of a model
+                that reads sounds among words also those of its processor's ``apply_transcription_request``, such as
+                ``prompt``.
 
         Returns:
             The text of one array, or a list of texts in their order.
 
         Raises:
             InvalidArgumentError: no samples, more than one channel, values that are no numbers, another sampling rate.
-            UnsupportedModelError: the model was served without a tokenizer.
+            UnsupportedModelError: the model was served without a tokenizer, or its processor writes no prompt for
+                transcripts.
         """
         sounds = [audio] if isinstance(audio, np.ndarray) else audio
         if isinstance(sounds, str | bytes) or not isinstance(sounds, Sequence):
@@ -75,27 +88,47 @@ class SpeechModel(ServedModel):
                 f"audio: expected a numpy array of samples or a list of such, got {type(audio).__name__}; read the "
                 "file with a library for sounds first"
             )
-        arrays = [_samples(sound, index) for index, sound in enumerate(sounds)]
+        arrays = [checked_samples(sound, f"audio[{index}]") for index, sound in enumerate(sounds)]
         if not arrays:
             raise InvalidArgumentError("audio: expected at least one array of samples, got an empty list")
         if self.tokenizer is None:
             raise UnsupportedModelError(
                 f"{self.name} has no tokenizer to write text with; put its tokenizer files beside the weights"
             )
-        tokens = self.generate(**self._features(arrays, sampling_rate), **options)
-        tokens = getattr(tokens, "sequences", tokens)
+        if self.config.is_encoder_decoder:
+            inputs, prompt_len = self._features(arrays, sampling_rate), 0
+        else:
+            inputs = self._request(arrays, sampling_rate, options)
+            prompt_len = inputs["input_ids"].shape[1]
+        tokens = self.generate(**inputs, **options)
+        tokens = getattr(tokens, "sequences", tokens)[:, prompt_len:]
         texts = [text.strip() for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
         return texts[0] if isinstance(audio, np.ndarray) else texts
+
+    def _request(self, arrays: list[np.ndarray], sampling_rate: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Inputs of ``generate`` with a prompt that asks for transcripts; takes what is for it out of `options`."""
+        processor = processor_of(self)
+        check_rate(getattr(self.feature_extractor, "sampling_rate", None), sampling_rate)
+        write = getattr(processor, "apply_transcription_request", None)
+        if write is None:
+            raise UnsupportedModelError(
+                f"expected a processor with a prompt for transcripts, {type(processor).__name__} of {self.name} has "
+                'none; ask by chat() with a part {"type": "audio", "audio": samples, "sampling_rate": …}'
+            )
+        asked = {name: options.pop(name) for name in inspect.signature(write).parameters if name in options}
+        try:
+            inputs = write(audio=arrays, **asked)
+        except Exception as error:  # processors raise whatever they like
+            raise InvalidArgumentError(
+                f"expected sounds that the processor of {self.name} takes, it raised {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:200]}; check the sounds and the options"
+            ) from error
+        return dict(inputs)
 
     def _features(self, arrays: list[np.ndarray], sampling_rate: int) -> dict[str, Any]:
         """Inputs of ``generate``."""
         extractor: Any = self.feature_extractor
-        wanted = getattr(extractor, "sampling_rate", None)
-        if wanted is not None and sampling_rate != wanted:
-            raise InvalidArgumentError(
-                f"sampling_rate: expected {wanted} samples per second, which this model hears, got {sampling_rate!r}; "
-                "resample the audio first"
-            )
+        check_rate(getattr(extractor, "sampling_rate", None), sampling_rate)
         options: dict[str, Any] = {"sampling_rate": sampling_rate, "return_tensors": "pt"}
         further: dict[str, Any] = {}
         chunk_len = getattr(extractor, "n_samples", None)  # of Whisper, which would cut off what is longer
@@ -107,23 +140,3 @@ class SpeechModel(ServedModel):
         features = extractor(arrays, **options)
         given = {name: value for name, value in features.items() if isinstance(value, torch.Tensor)}
         return {**given, **further}
-
-
-def _samples(sound: Any, index: int) -> np.ndarray:
-    """`sound` as float32[num_samples], checked."""
-    if not isinstance(sound, np.ndarray):
-        raise InvalidArgumentError(f"audio[{index}]: expected a numpy array of samples, got {type(sound).__name__}")
-    if sound.ndim != 1:
-        raise InvalidArgumentError(
-            f"audio[{index}]: expected one channel, float[num_samples], got shape {list(sound.shape)}; take the mean "
-            "of the channels"
-        )
-    if sound.size == 0:
-        raise InvalidArgumentError(f"audio[{index}]: expected samples, got none; leave out sounds of zero length")
-    if not np.issubdtype(sound.dtype, np.floating) or not np.isfinite(sound).all():
-        raise InvalidArgumentError(
-            f"audio[{index}]: expected floating-point samples from -1 to 1, got {sound.dtype}"
-            + ("" if not np.issubdtype(sound.dtype, np.floating) else " with values that are no numbers")
-            + "; divide integers by the largest one"
-        )
-    return sound.astype(np.float32)

@@ -117,6 +117,34 @@ def test_stored_lengths_of_other_caches_are_not_taken_for_known():
     assert traced(run, jnp.int32(7), jnp.int32(8)).item() == 15
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x[1:4:2].masked_fill_(x[1:4:2] > 5, -1.0),
+        lambda x: x[:, 1:].masked_fill_(torch.arange(6) > 1, -1.0),
+        lambda x: x[1:3].clamp_(4, 9),
+        lambda x: x[2][1:].masked_fill_(torch.arange(6) > 1, -1.0),
+        lambda x: x[0, 1:].add_(3.0),
+    ],
+)
+def test_writing_into_a_view_writes_into_what_is_viewed(write):
+    def run(x):
+        x = x * 1.0
+        write(x)
+        return x
+
+    x = torch.arange(90.0).reshape(5, 3, 6)
+    expected = run(x)
+    torch.testing.assert_close(traced(run, jnp.asarray(x.numpy())), expected, atol=0, rtol=0)
+    assert not torch.equal(expected, x)
+
+
+def test_flatten_counts_axes_from_the_end():
+    x = torch.arange(90.0).reshape(5, 3, 6)
+    found = traced(lambda x: x.flatten(0, -2), jnp.asarray(x.numpy()))
+    assert torch.equal(found, x.flatten(0, -2))
+
+
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_routed_experts(num_tokens):
     generator = torch.Generator().manual_seed(0)

@@ -92,13 +92,13 @@ def test_chat_sees_the_image(model, processor):
     assert isinstance(asked(picture(size=(1, 1))), str)
     with pytest.raises(InvalidArgumentError, match="expected an image of 1 to 100,000,000 pixels, got 20000x20000"):
         asked(Image.new("1", (20_000, 20_000)))
-    with pytest.raises(InvalidArgumentError, match="expected messages and images that the processor"):
+    with pytest.raises(InvalidArgumentError, match="expected messages, images and sounds that the processor"):
         asked("nowhere.png")
 
 
 def test_chat_about_images_does_not_stream(model):
     messages = [{"role": "user", "content": [{"type": "image", "image": picture()}]}]
-    with pytest.raises(UnsupportedArgumentError, match="answers about images come whole"):
+    with pytest.raises(UnsupportedArgumentError, match="answers about images and sounds come whole"):
         model.chat(messages, stream=True)
     with pytest.raises(UnsupportedArgumentError, match="n: expected one answer"):
         model.chat(messages, SamplingParams(n=2, temperature=1.0))

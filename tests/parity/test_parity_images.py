@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.parity import check_images, table, tasks, tiny_images
+from torchax_serve.parity import beside_text, check_images, table, tasks, tiny_images
 
 # Grids read on the host; images left out by their values. The rest of the mapping is checked by the sweep.
 HANDFUL = ("qwen2_5_vl", "idefics3")
@@ -24,7 +24,7 @@ def test_every_feature_has_a_placeholder():
     first, second = (tiny_images.inputs_of(model, "gemma3", index) for index in range(2))
     assert int((first["input_ids"] == model.config.image_token_id).sum()) == 4
     assert not torch.equal(first["pixel_values"], second["pixel_values"])
-    both = tiny_images.batched([first, second])
+    both = beside_text.batched([first, second])
     assert both["input_ids"].shape == both["attention_mask"].shape == both["token_type_ids"].shape
     assert both["pixel_values"].shape[0] == 2 and int(both["attention_mask"].sum(1).min()) < both["input_ids"].shape[1]
 

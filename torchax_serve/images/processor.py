@@ -1,11 +1,14 @@
-"""The processor of a model of images and text: a conversation and its images become the arguments of ``generate``."""
+"""The processor of a model that sees or hears: a conversation and what is in it become arguments of ``generate``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from torchax_serve.sounds import check_rate, checked_samples
 
 MOST_PIXELS = 100_000_000
 """Of one image. Before it is made small it is turned into floating-point numbers: twelve bytes for each pixel."""
@@ -26,40 +29,52 @@ def processor_of(model: Any) -> Any:
             f"expected a processor beside the weights of {model.name} (preprocessor_config.json), found none; save it "
             "into the model's folder, or make the inputs yourself and call generate()"
         )
-    if getattr(processor, "image_processor", None) is None:
+    if _images_of(processor) is None and _sounds_of(processor) is None:
         raise UnsupportedModelError(
-            f"expected a processor with a part for images, got {type(processor).__name__} for {model.name}; leave the "
-            "images out, or take a checkpoint of a model that sees them"
+            f"expected a processor with a part for images or sounds, got {type(processor).__name__} for {model.name}; "
+            "leave them out, or take a checkpoint of a model that sees or hears"
         )
     return processor
 
 
-def has_images(messages: Any) -> bool:
-    """Whether a message of a conversation has an image among its contents."""
-    return not isinstance(messages, str) and next(_images(messages), None) is not None
+def _images_of(processor: Any) -> Any:
+    return getattr(processor, "image_processor", None)
 
 
-def _images(messages: Any) -> Iterator[Mapping[str, Any]]:
+def _sounds_of(processor: Any) -> Any:
+    return getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
+
+
+def has_media(messages: Any) -> bool:
+    """Whether a message of a conversation has an image or a sound among its contents."""
+    return not isinstance(messages, str) and next(_parts(messages), None) is not None
+
+
+def _parts(messages: Any) -> Iterator[Mapping[str, Any]]:
+    """Images and sounds of a conversation."""
     for message in messages if isinstance(messages, Sequence) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, (list, tuple)) else ()
-        yield from (part for part in parts if isinstance(part, Mapping) and part.get("type") == "image")
+        yield from (part for part in parts if isinstance(part, Mapping) and part.get("type") in ("image", "audio"))
 
 
-def image_inputs(model: Any, conversation: list[dict[str, Any]]) -> dict[str, Any]:
-    """What ``generate`` takes for a conversation with images.
+def media_inputs(model: Any, conversation: list[dict[str, Any]]) -> dict[str, Any]:
+    """What ``generate`` takes for a conversation with images or sounds.
 
     Args:
         model: what `torchax_serve.serve` returned.
-        conversation: messages; a part ``{"type": "image", "image": …}`` of a content has a PIL image, a path or a URL.
+        conversation: messages; a part ``{"type": "image", "image": …}`` of a content has a PIL image, a path or a URL,
+            and a part ``{"type": "audio", "audio": …}`` samples float[num_samples] with their ``"sampling_rate"``, a
+            path or a URL.
 
     Raises:
-        InvalidArgumentError: an image that is empty, has too many pixels, or that nobody can read.
-        UnsupportedModelError: as `processor_of`.
+        InvalidArgumentError: an image that is empty, has too many pixels, or that nobody can read; a sound without
+            samples, or at another rate than the model's.
+        UnsupportedModelError: as `processor_of`, and for images where the model only hears, or the other way around.
     """
     processor = processor_of(model)
-    for part in _images(conversation):
-        check_size(part.get("image"))
+    for part in _parts(conversation):
+        _check_part(processor, part, model.name)
     if not getattr(processor, "chat_template", None):
         raise UnsupportedModelError(
             f"expected a processor with a chat template, that of {model.name} has none; set "
@@ -76,16 +91,49 @@ def image_inputs(model: Any, conversation: list[dict[str, Any]]) -> dict[str, An
     except Exception as error:  # files that are no images, templates that fail: libraries raise whatever they like
         said = " ".join(str(error).split())[:200]
         raise InvalidArgumentError(
-            f"expected messages and images that the processor of {model.name} takes, it raised "
+            f"expected messages, images and sounds that the processor of {model.name} takes, it raised "
             f"{type(error).__name__}: {said}; check paths and contents"
         ) from error
     return dict(inputs)
 
 
 def _typed(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose text is a part, as templates of such models want it."""
+    """A message as templates of such models want it: its text is a part, too; sounds are float32."""
     content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    parts = content if isinstance(content, (list, tuple)) else ()
+    return {**message, "content": [_as_float32(part) for part in parts]}
+
+
+def _as_float32(part: Any) -> Any:
+    if not (isinstance(part, Mapping) and isinstance(part.get("audio"), np.ndarray)):
+        return part
+    others = {name: value for name, value in part.items() if name != "sampling_rate"}
+    return {**others, "audio": checked_samples(part["audio"], "audio")}
+
+
+def _check_part(processor: Any, part: Mapping[str, Any], name: str) -> None:
+    kind = part["type"]
+    owner = _images_of(processor) if kind == "image" else _sounds_of(processor)
+    if owner is None:
+        raise UnsupportedModelError(
+            f"expected a processor with a part for {'images' if kind == 'image' else 'sounds'}, got "
+            f"{type(processor).__name__} for {name}; leave them out, or take a checkpoint of a model that "
+            f"{'sees' if kind == 'image' else 'hears'} them"
+        )
+    if kind == "image":
+        check_size(part.get("image"))
+        return
+    sound = part.get("audio")
+    if sound is None and not any(part.get(other) for other in ("url", "path")):
+        raise InvalidArgumentError(
+            'audio: expected a part like {"type": "audio", "audio": samples, "sampling_rate": 16000}, got one without '
+            "a sound"
+        )
+    if sound is not None and not isinstance(sound, str):
+        checked_samples(sound, "audio")
+        check_rate(getattr(owner, "sampling_rate", None), part.get("sampling_rate"))
 
 
 def check_size(image: Any) -> None:

@@ -18,8 +18,9 @@ from model_adapters.host_values import HostValue, can_be_host
 
 READ_BESIDE_PIXELS = re.compile(
     r"(image|video|pixel|spatial|aspect|target|patch|num)_.*|.*_grid_(thw|hw)|(mm|moe_mm)_token_type_ids|second_per_grid_ts"
+    r"|input_features_mask|feature_attention_mask|padding_mask"
 )
-"""Arguments that say something about pixels, or about places of images: without pixels nobody reads them."""
+"""Arguments that say something about pixels or samples, or about places of images: without these nobody reads them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class PreparedSteps:
 
     first: Mapping[str, Any]
     position_ids: torch.Tensor | None
-    constants: tuple[tuple[str, HostValue], ...]
+    constants: tuple[tuple[str, HostValue | bool | int | str], ...]
 
     @classmethod
     def of(
@@ -61,12 +62,15 @@ class PreparedSteps:
         finally:
             cache.length = 0
         rest = {name: value for name, value in second.items() if value is not None and name not in known}
-        constants = {}
+        constants: dict[str, Any] = {}
         for name, value in rest.items():
             is_tensor = isinstance(value, torch.Tensor)
             if is_tensor and value.is_floating_point():
                 return f"every step gets {name}"
             if READ_BESIDE_PIXELS.fullmatch(name):
+                continue
+            if isinstance(value, (bool, int, str)):
+                constants[name] = value
                 continue
             if not (is_tensor and can_be_host(value) and value.shape == (input_ids.shape[0], 1)):
                 return f"every step gets {name}"

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.model import ServedModel, serve
+from torchax_serve.parity.beside_text import Inputs, batched
 from torchax_serve.parity.check import TOLERANCE, cache_kinds, compile_seconds
 from torchax_serve.parity.result import PASSED, Result, said
-from torchax_serve.parity.tiny_images import Inputs, batched, image_model, image_text_class, inputs_of
+from torchax_serve.parity.tiny_images import image_model, image_text_class, inputs_of
 from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy
 
 DECODER_IDS = torch.tensor([[1, 7, 5]])

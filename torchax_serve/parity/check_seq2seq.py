@@ -13,38 +13,37 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.model import serve
+from torchax_serve.parity.beside_text import Inputs
 from torchax_serve.parity.check import TOLERANCE, cache_kinds
 from torchax_serve.parity.result import PASSED, Result, said
-from torchax_serve.parity.tiny_config import tiny_config
-from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts, random_model
+from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts
+from torchax_serve.parity.tiny_sounds import hears, sound_model, sounds
 from torchax_serve.runtime import Runtime
 
-DECODER_OF_TWO = "bert"
 NUM_DECODER_IDS = 5
 SEEDS = (*range(3), *range(9, 18), *range(3, 9))
 """Those that amplify rounding most come last."""
 
-
-Inputs = dict[str, dict[str, Any]]
-"""Arguments of ``generate``: of the first and the second input by themselves, and of both, padded."""
+Three = dict[str, Inputs]
+"""Arguments of ``generate``: of the "first" and the "second" input by themselves, and of both, "padded"."""
 
 
 def check(model_type: str) -> Result:
     """Checks one type; what goes wrong stands in the result."""
     name = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[model_type]
     model_class = getattr(transformers, name)
-    return checked(model_type, model_class, functools.partial(tiny, model_type, model_class), text_inputs)
+    inputs_of = functools.partial(sounds, model_type) if hears(model_type) else text_inputs
+    return checked(model_type, model_class, functools.partial(sound_model, model_type, model_class), inputs_of)
 
 
 def checked(
     model_type: str,
     model_class: type[PreTrainedModel],
     make: Callable[[int], PreTrainedModel],
-    inputs_of: Callable[[PreTrainedModel], Inputs],
+    inputs_of: Callable[[PreTrainedModel], Three],
 ) -> Result:
     """Checks models that `make` gives for a seed, on inputs that fit them."""
     began = time.monotonic()
@@ -64,21 +63,7 @@ def checked(
     return dataclasses.replace(result, total_s=round(time.monotonic() - began, 2))
 
 
-def tiny(
-    model_type: str, model_class: type[PreTrainedModel], seed: int, *, encoder_type: str = "bert"
-) -> PreTrainedModel:
-    """A model with an encoder and a decoder, or what else the type is; `encoder_type` where the type is of any two."""
-    config_class: Any = CONFIG_MAPPING[model_type]
-    if hasattr(config_class, "from_encoder_decoder_configs"):  # any encoder beside any decoder
-        decoder = tiny_config(DECODER_OF_TWO)
-        decoder.add_cross_attention = True
-        config = config_class.from_encoder_decoder_configs(tiny_config(encoder_type, as_decoder=False), decoder)
-    else:
-        config = tiny_config(model_type, as_decoder=False)
-    return random_model(model_class, config, seed)
-
-
-def text_inputs(model: PreTrainedModel) -> Inputs:
+def text_inputs(model: PreTrainedModel) -> Three:
     """Token ids. Behind its end the shorter text is padded for an encoder, before its beginning for a decoder."""
     ids, mask = padded_batch()
     if model.config.is_encoder_decoder:
@@ -93,7 +78,7 @@ def _padding_last(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def expect(model: PreTrainedModel, inputs: Inputs) -> Expected:
+def expect(model: PreTrainedModel, inputs: Three) -> Expected:
     """What eager PyTorch gives.
 
     Raises:
@@ -111,7 +96,7 @@ def expect(model: PreTrainedModel, inputs: Inputs) -> Expected:
     )
 
 
-def _rounding(model: PreTrainedModel, inputs: Inputs, logits: torch.Tensor) -> float:
+def _rounding(model: PreTrainedModel, inputs: Three, logits: torch.Tensor) -> float:
     """Largest difference of `logits` to those in float64; 0 where the model's code does not compute in that."""
     try:
         exact = forward(copy.deepcopy(model).double(), _in_float64(inputs["first"]))
@@ -133,7 +118,7 @@ def forward(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return model(**given).logits
 
 
-def compared(result: Result, model: PreTrainedModel, inputs: Inputs, expected: Expected) -> Result:
+def compared(result: Result, model: PreTrainedModel, inputs: Three, expected: Expected) -> Result:
     """The result with what serving `model` gave."""
     errors: list[str] = []
     wanted = {"first": expected.alone[0], "second": expected.alone[1], "padded": expected.padded}

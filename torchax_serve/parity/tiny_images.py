@@ -1,12 +1,10 @@
 """Tiny models of images and text, and inputs for them: pixels, grids, and a placeholder token for every feature.
 
-The number of features is not computed here but asked of the model: its own encoder is called, and what it returns is
-counted. `tiny_image_overrides` has what no rule finds.
+`tiny_image_overrides` has what no rule finds.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from torchax_serve.images.placeholders import TOKEN_FIELDS, image_token_id
+from torchax_serve.parity.beside_text import Inputs, num_features, prompt_around
 from torchax_serve.parity.tiny_config import FIRST_MARKER, PROMPT_IDS_END, tiny_config
 from torchax_serve.parity.tiny_image_overrides import CONFIGS, PIXELS, TOKENS, WRAPPED
-from torchax_serve.parity.tiny_model import FIRST_PROMPT_ID, random_model
-
-Inputs = dict[str, Any]
+from torchax_serve.parity.tiny_model import random_model
 
 IMAGE_SIZE = 16
 PATCH_SIZE = 4
@@ -49,8 +46,6 @@ PATTERNS: tuple[tuple[str, int], ...] = (
 )
 GAINS = (1.0, 1.4)
 """Less than of text alone: images go through two models, and what each adds to rounding multiplies."""
-BEFORE, AFTER = (4, 5), (5, 3)
-"""Text tokens before and behind the image, by prompt."""
 
 
 def image_text_class(model_type: str) -> type[PreTrainedModel]:
@@ -86,14 +81,11 @@ def inputs_of(model: PreTrainedModel, model_type: str, index: int) -> Inputs:
     token = TOKENS.get(model_type) or image_token_id(model.config)
     special = images.pop("tokens", None)  # where they cannot be counted
     if special is None:
-        special = [token] * num_features(model, images) if token is not None else []
+        special = [token] * num_features(model, "image", images) if token is not None else []
     first, last = WRAPPED.get(model_type, ([], []))
     special = [*first, *special, *last]
-    before, after = (
-        torch.randint(FIRST_PROMPT_ID, PROMPT_IDS_END, (n[index],), generator=generator) for n in (BEFORE, AFTER)
-    )
-    ids = torch.cat([before, torch.tensor(special, dtype=torch.long), after])[None]
-    given: Inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    given = prompt_around(special, index, generator)
+    ids = given["input_ids"]
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in parameters:
             given[name] = torch.eq(ids, -1 if token is None else token).long()
@@ -121,38 +113,3 @@ def _pixels(config: PreTrainedConfig, generator: torch.Generator) -> Inputs:
     size = getattr(vision, "image_size", IMAGE_SIZE)
     size = size[0] if isinstance(size, (list, tuple)) else size
     return {"pixel_values": torch.randn(1, channels, size, size, generator=generator)}
-
-
-@torch.no_grad()
-def num_features(model: PreTrainedModel, images: Inputs) -> int:
-    """Features that the model's own encoder makes of `images`: as many placeholder tokens stand in the prompt."""
-    encode: Any = getattr(model.base_model, "get_image_features", None) or model.get_image_features
-    accepted = inspect.signature(encode).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    given = {name: value for name, value in images.items() if name in accepted or takes_any}
-    output = encode(**copy.deepcopy(given), return_dict=True)
-    features = getattr(output, "pooler_output", None)
-    if features is None and getattr(output, "deepstack_features", None):
-        features = output.deepstack_features[0][1]
-    features = output.last_hidden_state if features is None else features
-    parts = [features] if isinstance(features, torch.Tensor) else list(features)
-    return sum(part.numel() // part.shape[-1] for part in parts)
-
-
-def batched(inputs: list[Inputs]) -> Inputs:
-    """Several inputs in one, their text padded on the left; everything else is put one behind the other."""
-    length = max((one["input_ids"].shape[1] for one in inputs if "input_ids" in one), default=0)
-    joined: Inputs = {}
-    for name, value in inputs[0].items():
-        parts = [one[name] for one in inputs]
-        if not isinstance(value, torch.Tensor):
-            joined[name] = value
-            continue
-        if length and value.shape[:2] == inputs[0]["input_ids"].shape:
-            parts = [_padded(part, length) for part in parts]
-        joined[name] = torch.cat(parts)
-    return joined
-
-
-def _padded(part: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.cat([part.new_zeros(part.shape[0], length - part.shape[1], *part.shape[2:]), part], 1)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 from model_adapters.errors import ChatTemplateError, InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.images.answer import answer_about_images
-from torchax_serve.images.processor import has_images
+from torchax_serve.images.answer import answer_about_media
+from torchax_serve.images.processor import has_media
 from torchax_serve.request import SamplingParams
 from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS, TextModel, make_request, need_tokenizer
 from torchax_serve.text.stream import TextStream, start_stream
@@ -60,12 +60,12 @@ def chat(
         ChatTemplateError: the model has no chat template, it does not render, or it leaves the system prompt out.
         InvalidArgumentError: no message, a message that is none, a second system prompt, a conversation longer than
             the model's positions.
-        UnsupportedArgumentError: more than one answer (``n``), or an answer about images asked for as a stream.
+        UnsupportedArgumentError: more than one answer (``n``), or an answer about images or sounds as a stream.
     """
-    if has_images(messages):
+    if has_media(messages):
         if stream:
-            raise UnsupportedArgumentError("stream: answers about images come whole; leave it out")
-        return answer_about_images(model, _conversation(messages, system), params)
+            raise UnsupportedArgumentError("stream: answers about images and sounds come whole; leave it out")
+        return answer_about_media(model, _conversation(messages, system), params)
     prompt_ids = chat_prompt_ids(model, messages, system=system)
     request = make_request(model, prompt_ids, params, default_max_new_tokens=DEFAULT_CHAT_MAX_NEW_TOKENS)
     answer = start_stream(model, request)

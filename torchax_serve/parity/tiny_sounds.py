@@ -1,0 +1,206 @@
+"""Tiny models that hear, and sounds for them: for an encoder beside a decoder, or among the words of a prompt."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from model_adapters.errors import UnsupportedModelError
+from torchax_serve.images.placeholders import audio_token_id
+from torchax_serve.parity.beside_text import Inputs, batched, num_features, prompt_around
+from torchax_serve.parity.tiny_config import FIRST_MARKER, tiny_config
+from torchax_serve.parity.tiny_model import random_model
+
+NUM_FRAMES = (48, 40)
+"""Of the longer and the shorter sound, where any number is heard."""
+NUM_SAMPLES = (6000, 4800)
+DECODER_OF_TWO = "bert"
+"""The decoder of a type that is any encoder beside any decoder."""
+HIDDEN = 32
+
+_GROUPS_OF_FOUR = {"audio_config": {"intermediate_size": 4 * HIDDEN}}
+_GRANITE = {"window_size": 15, "projector_config": {"encoder_hidden_size": HIDDEN}}
+_UNGROUPED = {"num_key_value_heads": 4}
+_SEAMLESS = {"speech_encoder_layers": 2, "speech_encoder_attention_heads": 4, "speech_encoder_intermediate_size": 48}
+_CODEC = {"downsampling_ratios": [2, 4], "depths": [1, 1, 1], "num_filters": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": HIDDEN // 4}},
+    "glmasr": _GROUPS_OF_FOUR,
+    "granite_speech": _GRANITE,
+    "granite_speech_plus": _GRANITE,
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "nemo_speechlm": {
+        "audio_config": {
+            "asr_config": _UNGROUPED,
+            "diarization_config": {
+                "audio_config": _UNGROUPED,
+                "head_config": {"audio_hidden_size": HIDDEN, "hidden_size": HIDDEN},
+            },
+        },
+        "word_timestamp_config": _UNGROUPED,
+    },
+    "qwen3_asr": {"audio_config": {"n_window": 50, "n_window_infer": 100, "output_dim": HIDDEN}},
+    "seamless_m4t": _SEAMLESS,
+    "seamless_m4t_v2": _SEAMLESS,
+    "vibevoice_asr": {"acoustic_tokenizer_encoder_config": _CODEC, "semantic_tokenizer_encoder_config": _CODEC},
+    "voxtral": {"audio_token_id": FIRST_MARKER} | _GROUPS_OF_FOUR,
+}
+"""Values of configurations, those of parts by the part's name."""
+
+Shape = Callable[[Any, int], tuple[int, ...]]
+"""From a configuration and 0 for the longer sound, 1 for the shorter one, to the shape of its features."""
+
+
+def _frames(width: Callable[[Any], int]) -> Shape:
+    return lambda config, which: (NUM_FRAMES[which], width(config))
+
+
+def _samples(config: Any, which: int) -> tuple[int, ...]:
+    return (NUM_SAMPLES[which],)
+
+
+def _whole(part: Callable[[Any], Any]) -> Shape:
+    """Of an encoder in Whisper's kind, which hears sounds of one length alone."""
+    return lambda config, which: (part(config).num_mel_bins, 2 * part(config).max_source_positions)
+
+
+FOR_ENCODERS: dict[str, tuple[Shape, bool]] = {
+    "whisper": (_whole(lambda config: config), False),
+    "speech_to_text": (_frames(lambda config: config.input_feat_per_channel), True),
+    "seamless_m4t": (_frames(lambda config: config.feature_projection_input_dim), True),
+    "seamless_m4t_v2": (_frames(lambda config: config.feature_projection_input_dim), True),
+    "canary": (_frames(lambda config: config.encoder_config.num_mel_bins), True),
+    "cohere_asr": (_frames(lambda config: config.encoder_config.num_mel_bins), True),
+    "moonshine": (_samples, True),
+    "moonshine_streaming": (_samples, True),
+    "speech-encoder-decoder": (_samples, True),
+    "speecht5": (_samples, True),
+}
+"""The shape of a sound's features, and whether sounds are padded and masked; by model type."""
+
+_WHOLE = _whole(lambda config: config.audio_config)
+AMONG_WORDS: dict[str, Shape] = {
+    **dict.fromkeys(("audioflamingo3", "musicflamingo", "qwen2_audio", "voxtral", "moss_transcribe_diarize"), _WHOLE),
+    "glmasr": lambda config, which: (config.audio_config.num_mel_bins, NUM_FRAMES[which]),
+    "qwen3_asr": lambda config, which: (config.audio_config.num_mel_bins, (200, 100)[which]),
+    "fun_asr_nano": _frames(lambda config: config.audio_config.input_size),
+    "granite_speech": _frames(lambda config: config.encoder_config.input_dim),
+    "granite_speech_plus": _frames(lambda config: config.encoder_config.input_dim),
+    "nemo_speechlm": _frames(lambda config: config.audio_config.asr_config.num_mel_bins),
+    "vibevoice_asr": lambda config, which: (1, (480, 400)[which]),
+}
+FRAMES_FIRST = frozenset({"fun_asr_nano", "granite_speech", "granite_speech_plus", "nemo_speechlm"})
+"""Types whose features are [frames, mel bins]; of the others they are [mel bins, frames], or [1, samples]."""
+COUNTED_BY_LENGTH = frozenset({"musicflamingo", "qwen2_audio"})
+"""Types whose encoder cannot be called by itself to see how many features it makes."""
+MASKED_BEHIND = frozenset({"granite_speech", "granite_speech_plus"})
+"""Types whose mask is over features behind the encoder, not before it."""
+BY_SDPA = frozenset({"seamless_m4t_v2"})
+"""Types whose eager attention is no measure: it adds the boolean mask that their code gives it, as ones, to scores."""
+MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask")
+"""Arguments that say which frames or samples of a sound are real."""
+
+
+def sound_model(
+    model_type: str, model_class: type[PreTrainedModel], seed: int, *, encoder_type: str = "bert"
+) -> PreTrainedModel:
+    """A tiny random model of `model_type`; `encoder_type` where the type is any encoder beside any decoder."""
+    model = random_model(model_class, _config(model_type, encoder_type), seed)
+    if model_type in BY_SDPA:
+        model.set_attn_implementation("sdpa")
+    return model
+
+
+def _config(model_type: str, encoder_type: str) -> PreTrainedConfig:
+    config_class: Any = CONFIG_MAPPING[model_type]
+    if not hasattr(config_class, "from_encoder_decoder_configs"):
+        return tiny_config(model_type, as_decoder=False, overrides=CONFIGS.get(model_type, {}))
+    decoder = tiny_config(DECODER_OF_TWO)
+    decoder.add_cross_attention = True
+    return config_class.from_encoder_decoder_configs(tiny_config(encoder_type, as_decoder=False), decoder)
+
+
+def sounds(model_type: str, model: PreTrainedModel) -> dict[str, Inputs]:
+    """Arguments of ``generate`` with two random sounds: "first" and "second" by themselves, and "padded" with both.
+
+    Raises:
+        UnsupportedModelError: the type reads sounds in a way that this harness does not know.
+    """
+    if model_type in FOR_ENCODERS:
+        return _for_encoder(model_type, model)
+    if model_type not in AMONG_WORDS:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads codes or sounds in a way of its own, for which this harness has no inputs"
+        )
+    singles = [_among_words(model_type, model, which) for which in (0, 1)]
+    return {"first": singles[0], "second": singles[1], "padded": batched(_as_long(singles))}
+
+
+def hears(model_type: str) -> bool:
+    """Whether there are sounds among words for `model_type`."""
+    return model_type in AMONG_WORDS
+
+
+def _for_encoder(model_type: str, model: PreTrainedModel) -> dict[str, Inputs]:
+    shape, has_mask = FOR_ENCODERS[model_type]
+    name = model.get_encoder().main_input_name
+    pair = [_random(shape(model.config, which), which) for which in (0, 1)]
+    singles = [_masked({name: x[None]}, [x.shape[0]]) if has_mask else {name: x[None]} for x in pair]
+    longest = pair[0].shape[0]
+    both = torch.stack([torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])]) for x in pair])
+    padded = _masked({name: both}, [x.shape[0] for x in pair]) if has_mask else {name: both}
+    return {"first": singles[0], "second": singles[1], "padded": padded}
+
+
+def _masked(given: dict[str, torch.Tensor], lengths: list[int]) -> dict[str, torch.Tensor]:
+    (features,) = given.values()
+    mask = torch.arange(features.shape[1])[None] < torch.tensor(lengths)[:, None]
+    return {**given, "attention_mask": mask.long()}
+
+
+def _random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1))
+
+
+def _among_words(model_type: str, model: Any, which: int) -> Inputs:
+    """A sound for a decoder that reads it among its words."""
+    features = _random(AMONG_WORDS[model_type](model.config, which), which)[None]
+    length = features.shape[1 if model_type in FRAMES_FIRST else 2]
+    accepted = inspect.signature(type(model).forward).parameters
+    given: Inputs = {("input_values" if "input_values" in accepted else "input_features"): features}
+    mask = torch.ones(1, length, dtype=torch.long)
+    if which and AMONG_WORDS[model_type] is _WHOLE:
+        mask[:, length * 3 // 4 :] = 0  # a shorter sound, filled up
+    given |= {name: mask for name in MASKS if name in accepted}
+    if "sample" in accepted:
+        given["sample"] = False  # else the encoder draws noise from torch's own stream
+    if model_type in MASKED_BEHIND:
+        del given["input_features_mask"]
+        count = num_features(model, "audio", given)
+        given["input_features_mask"] = torch.ones(1, count, dtype=torch.bool)
+    elif model_type in COUNTED_BY_LENGTH:
+        count = int(model.base_model.audio_tower._get_feat_extract_output_lengths(mask.sum())[1])
+    else:
+        count = num_features(model, "audio", given)
+    token = audio_token_id(model.config)
+    assert token is not None
+    return prompt_around([token] * count, which, torch.Generator().manual_seed(which + 10)) | given
+
+
+def _as_long(singles: list[Inputs]) -> list[Inputs]:
+    """The same with all features and their masks filled up with zeros behind to one length."""
+
+    def filled(name: str, value: torch.Tensor) -> torch.Tensor:
+        sizes = [max(one[name].shape[axis] for one in singles) for axis in range(value.ndim)]
+        pad = [n for size, has in zip(reversed(sizes), reversed(value.shape), strict=True) for n in (0, size - has)]
+        return torch.nn.functional.pad(value, pad)
+
+    are_sounds = {"input_features", "input_values", *MASKS}
+    return [
+        {name: filled(name, value) if name in are_sounds else value for name, value in one.items()} for one in singles
+    ]
