@@ -235,8 +235,11 @@ class ModelProgram:
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
         with _knowing(spec.extra), conditions.collected() as met:
             output = self._run(weights, {**kwargs, **rest}, self._attention(spec))
+        keeps_own = dict(spec.extra).get("use_cache", False)  # transformers' cache, a field as any other
         fields = {
-            name: jax_view(value) for name, value in output.items() if value is not cache and name != self.cache_name
+            name: jax_view(value)
+            for name, value in output.items()
+            if value is not cache and (keeps_own or name != self.cache_name)
         }
         if met:
             fields[CONDITIONS] = jnp.stack(met)
