@@ -47,6 +47,8 @@ class ImplementationName(str):
 
 
 IMPLEMENTATION = ImplementationName("torchax_serve")
+ADDITIVE = ImplementationName("torchax_serve_additive")
+"""The same attention for code that knows no ``sdpa``: its masks are numbers to be added, as its own attention has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +134,16 @@ def served_mask(
     return mask
 
 
+def additive_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor:
+    """`served_mask` as numbers to be added, 0 and the least of `dtype`; what it was before stands in a note."""
+    visible: Any = served_mask(*args, dtype=dtype, **kwargs)
+    mask: Any = torch.where(visible, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+    mask.visible = visible
+    if (note := getattr(visible, "causal_mask", None)) is not None:
+        mask.causal_mask = note
+    return mask
+
+
 def served_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -155,6 +167,7 @@ def served_attention(
         raise ValueError(f"expected dropout 0 in a served model, got {dropout}; call model.eval() first")
     attention_mask, position_bias = views_of((attention_mask, position_bias))  # which code may have made on the host
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attention_mask = getattr(attention_mask, "visible", attention_mask)
     note: CausalMask | None = getattr(attention_mask, "causal_mask", None)
     paged: PagedWrite | None = getattr(key, "paged_write", None)
     if paged is not None:
@@ -214,8 +227,17 @@ def _decode(q: jax.Array, write: CacheWrite, note: CausalMask, **features: Any) 
 
 AttentionInterface.register(IMPLEMENTATION, served_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, served_mask)
+AttentionInterface.register(ADDITIVE, served_attention)
+AttentionMaskInterface.register(ADDITIVE, additive_mask)
 
 
 def goes_through_interface(module: PreTrainedModel) -> bool:
     """Whether `AttentionInterface` reaches the model's attention; one it does not keeps its own code and masks."""
     return bool(module._supports_attention_backend or module._supports_sdpa)
+
+
+def implementation_of(module: PreTrainedModel) -> str | None:
+    """The attention that the code of `module` gets in a trace; None where its own stays."""
+    if not goes_through_interface(module):
+        return None
+    return IMPLEMENTATION if module._supports_sdpa else ADDITIVE

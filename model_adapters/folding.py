@@ -16,13 +16,15 @@ from typing import Any
 import jax
 import torch
 
-from model_adapters.bridge import TorchTensor, TorchView, default_env
+from model_adapters.bridge import TorchTensor, TorchView, default_env, jax_view, views_of
 from model_adapters.errors import UnsupportedModelError
 
 LARGEST_BYTES = 1 << 22
 """Of a result that becomes a constant of the program."""
 _OPERATORS = ("add", "sub", "mul", "truediv", "and", "or", "xor")
 _ASSIGNMENTS = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
+_OF_SHAPES = frozenset(name for kind in ("zeros", "ones", "full", "empty") for name in (f"{kind}_like", f"new_{kind}"))
+"""Operators that read the shape of their first operand, and not its values."""
 _STATE = threading.local()
 _Dispatch = Callable[..., Any]
 
@@ -63,6 +65,11 @@ def _assignment(theirs: Callable[..., None]) -> Callable[..., None]:
     def assign(self: torch.Tensor, key: Any, value: Any) -> None:
         tensors = [x for x in torch.utils._pytree.tree_leaves((self, key, value)) if isinstance(x, torch.Tensor)]
         is_known = is_on() and not any(is_traced(x) for x in tensors)
+        if is_unknown_mask(key) and not (isinstance(value, torch.Tensor) and value.ndim):
+            mask = key.reshape(*key.shape, *[1] * (self.ndim - key.ndim))
+            key, value = (slice(None),) * self.ndim, torch.where(mask, value, self)
+        elif isinstance(self, TorchView):
+            key = jax_view(views_of(key))  # torchax 0.0.13 hands tensors on to JAX as they are
         with jax.ensure_compile_time_eval() if is_known else contextlib.nullcontext():
             theirs(self, key, value)
 
@@ -75,7 +82,8 @@ def _flatten(self: torch.Tensor, start_dim: int = 0, end_dim: int = -1) -> torch
 
 
 def _dispatch(theirs: _Dispatch, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    read = (args[1:], kwargs) if _name(func) in _OF_SHAPES else (args, kwargs)
+    tensors = [x for x in torch.utils._pytree.tree_leaves(read) if isinstance(x, torch.Tensor)]
     if any(is_traced(x) for x in tensors):
         _check_kept(func, args)
         return theirs(func, types, args, kwargs)
@@ -84,6 +92,11 @@ def _dispatch(theirs: _Dispatch, func: Any, types: Any, args: Any, kwargs: Any) 
     if in_place(func) or all(_num_bytes(x) <= LARGEST_BYTES for x in torch.utils._pytree.tree_leaves(result)):
         return result
     return theirs(func, types, args, kwargs)
+
+
+def is_unknown_mask(key: Any) -> bool:
+    """Whether `key` is a mask, the number of whose elements that are set is unknown while the program is made."""
+    return isinstance(key, torch.Tensor) and key.dtype == torch.bool and key.ndim > 0 and is_traced(key)
 
 
 def is_traced(x: torch.Tensor) -> bool:

@@ -276,10 +276,6 @@ def _write_through_views() -> None:
     env.dispatch = dispatch
 
 
-def _is_unknown_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype == torch.bool and folding.is_traced(index)
-
-
 def _understand_stored_lengths() -> None:
     """``arange`` and slices from one stored length to another, which lie a known number of tokens apart."""
     their_arange, their_getitem = lowering_of(torch.arange), lowering_of(torch.Tensor.__getitem__)
@@ -296,7 +292,7 @@ def _understand_stored_lengths() -> None:
         given = indexes if isinstance(indexes, tuple) else (indexes,)
         if not is_view(self) and any(is_view(x) for x in given):
             self = torch_view(to_jax_array(self))  # a table on the host, looked up by computed indices
-        if len(given) == 1 and _is_unknown_mask(given[0]):
+        if len(given) == 1 and folding.is_unknown_mask(given[0]):
             return Selected(self, given[0])
         if isinstance(self, TorchView) and any(isinstance(x, torch.Tensor) for x in given):
             self = torch_view(jax_view(self))  # torchax 0.0.13 reads an array that a view does not have

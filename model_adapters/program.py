@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 import pytree_registry
 from model_adapters import conditions, experts, folding, lowerings, quirks
-from model_adapters.attention import IMPLEMENTATION, goes_through_interface, padding_mask
+from model_adapters.attention import goes_through_interface, implementation_of, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view, views_of
 from model_adapters.cache_layers import AttentionLayer
 from model_adapters.caches import LONGEST, LayerStates, trace_cache
@@ -235,11 +235,11 @@ class ModelProgram:
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
         with _knowing(spec.extra), conditions.collected() as met:
             output = self._run(weights, {**kwargs, **rest}, self._attention(spec))
-        # Some hand an argument of known values back as it came.
+        keeps_own = dict(spec.extra).get("use_cache", False)  # transformers' cache, a field as any other
         fields = {
-            name: jax_view(views_of(value))
+            name: jax_view(views_of(value))  # some hand an argument of known values back as it came
             for name, value in output.items()
-            if value is not cache and name != self.cache_name
+            if value is not cache and (keeps_own or name != self.cache_name)
         }
         if met:
             fields[CONDITIONS] = jnp.stack(met)
@@ -296,7 +296,7 @@ class ModelProgram:
         keep_last = self.accepts("logits_to_keep") and not layout.all_logits
         if keep_last:
             kwargs["logits_to_keep"] = torch_view(batch.last)
-        output = self._run(weights, kwargs, IMPLEMENTATION)
+        output = self._run(weights, kwargs, implementation_of(self.module))
         logits = jax_view(output["logits"])[0]
         if not keep_last and not layout.all_logits:
             logits = logits[batch.last]
@@ -357,9 +357,7 @@ class ModelProgram:
             )
 
     def _attention(self, spec: CallSpec) -> str | None:
-        if spec.output_attentions:
-            return "eager"
-        return IMPLEMENTATION if goes_through_interface(self.module) else None
+        return "eager" if spec.output_attentions else implementation_of(self.module)
 
 
 def _knowing(extra: tuple[tuple[str, Any], ...]) -> contextlib.AbstractContextManager[None]:

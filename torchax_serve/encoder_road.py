@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -15,7 +16,8 @@ from model_adapters.causality import ignores_masked
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.program import CallSpec
 from torchax_serve.buckets import bucket
-from torchax_serve.runtime import Runtime
+from torchax_serve.known_inputs import Known, arrays_and_rest
+from torchax_serve.runtime import Call, Runtime
 
 SEQUENCE = frozenset({"input_ids", "inputs_embeds", "attention_mask", "token_type_ids"})
 FLAGS = ("output_hidden_states", "output_attentions")
@@ -83,8 +85,14 @@ def encode(runtime: Runtime, given: dict[str, Any], spec: CallSpec) -> dict[str,
     padded_len = bucket(length)
     if runtime.learned_positions is not None:
         padded_len = max(length, min(padded_len, runtime.learned_positions))
-    arrays = {name: padded(tensor, padded_len) for name, tensor in given.items()}
-    fields, _ = runtime.steps.forward(runtime.weights, None, None, arrays, spec=spec)
+
+    def call(known: Known) -> Call:
+        if known is Known.NOTHING:
+            return (None, None, {name: padded(tensor, padded_len) for name, tensor in given.items()}), spec
+        arrays, rest = arrays_and_rest(given, known)
+        return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
+
+    fields = runtime.forward_knowing(given, call)
     return {name: _cut(value, length, padded_len) for name, value in fields.items()}
 
 

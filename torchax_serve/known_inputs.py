@@ -7,6 +7,7 @@ themselves, and then there is a program for each prompt.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 from collections.abc import Callable, Mapping
@@ -16,10 +17,12 @@ import jax
 import torch
 
 from model_adapters.bridge import to_jax_array
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.host_values import Constant, HostValue, can_be_host
 from torchax_serve.program_cache import ProgramCache
 
 TEXT_ENDINGS = ("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids", "inputs_embeds")
+ID_ENDINGS = ("input_ids", "labels")
 PIXEL_MASKS = frozenset({"pixel_attention_mask", "image_attention_mask"})
 """Which end as a text's mask does, and are none."""
 
@@ -29,14 +32,16 @@ class Known(enum.IntEnum):
 
     NOTHING = 0  # shapes alone
     GRIDS = 1  # integers and booleans that are no text
-    TEXT = 2  # every integer and boolean
+    MASKS = 2  # every integer and boolean but token ids
+    TEXT = 3  # these too
 
 
 def is_known(name: str, value: Any, known: Known) -> bool:
     """Whether the tensor `value` of argument `name` is a constant of the program."""
     if known is Known.NOTHING or not isinstance(value, torch.Tensor) or not can_be_host(value):
         return False
-    return known is Known.TEXT or name in PIXEL_MASKS or not name.endswith(TEXT_ENDINGS)
+    unknown = {Known.GRIDS: TEXT_ENDINGS, Known.MASKS: ID_ENDINGS, Known.TEXT: ()}[known]
+    return name in PIXEL_MASKS or not name.endswith(unknown)
 
 
 def arrays_and_rest(
@@ -87,26 +92,63 @@ class KnownCalls:
         self._text, self._programs, self._weights = text, programs, weights
         self._known: dict[str, Known] = {}
 
-    def least(
+    def run(
+        self,
+        given: dict[str, Any],
+        call: Callable[[Known], tuple[Any, Any]],
+        function: Callable[..., Any],
+        step: Callable[..., Any],
+    ) -> Any:
+        """`step` of a call that knows as little of `given` as the model's code can do with.
+
+        Args:
+            given: arguments by name, tensors on the CPU.
+            call: gives positional arguments and the static part for what is known.
+            function: to trace, for finding out.
+            step: `function`, compiled.
+        """
+        if set(given) - self._text - {"token_type_ids"}:
+            args, spec = self._least(given, call, function)
+            return step(self._weights, *args, spec=spec)
+        name = f"{function.__name__} text"
+        known = self._known.get(name, Known.NOTHING)
+        args, spec = call(known)
+        try:
+            return step(self._weights, *args, spec=spec)
+        except (jax.errors.JaxRuntimeError, InvalidArgumentError):
+            raise
+        except Exception as error:  # text is traced without a trial: nearly all code can do without its values
+            found = (
+                None
+                if known is Known.TEXT
+                else self._programs.remembered("known", name, lambda: self._found(call, function, Known(known + 1)))
+            )
+            if found is None or found <= known:
+                raise error
+            self._known[name] = Known(found)
+        return self.run(given, call, function, step)
+
+    def _least(
         self, given: dict[str, Any], call: Callable[[Known], tuple[Any, Any]], function: Callable[..., Any]
     ) -> tuple[Any, Any]:
-        """The arguments and the static part of a call that knows as little of `given` as its code can do with."""
-        if not set(given) - self._text - {"token_type_ids"}:
-            return call(Known.NOTHING)
+        """The arguments and the static part of a call that is no plain text."""
 
         def find() -> Known:
-            for known in Known:
-                args, spec = call(known)
-                try:
-                    jax.eval_shape(functools.partial(function, spec=spec), self._weights, *args)
-                except Exception:  # whatever model code raises for want of values
-                    if known is Known.TEXT:
-                        raise
-                else:
-                    return known
-            raise AssertionError
+            found = self._found(call, function)
+            return Known.TEXT if found is None else found  # its own error is raised where it runs
 
         described = f"{function.__name__} {described_shapes(given)}"
         if described not in self._known:
             self._known[described] = self._programs.remembered("known", described, find)
         return call(self._known[described])
+
+    def _found(
+        self, call: Callable[[Known], tuple[Any, Any]], function: Callable[..., Any], least: Known = Known.NOTHING
+    ) -> Known | None:
+        """The first from `least` on that `function` can be traced with; None where there is none."""
+        for known in list(Known)[least:]:
+            args, spec = call(known)
+            with contextlib.suppress(Exception):  # whatever model code raises for want of values
+                jax.eval_shape(functools.partial(function, spec=spec), self._weights, *args)
+                return known
+        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 from transformers.modeling_outputs import MoEModelOutput
 
-from model_adapters import quirks
+from model_adapters import own_cache, quirks
 from model_adapters.arrays import from_host
 from model_adapters.bridge import to_torch_tensor
 from model_adapters.caches import DeviceCache
@@ -106,6 +106,8 @@ class Runtime:
         """Why this model runs without a cache here, every token anew; None if it has one."""
         if self.program.cache_name is None or (self.config.is_encoder_decoder and not self.program.names.has_encoder):
             return "its forward takes no cache that transformers' other models take"
+        if (reason := own_cache.reason(self.program.module)) is not None:
+            return reason
         if (reason := quirks.prepends(self.program.module)) is not None:
             return reason
         try:
@@ -156,6 +158,11 @@ class Runtime:
     def can_cache(self) -> bool:
         """Whether a device cache can be made for this model."""
         return self.why_no_cache is None
+
+    @functools.cached_property
+    def keeps_own_cache(self) -> bool:
+        """Whether the cache that transformers makes goes in and out of programs, one for each length it has."""
+        return self.program.cache_name is not None and own_cache.reason(self.program.module) is not None
 
     @functools.cached_property
     def is_recurrent(self) -> bool:
@@ -245,8 +252,11 @@ class Runtime:
             arrays, rest = arrays_and_rest(given, known)
             return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
 
-        args, spec = self._known.least(given, call, self.program.forward)
-        fields, _ = self.steps.forward(self.weights, *args, spec=spec)
+        return self.forward_knowing(given, call)
+
+    def forward_knowing(self, given: dict[str, Any], call: Callable[[Known], Call]) -> dict[str, Any]:
+        """A forward without a cache; `call` gives the arguments for what must be known of `given`."""
+        fields, _ = self._known.run(given, call, self.program.forward, self.steps.forward)
         return fields
 
     def _forward_padded(
@@ -264,7 +274,7 @@ class Runtime:
         def call(known: Known) -> Call:
             inputs, padded = self._text_inputs(query, given, cache, known)
             rest_given = {name: value for name, value in given.items() if name not in names.sequence}
-            if known is Known.TEXT:
+            if known >= Known.MASKS:
                 rest_given |= {query.name: query.tensor}
                 rest_given |= {name: given[name] for name in names.sequence & given.keys()}
             arrays, rest = arrays_and_rest(rest_given, known)
@@ -273,8 +283,8 @@ class Runtime:
             extended = dataclasses.replace(spec, padded=padded, extra=spec.extra + rest)
             return (states, offset, inputs | context | arrays), extended
 
-        args, spec = self._known.least({**given, query.name: query.tensor}, call, self.program.forward)
-        fields, states = self.steps.forward(self.weights, *args, spec=spec)
+        described = {**given, query.name: query.tensor}
+        fields, states = self._known.run(described, call, self.program.forward, self.steps.forward)
         if cache is not None:
             cache.states, cache.length = states, past + query.len
         return cut(fields, query, past, keep, cache)
@@ -283,7 +293,7 @@ class Runtime:
         self, query: Query, given: dict[str, Any], cache: DeviceCache | None, known: Known
     ) -> tuple[dict[str, jax.Array], bool]:
         """Tokens, positions and mask as a program takes them, and whether it is told of padding on the left."""
-        if known is Known.TEXT:
+        if known >= Known.MASKS:
             return {}, False
         names, past = self.program.names, 0 if cache is None else cache.length
         inputs = {query.name: pad_tokens(query.tensor, query.padded_len)}
@@ -318,8 +328,7 @@ class Runtime:
             arrays, rest = arrays_and_rest(given, known)
             return (arrays,), MethodSpec(path, rest)
 
-        args, spec = self._known.least(given, call, self.program.method)
-        output, met = self.steps.method(self.weights, *args, spec=spec)
+        output, met = self._known.run(given, call, self.program.method, self.steps.method)
         self._check(met, given)
         return jax.tree.map(to_torch_tensor, output)
 

@@ -72,6 +72,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "minicpm3": {"dim_model_base": 32},
+    "deepseek_v4": {
+        "partial_rotary_factor": 0.5,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+        "index_topk": 2,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 3,  # unrolled, two hundred operations each
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "num_hidden_layers": 3,
+    },
     "mobilebert": {"normalization_type": "layer_norm"},  # without a norm, random layers grow without end
     "esm": {"vocab_size": 128},
     "xmod": {"default_language": "en_XX"},

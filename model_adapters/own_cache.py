@@ -1,0 +1,20 @@
+"""Types whose own cache changes what they answer: transformers' object goes in and out of their programs, and grows."""
+
+from __future__ import annotations
+
+import torch
+
+TYPES = {
+    "cpmant": "a prompt of embeddings stands in its cache before the text, which without a cache sees all of it",
+    "prophetnet": "distances are counted otherwise where there is a cache",
+    "deepseek_v4": "blocks of tokens are counted with their padding where there is a cache, and without it otherwise",
+    **dict.fromkeys(
+        ("fsmt", "led"),
+        "its steps mask nothing, where a cache of fixed shapes has room that must be masked",
+    ),
+}
+
+
+def reason(module: torch.nn.Module) -> str | None:
+    """Why `module` keeps transformers' own cache; None where it does not."""
+    return TYPES.get(getattr(getattr(module, "config", None), "model_type", ""))
