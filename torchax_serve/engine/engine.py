@@ -161,6 +161,11 @@ class Engine:
         )
 
     @property
+    def max_source_len(self) -> int | None:
+        """Tokens that a request may give an encoder; None where the model has none."""
+        return self._runner.max_source_len
+
+    @property
     def why_closed(self) -> str | None:
         """Why no more requests are taken; None as long as they are."""
         return self._closed

@@ -18,7 +18,8 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from torchax_serve.engine.gathered_cache import GatheredCache, gather, scatter
-from torchax_serve.engine.gathered_rows import LONGEST, Leaves, RowForward, StateLayout
+from torchax_serve.engine.gathered_layout import LONGEST, Leaves, StateLayout
+from torchax_serve.engine.gathered_rows import RowForward
 from torchax_serve.engine.gathered_shapes import GatheredShapes, GatheredSpec
 from torchax_serve.engine.packed import ON_DEVICE
 from torchax_serve.engine.sources import Sources
@@ -106,7 +107,7 @@ class GatheredModel:
         hidden: jax.Array | None,
         spec: GatheredSpec,
     ) -> tuple[jax.Array, Leaves, Leaves]:
-        """float32[S, vocab] logits, or [T, vocab], and pools and states; `hidden` is an encoder's output to begin with."""
+        """float32[S, vocab] logits, or [T, vocab], and pools and states; `hidden` is an encoder's output, to begin."""
         given = _Numbers(*jnp.split(numbers, np.cumsum(spec.sizes)[:-1]))
         known = last_tokens[jnp.minimum(given.slots, self._num_slots - 1)]
         ids = given.ids.reshape(spec.num_rows, spec.num_tokens)
@@ -136,9 +137,7 @@ class GatheredModel:
         kept = jax.tree.map(lambda leaf: leaf[0], kept)
         offset, length = given.starts[0], given.lens[0]
         source_len = None if source_lens is None else source_lens[0]
-        logits, news = self._forward.extend(
-            weights, kept, offset, ids[0], length, self._layout, source_len, **spec.how
-        )
+        logits, news = self._forward.extend(weights, kept, offset, ids[0], length, self._layout, source_len, **spec.how)
         return logits, jax.tree.map(lambda new: new[None], news)
 
     def run(
@@ -233,7 +232,7 @@ class GatheredModel:
             parts.lens[index] = row.num_tokens
             if spec.source_len:
                 parts.source_lens[index] = self._source_len(row.slot)
-        if spec.num_pages:
+        if spec.num_pages and job.rows:
             table = tables[0][[row.slot for row in job.rows], : spec.num_pages]
             parts.tables.reshape(spec.num_rows, -1)[: len(job.rows), : table.shape[1]] = table
         return numbers

@@ -122,20 +122,24 @@ class GatheredShapes:
                 for num_rows in self._row_rungs:
                     if num_rows <= self._most_rows(num_pages, source_len):
                         yield self._decode(num_rows, num_pages, source_len)
-            for num_tokens in self._chunk_rungs:
+            for num_tokens in self._chunks_behind(0):
                 yield self.chunk(num_tokens, 0, source_len)
+            for num_tokens in self._chunks_behind(1):
                 behind = self.chunk(num_tokens, 1, source_len)
                 for num_pages in self._page_rungs:
                     if num_pages >= behind.num_pages:
                         yield dataclasses.replace(behind, num_pages=num_pages)
 
+    def _chunks_behind(self, start: int) -> list[int]:
+        """Lengths of chunks that a sequence has room for behind `start` tokens, ascending."""
+        capacity = self._page_rungs[-1] * self._page_len or start + self._chunk_rungs[-1]
+        return [num_tokens for num_tokens in self._chunk_rungs if start + num_tokens <= capacity]
+
     def largest(self) -> tuple[GatheredSpec, ...]:
         """Those that take the most beside the cache."""
         longest, source_len = self._page_rungs[-1], self._source_rungs[-1]
-        chunk = self.chunk(self._chunk_rungs[-1], 1, source_len)
-        first = () if not source_len else (self.chunk(self._chunk_rungs[-1], 0, source_len),)
+        chunks = [self.chunk(self._chunks_behind(start)[-1], start, source_len) for start in (0, 1)]
         return (
             self._decode(self._most_rows(longest, source_len), longest, source_len),
-            dataclasses.replace(chunk, num_pages=longest),
-            *first,
+            *(dataclasses.replace(chunk, num_pages=longest) if chunk.kind == "extend" else chunk for chunk in chunks),
         )
