@@ -57,6 +57,11 @@ class Sources:
         """An input to try the model with."""
         return tuple(np.random.default_rng(1).integers(1, self._runtime.vocab_size, min(8, self.max_len)).tolist())
 
+    @property
+    def num_programs(self) -> int:
+        """Compiled programs of the encoder."""
+        return self._runtime.steps.forward.num_programs
+
     def check(self, name: str, ids: Sequence[int]) -> None:
         """Raises InvalidArgumentError, naming `name`, for an input that the encoder cannot have."""
         if not 1 <= len(ids) <= self.max_len:
