@@ -156,16 +156,21 @@ def served_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of `query` [batch, heads, q_len, dim] over `key`, `value` [batch, kv_heads, kv_len, dim].
+
+    Model code that hands over `alibi_slopes` [heads] has ``slope * (key position - query position)`` added to its
+    scaled scores (Press et al., 2022), also where sequences are packed.
 
     Returns:
         The output [batch, q_len, heads, v_dim], and None in the place of the weights.
     """
     if dropout:
         raise ValueError(f"expected dropout 0 in a served model, got {dropout}; call model.eval() first")
-    attention_mask, position_bias = views_of((attention_mask, position_bias))  # which code may have made on the host
+    # Which code may have made on the host.
+    attention_mask, position_bias, alibi_slopes = views_of((attention_mask, position_bias, alibi_slopes))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_mask = getattr(attention_mask, "visible", attention_mask)
     note: CausalMask | None = getattr(attention_mask, "causal_mask", None)
@@ -173,31 +178,44 @@ def served_attention(
     if paged is not None:
         if note is None or note.starts is not None or position_bias is not None or value is not paged.values:
             raise NotPackableError("attention with a mask that is more than causal, or over changed values")
-        return attend_paged(query, key, paged, note.window, scale=scale, softcap=softcap, sinks=s_aux), None
+        features: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes}
+        return attend_paged(query, key, paged, note.window, **features), None
+    alibi = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)
     sinks = None if s_aux is None else jax_view(s_aux)
     write: CacheWrite | None = getattr(key, "cache_write", None)
     if write is not None and value is not write.values_out:
         write = None  # model code has made other values of those that were written
     q = jax_view(query)
     if q.shape[2] == 1 and write is not None and write.pool_before is not None and note and position_bias is None:
-        out: Any = _decode(q, write, note, scale=scale, softcap=softcap, sinks=sinks)
+        out: Any = _decode(q, write, note, scale=scale, softcap=softcap, sinks=sinks, alibi=alibi)
     else:
         mask = None if attention_mask is None else jax_view(attention_mask)
+        bias = None if position_bias is None else jax_view(position_bias)
+        if alibi is not None:
+            bias = _linear_bias(alibi, q.shape[2], key.shape[2]) + (0 if bias is None else bias)
         is_square = q.shape[2] == key.shape[2]
-        if note is not None and note.window is None and is_square and position_bias is None:
+        if note is not None and note.window is None and is_square and bias is None:
             # Said this way, the keys behind each query are skipped rather than masked.
             mask, causal = note.key_mask(q.shape[2]), True
         else:
             causal = mask is None and q.shape[2] > 1
             causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        if position_bias is not None:
-            bias = jax_view(position_bias)
+        if bias is not None:
             mask = bias if mask is None else bias + _additive(mask, bias.dtype)
         keys, values = jax_view(key), jax_view(value)
         if q.shape[0] == 1:  # queries that a model has learned, the same for all
             q = jnp.broadcast_to(q, (keys.shape[0], *q.shape[1:]))
         out = dense_attention(q, keys, values, mask, sinks, scale=scale, softcap=softcap, causal=causal)
     return torch_view(jnp.swapaxes(out, 1, 2)), None
+
+
+def _linear_bias(slopes: jax.Array, q_len: int, kv_len: int) -> jax.Array:
+    """float32[1, heads, q_len, kv_len], right up to a number for each query, which no softmax sees.
+
+    The last query stands at the last key; where the keys are a cache with room behind them, it stands before it.
+    """
+    distance = jnp.arange(kv_len) - (jnp.arange(q_len)[:, None] + kv_len - q_len)
+    return slopes[None, :, None, None] * distance.astype(jnp.float32)
 
 
 def _additive(mask: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -194,10 +194,11 @@ def attend_paged(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs the op for `query` [1, heads, T, dim]; returns [1, T, heads, v_dim] and leaves the new pool in its layer.
 
-    `window` is that of the model's mask.
+    `window` is that of the model's mask; `alibi` float32[heads] are slopes.
     """
     layer = write.layer
     if layer.window is not None and (window is None or window > layer.window):
@@ -206,7 +207,7 @@ def attend_paged(
     # Turned before the batch of one is dropped: XLA does not see through a reshape that two turns are none.
     q, k, v = (x.transpose(1, 2)[0] for x in (query, key, write.values))  # [T, heads, dim]
     table, lens, starts = (torch_view(x) for x in (layer.table, layer.batch.kv_lens, layer.batch.cu_q_lens))
-    features = {"scale": scale, "window": window, "softcap": softcap, **layer.scales}
+    features = {"scale": scale, "window": window, "softcap": softcap, "alibi": alibi, **layer.scales}
     if layer.layout.is_decode:
         op = torch.ops.torchax_serve.decode_attention
         out, layer.pages = op(q, k, v, layer.pages, table, lens, sinks, **features)

@@ -340,8 +340,8 @@ class ModelProgram:
         on_devices = contextlib.nullcontext() if self.sharding is None else self.sharding.tracing(self.module, weights)
         grouped = experts.ON_GROUPED if self.sharding is None else experts.IMPLEMENTATION
         with (
+            implementations(self.module, attention=attention, experts=grouped),  # one trace at a time from here on
             attributes_restored(self.module) as kept,
-            implementations(self.module, attention=attention, experts=grouped),
             on_devices,
             torch_mode(self.module, state),
             quirks.applied(self.module),

@@ -15,12 +15,15 @@ import torch
 from model_adapters import ops
 from model_adapters.bridge import lower
 
-_FEATURES = "*, float scale, int? window=None, float? softcap=None, Tensor? k_scale=None, Tensor? v_scale=None"
+_FEATURES = (
+    "*, float scale, int? window=None, float? softcap=None, Tensor? alibi=None, Tensor? k_scale=None, "
+    "Tensor? v_scale=None"
+)
 _SCHEMAS = (
     "decode_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
     f"Tensor? sinks=None, {_FEATURES}) -> (Tensor, Tensor)",
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
-    f"Tensor cu_q_lens, Tensor? sinks=None, {_FEATURES}) -> (Tensor, Tensor)",
+    f"Tensor cu_q_lens, Tensor? sinks=None, {_FEATURES}, Tensor? prefix_lens=None) -> (Tensor, Tensor)",
 )
 
 
@@ -36,6 +39,7 @@ def _decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    alibi: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -51,6 +55,7 @@ def _decode_attention(
         scale=scale,
         window=window,
         softcap=softcap,
+        alibi=alibi,
         k_scale=k_scale,
         v_scale=v_scale,
     )

@@ -63,6 +63,12 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
     return attach(model, Runtime(model, weights))
 
 
+def has_class_generate(model: PreTrainedModel) -> bool:
+    """Whether the class of `model`, without what is made here of it, has a ``generate`` of its own."""
+    classes = [cls for cls in type(model).__mro__ if "generate" in vars(cls) and cls.__module__ != __name__]
+    return bool(classes) and classes[0] is not GenerationMixin
+
+
 def attach(model: PreTrainedModel, runtime: Runtime) -> PreTrainedModel:
     """Gives `model` the class whose forward and generation are run by `runtime`."""
     vars(model)["_jax_runtime"] = runtime

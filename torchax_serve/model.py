@@ -17,11 +17,13 @@ from model_adapters.loading import LoadedModel, Progress, has_own_generate, load
 from torchax_serve import collector
 from torchax_serve.alone import tokens_alone
 from torchax_serve.compile_cache import enable_compile_cache
+from torchax_serve.drop_in import has_class_generate
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.replicas import Replicas
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.sampler_params import ENGINE_OPTIONS
+from torchax_serve.engine.sources import decoder_prompt
 from torchax_serve.engine.tokens import TokenStream
 from torchax_serve.hosts.mirror import Mirror
 from torchax_serve.hosts.options import Hosts
@@ -166,10 +168,10 @@ class ServedModel(OpenModel):
 
     def _build_engine(self) -> Engine | Replicas:
         model = self._generator()
-        if model._jax_runtime.program.names.has_encoder:
+        if model._jax_runtime.encoder_part is not None and has_class_generate(model):
             raise UnsupportedModelError(
-                "the engine has no place for an encoder's output beside a request's pages: requests of an "
-                "encoder-decoder model run one after the other; a batch goes to generate()"
+                f"the generate of {type(model).__name__} is not that of all models, and what it prepares for its "
+                "decoder the engine does not know; call generate()"
             )
         if has_own_generate(model):
             raise UnsupportedModelError(
@@ -226,12 +228,16 @@ class ServedModel(OpenModel):
         model = self._generator()
         check_has_media(self.config, prompt_ids, ())
         config = model.generation_config if generation_config is None else generation_config
-        why = self._why_not_engine(config, stop_strings)
+        why = self._why_not_engine(config, stop_strings, len(prompt_ids))
         if why is None:
-            vocab_size = model._jax_runtime.vocab_size
+            runtime = model._jax_runtime
             if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
                 seed = int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
-            request = RowRequest.of(prompt_ids, config, params, vocab_size=vocab_size, seed=seed)
+            source_ids: Sequence[int] = ()
+            if runtime.program.names.has_encoder:
+                source_ids, prompt_ids = prompt_ids, decoder_prompt(config, params)
+            known = {"vocab_size": runtime.vocab_size, "seed": seed}
+            request = RowRequest.of(prompt_ids, config, params, source_ids=source_ids, **known)
             return TokenStream(self.engine.submit(request))
         if params is not None and (unknown := params.engine_only()):
             raise UnsupportedArgumentError(
@@ -240,15 +246,19 @@ class ServedModel(OpenModel):
             )
         return self._iter_alone(model, prompt_ids, config, stop_strings, seed)
 
-    def _why_not_engine(self, config: GenerationConfig, stop_strings: Sequence[str] | None) -> str | None:
+    def _why_not_engine(
+        self, config: GenerationConfig, stop_strings: Sequence[str] | None, prompt_len: int
+    ) -> str | None:
         if stop_strings:
             return "it has stop strings that may begin in the prompt"
         if options := unsupported_by_fast_path(config, ENGINE_OPTIONS):
             return f"{', '.join(options)} is set"
         try:
-            _ = self.engine
+            longest = self.engine.max_source_len
         except UnsupportedModelError as error:
             return str(error)
+        if longest is not None and prompt_len > longest:
+            return f"its input has {prompt_len} tokens, and the engine has room for {longest} of each (max_source_len)"
         return None
 
     def _iter_alone(

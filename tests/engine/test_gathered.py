@@ -11,7 +11,7 @@ import transformers
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve import to_jax
-from torchax_serve.engine import gathered, gathered_rows, gathered_trial, road
+from torchax_serve.engine import gathered_layout, gathered_shapes, gathered_trial, road
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.gathered_cache import gather, scatter
 from torchax_serve.engine.gathered_road import gathered_road
@@ -161,7 +161,7 @@ def test_each_request_has_the_tokens_it_has_alone(model_type):
 
 def test_rows_one_after_the_other_give_the_same(monkeypatch):
     monkeypatch.setattr(RowForward, "_can_vectorise", lambda self, layout: False)
-    monkeypatch.setattr(gathered, "MAX_GATHERED_LEN", 600)  # two programs of rows in a step
+    monkeypatch.setattr(gathered_shapes, "MAX_GATHERED_LEN", 600)  # two programs of rows in a step
     runtime = runtime_of("bloom")
     engine = build_engine(runtime, dataclasses.replace(OPTIONS, kv_cache_bytes=None))
     engine.check_integrity = True
@@ -186,13 +186,13 @@ def test_token_by_token_gives_the_same(monkeypatch):
 
 def test_loops_over_tokens_are_cut_into_blocks():
     assert RowForward(runtime_of("mamba")).layout().block_len < 16
-    assert RowForward(runtime_of("lfm2_moe")).layout().block_len == gathered_rows.LONGEST
+    assert RowForward(runtime_of("lfm2_moe")).layout().block_len == gathered_layout.LONGEST
 
 
 def test_many_rows_are_split_by_length(monkeypatch):
     """Logits of rows in several programs, and those of a chunk behind them, are at their rows' places."""
-    monkeypatch.setattr(gathered, "MAX_GATHERED_LEN", 64)
-    monkeypatch.setattr(gathered, "SMALLEST_GATHER_LEN", 8)
+    monkeypatch.setattr(gathered_shapes, "MAX_GATHERED_LEN", 64)
+    monkeypatch.setattr(gathered_shapes, "SMALLEST_GATHER_LEN", 8)
     runtime = runtime_of("bloom")
     sizes = road.Sizes(max_len=56, num_slots=6, page_len=8, token_budget=32, kv_cache_bytes=1 << 20)
     model = gathered_road(runtime, sizes, "tested").model
@@ -207,7 +207,7 @@ def test_many_rows_are_split_by_length(monkeypatch):
             model.run([PlanRow(slot, slot, start, len(chunk), chunk, True)], (table,), last)
     rows = [PlanRow(slot, slot, lengths[slot], 1, None, True) for slot in range(5)]
     rows.append(PlanRow(5, 5, 0, 13, ids[5], True))
-    assert len(model._decode_jobs(list(enumerate(rows[:5])), 0)) > 1
+    assert len(model._jobs.of(rows[:5], 0, False)) > 1
     logits = np.asarray(model.run(rows, (table,), last))
     everything = np.asarray(model.run(rows, (table,), last, all_logits=True))  # decodes the same tokens once more
     with torch.no_grad():
@@ -260,6 +260,8 @@ def test_states_that_do_not_fit_are_refused():
 
 class Pretender:
     """Logits that are a sum over tokens, or not quite: with `forgets`, chunks behind the first lose it."""
+
+    sources = None
 
     def __init__(self, forgets):
         self.forgets, self.total = forgets, 0.0

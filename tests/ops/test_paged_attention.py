@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from ops_oracle import assert_close
 from paged_oracle import exact_paged, paged_case
 
+from model_adapters import torch_ops
+from model_adapters.bridge import pure_call
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import paged_attention, registry, use
 
@@ -262,3 +264,33 @@ def test_a_dtype_the_kernel_lacks_goes_to_the_reference():
     check("reference", case)
     with pytest.raises(InvalidArgumentError, match="pool is float8_e4m3fn; the kernel has"):
         run("cpu-ffi", case)
+
+
+class TorchOps(torch.nn.Module):
+    """Model code that calls the torch operators."""
+
+    def forward(self, arrays, *, options, one_each):
+        op = torch.ops.torchax_serve.decode_attention if one_each else torch.ops.torchax_serve.paged_attention
+        return op(*arrays, **options)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"alibi": True, "window": 9},
+        {"prefix_lens": (5, 0, 40, 3), "sinks": True},
+        {"pool_dtype": "int8", "alibi": True},
+    ],
+)
+def test_torch_operators_take_the_features_of_the_ops(features):
+    one_each = "prefix_lens" not in features
+    q_lens, kv_lens = ((1, 1, 1), (5, 33, 40)) if one_each else ((5, 1, 17, 1), (5, 33, 40, 64))
+    case = paged_case(q_lens=q_lens, kv_lens=kv_lens, **features)
+    torch_ops.install()
+    arrays = list(case.args)
+    if one_each:
+        del arrays[6]  # where each begins
+    found, pool = pure_call(TorchOps())({}, (arrays,), {"options": case.options, "one_each": one_each})
+    expected, expected_pool = exact_paged(case)
+    assert_close(found, expected)
+    np.testing.assert_array_equal(np.asarray(pool, np.float64), np.asarray(expected_pool, np.float64))

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from torchax_serve import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError, serve, to_jax
+from torchax_serve import InvalidArgumentError, UnsupportedArgumentError, serve, to_jax
 
 VOCAB_SIZE = 97
 COMMON = {
@@ -155,8 +155,7 @@ def test_served_model_from_a_folder(tmp_path):
         config.update(**options)
         tokens = list(served.iter_tokens(ids[0].tolist(), config))
         assert tokens == eager.generate(ids, **options)[0, 1:].tolist()
-        with pytest.raises(UnsupportedModelError, match="an encoder-decoder model run one after the other"):
-            _ = served.engine
+        assert served.stats().num_steps > 0  # on the engine
 
 
 def test_bad_input(pair):

@@ -28,7 +28,7 @@ MAX_LEN = 32768
 """Longest request where nothing else limits it: page tables and masks are that wide."""
 
 
-MAX_SOURCE_LEN = 512
+MAX_SOURCE_LEN = 1024
 MAX_ANSWER_LEN = 4096
 """Of an encoder-decoder model where nothing else limits them. Keys and values of the input are kept for each slot."""
 
@@ -42,7 +42,8 @@ class EngineOptions:
         num_slots: requests that run at once.
         page_len: tokens of a page of the cache.
         max_source_len: what an encoder beside the decoder may be given, in tokens; each slot has room for the keys and
-            values of that many. None: what the encoder's positions allow, and 512 at the most.
+            values of that many. None: as many as the encoder has positions, 1024 at the most, and less where that would
+            take more than half of the memory.
         kv_cache_bytes: bytes of all pages together.
         token_budget: tokens computed in one step.
         prefix_caching: whether requests share the pages of a common beginning.
@@ -107,6 +108,7 @@ def build_engine(
         kv_cache_dtype=options.kv_cache_dtype,
         tables_bytes=tables_bytes(options.num_slots, runtime.vocab_size),
         max_source_len=_max_source_len(runtime, options),
+        may_shorten_sources=options.max_source_len is None,
     )
     try:
         road = packed_road(runtime, sizes)
@@ -164,11 +166,11 @@ def _max_source_len(runtime: Runtime, options: EngineOptions) -> int:
     encoder = runtime.part(runtime.encoder_part)
     asked = options.max_source_len
     if asked is None:
-        return min(MAX_SOURCE_LEN, encoder.learned_positions or encoder.max_positions or MAX_SOURCE_LEN)
+        return min(MAX_SOURCE_LEN, encoder.learned_positions or encoder.max_positions or MAX_SOURCE_LEN // 2)
     if encoder.learned_positions is not None and asked > encoder.learned_positions:
         raise InvalidArgumentError(
-            f"max_source_len: expected at most {encoder.learned_positions}, the positions this model's encoder has, "
-            f"got {asked}; lower it"
+            f"max_source_len: expected at most {encoder.learned_positions}, the positions of this model's encoder, got "
+            f"{asked}; lower it"
         )
     return asked
 

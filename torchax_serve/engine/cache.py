@@ -165,6 +165,11 @@ class PagedCache:
         self.pools: tuple[Pool, ...] = ()
         self.reset()
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what is kept by slot beside the pages."""
+        return 0
+
     def reset(self) -> None:
         """Makes the pools anew, all zeros: also after a step has failed and taken them with it."""
         self.pools = ()

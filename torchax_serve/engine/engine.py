@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from model_adapters.errors import TorchaxServeError
+from torchax_serve.engine.deliveries import Deliveries
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.runner import Flight, ModelRunner
-from torchax_serve.engine.ticket import NewTokens, Ticket, TokenLogprobs
+from torchax_serve.engine.ticket import Ticket
 from torchax_serve.scheduling import FinishReason, Outcome, RequestId, Scheduler, SchedulerStats, StepPlan
 
 logger = logging.getLogger("torchax_serve")
@@ -65,8 +66,7 @@ class Engine:
     ) -> None:
         self.description = description
         self._scheduler, self._runner = scheduler, runner
-        self._requests: dict[RequestId, tuple[RowRequest, Ticket]] = {}
-        self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
+        self._deliveries = Deliveries(runner)
         self._flights: collections.deque[tuple[Flight, float, bool]] = collections.deque()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
@@ -99,7 +99,7 @@ class Engine:
             parent = None if scheduled.fork_of is None else self._scheduler.find(scheduled.fork_of)
             # A parent that has ended has left its prompt in the prefix cache.
             self._scheduler.add(scheduled if parent else dataclasses.replace(scheduled, fork_of=None))
-            self._requests[request_id] = (request, ticket)
+            self._deliveries.add(request_id, request, ticket)
 
         def refuse() -> None:
             raise TorchaxServeError(f"expected an open model, this one is closed ({self._closed}); call serve() again")
@@ -119,7 +119,7 @@ class Engine:
     def _cancel(self, request_id: RequestId, reason: FinishReason) -> None:
         def end() -> None:
             if self._scheduler.abort(request_id, reason):
-                self._deliver(Outcome(request_id, None, (), reason))
+                self._deliveries.deliver(Outcome(request_id, None, (), reason))
 
         self._command(end)
 
@@ -159,6 +159,11 @@ class Engine:
             host_s=max(0.0, self._busy_s - self._wait_s),
             busy_s=self._busy_s,
         )
+
+    @property
+    def max_source_len(self) -> int | None:
+        """Tokens that a request may give an encoder; None where the model has none."""
+        return self._runner.max_source_len
 
     @property
     def why_closed(self) -> str | None:
@@ -205,7 +210,7 @@ class Engine:
         if plan is not None:
             self._execute(plan)
         for outcome in self._scheduler.take_ended():
-            self._deliver(outcome)
+            self._deliveries.deliver(outcome)
         if len(self._flights) >= MAX_IN_FLIGHT or (plan is None and self._flights):
             self._land()
         if self.check_integrity:
@@ -215,17 +220,16 @@ class Engine:
     def _execute(self, plan: StepPlan) -> None:
         num_programs = self._runner.num_programs
         try:
-            requests = {row.slot: self._requests[row.request_id][0] for row in plan.rows}
-            outputs = {row.slot: self._output_ids(row.request_id) for row in plan.rows if row.slot in plan.fresh_slots}
+            requests = {row.slot: self._deliveries.request_of(row.request_id) for row in plan.rows}
+            fresh = {
+                row.slot: self._scheduler.find(row.request_id) for row in plan.rows if row.slot in plan.fresh_slots
+            }
+            outputs = {slot: [] if state is None else state.output_ids for slot, state in fresh.items()}
             flight = self._runner.execute(plan, requests, outputs)
         except Exception as error:
             self._fail(plan, error)
             return
         self._flights.append((flight, time.monotonic(), self._runner.num_programs > num_programs))
-
-    def _output_ids(self, request_id: RequestId) -> list[int]:
-        state = self._scheduler.find(request_id)
-        return [] if state is None else state.output_ids
 
     def _land(self) -> None:
         flight, launched_s, has_compiled = self._flights.popleft()
@@ -239,43 +243,15 @@ class Engine:
         self._wait_s += now - waits_from
         duration = None if has_compiled else now - max(launched_s, self._landed_s)
         self._landed_s = now
-        self._note_prompts(flight)
+        self._deliveries.note_prompts(flight)
         outcomes = self._scheduler.commit(flight.plan, tokens, now, duration)
         self._num_steps += 1
         self._rate.append((now, sum(len(outcome.token_ids) for outcome in outcomes)))
         for outcome in outcomes:
             try:
-                self._deliver(outcome, flight)
+                self._deliveries.deliver(outcome, flight)
             except Exception:  # what one reader's data does may not stop the others
                 logger.exception("a request's tokens could not be handed out")
-
-    def _deliver(self, outcome: Outcome, flight: Flight | None = None, error: str | None = None) -> None:
-        """Hands an outcome out; `error` says why, where its reason is "error" and it is not the logits."""
-        if outcome.request_id not in self._requests:
-            return
-        request, ticket = self._requests[outcome.request_id]
-        if outcome.finish_reason is not None:
-            del self._requests[outcome.request_id]
-        logprobs = prompt = None
-        if flight is not None and request.params.logprobs is not None and outcome.row is not None:
-            num_tokens = len(outcome.token_ids)
-            logprobs = self._runner.logprobs(flight, outcome.row, num_tokens, request.params.logprobs)
-        if outcome.token_ids or outcome.finish_reason is not None:
-            by_position = self._prompts.pop(outcome.request_id, None)
-            if by_position is not None and outcome.token_ids:
-                prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
-        if outcome.finish_reason == "error":
-            error = error or "its logits were not finite numbers"
-        ticket.put(NewTokens(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error))
-
-    def _note_prompts(self, flight: Flight) -> None:
-        for index, row in enumerate(flight.plan.rows):
-            if flight.prompt is None or row.is_decode or row.request_id not in self._requests:
-                continue
-            request, _ = self._requests[row.request_id]
-            if request.params.prompt_logprobs is not None:
-                found = self._runner.prompt_logprobs(flight, index, request)
-                self._prompts.setdefault(row.request_id, {}).update(found)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """Ends the requests of a plan whose step has raised; if the cache went with it, all that have any of it."""
@@ -286,14 +262,14 @@ class Engine:
             for flight, *_ in self._flights:
                 outcomes += self._scheduler.fail(flight.plan)
             self._flights.clear()
-            for request_id in list(self._requests):
+            for request_id in self._deliveries.open_ids():
                 state = self._scheduler.find(request_id)
                 if state is not None and state.slot is not None and self._scheduler.abort(request_id, "error"):
                     outcomes.append(Outcome(request_id, None, (), "error"))
             self._runner.reset()
             self._scheduler.forget_prefixes()
         for outcome in outcomes:
-            self._deliver(outcome, error=message)
+            self._deliveries.deliver(outcome, error=message)
 
     def _end_all(self) -> None:
         """The engine's thread ends: everybody who waits is told."""
@@ -302,7 +278,8 @@ class Engine:
             self._commands.clear()
         for command in commands:
             command()  # a submission is entered, and told below
-        for request_id in list(self._requests):
+        for request_id in self._deliveries.open_ids():
             self._scheduler.abort(request_id, "error")
-            self._deliver(Outcome(request_id, None, (), "error"), error=f"the engine was closed ({self._closed})")
+            ended = Outcome(request_id, None, (), "error")
+            self._deliveries.deliver(ended, error=f"the engine was closed ({self._closed})")
         self._flights.clear()

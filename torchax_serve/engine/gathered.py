@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,31 +17,14 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from torchax_serve.engine.gathered_cache import GatheredCache, gather, scatter
-from torchax_serve.engine.gathered_rows import LONGEST, Leaves, RowForward, StateLayout
+from torchax_serve.engine.gathered_jobs import GatheredJobs, Job, Numbers
+from torchax_serve.engine.gathered_layout import LONGEST, Leaves, StateLayout
+from torchax_serve.engine.gathered_rows import RowForward
 from torchax_serve.engine.gathered_shapes import GatheredShapes, GatheredSpec
 from torchax_serve.engine.packed import ON_DEVICE
 from torchax_serve.engine.sources import Sources
 from torchax_serve.program_cache import KeptFunction, ProgramCache
 from torchax_serve.scheduling import PlanRow
-
-
-class _Numbers(NamedTuple):
-    """What `GatheredSpec.sizes` cuts an array into."""
-
-    ids: Any  # int32[S * T]
-    slots: Any  # int32[S]; num_slots for padding
-    starts: Any  # int32[S], tokens in the cache
-    lens: Any  # int32[S], new tokens that are no padding
-    tables: Any  # int32[S * num_pages]
-    source_lens: Any  # int32[S] tokens of the encoder's input; none where there is no encoder
-
-
-class _Job(NamedTuple):
-    """A program's share of a step."""
-
-    spec: GatheredSpec
-    rows: list[PlanRow]
-    places: list[int]  # where its logits go, of its rows or tokens
 
 
 class GatheredModel:
@@ -86,6 +68,7 @@ class GatheredModel:
             pages_per_seq=cache.pages_per_seq if layout.pages else 0,
             source_rungs=() if sources is None else sources.rungs,
         )
+        self._jobs = GatheredJobs(self.shapes, num_slots, sources)
         facts = forward.program
         self._step = KeptFunction(
             programs, "gathered", self.traced, donate=["pools", "states"], facts=facts.found_out, recall=facts.recall
@@ -94,7 +77,7 @@ class GatheredModel:
     @property
     def num_programs(self) -> int:
         """Compiled steps."""
-        return self._step.num_programs
+        return self._step.num_programs + (0 if self.sources is None else self.sources.num_programs)
 
     def traced(
         self,
@@ -110,7 +93,7 @@ class GatheredModel:
 
         `hidden` is an encoder's output, for a request to begin with.
         """
-        given = _Numbers(*jnp.split(numbers, np.cumsum(spec.sizes)[:-1]))
+        given = Numbers.of(numbers, spec)
         known = last_tokens[jnp.minimum(given.slots, self._num_slots - 1)]
         ids = given.ids.reshape(spec.num_rows, spec.num_tokens)
         ids = jnp.where(ids == ON_DEVICE, known[:, None], ids)
@@ -138,7 +121,7 @@ class GatheredModel:
         )
 
     def _advance(
-        self, weights: Mapping[str, jax.Array], kept: Leaves, ids: jax.Array, given: _Numbers, spec: GatheredSpec
+        self, weights: Mapping[str, jax.Array], kept: Leaves, ids: jax.Array, given: Numbers, spec: GatheredSpec
     ) -> tuple[jax.Array, Leaves]:
         """Logits, and what is new by leaf, ``[S, ...]``."""
         source_lens = given.source_lens if spec.source_len else None
@@ -168,17 +151,17 @@ class GatheredModel:
             ahead: decode steps since the plan's first one.
             all_logits: logits of every token, float32[at least num_tokens, vocab], in the order of the rows.
         """
-        jobs = self._jobs(rows, ahead, all_logits)
+        jobs = self._jobs.of(rows, ahead, all_logits)
         parts = []
         for job in jobs:
-            numbers = self._numbers(job, tables, ahead)
+            numbers = self._jobs.numbers(job, tables, ahead)
             hidden = None
             if self.sources is not None and job.spec.kind == "begin":
                 hidden = self.sources.encoded(job.rows[0].slot, job.spec.source_len)
             parts.append(self._launch(job.spec, last_tokens, numbers, hidden))
         if len(jobs) == 1:
             return parts[0]
-        out = jnp.zeros((self._num_out(jobs), parts[0].shape[1]), jnp.float32)
+        out = jnp.zeros((self._jobs.num_out(jobs), parts[0].shape[1]), jnp.float32)
         for job, logits in zip(jobs, parts, strict=True):
             places = np.full(len(logits), len(out), np.int32)  # out of bounds, hence dropped
             places[: len(job.places)] = job.places
@@ -199,53 +182,6 @@ class GatheredModel:
             spec=spec,
         )
         return logits
-
-    def _num_out(self, jobs: Sequence[_Job]) -> int:
-        num_rows = sum(len(job.places) for job in jobs if not job.spec.all_logits)
-        num_tokens = sum(job.spec.num_tokens for job in jobs if job.spec.all_logits)
-        return num_tokens + (self.shapes.rows(num_rows) if num_rows else 0)
-
-    def _jobs(self, rows: Sequence[PlanRow], ahead: int, all_logits: bool) -> list[_Job]:
-        """The programs that a step needs, and where in it their logits belong."""
-        decode = [(place, row) for place, row in enumerate(rows) if row.is_decode]
-        jobs = self._decode_jobs(decode, ahead)
-        for place, row in enumerate(rows):
-            if not row.is_decode:
-                spec = self.shapes.chunk(row.num_tokens, row.start, self._source_len(row.slot), all_logits)
-                places = range(place, place + (row.num_tokens if all_logits else 1))
-                jobs.append(_Job(spec, [row], list(places)))
-        return jobs
-
-    def _source_len(self, slot: int) -> int:
-        return 0 if self.sources is None else self.sources.length(slot)
-
-    def _decode_jobs(self, decode: list[tuple[int, PlanRow]], ahead: int) -> list[_Job]:
-        if not decode:
-            return []
-        num_tokens = max(row.start for _, row in decode) + ahead + 1
-        spec = self.shapes.decode(len(decode), num_tokens, max(self._source_len(row.slot) for _, row in decode))
-        if isinstance(spec, GatheredSpec):
-            return [_Job(spec, [row for _, row in decode], [place for place, _ in decode])]
-        longest_first = sorted(decode, key=lambda entry: -entry[1].start)
-        return self._decode_jobs(longest_first[:spec], ahead) + self._decode_jobs(longest_first[spec:], ahead)
-
-    def _numbers(self, job: _Job, tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
-        spec = job.spec
-        numbers = np.zeros(sum(spec.sizes), np.int32)
-        parts = _Numbers(*np.split(numbers, np.cumsum(spec.sizes)[:-1]))  # views
-        parts.slots[:] = self._num_slots
-        for index, row in enumerate(job.rows):
-            begin = index * spec.num_tokens
-            parts.ids[begin : begin + row.num_tokens] = ON_DEVICE if row.token_ids is None else row.token_ids
-            parts.slots[index] = row.slot
-            parts.starts[index] = row.start + ahead
-            parts.lens[index] = row.num_tokens
-            if spec.source_len:
-                parts.source_lens[index] = self._source_len(row.slot)
-        if spec.num_pages:
-            table = tables[0][[row.slot for row in job.rows], : spec.num_pages]
-            parts.tables.reshape(spec.num_rows, -1)[: len(job.rows), : table.shape[1]] = table
-        return numbers
 
     def num_rows(self, rows: Sequence[PlanRow]) -> int:
         """Rows of the logits of a step with these rows."""
@@ -291,7 +227,7 @@ class GatheredModel:
         Between two steps the array that `last_tokens` answers may be given away.
         """
         for spec in self.shapes.all():
-            logits = self._launch(spec, last_tokens(), self._numbers(_Job(spec, [], []), (), 0), self._blank(spec))
+            logits = self._launch(spec, last_tokens(), self._jobs.numbers(Job(spec, [], []), (), 0), self._blank(spec))
             for num_rows in self.shapes.row_rungs[1:]:
                 out = jnp.zeros((num_rows, logits.shape[1]), jnp.float32)
                 _place(out, logits, from_host(np.full(len(logits), num_rows), np.int32))

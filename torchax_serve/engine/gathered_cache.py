@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from model_adapters.ops.pool import write_at
 from torchax_serve.engine.cache import CachePlan, PagedCache, Pages
-from torchax_serve.engine.gathered_rows import Leaves, StateLayout
+from torchax_serve.engine.gathered_layout import Leaves, StateLayout
 
 
 class GatheredCache(PagedCache):
@@ -23,6 +23,11 @@ class GatheredCache(PagedCache):
         super().reset()
         self.states = ()
         self.states = tuple(self._pages.rows((self._num_slots + 1, *row.shape), row.dtype) for row in self._rows)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all slots."""
+        return sum(row.num_bytes for row in self._rows) * (self._num_slots + 1)
 
     @property
     def is_lost(self) -> bool:

@@ -11,10 +11,11 @@ from torchax_serve.buckets import ladder
 from torchax_serve.engine.cache import Pages
 from torchax_serve.engine.gathered import GatheredModel
 from torchax_serve.engine.gathered_cache import GatheredCache
-from torchax_serve.engine.gathered_rows import LONGEST, TRIAL_LEN, RowForward, StateLayout, as_unsupported
+from torchax_serve.engine.gathered_layout import LONGEST, StateLayout
+from torchax_serve.engine.gathered_rows import TRIAL_LEN, RowForward, as_unsupported
 from torchax_serve.engine.gathered_trial import find_block_len
-from torchax_serve.engine.road import Road, Sizes
-from torchax_serve.engine.sources import Sources
+from torchax_serve.engine.road import Road, Sizes, free_bytes
+from torchax_serve.engine.sources import SMALLEST_SOURCE_LEN, Sources
 from torchax_serve.runtime import Runtime
 
 EXACT_CHUNKS = (256, 64, 16, 4, 1)
@@ -35,10 +36,12 @@ def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
             f"requests of this model cannot be batched on several hosts, only on one: {why_not_packed}"
         )
     try:
-        has_encoder = runtime.program.names.has_encoder
-        sources = Sources(runtime, sizes.max_source_len) if has_encoder else None
-        forward = RowForward(runtime, sizes.max_source_len)
-        layout = programs.remembered("gathered layout", f"{sizes.max_source_len}", forward.layout)
+        forward = RowForward(runtime)
+        layout = programs.remembered("gathered layout", "", forward.layout)
+        sources = None
+        if runtime.encoder_part is not None:
+            sizes = _with_source_len(sizes, layout)
+            sources, layout = Sources(runtime, sizes.max_source_len), layout.for_sources(sizes.max_source_len)
         parts = GatheredParts(runtime, forward, layout, sizes, sources)
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
@@ -51,6 +54,18 @@ def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
     model = make(block_len)
     chunk_sizes = model.chunk_sizes if model.is_exact else None
     return Road(model, cache, why_not_packed, chunk_sizes, can_share_prefixes=not layout.rows)
+
+
+def _with_source_len(sizes: Sizes, layout: StateLayout) -> Sizes:
+    """`sizes`; where nobody has asked for a length, inputs of all slots take half of the memory at the most."""
+    if not sizes.may_shorten_sources:
+        return sizes
+    memory = sizes.kv_cache_bytes or free_bytes()
+    each = sum(row.num_bytes for row in layout.rows if row.is_of_source) * (sizes.num_slots + 1)
+    fitting = SMALLEST_SOURCE_LEN
+    while 2 * fitting * each <= memory // 2:  # by powers of two: what is free differs from start to start
+        fitting *= 2
+    return dataclasses.replace(sizes, max_source_len=min(sizes.max_source_len, fitting))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,78 +23,16 @@ from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.ops import list_ops, registry
 from model_adapters.program import CallSpec
 from torchax_serve.engine.cache import PageShape
+from torchax_serve.engine.gathered_layout import LONGEST, Leaves, StateLayout, StateRow
 from torchax_serve.engine.sources import HIDDEN, context
 from torchax_serve.runtime import Runtime
 
-Leaves = tuple[jax.Array, ...]
 TRIAL_LEN = 16
-LONGEST = 1 << 30
 MAX_GROWTH = 2.5
 """How many times as large as that of one token a program may be: models that loop over tokens in Python make programs
 that grow with every token, and take minutes to compile."""
 VECTORISED = {"grouped_matmul": "tiled"}
 """Implementations that `jax.vmap` can follow, where that is not the reference; JAX cannot follow `ragged_dot`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StateRow:
-    """An array that a request keeps as a whole: the state of a convolution or of a recurrence, or cross attention's."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    is_of_source: bool = False  # [1, heads, source_len, dim], made once of an encoder's output, up to its longest
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one request's."""
-        return int(np.prod(self.shape)) * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class StateLayout:
-    """What a request keeps between steps, by leaf of its cache: keys and values by token, or a state as a whole."""
-
-    leaves: tuple[PageShape | StateRow, ...]
-    is_vectorised: bool = False  # rows run side by side under vmap; else one after the other in one program
-    block_len: int = LONGEST  # tokens of one forward that make a program of sensible size
-
-    @property
-    def pages(self) -> tuple[PageShape, ...]:
-        """The leaves that are kept in pages."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, PageShape))
-
-    @property
-    def rows(self) -> tuple[StateRow, ...]:
-        """The leaves that are kept by slot."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, StateRow))
-
-    def join(self, pages: Leaves, rows: Leaves) -> Leaves:
-        """All leaves in their order, of those in pages and those kept by slot."""
-        by_kind = {True: iter(pages), False: iter(rows)}
-        return tuple(next(by_kind[isinstance(leaf, PageShape)]) for leaf in self.leaves)
-
-    def taken(self, states: Leaves, slots: jax.Array, source_len: int) -> Leaves:
-        """The states ``[S, ...]`` at `slots`, of an encoder's output so much as is asked for."""
-        return tuple(
-            (state[:, :, :, :source_len] if row.is_of_source else state)[slots]
-            for row, state in zip(self.rows, states, strict=True)
-        )
-
-    def put(self, states: Leaves, slots: jax.Array, news: Leaves, *, is_first: bool) -> Leaves:
-        """All states with `news` at `slots`; what is made of an encoder's output is put there once."""
-        after = []
-        for row, state, new in zip(self.rows, states, news, strict=True):
-            if row.is_of_source and is_first:
-                after.append(state.at[slots, :, :, : new.shape[3]].set(new))
-            else:
-                after.append(state if row.is_of_source else state.at[slots].set(new))
-        return tuple(after)
-
-    def split(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
-        """The leaves in pages, and those kept by slot."""
-        kinds = [isinstance(leaf, PageShape) for leaf in self.leaves]
-        pages = tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if is_pages)
-        return pages, tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if not is_pages)
 
 
 class RowForward:
@@ -104,7 +42,7 @@ class RowForward:
     at. New ones are returned by themselves, ``[T, heads, width]``.
     """
 
-    def __init__(self, runtime: Runtime, max_source_len: int = 0) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         if not runtime.can_cache:
             raise UnsupportedModelError(
                 f"expected a decoder with a cache of fixed shapes, got {type(runtime.program.module).__name__}: "
@@ -112,7 +50,7 @@ class RowForward:
             )
         self.program, self._weights = runtime.program, runtime.weights
         self._new_cache = runtime.new_cache
-        self._trial_context, self._max_source_len = runtime.trial_context(), max_source_len
+        self._trial_context = runtime.trial_context()
         self.positions_end = runtime.learned_positions
 
     @property
@@ -168,8 +106,7 @@ class RowForward:
                 # Pages behind a window stay: only the model's own masks say what is looked at.
                 leaves.append(PageShape(leaf.shape[1], leaf.shape[3], dtype, None))
             elif id(leaf) in of_source:
-                heads, dim = leaf.shape[1], leaf.shape[3]
-                leaves.append(StateRow((1, heads, self._max_source_len, dim), dtype, is_of_source=True))
+                leaves.append(StateRow((1, leaf.shape[1], 1, leaf.shape[3]), dtype, is_of_source=True))
             else:
                 leaves.append(StateRow(tuple(leaf.shape), dtype))
         if not leaves:
@@ -260,7 +197,8 @@ class RowForward:
                 layer.capacity = layer.pool.shape[2]
         inputs = self._inputs(ids, offset, length, all_logits)
         inputs["starts"] = jnp.zeros(1, jnp.int32)  # in case the model cannot do without a mask
-        padded_lens = {leaf.shape[2] for leaf, kind in zip(leaves, layout.leaves, strict=True) if _is_of_source(kind)}
+        _, kept = layout.split(leaves)
+        padded_lens = {state.shape[2] for state, row in zip(kept, layout.rows, strict=True) if row.is_of_source}
         for padded_len in padded_lens:  # one, or none
             known: Any = self._trial_context[HIDDEN][0]  # of the output itself only the shape is of use any more
             inputs |= self._source(jnp.zeros((1, padded_len, known.shape[2]), known.dtype), source_len)
@@ -414,10 +352,6 @@ def as_unsupported() -> Iterator[None]:
         raise UnsupportedModelError(
             f"expected a forward that can be traced on a cache, got {type(error).__name__}: {''.join(said)}"
         ) from error
-
-
-def _is_of_source(kind: PageShape | StateRow) -> bool:
-    return isinstance(kind, StateRow) and kind.is_of_source
 
 
 def _structure(states: LayerStates) -> Any:

@@ -122,8 +122,9 @@ class GatheredShapes:
                 for num_rows in self._row_rungs:
                     if num_rows <= self._most_rows(num_pages, source_len):
                         yield self._decode(num_rows, num_pages, source_len)
-            for num_tokens in self._chunk_rungs:
+            for num_tokens in self._chunks_behind(0):
                 yield self.chunk(num_tokens, 0, source_len)
+            for num_tokens in self._chunks_behind(1):
                 behind = self.chunk(num_tokens, 1, source_len)
                 for num_pages in self._page_rungs:
                     if num_pages >= behind.num_pages:
@@ -136,12 +137,17 @@ class GatheredShapes:
 
     def last_chunk(self, num_tokens: int) -> GatheredSpec:
         """The last chunk of the prompt of a request of full length, of `num_tokens` tokens or the first of them."""
-        fitting = [size for size in self._chunk_rungs if size <= num_tokens] if self.is_exact else []
-        chunk = self.chunk(fitting[-1] if fitting else num_tokens, 1, self._source_rungs[-1])
-        return dataclasses.replace(chunk, num_pages=self._page_rungs[-1])
+        room = self._chunks_behind(1)
+        fitting = [size for size in room if size <= num_tokens] if self.is_exact else []
+        size = fitting[-1] if fitting else min(num_tokens, room[-1])
+        return dataclasses.replace(self.chunk(size, 1, self._source_rungs[-1]), num_pages=self._page_rungs[-1])
 
     def largest(self) -> tuple[GatheredSpec, ...]:
         """Those that take the most beside the cache."""
-        longest, source_len = self._chunk_rungs[-1], self._source_rungs[-1]
-        first = () if not source_len else (self.chunk(longest, 0, source_len),)
-        return (self.longest_decode(), self.last_chunk(longest), *first)
+        first = self.chunk(self._chunks_behind(0)[-1], 0, self._source_rungs[-1])
+        return (self.longest_decode(), self.last_chunk(self._chunk_rungs[-1]), first)
+
+    def _chunks_behind(self, start: int) -> list[int]:
+        """Lengths of chunks that a sequence has room for behind `start` tokens, ascending."""
+        capacity = self._page_rungs[-1] * self._page_len or start + self._chunk_rungs[-1]
+        return [num_tokens for num_tokens in self._chunk_rungs if start + num_tokens <= capacity]

@@ -122,6 +122,8 @@ def page_shapes(runtime: Runtime) -> tuple[PageShape, ...]:
     Raises:
         NotPackableError: a layer keeps something else than keys and values.
     """
+    if runtime.program.names.has_encoder:
+        raise NotPackableError("there is an encoder beside the decoder")
     if not runtime.can_cache or runtime.is_recurrent:
         raise NotPackableError("a layer keeps a recurrent state, or the model has no cache that could be paged")
     cache = runtime.new_cache(16)

@@ -121,6 +121,11 @@ class Replicas:
         )
 
     @property
+    def max_source_len(self) -> int | None:
+        """As `Engine.max_source_len`."""
+        return self.engines[0].max_source_len
+
+    @property
     def why_closed(self) -> str | None:
         """As `Engine.why_closed`, of the first that is."""
         return next((engine.why_closed for engine in self.engines if engine.why_closed is not None), None)

@@ -35,6 +35,7 @@ class Sizes:
     kv_cache_dtype: str | None = None  # "int8"; None: the model's
     tables_bytes: int = 0  # of the sampler, beside the cache
     max_source_len: int = 0  # of an encoder's input; 0 where there is no encoder
+    may_shorten_sources: bool = False  # nobody has asked for it
 
     def useful_bytes(self, shapes: Sequence[PageShape]) -> int:
         """Bytes of pages that requests in all slots can use at the most."""
@@ -113,6 +114,8 @@ class Road:
         else:
             said = f"no pages: each request has a state of one size; requests of at most {plan.max_len} tokens"
         said += f"; {self.tables_bytes / 1e6:.1f} MB for the sampler's tables"
+        if self.cache.state_bytes:
+            said += f"; {self.cache.state_bytes / 1e6:.1f} MB for the states of requests"
         return said if self.why_not_packed is None else f"{said}; gathered, not packed: {self.why_not_packed}"
 
 

@@ -41,6 +41,7 @@ class ModelRunner:
         self, model: PackedModel | GatheredModel, cache: PagedCache, *, num_slots: int, vocab_size: int
     ) -> None:
         self._model, self._cache = model, cache
+        self._sources = model.sources if isinstance(model, GatheredModel) else None
         self._sampler = Sampler(num_slots, vocab_size)
 
     def reset(self) -> None:
@@ -58,11 +59,15 @@ class ModelRunner:
         """Compiled steps of the model and of the sampler."""
         return self._model.num_programs + self._sampler.num_traces
 
+    @property
+    def max_source_len(self) -> int | None:
+        """Tokens that a request may give an encoder; None where the model has none."""
+        return None if self._sources is None else self._sources.max_len
+
     def check(self, name: str, request: RowRequest) -> None:
         """Raises InvalidArgumentError, naming `name`, where `request` does not fit what the model has."""
-        sources = self._model.sources if isinstance(self._model, GatheredModel) else None
-        if sources is not None:
-            sources.check(name, request.source_ids)
+        if self._sources is not None:
+            self._sources.check(name, request.source_ids)
         elif request.source_ids:
             raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
 
@@ -88,8 +93,8 @@ class ModelRunner:
             self._cache.copy(plan.page_copies)
         for slot in plan.fresh_slots:
             self._sampler.set(slot, requests[slot].row, requests[slot].prompt_ids, outputs[slot])
-            if isinstance(self._model, GatheredModel) and self._model.sources is not None:
-                self._model.sources.take(slot, requests[slot].source_ids)
+            if self._sources is not None:
+                self._sources.take(slot, requests[slot].source_ids)
         flight = Flight(plan)
         if plan.num_steps > 1 and self._decode(flight):
             return flight

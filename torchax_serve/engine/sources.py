@@ -7,7 +7,7 @@ but its length is needed from then on. A request that had to make room is encode
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -15,10 +15,14 @@ from transformers.modeling_outputs import MoEModelOutput
 
 from model_adapters.arrays import from_host
 from model_adapters.causality import ignores_masked
-from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program import CallSpec
 from torchax_serve.buckets import ladder
+from torchax_serve.request import SamplingParams
 from torchax_serve.runtime import Runtime
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 SMALLEST_SOURCE_LEN = 32
 HIDDEN = "encoder_outputs"
@@ -52,6 +56,11 @@ class Sources:
     def trial(self) -> tuple[int, ...]:
         """An input to try the model with."""
         return tuple(np.random.default_rng(1).integers(1, self._runtime.vocab_size, min(8, self.max_len)).tolist())
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled programs of the encoder."""
+        return self._runtime.steps.forward.num_programs
 
     def check(self, name: str, ids: Sequence[int]) -> None:
         """Raises InvalidArgumentError, naming `name`, for an input that the encoder cannot have."""
@@ -93,6 +102,26 @@ class Sources:
         return hidden
 
 
+def decoder_prompt(config: GenerationConfig, params: SamplingParams | None) -> list[int]:
+    """What a decoder begins with where the caller's tokens are the encoder's, as transformers' ``generate`` begins.
+
+    Raises:
+        InvalidArgumentError: the configuration does not say it.
+        UnsupportedArgumentError: `params` ask for log-probabilities of the prompt, which no decoder has computed.
+    """
+    if params is not None and params.prompt_logprobs is not None:
+        raise UnsupportedArgumentError(
+            "prompt_logprobs: expected None for an encoder-decoder model, whose prompt is read by the encoder and has "
+            f"no probabilities, got {params.prompt_logprobs}; leave it out"
+        )
+    start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
+    if not isinstance(start, int):
+        raise InvalidArgumentError(
+            f"decoder_start_token_id: expected a token id in the model's generation config, got {start!r}; set it"
+        )
+    return [start]
+
+
 def context(hidden: Any, mask: Any) -> dict[str, Any]:
-    """Arguments of a decoder's forward: the encoder's output ``[1, len, width]``; int32[1, len], 1 where it is real."""
+    """Arguments of a decoder's forward: the encoder's output ``[1, len, width]``, and int32[1, len], 1 where real."""
     return {HIDDEN: MoEModelOutput(last_hidden_state=hidden), MASK: mask}

@@ -16,7 +16,7 @@ from model_adapters.program import CallSpec
 from model_adapters.sharding import ModelSharding
 from torchax_serve.buckets import bucket
 from torchax_serve.engine.cache import CachePlan, PageShape
-from torchax_serve.engine.gathered_rows import StateRow
+from torchax_serve.engine.gathered_layout import StateRow
 from torchax_serve.planning.planned_road import PlannedRoad
 from torchax_serve.planning.programs import Step
 from torchax_serve.runtime import Runtime

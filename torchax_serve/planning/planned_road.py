@@ -12,7 +12,7 @@ import numpy as np
 
 from model_adapters.sharding import ModelSharding
 from torchax_serve.engine.cache import CachePlan, Pages, PageShape
-from torchax_serve.engine.gathered_rows import StateRow
+from torchax_serve.engine.gathered_layout import StateRow
 from torchax_serve.planning.programs import Step
 from torchax_serve.runtime import Runtime
 

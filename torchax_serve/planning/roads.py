@@ -15,8 +15,9 @@ from model_adapters.paged import NotPackableError, PackedBatch
 from model_adapters.sharding import ModelSharding
 from torchax_serve.engine.cache import CachePlan
 from torchax_serve.engine.gathered_cache import GatheredCache
+from torchax_serve.engine.gathered_layout import StateLayout
 from torchax_serve.engine.gathered_road import GatheredParts
-from torchax_serve.engine.gathered_rows import RowForward, StateLayout
+from torchax_serve.engine.gathered_rows import RowForward
 from torchax_serve.engine.packed_road import packed_shapes
 from torchax_serve.engine.road import Sizes
 from torchax_serve.planning.generate_road import generate_road

@@ -103,7 +103,8 @@ def make_request(
     config.stop_strings = None
     if config.max_new_tokens is None and config.max_length is None:
         limit = position_limit(model)
-        room = default_max_new_tokens if limit is None else max(1, limit - len(ids))
+        has_encoder = getattr(model.config, "is_encoder_decoder", False)  # which has read the prompt
+        room = default_max_new_tokens if limit is None else max(1, limit - (1 if has_encoder else len(ids)))
         config.max_new_tokens = min(default_max_new_tokens, room)
     return Request(ids, config, (stops,) if isinstance(stops, str) else tuple(stops), params.seed, params)
 
@@ -137,9 +138,9 @@ def need_tokenizer(model: TextModel) -> Any:
     return model.tokenizer
 
 
-def position_limit(model: TextModel) -> int | None:
-    """How many tokens, prompt and answer together, `model` can hold; None where nothing limits them."""
-    text_config = model.config.get_text_config(decoder=True)
+def position_limit(model: TextModel, *, of_encoder: bool = False) -> int | None:
+    """How many tokens, prompt and answer together, `model` can hold, or its encoder; None where nothing limits them."""
+    text_config = model.config.get_text_config(**{"encoder" if of_encoder else "decoder": True})
     limits = [getattr(model, "max_len", None)]
     limits += [getattr(text_config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
@@ -154,12 +155,13 @@ def _checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> tuple[int, ...]
     if wrong is not None:
         raise InvalidArgumentError(f"prompt: expected token ids (whole numbers), got {wrong!r} among them")
     ids = tuple(int(token_id) for token_id in prompt_ids)
-    vocab_size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    has_encoder = getattr(model.config, "is_encoder_decoder", False)
+    vocab_size = getattr(model.config.get_text_config(decoder=not has_encoder), "vocab_size", None)
     beyond = next((i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size)), None)
     if beyond is not None:
         expected = "at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
         raise InvalidArgumentError(f"prompt: expected token ids {expected} for {model.name}, got {beyond}")
-    limit = position_limit(model)
+    limit = position_limit(model, of_encoder=has_encoder)
     if limit is not None and len(ids) > limit:
         raise InvalidArgumentError(
             f"prompt: expected at most {limit} tokens, the positions of {model.name}, got {len(ids)}; shorten it"

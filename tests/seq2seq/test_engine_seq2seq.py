@@ -1,0 +1,237 @@
+"""Encoder-decoder models on the engine: each request has the tokens that transformers gives it alone."""
+
+import copy
+import functools
+import threading
+
+import pytest
+import torch
+import transformers
+
+from torchax_serve import (
+    EngineOptions,
+    InvalidArgumentError,
+    RequestError,
+    SamplingParams,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+    serve,
+    to_jax,
+)
+from torchax_serve.engine.build import build_engine
+from torchax_serve.engine.request import RowRequest
+
+VOCAB_SIZE = 97
+START = 1
+NEW = 12
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": START}
+LAYERS = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "forced_eos_token_id": None,
+}
+CONFIGS = {
+    "t5": {"d_model": 32, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_ff": 48},
+    "bart": LAYERS,
+    "marian": {**LAYERS, "decoder_vocab_size": VOCAB_SIZE},
+    "m2m_100": LAYERS,
+}
+OPTIONS = EngineOptions(max_len=40, num_slots=4, page_len=4, token_budget=20, max_source_len=48)
+LENGTHS = (5, 13, 40, 1, 31, 48, 9)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
+
+
+@functools.cache
+def _made(model_type):
+    config = transformers.AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **SPECIAL, **CONFIGS[model_type])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.4)
+    model.generation_config.eos_token_id = None
+    model.generation_config.num_beams = None
+    return model
+
+
+def tiny(model_type):
+    return copy.deepcopy(_made(model_type))
+
+
+def sources():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def alone(model_type, ids, **options):
+    options = {"max_new_tokens": NEW, "do_sample": False, **options}
+    with torch.no_grad():
+        return [_made(model_type).generate(torch.tensor([source]), **options)[0, 1:].tolist() for source in ids]
+
+
+def request(source, length=NEW, **config):
+    generation = transformers.GenerationConfig(max_new_tokens=length, **config)
+    return RowRequest.of([START], generation, None, vocab_size=VOCAB_SIZE, seed=0, source_ids=source)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_each_request_has_the_tokens_it_has_alone(model_type):
+    """Inputs of many lengths side by side, some aborted, and too few pages for all."""
+    runtime = to_jax(tiny(model_type))._jax_runtime
+    state_bytes = 5 * 4 * 48 * 32 * 4  # of five slots: keys and values of two layers
+    page_bytes = 2 * 2 * 4 * 32 * 4
+    options = EngineOptions(**{**vars(OPTIONS), "kv_cache_bytes": state_bytes + 8 * page_bytes})
+    engine = build_engine(runtime, options)
+    engine.check_integrity = True
+    ids = sources()
+    expected = alone(model_type, ids)
+    try:
+        tickets = [engine.submit(request(source)) for source in ids]
+        dropped = [engine.submit(request(source)) for source in ids[:4]]
+        threading.Timer(0.2, dropped[0].cancel).start()
+        for ticket in dropped[1:]:
+            ticket.cancel()
+        assert [ticket.result() for ticket in tickets] == expected
+        for ticket, wanted in zip(dropped, expected, strict=False):
+            found = ticket.result()
+            assert found == wanted[: len(found)]
+        again = [engine.submit(request(source)) for source in reversed(ids[:3])]  # slots that others have had
+        assert [ticket.result() for ticket in again] == expected[2::-1]
+        stats = engine.stats()
+    finally:
+        engine.close()
+    assert len({tuple(tokens) for tokens in expected}) > 4
+    assert stats.scheduler.num_preemptions > 0
+    assert stats.scheduler.num_hit_tokens == 0  # the same first token stands behind other inputs
+    assert stats.num_steps < NEW * len(ids)  # rows side by side
+    assert [group.num_used for group in stats.scheduler.pages] == [0]
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serve(tiny("bart"), engine=OPTIONS) as model:
+        model.engine.check_integrity = True
+        yield model
+
+
+def config_of(model, **options):
+    config = copy.deepcopy(model.generation_config)
+    config.update(max_new_tokens=NEW, **options)
+    return config
+
+
+def test_served_requests_run_on_the_engine(served):
+    ids = sources()[:5]
+    before = served.stats().num_steps
+    streams = [served.iter_tokens(source, config_of(served)) for source in ids]
+    assert [list(stream) for stream in streams] == alone("bart", ids)
+    assert served.stats().num_steps > before
+    assert "there is an encoder beside the decoder" in served.engine.description
+    assert "for the states of requests" in served.engine.description
+
+
+def test_options_hold_for_the_decoders_tokens(served):
+    ids = sources()[:3]
+    for options in ({"forced_bos_token_id": 7}, {"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}):
+        streams = [served.iter_tokens(source, config_of(served, **options)) for source in ids]
+        assert [list(stream) for stream in streams] == alone("bart", ids, **options)
+
+
+def test_an_input_longer_than_the_slots_have_room_for_runs_by_itself(served):
+    source = (sources()[5] * 2)[:60]
+    before = served.stats().num_steps
+    assert list(served.iter_tokens(source, config_of(served))) == alone("bart", [source])[0]
+    assert served.stats().num_steps == before
+
+
+def test_warm_up_compiles_all_that_requests_of_any_length_meet():
+    small = EngineOptions(max_len=16, num_slots=2, page_len=8, token_budget=17, max_source_len=32)
+    engine = build_engine(to_jax(tiny("t5"))._jax_runtime, small)
+    try:
+        engine.warm_up()
+        before = engine.stats().num_programs
+        ids = [source for source in sources() if len(source) <= 32]
+        tickets = [engine.submit(request(source)) for source in ids]
+        assert [ticket.result() for ticket in tickets] == alone("t5", ids)
+        assert engine.stats().num_programs == before
+    finally:
+        engine.close()
+
+
+def test_a_step_that_raises_fails_its_requests_and_no_others(served, monkeypatch):
+    model = served.engine._runner._model
+    encoded = model.sources.encoded
+
+    def failing(*args):
+        monkeypatch.setattr(model.sources, "encoded", encoded)
+        raise RuntimeError("the device has caught fire")
+
+    monkeypatch.setattr(model.sources, "encoded", failing)
+    source = sources()[1]
+    with pytest.raises(RequestError, match="the device has caught fire"):
+        served.engine.submit(request(source)).result()
+    assert served.engine.submit(request(source)).result() == alone("bart", [source])[0]
+
+
+def test_bad_input(served):
+    submit = served.engine.submit
+    with pytest.raises(InvalidArgumentError, match="expected an input of 1 to 48 tokens for the encoder, got 49"):
+        submit(request([5] * 49))
+    with pytest.raises(InvalidArgumentError, match="expected an input of 1 to 48 tokens for the encoder, got 0"):
+        submit(request([]))
+    with pytest.raises(InvalidArgumentError, match="expected token ids from 0 to 96, got 97"):
+        submit(request([5, 97]))
+    with pytest.raises(UnsupportedArgumentError, match="prompt_logprobs: expected None for an encoder-decoder model"):
+        served.iter_tokens([5, 6], config_of(served), params=SamplingParams(prompt_logprobs=1))
+    config = config_of(served)
+    config.decoder_start_token_id = config.bos_token_id = None
+    with pytest.raises(InvalidArgumentError, match="decoder_start_token_id: expected a token id"):
+        served.iter_tokens([5, 6], config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "max_source_len", "message"),
+    [("bart", 65, "max_source_len: expected at most 64"), ("bart", 0, "max_source_len: expected a whole number >= 1")],
+)
+def test_options_out_of_their_range(model_type, max_source_len, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        build_engine(to_jax(tiny(model_type))._jax_runtime, EngineOptions(max_source_len=max_source_len))
+
+
+def test_inputs_of_all_slots_take_half_of_the_memory_where_nobody_says_how_long_they_are():
+    budget = 5 * 4 * 32 * 4 * 48 * 2  # twice 48 tokens in five slots
+    options = EngineOptions(max_len=40, num_slots=4, page_len=4, kv_cache_bytes=budget)
+    engine = build_engine(to_jax(tiny("bart"))._jax_runtime, options)
+    try:
+        assert engine.max_source_len == 32
+    finally:
+        engine.close()
+
+
+def test_a_class_with_a_generate_of_its_own_has_no_engine():
+    config = transformers.WhisperConfig(
+        **{**SPECIAL, "decoder_start_token_id": 3},
+        vocab_size=VOCAB_SIZE,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        num_mel_bins=8,
+        max_source_positions=20,
+        max_target_positions=32,
+    )
+    with (
+        serve(transformers.WhisperForConditionalGeneration(config).eval()) as model,
+        pytest.raises(UnsupportedModelError, match="the generate of WhisperForConditionalGeneration is not"),
+    ):
+        _ = model.engine

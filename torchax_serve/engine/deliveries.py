@@ -1,0 +1,62 @@
+"""Who waits for which tokens: what a step brought a request, on its way into the request's ticket."""
+
+from __future__ import annotations
+
+from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.runner import Flight, ModelRunner
+from torchax_serve.engine.ticket import NewTokens, Ticket, TokenLogprobs
+from torchax_serve.scheduling import Outcome, RequestId
+
+
+class Deliveries:
+    """The requests that have not ended, with their tickets; used by the engine's thread alone.
+
+    Args:
+        runner: reads log-probabilities.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._requests: dict[RequestId, tuple[RowRequest, Ticket]] = {}
+        self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
+
+    def add(self, request_id: RequestId, request: RowRequest, ticket: Ticket) -> None:
+        """Takes a request in."""
+        self._requests[request_id] = (request, ticket)
+
+    def request_of(self, request_id: RequestId) -> RowRequest:
+        """What was asked."""
+        return self._requests[request_id][0]
+
+    def open_ids(self) -> list[RequestId]:
+        """Of all that have not ended."""
+        return list(self._requests)
+
+    def deliver(self, outcome: Outcome, flight: Flight | None = None, error: str | None = None) -> None:
+        """Hands an outcome out; `error` says why, where its reason is "error" and it is not the logits."""
+        if outcome.request_id not in self._requests:
+            return
+        request, ticket = self._requests[outcome.request_id]
+        if outcome.finish_reason is not None:
+            del self._requests[outcome.request_id]
+        logprobs = prompt = None
+        if flight is not None and request.params.logprobs is not None and outcome.row is not None:
+            num_tokens = len(outcome.token_ids)
+            logprobs = self._runner.logprobs(flight, outcome.row, num_tokens, request.params.logprobs)
+        if outcome.token_ids or outcome.finish_reason is not None:
+            by_position = self._prompts.pop(outcome.request_id, None)
+            if by_position is not None and outcome.token_ids:
+                prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
+        if outcome.finish_reason == "error":
+            error = error or "its logits were not finite numbers"
+        ticket.put(NewTokens(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error))
+
+    def note_prompts(self, flight: Flight) -> None:
+        """Keeps what a step has found out about the tokens of prompts, until the first new token goes out with it."""
+        for index, row in enumerate(flight.plan.rows):
+            if flight.prompt is None or row.is_decode or row.request_id not in self._requests:
+                continue
+            request = self.request_of(row.request_id)
+            if request.params.prompt_logprobs is not None:
+                found = self._runner.prompt_logprobs(flight, index, request)
+                self._prompts.setdefault(row.request_id, {}).update(found)

@@ -1,0 +1,101 @@
+"""A plan of the gathered road cut into programs, and the integers that each is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from torchax_serve.engine.gathered_shapes import GatheredShapes, GatheredSpec
+from torchax_serve.engine.packed import ON_DEVICE
+from torchax_serve.engine.sources import Sources
+from torchax_serve.scheduling import PlanRow
+
+
+class Numbers(NamedTuple):
+    """What `GatheredSpec.sizes` cuts a step's one array of integers into."""
+
+    ids: Any  # int32[S * T]
+    slots: Any  # int32[S]; num_slots for padding
+    starts: Any  # int32[S], tokens in the cache
+    lens: Any  # int32[S], new tokens that are no padding
+    tables: Any  # int32[S * num_pages]
+    source_lens: Any  # int32[S] tokens of the encoder's input; none where there is no encoder
+
+    @classmethod
+    def of(cls, numbers: Any, spec: GatheredSpec) -> Self:
+        """The parts of a traced array, or views of one on the host."""
+        cut = np.split if isinstance(numbers, np.ndarray) else jnp.split
+        return cls(*cut(numbers, np.cumsum(spec.sizes)[:-1]))
+
+
+class Job(NamedTuple):
+    """A program's share of a step."""
+
+    spec: GatheredSpec
+    rows: list[PlanRow]
+    places: list[int]  # where its logits go, of its rows or tokens
+
+
+class GatheredJobs:
+    """Cuts plans into programs.
+
+    Args:
+        shapes: that programs have.
+        num_slots: most rows of a step; what padding has for a slot.
+        sources: inputs of an encoder, if there is one.
+    """
+
+    def __init__(self, shapes: GatheredShapes, num_slots: int, sources: Sources | None) -> None:
+        self._shapes, self._num_slots, self._sources = shapes, num_slots, sources
+
+    def of(self, rows: Sequence[PlanRow], ahead: int, all_logits: bool) -> list[Job]:
+        """The programs that a step needs, and where in it their logits belong."""
+        decode = [(place, row) for place, row in enumerate(rows) if row.is_decode]
+        jobs = self._decode(decode, ahead)
+        for place, row in enumerate(rows):
+            if not row.is_decode:
+                spec = self._shapes.chunk(row.num_tokens, row.start, self._source_len(row), all_logits)
+                places = range(place, place + (row.num_tokens if all_logits else 1))
+                jobs.append(Job(spec, [row], list(places)))
+        return jobs
+
+    def _decode(self, decode: list[tuple[int, PlanRow]], ahead: int) -> list[Job]:
+        if not decode:
+            return []
+        num_tokens = max(row.start for _, row in decode) + ahead + 1
+        spec = self._shapes.decode(len(decode), num_tokens, max(self._source_len(row) for _, row in decode))
+        if isinstance(spec, GatheredSpec):
+            return [Job(spec, [row for _, row in decode], [place for place, _ in decode])]
+        longest_first = sorted(decode, key=lambda entry: -entry[1].start)
+        return self._decode(longest_first[:spec], ahead) + self._decode(longest_first[spec:], ahead)
+
+    def _source_len(self, row: PlanRow) -> int:
+        return 0 if self._sources is None else self._sources.length(row.slot)
+
+    def num_out(self, jobs: Sequence[Job]) -> int:
+        """Rows of the logits of all `jobs` together."""
+        num_rows = sum(len(job.places) for job in jobs if not job.spec.all_logits)
+        num_tokens = sum(job.spec.num_tokens for job in jobs if job.spec.all_logits)
+        return num_tokens + (self._shapes.rows(num_rows) if num_rows else 0)
+
+    def numbers(self, job: Job, tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
+        """What the program of `job` is given; `tables` by group, int32[num_slots, pages_per_seq]."""
+        spec = job.spec
+        numbers = np.zeros(sum(spec.sizes), np.int32)
+        parts = Numbers.of(numbers, spec)
+        parts.slots[:] = self._num_slots
+        for index, row in enumerate(job.rows):
+            begin = index * spec.num_tokens
+            parts.ids[begin : begin + row.num_tokens] = ON_DEVICE if row.token_ids is None else row.token_ids
+            parts.slots[index] = row.slot
+            parts.starts[index] = row.start + ahead
+            parts.lens[index] = row.num_tokens
+            if spec.source_len:
+                parts.source_lens[index] = self._source_len(row)
+        if spec.num_pages and job.rows:
+            table = tables[0][[row.slot for row in job.rows], : spec.num_pages]
+            parts.tables.reshape(spec.num_rows, -1)[: len(job.rows), : table.shape[1]] = table
+        return numbers

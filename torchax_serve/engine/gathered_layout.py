@@ -1,0 +1,84 @@
+"""What a request of the gathered road keeps between steps: keys and values by token, and states as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from torchax_serve.engine.cache import PageShape
+
+Leaves = tuple[jax.Array, ...]
+LONGEST = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class StateRow:
+    """An array that a request keeps as a whole: the state of a convolution or of a recurrence, or cross attention's."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    is_of_source: bool = False  # [1, heads, source_len, dim], made once of an encoder's output
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one request's."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """What a request keeps between steps, by leaf of its cache: keys and values by token, or a state as a whole."""
+
+    leaves: tuple[PageShape | StateRow, ...]
+    is_vectorised: bool = False  # rows run side by side under vmap; else one after the other in one program
+    block_len: int = LONGEST  # tokens of one forward that make a program of sensible size
+
+    @property
+    def pages(self) -> tuple[PageShape, ...]:
+        """The leaves that are kept in pages."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, PageShape))
+
+    @property
+    def rows(self) -> tuple[StateRow, ...]:
+        """The leaves that are kept by slot."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, StateRow))
+
+    def join(self, pages: Leaves, rows: Leaves) -> Leaves:
+        """All leaves in their order, of those in pages and those kept by slot."""
+        by_kind = {True: iter(pages), False: iter(rows)}
+        return tuple(next(by_kind[isinstance(leaf, PageShape)]) for leaf in self.leaves)
+
+    def for_sources(self, max_len: int) -> StateLayout:
+        """With room for `max_len` tokens of an encoder's output in each row that is made of it."""
+
+        def sized(leaf: PageShape | StateRow) -> PageShape | StateRow:
+            if isinstance(leaf, PageShape) or not leaf.is_of_source:
+                return leaf
+            return dataclasses.replace(leaf, shape=(*leaf.shape[:2], max_len, leaf.shape[3]))
+
+        return dataclasses.replace(self, leaves=tuple(map(sized, self.leaves)))
+
+    def taken(self, states: Leaves, slots: jax.Array, source_len: int) -> Leaves:
+        """The states ``[S, ...]`` at `slots`, of an encoder's output so much as is asked for."""
+        return tuple(
+            (state[:, :, :, :source_len] if row.is_of_source else state)[slots]
+            for row, state in zip(self.rows, states, strict=True)
+        )
+
+    def put(self, states: Leaves, slots: jax.Array, news: Leaves, *, is_first: bool) -> Leaves:
+        """All states with `news` at `slots`; what is made of an encoder's output is put there once."""
+        after = []
+        for row, state, new in zip(self.rows, states, news, strict=True):
+            if row.is_of_source and is_first:
+                after.append(state.at[slots, :, :, : new.shape[3]].set(new))
+            else:
+                after.append(state if row.is_of_source else state.at[slots].set(new))
+        return tuple(after)
+
+    def split(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
+        """The leaves in pages, and those kept by slot."""
+        kinds = [isinstance(leaf, PageShape) for leaf in self.leaves]
+        pages = tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if is_pages)
+        return pages, tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if not is_pages)
