@@ -37,7 +37,7 @@ class ProgramReport:
         collectives: number and bytes of results, by kind.
         flops, bytes_accessed: in the step, as the compiler counts; None where it does not.
         compiler_s: the compiler's own estimate, exchange between devices not in it; None where it has none.
-        num_opaque: kernels of other languages that it cannot look into, whose time is not in its estimate.
+        num_opaque: calls that it knows nothing of, kernels above all, whose time is not in its estimate.
         trace_s, compile_s: what it took here.
     """
 
