@@ -72,8 +72,10 @@ def main():
     kept = json.loads(RESULTS.read_text())["types"] if RESULTS.exists() else {}
     wanted = sys.argv[1:] or [name for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name not in kept]
     for model_type in wanted:
-        kept[model_type] = run(model_type)
-        print(model_type, json.dumps(kept[model_type]), flush=True)
+        row = run(model_type)
+        print(model_type, json.dumps(row), flush=True)
+        kept = json.loads(RESULTS.read_text())["types"] if RESULTS.exists() else {}  # another run may have added some
+        kept[model_type] = row
         planned = [each for each in kept.values() if each["planned"]]
         content = {
             "topology": TOPOLOGY,

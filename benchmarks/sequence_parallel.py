@@ -1,20 +1,20 @@
 """Prefill of a long prompt in one step, two ways, compiled for chips that need not be here: what devices exchange.
 
-    python benchmarks/sequence_parallel.py            # needs the extra plan; results/sequence-parallel.json
+    python benchmarks/sequence_parallel.py [v6e:2x4 32768]   # needs the extra plan; results/sequence-parallel.json
 
-`tensor`: as the engine lays a step out; every device has all tokens and its part of every product, and sums are
-exchanged (Shoeybi et al. 2019). `sequence`: every device has its part of the tokens and gathers the weights of each
-layer; before attention tokens are exchanged for heads and behind it heads for tokens (DeepSpeed-Ulysses, Jacobs et al.
-2023), so that the kernel is the same. Layers of the shape of Llama 3 70B, two and one, so that their difference is what
-a layer takes.
+`tensor`: every device has all tokens and its part of every product, and sums are exchanged (Shoeybi et al. 2019).
+`sequence`: every device has its part of the tokens and gathers the weights of each layer; before attention tokens are
+exchanged for heads and behind it heads for tokens (DeepSpeed-Ulysses, Jacobs et al. 2023), so that the kernel is the
+same. The engine takes the second from `ModelSharding.tokens_from` tokens in a step on. Layers have the shape of Llama 3
+70B: a step with two less a step with one is what a layer takes.
 """
 
-import dataclasses
 import json
 import os
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 RESULTS = Path(__file__).with_name("results") / "sequence-parallel.json"
 SHAPE = Path(__file__).with_name("shapes") / "llama-3-70b.json"
@@ -31,11 +31,10 @@ SENT = {
 
 
 def compiled(topology, length, num_layers, way):
-    import jax
     import torch
-    from jax.sharding import NamedSharding, PartitionSpec
 
     from model_adapters.loading.architecture import find_class, load_config, module_of
+    from model_adapters.sharding import ModelSharding
     from torchax_serve.meshes import mesh_of
     from torchax_serve.planning.abstract import abstract_model
     from torchax_serve.planning.programs import compile_step
@@ -55,24 +54,14 @@ def compiled(topology, length, num_layers, way):
         road = road_of(runtime, model.sharding, 64, length, 1)
     plan, num_slots = CacheSizes(model, chip, road, 64, length, 1).plan()
     _, step = road.steps(plan, num_slots, [length])
-    if way == "sequence":
-        pools, batch = step.args
-        by_token, whole = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("model", None))
-        given = {
-            name: jax.ShapeDtypeStruct((length,), "int32", sharding=by_token) for name in ("token_ids", "positions")
-        }
-        function = step.function
-
-        def gathered(weights, *args):
-            return function({n: jax.lax.with_sharding_constraint(w, whole) for n, w in weights.items()}, *args)
-
-        step = dataclasses.replace(step, function=gathered, args=(pools, dataclasses.replace(batch, **given)))
-    report, _ = compile_step(step, model, chip)
-    return report, len(devices)
+    # As `ModelSharding.divides_tokens` decides it, but for this length whatever it is.
+    with mock.patch.object(ModelSharding, "tokens_from", None if way == "tensor" else 1):
+        report, _ = compile_step(step, model, chip)
+    return report, len(devices), model.sharding.tokens_from
 
 
 def run(topology, length, way):
-    (two, number), (one, _) = (compiled(topology, length, layers, way) for layers in (2, 1))
+    (two, number, least), (one, *_) = (compiled(topology, length, layers, way) for layers in (2, 1))
     collectives = {}
     for kind in {*two.collectives, *one.collectives}:
         (n2, b2), (n1, b1) = two.collectives.get(kind, (0, 0)), one.collectives.get(kind, (0, 0))
@@ -82,6 +71,7 @@ def run(topology, length, way):
         "topology": topology,
         "length": length,
         "way": way,
+        "divided_from": least,
         "collectives_of_a_layer": collectives,
         "sent_mb": round(sum(SENT[kind](number) * size for kind, (_, size) in collectives.items()) / 1e6, 1),
         "gflop": round((two.flops - one.flops) / 1e9, 1),
@@ -94,12 +84,12 @@ def run(topology, length, way):
 def main():
     os.environ["JAX_PLATFORMS"] = "cpu"
     warnings.simplefilter("ignore")
-    wanted = set(sys.argv[1:])
+    wanted = set(sys.argv[1:])  # topologies and lengths
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     for topology in TOPOLOGIES:
         for length in LENGTHS:
             for way in ("tensor", "sequence"):
-                if wanted and topology not in wanted:
+                if wanted and not {topology, str(length)} <= wanted:
                     continue
                 key = (topology, length, way)
                 try:
