@@ -1,9 +1,10 @@
 """Plans every causal model type of the installed transformers for TPU v5e chips, at tiny sizes: which can be planned.
 
     python benchmarks/plan_types.py [TYPE...]    # needs the extra plan; results/plan-types.json keeps what was found
+    python benchmarks/plan_types.py --prefill [TYPE...]    # a prefill step as well
 
-The decode step of each type and a prefill step are compiled by the TPU's own compiler for four chips on the axis
-`model`, in bfloat16; in float32 where the type's own code mixes the two.
+The decode step of each type is compiled by the TPU's own compiler for four chips on the axis `model`, in bfloat16; in
+float32 where the type's own code mixes the two.
 """
 
 import collections
@@ -16,20 +17,20 @@ from pathlib import Path
 
 RESULTS = Path(__file__).with_name("results") / "plan-types.json"
 TOPOLOGY = "v5e:2x2"
-SIZES = {"max_len": 32, "num_slots": 8, "page_len": 16, "prefill_lens": (16,)}
+SIZES = {"max_len": 32, "num_slots": 8, "page_len": 16}
 
 
-def run(model_type):
+def run(model_type, prefill_lens):
     """What planning a type comes to: the compiled steps' numbers, or why there are none."""
     rows = {}
     for dtype in ("bfloat16", "float32"):
-        rows[dtype] = run_in(model_type, dtype)
+        rows[dtype] = run_in(model_type, dtype, prefill_lens)
         if rows[dtype]["planned"] or "of one dtype" not in rows[dtype]["why"]:
             return rows[dtype]
     return rows["float32"]
 
 
-def run_in(model_type, dtype):
+def run_in(model_type, dtype, prefill_lens):
     import torch
     import transformers
 
@@ -45,7 +46,9 @@ def run_in(model_type, dtype):
         if not isinstance(config, model_class.config_class):
             config = next(part for part in vars(config).values() if isinstance(part, model_class.config_class))
         module = module_of(model_class, config, getattr(torch, dtype))
-        report = make_plan(module, model_type, PlanRequest(topology=TOPOLOGY, **SIZES)).to_json()
+        report = make_plan(
+            module, model_type, PlanRequest(topology=TOPOLOGY, prefill_lens=prefill_lens, **SIZES)
+        ).to_json()
     except Exception as error:
         said = " ".join(str(error).split())[:400]
         return {"planned": False, "why": f"{type(error).__name__}: {said}"}
@@ -70,10 +73,14 @@ def main():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kept = json.loads(RESULTS.read_text())["types"] if RESULTS.exists() else {}
-    wanted = sys.argv[1:] or [name for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name not in kept]
+    prefill_lens = (16,) if "--prefill" in sys.argv else ()
+    wanted = [name for name in sys.argv[1:] if name != "--prefill"]
+    wanted = wanted or [name for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name not in kept]
     for model_type in wanted:
-        kept[model_type] = run(model_type)
-        print(model_type, json.dumps(kept[model_type]), flush=True)
+        row = run(model_type, prefill_lens)
+        print(model_type, json.dumps(row), flush=True)
+        kept = json.loads(RESULTS.read_text())["types"] if RESULTS.exists() else {}  # another run may have added some
+        kept[model_type] = row
         planned = [each for each in kept.values() if each["planned"]]
         content = {
             "topology": TOPOLOGY,

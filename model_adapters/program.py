@@ -25,6 +25,7 @@ from model_adapters.call_names import names_of
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.host_values import HostValue, as_tensors, without_constants
 from model_adapters.module_state import attributes_restored
+from model_adapters.ops.sharded import by_token, tokens_divided
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache, Pool, laid_out
 from model_adapters.sharding import ModelSharding
 from model_adapters.slices import slices_of_parts
@@ -285,6 +286,12 @@ class ModelProgram:
         batch: PackedBatch,
         layout: PagedLayout,
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
+        sharding = self.sharding
+        divided: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if sharding is not None and not layout.is_decode and sharding.divides_tokens(batch.token_ids.shape[0]):
+            weights, divided = sharding.with_whole_layers(weights), tokens_divided()
+            ids, positions = (by_token(x, sharding.mesh) for x in (batch.token_ids, batch.positions))
+            batch = dataclasses.replace(batch, token_ids=ids, positions=positions)
         cache = PagedTraceCache(pools, batch, layout)
         assert self.cache_name is not None
         kwargs = {
@@ -296,12 +303,13 @@ class ModelProgram:
         keep_last = self.accepts("logits_to_keep") and not layout.all_logits
         if keep_last:
             kwargs["logits_to_keep"] = torch_view(batch.last)
-        output = self._run(weights, kwargs, implementation_of(self.module))
+        with divided:
+            output = self._run(weights, kwargs, implementation_of(self.module))
         logits = jax_view(output["logits"])[0]
         if not keep_last and not layout.all_logits:
             logits = logits[batch.last]
         pools = cache.pools()
-        if (sharding := self.sharding) is not None:
+        if sharding is not None:
             pools = tuple(laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in pools)
         return self._true_logits(logits), pools
 

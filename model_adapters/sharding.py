@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -26,6 +28,9 @@ from model_adapters.ops.sharded import on_mesh, pool_spec
 from model_adapters.tp_plans import rules_for
 from sharding_rules import Placed, ShardingRuleError, Units, place
 from sharding_rules.layout import DimLayout, take
+
+VALUES_READ_TWICE = frozenset({"doge"})
+"""Types in which another product than the output's reads values: their heads cannot be repeated on neighbours."""
 
 _IN_USE: ContextVar[_Trace | None] = ContextVar("sharded trace", default=None)
 
@@ -105,6 +110,41 @@ class ModelSharding:
     def has_fused(self) -> bool:
         """Whether a product's result must be kept in parts."""
         return any(dim.sections for placed in self.placed.values() for dim in placed.dims)
+
+    @functools.cached_property
+    def tokens_from(self) -> int | None:
+        """Tokens of a prompt in one step from which dividing them costs less exchange than dividing products.
+
+        Divided products end in a sum of ``tokens x rows`` over the devices, whose exchange is twice its size; divided
+        tokens need every weight of the layers whole. None: they are never divided, as experts and fused products are
+        exchanged in other ways.
+        """
+        shards = self.mesh.shape.get("model", 1)
+        gathered = [placed for name, placed in self.placed.items() if self._is_gathered(name)]
+        sums = sum(placed.laid_out_shape[0] for placed in gathered if placed.dims[-1].mesh_axis == "model")
+        has_experts = any(len(placed.shape) > 2 and "model" in placed.spec for placed in self.placed.values())
+        if shards == 1 or self.mesh.shape.get("expert", 1) > 1 or not sums or self.has_fused or has_experts:
+            return None
+        size = sum(placed.laid_out_shape[0] * placed.laid_out_shape[1] for placed in gathered)
+        return math.ceil(size / (2 * sums * (1 - 1 / shards)))  # the exchange of tokens for heads is one n-th of sums
+
+    def _is_gathered(self, name: str) -> bool:
+        """Whether a weight is one of those of the layers that a step over divided tokens needs whole."""
+        placed = self.placed[name]
+        return len(placed.shape) == 2 and "model" in placed.spec and "vocab" not in (placed.rule.axes or ())
+
+    def divides_tokens(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens of prompts is divided by tokens."""
+        least = self.tokens_from
+        return least is not None and num_tokens >= least and num_tokens % self.mesh.shape["model"] == 0
+
+    def with_whole_layers(self, weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """In a trace: `weights`, those of the layers gathered."""
+        whole = self.replicated()
+        return {
+            name: jax.lax.with_sharding_constraint(array, whole) if self._is_gathered(name) else array
+            for name, array in weights.items()
+        }
 
     def sharding_of(self, name: str) -> NamedSharding:
         """Of the tensor called `name`."""
@@ -205,6 +245,8 @@ def _units(module: PreTrainedModel, config: PreTrainedConfig, num_shards: int) -
     Then a layer's heads would have to be repeated more often than another's, and model code knows of one number.
     """
     units = units_of(config)
+    if config.model_type in VALUES_READ_TWICE and units.kv_heads and units.kv_heads % num_shards:
+        return Units()
     attentions = (child for child in module.modules() if getattr(child, "config", None) is config)
     groups = {size for child in attentions if isinstance(size := getattr(child, "num_key_value_groups", None), int)}
     counts = {units.heads // size for size in groups if units.heads and size}

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_adapters.ops import registry
 from model_adapters.ops.activation import OP as ACTIVATION
@@ -37,6 +37,7 @@ from model_adapters.ops.row_sum import reference as row_sum_reference
 NAME = "sharded"
 AXIS = "model"
 _MESH: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
+_TOKENS_DIVIDED: ContextVar[bool] = ContextVar("tokens divided", default=False)
 
 _HEADS = PartitionSpec(None, AXIS)  # of [tokens, heads, ...], of a pool [pages, heads, ...] and of [rows, heads, ...]
 _BY_HEAD = PartitionSpec(AXIS)
@@ -51,6 +52,24 @@ def on_mesh(mesh: Mesh | None) -> Iterator[None]:
         yield
     finally:
         _MESH.reset(token)
+
+
+@contextlib.contextmanager
+def tokens_divided() -> Iterator[None]:
+    """Traces a step in which each device has its part of the tokens, heads but in attention.
+
+    There tokens are exchanged for heads, and behind it heads for tokens (DeepSpeed-Ulysses, Jacobs et al. 2023).
+    """
+    token = _TOKENS_DIVIDED.set(True)
+    try:
+        yield
+    finally:
+        _TOKENS_DIVIDED.reset(token)
+
+
+def by_token(array: jax.Array, mesh: Mesh) -> jax.Array:
+    """`array` ``[tokens, ...]``, each device with its part of the tokens."""
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, _BY_HEAD))
 
 
 def mesh_in_use() -> Mesh | None:
@@ -141,7 +160,10 @@ def _by_heads(op: str, function: Callable[..., Any], specs: Mapping[str, Partiti
         if not divides_heads(given["q"].shape[1], given["k"].shape[1], mesh):
             lying, results = (_WHOLE,) * len(lying), _WHOLE
         call = _Call(op, signature, tuple(arrays), lying, results, features, mesh, registry.traced_for())
-        return _layer(call, *arrays.values())
+        if op != PAGED or mesh is None or not _TOKENS_DIVIDED.get():
+            return _layer(call, *arrays.values())
+        out, pool = _layer(call, *(by_token(x, mesh) if name in _NEW_TOKENS else x for name, x in arrays.items()))
+        return by_token(out, mesh), pool
 
     return sharded
 
@@ -151,6 +173,7 @@ def _fitting(name: str, spec: PartitionSpec, array: jax.Array | None) -> Partiti
     return _WHOLE if name == "mask" and array is not None and array.shape[1] == 1 else spec
 
 
+_NEW_TOKENS = frozenset({"q", "k", "v"})
 _NEW = {"q": _HEADS, "k": _HEADS, "v": _HEADS, "sinks": _BY_HEAD}
 _CACHED = {**_NEW, "pool": _HEADS, "page_table": _WHOLE, "alibi": _BY_HEAD, "k_scale": _BY_HEAD, "v_scale": _BY_HEAD}
 

@@ -142,6 +142,24 @@ def work(family, degree):
     print(found)
 
 
+def long_prompt(family, degree):
+    """A prompt in one step that is divided by tokens: its answer beside one device's, and what the steps exchange."""
+    CONFIGS["long"] = lambda: CONFIGS[family]().__class__(**{**SIZES, **HEADS, "max_position_embeddings": 512})
+    request = PlanRequest(topology=f"cpu:{degree}", max_len=512, num_slots=4, page_len=16, prefill_lens=(64, 256))
+    report = make_plan(module_on_meta("long"), "long", request)
+    print({f"{p.name} {p.num_tokens}": {kind: n for kind, (n, _) in p.collectives.items()} for p in report.programs})
+    options = EngineOptions(max_len=512, num_slots=4, token_budget=256)
+    ids = np.random.default_rng(1).integers(3, 60, 250).tolist()
+    answers = []
+    for mesh in ({"model": int(degree)}, None):
+        with serve(model_of("long"), engine=options, mesh=mesh) as served:
+            answers.append(list(served.iter_tokens(ids, DECODING[0])))
+            if mesh is not None:
+                print(served._runtimes[0].program.sharding.tokens_from)
+    assert answers[0] == answers[1], answers
+    assert len(set(answers[0])) > 2, answers
+
+
 PLAN = {"max_len": 64, "num_slots": 4, "page_len": 16, "prefill_lens": (32,)}
 
 

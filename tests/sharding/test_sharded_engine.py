@@ -54,6 +54,19 @@ def test_experts_that_are_divided_divide_the_work(on_eight):
         assert num_bytes < whole[name][1] * (1 / 4 + 0.05)
 
 
+def test_a_long_prompt_is_divided_by_tokens_where_that_exchanges_less(on_eight):
+    line, least = on_eight("long_prompt", "llama", "8")
+    exchanged = ast.literal_eval(line)
+    # Weights of a layer: q, k, v, o, heads repeated or filled up to eight; gate, up, down (72 x 32); rows of o, down.
+    size, rows = (2 * 64 * 32 + 2 * 64 * 32) + 3 * 72 * 32, 2 * 32
+    assert int(least) == -(-size // (2 * rows * 7 / 8))
+    assert "all-to-all" not in exchanged["decode 4"]
+    assert "all-to-all" not in exchanged["prefill 64"]
+    # Tokens for heads of q, k and v, and heads for tokens behind attention, in both layers; then no sum in a layer.
+    assert exchanged["prefill 256"]["all-to-all"] == 2 * 4
+    assert exchanged["prefill 256"].get("all-reduce", 0) <= 2
+
+
 def test_the_plan_says_what_the_same_steps_take_with_real_arguments(on_eight):
     *programs, weights = on_eight("memory", "llama", "8")
     assert len(programs) == 2

@@ -31,6 +31,8 @@ from torchax_serve.planning.topology import compiling_for, describe
 from torchax_serve.runtime import Runtime
 from torchax_serve.scheduling.config import check_whole
 
+MOST_TOLD_S = 0.5
+"""Of a step by its bound; where the compiler's sum is told modulo a second, that of a longer one may be wrong."""
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED = ("int8", "int4", "fp8", "float8_e4m3fn", "float8_e5m2")
 
@@ -160,18 +162,21 @@ def make_plan(module: PreTrainedModel, name: str, request: PlanRequest, *, save:
     sizes = CacheSizes(model, chip, road, road.page_len(request.page_len, max_len), max_len, num_slots)
     programs: list[ProgramReport] = []
     bounds: list[Bound] = []
-    cache, compiled, why_not = sizes.plan(), {}, None
+    cache, why_not = sizes.plan(), None
     if cache is not None:
         lens = sorted({min(length, max_len) for length in request.prefill_lens})
         try:
             for step in road.steps(*cache, lens):
-                report, compiled[f"{step.name}-{step.num_tokens}"] = compile_step(step, model, chip)
-                programs.append(report)
+                report, compiled = compile_step(step, model, chip)
+                if save is not None:
+                    _save(save, f"{step.name}-{step.num_tokens}", compiled)
+                del compiled  # hundreds of megabytes where there are many layers
                 bounds.append(bound_of(model, chip, road, step))
+                if report.num_opaque and (bounds[-1].seconds or 0) > MOST_TOLD_S:
+                    report = dataclasses.replace(report, compiler_s=None)
+                programs.append(report)
         except OutOfMemoryError as error:
             why_not = str(error)
-    if save is not None:
-        _save(save, compiled)
     plan = None if cache is None else cache[0]
     return _report(name, request, sizes, plan, num_replicas, tuple(programs), tuple(bounds), why_not)
 
@@ -201,11 +206,10 @@ def _with_dtype(road: PlannedRoad, request: PlanRequest) -> PlannedRoad:
     return dataclasses.replace(road, pages=tuple(dataclasses.replace(shape, dtype=dtype) for shape in road.pages))
 
 
-def _save(folder: Path, programs: Mapping[str, Any]) -> None:
+def _save(folder: Path, name: str, program: Any) -> None:
     """Writes what `jax.experimental.serialize_executable` loads on a machine of that topology, pickled."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, program in programs.items():
-        (folder / f"{name}.pickle").write_bytes(pickle.dumps(serialize_executable.serialize(program)))
+    (folder / f"{name}.pickle").write_bytes(pickle.dumps(serialize_executable.serialize(program)))
 
 
 def _report(

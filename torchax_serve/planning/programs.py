@@ -18,7 +18,6 @@ from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.topology import compiling_for, lowering_platform
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_KERNEL = 'custom_call_target="tpu_custom_call"'
 _DTYPE_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8}
 
 
@@ -37,7 +36,7 @@ class ProgramReport:
         collectives: number and bytes of results, by kind.
         flops, bytes_accessed: in the step, as the compiler counts; None where it does not.
         compiler_s: the compiler's own estimate, exchange between devices not in it; None where it has none.
-        num_opaque: kernels of other languages that it cannot look into, whose time is not in its estimate.
+        num_opaque: calls that it knows nothing of, kernels above all, whose time is not in its estimate.
         trace_s, compile_s: what it took here.
     """
 
@@ -125,7 +124,7 @@ def _report(step: Step, compiled: Any, trace_s: float, compile_s: float) -> Prog
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     text = compiled.as_text()
-    compiler_s, num_opaque = estimate(cost.get("optimal_seconds"), text.count(_KERNEL))
+    compiler_s, num_opaque = estimate(cost.get("optimal_seconds"))
     return ProgramReport(
         name=step.name,
         num_tokens=step.num_tokens,
@@ -144,18 +143,18 @@ def _report(step: Step, compiled: Any, trace_s: float, compile_s: float) -> Prog
     )
 
 
-def estimate(seconds: float | None, num_kernels: int) -> tuple[float | None, int]:
+def estimate(seconds: float | None) -> tuple[float | None, int]:
     """What the compiler's sum of seconds means: the time of what it knows, and the number of calls it does not.
 
-    XLA's `HloCostAnalysis` adds up what each operation takes at the least, and -1 for each it knows nothing of.
+    XLA's `HloCostAnalysis` adds up what each operation takes at the least, and -1 for each it knows nothing of. So the
+    time of what it knows can be told as long as it is less than a second.
 
     Args:
         seconds: the sum; None where the compiler has none.
-        num_kernels: in the program's text, where one in a loop is seen once.
     """
     if seconds is None or seconds == 0:
         return None, 0
-    num_opaque = max(num_kernels, math.ceil(-seconds)) if seconds < 0 else 0
+    num_opaque = math.ceil(-seconds) if seconds < 0 else 0
     return seconds + num_opaque, num_opaque
 
 

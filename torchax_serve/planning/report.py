@@ -71,7 +71,7 @@ def _step(program: ProgramReport, bound: Bound) -> list[str]:
         if is_decode:
             lines.append(f"{'':20}{program.num_tokens / bound.seconds:>9,.0f} tokens/s at the most")
     if program.compiler_s is not None:
-        beside = f" and {program.num_opaque} kernels" if program.num_opaque else ""
+        beside = f" and {program.num_opaque} calls of kernels" if program.num_opaque else ""
         lines.append(f"  compiler says     {_ms(program.compiler_s)}  at the least, without exchange{beside}")
     took = f"  compiled in       {program.trace_s:>9.1f} s traced, {program.compile_s:.1f} s compiled"
     return [*lines, *_counts(program), took]
