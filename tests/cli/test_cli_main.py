@@ -1,6 +1,7 @@
 """The first screen, help, version, ``models``, and how soon the program answers."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,9 @@ from typer.testing import CliRunner
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.cli.main import COMMANDS, app
 from torchax_serve.cli.reporting import one_line, run_and_report
+from torchax_serve.parity.causes import CAUSES
+from torchax_serve.parity.table import shipped
+from torchax_serve.parity.tasks import TASKS
 
 PROGRAM = "from torchax_serve.cli.main import main; main()"
 
@@ -79,7 +83,11 @@ def test_models_lists_everything():
     assert "google/gemma-3-1b-it" in text
     assert f"{len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} architectures" in text
     assert "Qwen3ForCausalLM" not in text
-    assert "Qwen3ForCausalLM" in call("models", "--all").stdout
+    everything = call("models", "--all").stdout
+    assert "Qwen3ForCausalLM" in everything
+    assert "speech_to_text" in everything
+    for task in TASKS:
+        assert re.search(rf"^  {task} .*: \d+ of \d+ pass", text, re.M), task
 
 
 def test_ops_are_listed_with_their_implementations_by_platform():
@@ -107,9 +115,29 @@ def test_models_shows_how_one_type_was_checked():
     text = call("models", "llama").stdout
     assert "LlamaForCausalLM" in text
     assert "paged" in text
-    checked = json.loads(call("models", "llama", "--json").stdout)["checked"]
-    assert checked["status"] == "passed"
-    assert checked["forward_difference"] <= 1e-4
+    tasks = json.loads(call("models", "llama", "--json").stdout)["tasks"]
+    assert tasks["causal"]["status"] == tasks["classifier"]["status"] == "passed"
+    assert tasks["causal"]["forward_difference"] <= 1e-4
+
+
+def test_models_shows_every_task_of_a_type():
+    text = call("models", "whisper").stdout
+    assert "Speech to text (speech): WhisperForConditionalGeneration" in text
+    for name in ("status", "road", "forward_difference", "alone_equal", "padded_equal"):
+        assert re.search(rf"^  {name} ", text, re.M), name
+    assert json.loads(call("models", "whisper", "--json").stdout)["tasks"].keys() == {"causal", "speech"}
+    assert "Sequence to sequence (seq2seq)" in call("models", "t5").stdout
+    assert "Images and text (images)" in call("models", "llava").stdout
+    assert "Encoders (encoder)" in call("models", "bert").stdout
+
+
+def test_models_says_why_a_type_does_not_pass():
+    results = shipped("images")[1]
+    failed = next(name for name, result in results.items() if result.status != "passed")
+    found = json.loads(call("models", failed, "--json").stdout)["tasks"]["images"]
+    assert found["status"] == results[failed].status
+    assert found["cause"] == CAUSES[failed]
+    assert CAUSES[failed].split(":")[0] in call("models", failed).stdout
 
 
 def test_models_shows_how_a_type_lies_on_a_mesh():

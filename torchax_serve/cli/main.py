@@ -17,6 +17,7 @@ import typer
 from torchax_serve import __version__
 from torchax_serve.cli.bench import bench
 from torchax_serve.cli.deploy import deploy
+from torchax_serve.cli.embed import embed
 from torchax_serve.cli.models import models
 from torchax_serve.cli.ops import ops
 from torchax_serve.cli.plan import plan
@@ -27,6 +28,7 @@ from torchax_serve.cli.verify import verify
 # In the order of --help. One line registers a command.
 COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("run", run),
+    ("embed", embed),
     ("verify", verify),
     ("bench", bench),
     ("plan", plan),
@@ -42,6 +44,7 @@ torchax-serve runs Hugging Face PyTorch models, their code untouched, on JAX.
   torchax-serve run "What is JAX?"       ask it one question
   torchax-serve run qwen3-0.6b           chat with a model of the Hugging Face hub
   torchax-serve run ./my-model -p Hello  a folder of your own, one answer
+  torchax-serve embed ./my-model Hello   the embedding of a text
   torchax-serve verify qwen3-0.6b        its numbers beside those of PyTorch
   torchax-serve bench --against hf       its speed beside that of transformers
   torchax-serve plan qwen3-32b --topology v6e:2x4   would it fit there, and how fast at most

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import os
 import sys
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import typer
@@ -27,8 +27,9 @@ def models(
         str | None, typer.Option("--mesh", help="With --sharding: such as model=4,expert=2; model=8 by default.")
     ] = None,
 ) -> None:
-    """List what can be run: the embedded model, the short names, and every causal architecture of transformers."""
+    """List what can be run: the embedded model, the short names, and the architectures that were checked."""
     from model_adapters.loading.names import SHORT_NAMES
+    from torchax_serve.cli.checked import shipped_tasks
 
     architectures = _architectures()
     if mesh is not None and not sharding:
@@ -38,7 +39,7 @@ def models(
             raise InvalidArgumentError(
                 "--sharding: expected a MODEL_TYPE, got none; such as torchax-serve models llama"
             )
-        _check_type(model_type, architectures)
+        _check_type(model_type, architectures, "a causal language model")
         _print_sharding(model_type, mesh, as_json=as_json)
         return
     if model_type is not None:
@@ -53,7 +54,7 @@ def models(
             "embedded": _EMBEDDED,
             "short_names": short_names,
             "architectures": architectures,
-            "checked": _checked(),
+            "checked": shipped_tasks(),
         }
         print(json.dumps(everything, indent=1))
         return
@@ -70,15 +71,6 @@ def _architectures() -> dict[str, list[str]]:
     }
 
 
-def _checked() -> dict[str, Any]:
-    """The sweep that comes with the package: versions, numbers, and each type's result."""
-    from torchax_serve.parity.table import shipped, summary
-
-    versions, results = shipped()
-    by_type = {name: dataclasses.asdict(result) for name, result in results.items()}
-    return {"versions": versions, **summary(results), "results": by_type}
-
-
 def _print_sharding(model_type: str, mesh: str | None, *, as_json: bool) -> None:
     """A row for each parameter: shape, axes, who says so, bytes on each device."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed
@@ -92,31 +84,27 @@ def _print_sharding(model_type: str, mesh: str | None, *, as_json: bool) -> None
         print_sharding(rows)
 
 
-def _check_type(model_type: str, architectures: dict[str, list[str]]) -> None:
-    """Raises for a type that transformers does not know, with near ones."""
-    if model_type not in architectures:
-        near = difflib.get_close_matches(model_type, architectures, n=5)
+def _check_type(model_type: str, known: Collection[str], kind: str) -> None:
+    """Raises for a type that is not among those `known`, with near ones; `kind` says what those are."""
+    if model_type not in known:
+        near = difflib.get_close_matches(model_type, known, n=5)
         raise ModelNotFoundError(
-            f"expected a model type of a causal language model in transformers, got {model_type!r}; "
+            f"expected a model type of {kind} in transformers, got {model_type!r}; "
             + (f"did you mean {', '.join(near)}?" if near else "`torchax-serve models --all` lists them")
         )
 
 
 def _print_one(model_type: str, architectures: dict[str, list[str]], *, as_json: bool) -> None:
-    """What is known about `model_type`."""
-    _check_type(model_type, architectures)
-    checked = _checked()
-    fields = checked["results"].get(model_type)
+    """What is known about `model_type`, by task."""
+    from torchax_serve.cli.checked import of_type, print_type, types_by_task
+
+    known = {name for types in types_by_task().values() for name in types}
+    _check_type(model_type, known, "a model of text, of sounds or of images and text")
     if as_json:
-        print(json.dumps({"model_type": model_type, "classes": architectures[model_type], "checked": fields}, indent=1))
-        return
-    print(f"{model_type}: {', '.join(architectures[model_type])}")
-    if fields is None:
-        print(f"not checked: newer than the table, of transformers {checked['versions']['transformers']}")
-        return
-    for name, value in fields.items():
-        if name not in ("model_type", "class_name") and value not in (None, []):
-            print(f"  {name:20} {', '.join(value) if isinstance(value, list) else value}")
+        classes = architectures.get(model_type, [])
+        print(json.dumps({"model_type": model_type, "classes": classes, "tasks": of_type(model_type)}, indent=1))
+    else:
+        print_type(model_type)
 
 
 def _size(num_parameters: int) -> str:
@@ -141,17 +129,38 @@ def _print_tables(short_names: Any, architectures: dict[str, list[str]], *, list
         f"architectures{' (--all lists them)' if not list_all else ':'}",
         highlight=False,
     )
-    checked = _checked()
-    roads = ", ".join(f"{number} {road}" for road, number in checked["roads"].items())
-    console.print(
-        f"Checked beside PyTorch, token for token (transformers {checked['versions']['transformers']}): "
-        f"{checked['passed']} of {checked['checked']} pass ({roads}); torchax-serve models TYPE shows one.",
-        highlight=False,
-    )
+    _print_checked(console)
     if list_all:
-        architecture_table = Table(box=None, header_style="bold")
-        architecture_table.add_column("model_type", no_wrap=True)
-        architecture_table.add_column("classes")
-        for model_type, classes in architectures.items():
-            architecture_table.add_row(model_type, ", ".join(classes))
-        console.print(architecture_table)
+        _print_architectures(console, architectures)
+
+
+def _print_checked(console: Any) -> None:
+    """A line for each task."""
+    from torchax_serve.cli.checked import shipped_tasks
+
+    tasks = shipped_tasks()
+    versions = next(iter(tasks.values()))["versions"]
+    console.print(f"\nChecked beside PyTorch, of transformers {versions['transformers']}:", highlight=False)
+    for name, task in tasks.items():
+        roads = ", ".join(f"{number} {road}" for road, number in task.get("roads", {}).items())
+        console.print(
+            f"  {name:12} {task['title']}: {task['passed']} of {task['checked']} pass{f' ({roads})' if roads else ''}",
+            highlight=False,
+        )
+    console.print("torchax-serve models TYPE shows one type.", highlight=False)
+
+
+def _print_architectures(console: Any, architectures: dict[str, list[str]]) -> None:
+    """A row for each type, with the tasks that it has a part in."""
+    from rich.table import Table
+
+    from torchax_serve.cli.checked import types_by_task
+
+    table = Table(box=None, header_style="bold")
+    for heading in ("model_type", "tasks", "causal classes"):
+        table.add_column(heading, no_wrap=heading == "model_type")
+    tasks = types_by_task()
+    for model_type in sorted({name for types in tasks.values() for name in types}):
+        named = ", ".join(task for task, types in tasks.items() if model_type in types)
+        table.add_row(model_type, named, ", ".join(architectures.get(model_type, ())))
+    console.print(table)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import numbers
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +42,28 @@ class Batch:
     indices: list[int]
     mask: jax.Array
     fields: dict[str, Any]
+
+
+def checked_texts(texts: str | Sequence[Text]) -> list[Text]:
+    """`texts`, one or several, as a list.
+
+    Raises:
+        InvalidArgumentError: none, one without a letter, or what is neither text nor token ids.
+    """
+    asked: list[Text] = [texts] if isinstance(texts, str) else list(texts)
+    if not asked:
+        raise InvalidArgumentError("texts: expected at least one text, got none")
+    for index, text in enumerate(asked):
+        if isinstance(text, str):
+            if not text.strip():
+                raise InvalidArgumentError(f"texts[{index}]: expected some text, got an empty one; leave it out")
+        elif isinstance(text, bytes) or not isinstance(text, Iterable) or not all(_is_id(token) for token in text):
+            raise InvalidArgumentError(f"texts[{index}]: expected text or a list of token ids, got {text!r:.80}")
+    return asked
+
+
+def _is_id(token: Any) -> bool:
+    return isinstance(token, numbers.Integral) and not isinstance(token, bool)
 
 
 def rows_of(

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
-from torchax_serve.encoders.batches import Text, limit_of, rows_of, run
+from torchax_serve.encoders.batches import Text, checked_texts, limit_of, rows_of, run
 from torchax_serve.encoders.rules import POOLINGS, Dense, EmbeddingRule, rule_in
 from torchax_serve.runtime import Runtime
 
@@ -50,9 +50,7 @@ def embed(
     """
     rule = _rule(loaded, pooling)
     prompt = _prompt(rule, prompt_name)
-    asked = [texts] if isinstance(texts, str) else list(texts)
-    if not asked:
-        raise InvalidArgumentError("texts: expected at least one text, got none")
+    asked = checked_texts(texts)
     if rule.lower_case:
         asked = [text.lower() if isinstance(text, str) else text for text in asked]
     asked = [prompt + text if isinstance(text, str) else text for text in asked]

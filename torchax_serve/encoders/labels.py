@@ -10,7 +10,7 @@ import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
-from torchax_serve.encoders.batches import Row, Text, limit_of, rows_of, run
+from torchax_serve.encoders.batches import Row, Text, checked_texts, limit_of, rows_of, run
 from torchax_serve.encoders.embedding import pad_id_of
 from torchax_serve.runtime import Runtime
 
@@ -51,7 +51,7 @@ class RankedDocument:
 
 def classify(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
     """See `torchax_serve.encoders.EncoderModel.classify`."""
-    asked = _several(texts)
+    asked = checked_texts(texts)
     _require(runtime, "ForSequenceClassification", "classify", "classifies texts")
     rows = rows_of(loaded, asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
     logits = text_logits(loaded, runtime, rows)
@@ -62,7 +62,7 @@ def classify(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text],
 
 def classify_tokens(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
     """See `torchax_serve.encoders.EncoderModel.classify_tokens`."""
-    asked = _several(texts)
+    asked = checked_texts(texts)
     _require(runtime, "ForTokenClassification", "classify_tokens", "classifies tokens")
     rows = rows_of(loaded, asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
     found: list[Any] = [None] * len(rows)
@@ -110,13 +110,6 @@ def text_logits(loaded: LoadedModel, runtime: Runtime, rows: Sequence[Row]) -> n
         for number, index in enumerate(batch.indices):
             found[index] = logits[number]
     return np.stack(found)
-
-
-def _several(texts: str | Sequence[Text]) -> list[Text]:
-    asked: list[Text] = [texts] if isinstance(texts, str) else list(texts)
-    if not asked:
-        raise InvalidArgumentError("texts: expected at least one text, got none")
-    return asked
 
 
 def _require(runtime: Runtime, ending: str, name: str, what: str) -> None:

@@ -75,6 +75,8 @@ Patterns = tuple[tuple[str, int], ...]
 Rule = Callable[[dict[str, Any]], dict[str, Any]]
 _Compiled = tuple[tuple[re.Pattern[str], int], ...]
 
+DECODER_OF_TWO = "bert"
+"""The decoder of a type that is any encoder beside any decoder."""
 NUM_HEADS = 4
 GROUPED = {"num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 8}
 """Given even where the default leaves them open, so that keys are shared among heads."""
@@ -122,6 +124,19 @@ def tiny_config(
         if hasattr(config, name):
             setattr(config, name, as_decoder)
     return config
+
+
+def is_of_two(model_type: str) -> bool:
+    """Whether `model_type` is any encoder beside any decoder."""
+    return model_type in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[model_type], "from_encoder_decoder_configs")
+
+
+def config_of_two(model_type: str, encoder: PreTrainedConfig) -> PreTrainedConfig:
+    """A configuration of `model_type`, which `is_of_two`: `encoder` beside a tiny decoder."""
+    decoder = tiny_config(DECODER_OF_TWO)
+    decoder.add_cross_attention = True
+    config_class: Any = CONFIG_MAPPING[model_type]
+    return config_class.from_encoder_decoder_configs(encoder, decoder)
 
 
 @functools.cache

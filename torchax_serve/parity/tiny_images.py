@@ -16,12 +16,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from torchax_serve.images.placeholders import TOKEN_FIELDS, image_token_id
 from torchax_serve.parity.beside_text import Inputs, num_features, prompt_around
-from torchax_serve.parity.tiny_config import FIRST_MARKER, PROMPT_IDS_END, tiny_config
+from torchax_serve.parity.tiny_config import FIRST_MARKER, PROMPT_IDS_END, config_of_two, is_of_two, tiny_config
 from torchax_serve.parity.tiny_image_overrides import CONFIGS, PIXELS, TOKENS, WRAPPED
 from torchax_serve.parity.tiny_model import random_model
 
 IMAGE_SIZE = 16
 PATCH_SIZE = 4
+ENCODER_OF_TWO = "vit"
+"""The encoder of a type that is any encoder beside any decoder."""
 GRID = (1, 4, 4)
 """Patches of an image: frames, rows, columns."""
 PATTERNS: tuple[tuple[str, int], ...] = (
@@ -55,6 +57,8 @@ def image_text_class(model_type: str) -> type[PreTrainedModel]:
 
 def image_config(model_type: str) -> PreTrainedConfig:
     """A configuration for a tiny model of `model_type`, images of `IMAGE_SIZE` pixels a side."""
+    if is_of_two(model_type):
+        return config_of_two(model_type, tiny_config(ENCODER_OF_TWO, patterns=PATTERNS, as_decoder=False))
     return tiny_config(model_type, patterns=PATTERNS, rule=_shared_out, overrides=CONFIGS.get(model_type, {}))
 
 
@@ -95,7 +99,9 @@ def inputs_of(model: PreTrainedModel, model_type: str, index: int) -> Inputs:
 
 
 def _vision(config: PreTrainedConfig) -> Any:
-    return next((part for name in ("vision_config", "vit_config") if (part := getattr(config, name, None))), config)
+    return next(
+        (part for name in ("vision_config", "vit_config", "encoder") if (part := getattr(config, name, None))), config
+    )
 
 
 def _pixels(config: PreTrainedConfig, generator: torch.Generator) -> Inputs:

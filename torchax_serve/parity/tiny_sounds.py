@@ -8,19 +8,16 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.images.placeholders import audio_token_id
 from torchax_serve.parity.beside_text import Inputs, batched, num_features, prompt_around
-from torchax_serve.parity.tiny_config import FIRST_MARKER, tiny_config
+from torchax_serve.parity.tiny_config import FIRST_MARKER, config_of_two, is_of_two, tiny_config
 from torchax_serve.parity.tiny_model import random_model
 
 NUM_FRAMES = (48, 40)
 """Of the longer and the shorter sound, where any number is heard."""
 NUM_SAMPLES = (6000, 4800)
-DECODER_OF_TWO = "bert"
-"""The decoder of a type that is any encoder beside any decoder."""
 HIDDEN = 32
 
 _GROUPS_OF_FOUR = {"audio_config": {"intermediate_size": 4 * HIDDEN}}
@@ -117,12 +114,9 @@ def sound_model(
 
 
 def _config(model_type: str, encoder_type: str) -> PreTrainedConfig:
-    config_class: Any = CONFIG_MAPPING[model_type]
-    if not hasattr(config_class, "from_encoder_decoder_configs"):
-        return tiny_config(model_type, as_decoder=False, overrides=CONFIGS.get(model_type, {}))
-    decoder = tiny_config(DECODER_OF_TWO)
-    decoder.add_cross_attention = True
-    return config_class.from_encoder_decoder_configs(tiny_config(encoder_type, as_decoder=False), decoder)
+    if is_of_two(model_type):
+        return config_of_two(model_type, tiny_config(encoder_type, as_decoder=False))
+    return tiny_config(model_type, as_decoder=False, overrides=CONFIGS.get(model_type, {}))
 
 
 def sounds(model_type: str, model: PreTrainedModel) -> dict[str, Inputs]:

@@ -1,0 +1,22 @@
+"""Step 3.7 loops over the experts that are hit, which only the host could count, and clamps what they make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from model_adapters.routed_experts import routed
+
+
+def _forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    def experts(x: torch.Tensor, ends: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        hidden = self._apply_gate(torch._grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
+        return torch._grouped_mm(hidden, self.down_proj.transpose(1, 2), offs=ends)
+
+    return routed(hidden_states, top_k_index, top_k_weights, self.num_experts, experts).to(hidden_states.dtype)
+
+
+REPLACED = {"Step3p7Experts.forward": _forward}

@@ -1,0 +1,99 @@
+"""``torchax-serve embed``, with a checkpoint that the test writes, beside eager PyTorch."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from encoder_models import TEXTS, folder, tokenizer, write
+from typer.testing import CliRunner
+
+import torchax_serve
+from torchax_serve.cli.main import app
+
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def keep_this_process_as_it_is(monkeypatch):
+    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """A folder with a tiny BERT, and the mean of its hidden states of each of `TEXTS`."""
+    path = tmp_path_factory.mktemp("bert")
+    eager = folder(path, "BertModel")
+    with torch.no_grad():
+        hidden = [eager(**tokenizer()(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in TEXTS]
+    return path, torch.stack(hidden).numpy()
+
+
+def call(*arguments, **kwargs):
+    return CliRunner().invoke(app, ["embed", *map(str, arguments)], **kwargs)
+
+
+def test_texts_as_arguments_and_as_lines(bert):
+    path, expected = bert
+    done = call(path, *TEXTS, "--pooling", "mean")
+    assert done.exit_code == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert call(path, "--pooling", "mean", input="\n".join(TEXTS)).stdout == done.stdout
+
+
+def test_files_and_json(bert, tmp_path):
+    path, expected = bert
+    unit = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    done = call(path, *TEXTS, "--pooling", "mean", "--normalize", "-o", tmp_path / "found.npy")
+    assert (done.exit_code, done.stdout) == (0, "")
+    found = np.load(tmp_path / "found.npy")
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, unit, atol=1e-4)
+    printed = json.loads(call(path, TEXTS[0], "--pooling", "mean", "--json").stdout)
+    assert (printed["dim"], printed["embeddings"][0]["text"]) == (32, TEXTS[0])
+    call(path, TEXTS[0], "--pooling", "mean", "--output", tmp_path / "found.json")
+    assert json.loads((tmp_path / "found.json").read_text()) == printed
+
+
+def test_the_checkpoint_says_how(bert, tmp_path):
+    folder(tmp_path, "BertModel")
+    steps = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling"), ("2", "2_Normalize", "Normalize")]
+    modules = [{"idx": int(i), "path": p, "type": f"sentence_transformers.models.{kind}"} for i, p, kind in steps]
+    write(tmp_path / "modules.json", modules)
+    write(tmp_path / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
+    unit = bert[1] / np.linalg.norm(bert[1], axis=1, keepdims=True)
+    np.testing.assert_allclose(json.loads(call(tmp_path, TEXTS[1]).stdout), unit[1], atol=1e-4)
+    plain = json.loads(call(tmp_path, TEXTS[1], "--no-normalize").stdout)
+    np.testing.assert_allclose(plain, bert[1][1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a"], 'pass pooling, one of "mean", "cls", "last"'),
+        (["a", "--pooling", "median"], "pooling: expected one of \"mean\", .* got 'median'"),
+        (["a", "", "--pooling", "mean"], r"texts\[1\]: expected some text, got an empty one"),
+        ([" ", "--pooling", "mean"], r"texts\[0\]: expected some text, got an empty one"),
+        (["--pooling", "mean"], "TEXT: expected at least one text, got none"),
+        (["a " * 80, "--pooling", "mean"], r"texts\[0\]: expected at most 64 tokens, got 82; shorten it"),
+        (["a", "-o", "found.csv"], "--output: expected a name that ends with .npy or .json, got found.csv"),
+        (["a", "-o", "found.npy", "--json"], "--json: expected a file that ends with .json"),
+        (["a", "-o", "nowhere/found.npy"], "--output: expected a folder that is there, got nowhere"),
+    ],
+)
+def test_bad_input(bert, arguments, said):
+    done = call(bert[0], *arguments)
+    assert done.exit_code == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert re.search(said, done.stderr), done.stderr
+
+
+def test_a_generative_model_needs_a_rule():
+    done = call(Path(torchax_serve.__file__).parent / "embedded", "JAX is fast.")
+    assert done.exit_code == 2
+    assert (
+        'has no modules.json that says how its tokens become one embedding; pass pooling, one of "mean"' in done.stderr
+    )

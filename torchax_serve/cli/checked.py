@@ -1,0 +1,60 @@
+"""How a model type was checked beside PyTorch: what the package ships of each task, and a type's part of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+
+def shipped_tasks() -> dict[str, dict[str, Any]]:
+    """By task: title, versions of libraries, how many types passed and were checked, and each type's result."""
+    from torchax_serve.parity.table import all_shipped, summary
+    from torchax_serve.parity.tasks import TASKS
+
+    found = {}
+    for name, task in TASKS.items():
+        for versions, results in all_shipped(name)[:1]:
+            by_type = {model_type: dataclasses.asdict(result) for model_type, result in results.items()}
+            counts = summary(results)
+            if name != next(iter(TASKS)):
+                del counts["roads"]  # of the engine, by which causal models alone run
+            found[name] = {"title": task.title, "versions": versions, **counts, "results": by_type}
+    return found
+
+
+@functools.cache
+def types_by_task() -> dict[str, tuple[str, ...]]:
+    """Every model type of the installed transformers that a task is about, by task."""
+    from torchax_serve.parity.tasks import TASKS
+
+    return {name: tuple(task.types()) for name, task in TASKS.items()}
+
+
+def of_type(model_type: str) -> dict[str, dict[str, Any]]:
+    """What is known of `model_type` by task: its result with the cause where it did not pass, or that it is new."""
+    from torchax_serve.parity.causes import CAUSES
+    from torchax_serve.parity.result import PASSED
+
+    shipped, found = shipped_tasks(), {}
+    for task, types in types_by_task().items():
+        result = shipped.get(task, {}).get("results", {}).get(model_type)
+        if result is not None:
+            cause = None if result["status"] == PASSED else CAUSES.get(model_type, "Not looked into.")
+            found[task] = {**result, "cause": cause}
+        elif model_type in types:
+            found[task] = {"status": "not checked", "cause": "Newer than the table that comes with this package."}
+    return found
+
+
+def print_type(model_type: str) -> None:
+    """A block for each task that `model_type` has a part in."""
+    from torchax_serve.parity.tasks import TASKS
+
+    for task, result in of_type(model_type).items():
+        class_name = result.get("class_name")
+        print(f"{TASKS[task].title} ({task}){f': {class_name}' if class_name else ''}")
+        for name, value in result.items():
+            if name in ("model_type", "class_name") or value is None or value == [] or value == "":
+                continue
+            print(f"  {name:20} {', '.join(value) if isinstance(value, list) else value}")

@@ -1,0 +1,122 @@
+"""``torchax-serve embed``: embeddings of texts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.cli.options import LoadOptions, load_options
+
+ENDINGS = (".npy", ".json")
+
+
+@load_options
+def embed(
+    model: Annotated[str, typer.Argument(help="Short name, hub id or folder.")],
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(show_default=False, help="Texts; without any, the lines of standard input."),
+    ] = None,
+    pooling: Annotated[
+        str | None,
+        typer.Option(
+            "--pooling",
+            show_default=False,
+            help="How a text's tokens become one embedding: mean, cls, last, max, mean_sqrt_len or weighted_mean; "
+            "what the checkpoint's files say without it.",
+        ),
+    ] = None,
+    normalize: Annotated[
+        bool | None,
+        typer.Option(
+            "--normalize/--no-normalize", show_default=False, help="To length 1 or not; as the files say without it."
+        ),
+    ] = None,
+    prompt_name: Annotated[
+        str | None,
+        typer.Option("--prompt-name", show_default=False, help="Of the checkpoint's prompts, to stand before a text."),
+    ] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", show_default=False, help="File: NAME.npy, float32[texts, dim], or NAME.json; not stdout."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a line for each text.")] = False,
+    *,
+    load: LoadOptions,
+) -> None:
+    """Embed texts: an array of numbers for each, on a line of its own.
+
+    torchax-serve embed BAAI/bge-small-en-v1.5 "JAX is fast." "Gemma is a model."
+    """
+    _check_output(output, as_json=as_json)
+    asked = list(texts) if texts else _lines()
+    from torchax_serve.cli.loading import loaded_model
+    from torchax_serve.cli.terminal import note
+
+    with loaded_model(model, load) as served:
+        vectors = served.embed(asked, pooling=pooling, normalize=normalize, prompt_name=prompt_name, truncate=truncate)
+        name = served.name
+    if output is None:
+        _print(name, asked, vectors, as_json=as_json)
+        return
+    _write(output, name, asked, vectors)
+    note(f"{len(asked)} embeddings of {vectors.shape[1]} numbers in {output}")
+
+
+def _check_output(output: Path | None, *, as_json: bool) -> None:
+    """Raises before a model is loaded for a file that could not be written."""
+    if output is None:
+        return
+    if output.suffix not in ENDINGS:
+        raise InvalidArgumentError(f"--output: expected a name that ends with {' or '.join(ENDINGS)}, got {output}")
+    if as_json and output.suffix != ".json":
+        raise InvalidArgumentError(f"--json: expected a file that ends with .json beside it, got --output {output}")
+    if not output.parent.is_dir():
+        raise InvalidArgumentError(f"--output: expected a folder that is there, got {output.parent}; make it first")
+
+
+def _lines() -> list[str]:
+    """The lines of standard input, which has to come from a file or a pipe."""
+    lines = [] if sys.stdin.isatty() else sys.stdin.read().splitlines()
+    if not lines:
+        raise InvalidArgumentError(
+            "TEXT: expected at least one text, got none; give texts behind the model, or as lines of standard input"
+        )
+    return lines
+
+
+def _print(name: str, texts: list[str], vectors: Any, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_as_object(name, texts, vectors), ensure_ascii=False))
+        return
+    for vector in vectors.tolist():
+        print(json.dumps(vector))
+
+
+def _write(output: Path, name: str, texts: list[str], vectors: Any) -> None:
+    import numpy as np
+
+    try:
+        if output.suffix == ".npy":
+            np.save(output, vectors)
+        else:
+            output.write_text(json.dumps(_as_object(name, texts, vectors), ensure_ascii=False), encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgumentError(f"--output: {output} cannot be written ({error}); choose another file") from error
+
+
+def _as_object(name: str, texts: list[str], vectors: Any) -> dict[str, Any]:
+    rows = zip(texts, vectors.tolist(), strict=True)
+    return {
+        "model": name,
+        "dim": int(vectors.shape[1]),
+        "embeddings": [{"text": text, "embedding": vector} for text, vector in rows],
+    }
