@@ -83,8 +83,9 @@ class Runtime:
         decoder = called.get_decoder() if self.program.names.has_encoder else called
         for module in (decoder, called, self.program.module):
             embeddings = word_table(module)
-            if isinstance(embeddings, torch.nn.Embedding):
-                return embeddings.num_embeddings
+            tables = embeddings if isinstance(embeddings, torch.nn.ModuleList) else [embeddings]  # one for a codebook
+            if all(isinstance(table, torch.nn.Embedding) for table in tables):
+                return min(table.num_embeddings for table in tables)
         return int(getattr(self.text_config, "vocab_size", 2**31 - 1))  # characters, all there are
 
     @functools.cached_property
