@@ -84,8 +84,9 @@ class Runtime:
         for module in (decoder, called, self.program.module):
             embeddings = word_table(module)
             tables = embeddings if isinstance(embeddings, torch.nn.ModuleList) else [embeddings]  # one for a codebook
-            if all(isinstance(table, torch.nn.Embedding) for table in tables):
-                return min(table.num_embeddings for table in tables)
+            sizes = [table.num_embeddings for table in tables if isinstance(table, torch.nn.Embedding)]
+            if sizes:
+                return min(sizes)
         return int(getattr(self.text_config, "vocab_size", 2**31 - 1))  # characters, all there are
 
     @functools.cached_property
