@@ -110,8 +110,6 @@ class Runtime:
             return "its forward takes no cache that transformers' other models take"
         if (reason := own_cache.reason(self.program.module)) is not None:
             return reason
-        if (reason := quirks.prepends(self.program.module)) is not None:
-            return reason
         try:
             self.new_cache(16)
         except (UnsupportedModelError, AttributeError, KeyError, TypeError) as error:
