@@ -48,7 +48,7 @@ class ImplementationName(str):
 
 IMPLEMENTATION = ImplementationName("torchax_serve")
 ADDITIVE = ImplementationName("torchax_serve_additive")
-"""The same attention for code that knows no ``sdpa``: its masks are numbers to be added, as its own attention has."""
+"""The same attention for code that knows no ``sdpa``: its masks are numbers to add, as its own attention has them."""
 
 
 @dataclasses.dataclass(frozen=True)

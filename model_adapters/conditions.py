@@ -7,6 +7,8 @@ checks as ``torch._check_tensor_all``, and counts by ``embeddings[mask].numel()`
 from __future__ import annotations
 
 import contextlib
+import linecache
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 import torch
 
 from model_adapters import folding
-from model_adapters.bridge import TorchTensor, default_env, jax_view, lower, torch_view
+from model_adapters.bridge import TorchTensor, TorchView, default_env, jax_view, lower, torch_view
 from model_adapters.errors import UnsupportedModelError
 
 _STATE = threading.local()
@@ -35,6 +37,8 @@ def collected() -> Iterator[list[jax.Array]]:
 def install() -> None:
     """Puts our lowering into torchax's table."""
     lower(torch.ops.aten._is_all_true, _is_all_true)
+    for kind in (TorchTensor, TorchView):
+        kind.item = _item(kind.item)
 
 
 def _is_all_true(x: jax.Array) -> jax.Array:
@@ -45,6 +49,42 @@ def _is_all_true(x: jax.Array) -> jax.Array:
     conditions.append(jnp.all(x))
     with jax.ensure_compile_time_eval():
         return jnp.ones((), bool)
+
+
+class Asserted:
+    """A number of unknown value in an ``assert`` of model code: what it is compared with becomes a condition."""
+
+    def __init__(self, value: jax.Array) -> None:
+        self._value = value
+
+    def _compared(self, function: Any, other: Any) -> bool:
+        _STATE.conditions.append(function(self._value, other))
+        return True
+
+    def __lt__(self, other: Any) -> bool:
+        return self._compared(jnp.less, other)
+
+    def __le__(self, other: Any) -> bool:
+        return self._compared(jnp.less_equal, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self._compared(jnp.greater, other)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._compared(jnp.greater_equal, other)
+
+
+def _item(theirs: Any) -> Any:
+    """``tensor.item()``, whose value an ``assert`` alone can do without."""
+
+    def item(self: torch.Tensor) -> Any:
+        if folding.is_traced(self) and getattr(_STATE, "conditions", None) is not None:
+            caller = sys._getframe(1)
+            if linecache.getline(caller.f_code.co_filename, caller.f_lineno).lstrip().startswith("assert "):
+                return Asserted(jax_view(self))
+        return theirs(self)
+
+    return item
 
 
 class Selected(TorchTensor):  # type: ignore[misc, valid-type]

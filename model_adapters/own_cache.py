@@ -6,8 +6,14 @@ import torch
 
 TYPES = {
     "cpmant": "a prompt of embeddings stands in its cache before the text, which without a cache sees all of it",
+    "git": "its cache holds the patches of an image before the text",
+    "mllama": "its cross attention stores an image's features beside the tokens",
     "prophetnet": "distances are counted otherwise where there is a cache",
     "deepseek_v4": "blocks of tokens are counted with their padding where there is a cache, and without it otherwise",
+    **dict.fromkeys(
+        ("musicgen_decoder", "musicgen_melody_decoder"),
+        "its generation gives the last codes alone, with a cache or without, and rows are those of codebooks",
+    ),
     **dict.fromkeys(
         ("fsmt", "led"),
         "its steps mask nothing, where a cache of fixed shapes has room that must be masked",

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -99,18 +100,25 @@ class ModelProgram:
         self.needs_mask = False  # found out at the first trace of a decode step
         self.forgets = quirks.forgets(module)
         self.leans = quirks.leans(module)  # likewise, where it does not stand written
+        self.folds = False  # what is computed of known values stays known: found out where nothing else lets it trace
         self.kept_in_module: set[str] = set()  # tensors that the code has left on the module in some trace
         self.is_float32 = module.dtype == torch.float32
 
     def found_out(self) -> dict[str, Any]:
         """What tracing has shown about the model, for `recall` in a process that need not trace."""
-        return {"output_class": self.output_class, "needs_mask": self.needs_mask, "leans": self.leans}
+        return {
+            "output_class": self.output_class,
+            "needs_mask": self.needs_mask,
+            "leans": self.leans,
+            "folds": self.folds,
+        }
 
     def recall(self, facts: dict[str, Any]) -> None:
         """Takes over what `found_out` answered."""
         self.output_class = facts["output_class"]
         self.needs_mask = self.needs_mask or facts["needs_mask"]
         self.leans = self.leans or facts["leans"]
+        self.folds = self.folds or facts["folds"]
 
     def check_keeps_nothing(self) -> None:
         """Raises UnsupportedModelError if a trace has shown that the code keeps tensors on the module."""
@@ -164,12 +172,14 @@ class ModelProgram:
         inputs = dict(inputs)
         starts, last = inputs.pop("starts", None), inputs.pop("last", None)
         first_error: Exception | None = None
-        for masked, leaning in self._ways(states, starts, spec):
+        folds = (True,) if self.folds else (False, True)
+        for fold, (masked, leaning) in itertools.product(folds, self._ways(states, starts, spec)):
             given = starts if masked else None
+            before, self.folds = self.folds, fold
             try:
                 result = self._attempt(weights, states, offset, inputs, spec, given, last, leaning)
             except Exception as error:
-                first_error = first_error or error
+                first_error, self.folds = first_error or error, before
                 continue
             self.needs_mask, self.leans = self.needs_mask or (masked and not spec.padded), leaning or self.leans
             return result
@@ -234,7 +244,7 @@ class ModelProgram:
         if last is not None and keep_one:
             kwargs["logits_to_keep"] = torch_view(last[None])
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
-        with _knowing(spec.extra), conditions.collected() as met:
+        with self._knowing(spec), conditions.collected() as met:
             output = self._run(weights, {**kwargs, **rest}, self._attention(spec))
         keeps_own = dict(spec.extra).get("use_cache", False)  # transformers' cache, a field as any other
         fields = {
@@ -303,7 +313,7 @@ class ModelProgram:
         keep_last = self.accepts("logits_to_keep") and not layout.all_logits
         if keep_last:
             kwargs["logits_to_keep"] = torch_view(batch.last)
-        with divided:
+        with divided, self._knowing(CallSpec()):
             output = self._run(weights, kwargs, implementation_of(self.module))
         logits = jax_view(output["logits"])[0]
         if not keep_last and not layout.all_logits:
@@ -364,14 +374,13 @@ class ModelProgram:
                 "a compiled forward cannot"
             )
 
+    def _knowing(self, spec: CallSpec) -> contextlib.AbstractContextManager[None]:
+        """Where some arguments are known, or code needs it, what is computed of known values alone stays known."""
+        knows = self.folds or any(isinstance(value, HostValue) for _, value in spec.extra)
+        return folding.known_values() if knows else contextlib.nullcontext()
+
     def _attention(self, spec: CallSpec) -> str | None:
         return "eager" if spec.output_attentions else implementation_of(self.module)
-
-
-def _knowing(extra: tuple[tuple[str, Any], ...]) -> contextlib.AbstractContextManager[None]:
-    """Where some arguments are known, what is computed of known values alone stays known."""
-    knows = any(isinstance(value, HostValue) for _, value in extra)
-    return folding.known_values() if knows else contextlib.nullcontext()
 
 
 def _shortest_window(states: LayerStates | None) -> int:

@@ -80,7 +80,7 @@ def _shape(leaf: Any) -> Any:
 
 
 class KnownCalls:
-    """Finds how much each kind of call must know, and remembers it by the names and shapes of its arguments.
+    """Finds how much each kind of call must know, and remembers it by the names of its arguments.
 
     Args:
         text: names of arguments that are text.
@@ -107,43 +107,32 @@ class KnownCalls:
             function: to trace, for finding out.
             step: `function`, compiled.
         """
-        if set(given) - self._text - {"token_type_ids"}:
-            args, spec = self._least(given, call, function)
-            return step(self._weights, *args, spec=spec)
-        name = f"{function.__name__} text"
-        known = self._known.get(name, Known.NOTHING)
-        args, spec = call(known)
-        try:
-            return step(self._weights, *args, spec=spec)
-        except (jax.errors.JaxRuntimeError, InvalidArgumentError):
-            raise
-        except Exception as error:  # text is traced without a trial: nearly all code can do without its values
-            found = (
-                None
-                if known is Known.TEXT
-                else self._programs.remembered("known", name, lambda: self._found(call, function, Known(known + 1)))
-            )
-            if found is None or found <= known:
-                raise error
-            self._known[name] = Known(found)
-        return self.run(given, call, function, step)
-
-    def _least(
-        self, given: dict[str, Any], call: Callable[[Known], tuple[Any, Any]], function: Callable[..., Any]
-    ) -> tuple[Any, Any]:
-        """The arguments and the static part of a call that is no plain text."""
-
-        def find() -> Known:
-            found = self._found(call, function)
-            return Known.TEXT if found is None else found  # its own error is raised where it runs
-
-        described = f"{function.__name__} {described_shapes(given)}"
-        if described not in self._known:
-            self._known[described] = self._programs.remembered("known", described, find)
-        return call(self._known[described])
+        # Nearly all code can do without the values of text, and calls of one kind need alike: each is tried as such.
+        is_text = not set(given) - self._text - {"token_type_ids"}
+        kind = f"{function.__name__} {'text' if is_text else sorted(given)}"
+        guess = self._known.get(kind, Known.NOTHING if is_text else None)
+        first: Exception | None = None
+        if guess is not None:
+            args, spec = call(guess)
+            try:
+                return step(self._weights, *args, spec=spec)
+            except (jax.errors.JaxRuntimeError, InvalidArgumentError):
+                raise
+            except Exception as error:  # whatever model code raises for want of values
+                if guess is Known.TEXT:
+                    raise
+                first = error
+        least = Known.NOTHING if guess is None else Known(guess + 1)
+        described = f"{function.__name__} from {least.name} {described_shapes(given)}"
+        found = self._programs.remembered("known", described, lambda: self._found(call, function, least))
+        if found is None and first is not None:
+            raise first
+        self._known[kind] = Known.TEXT if found is None else found  # its own error is raised where it runs
+        args, spec = call(self._known[kind])
+        return step(self._weights, *args, spec=spec)
 
     def _found(
-        self, call: Callable[[Known], tuple[Any, Any]], function: Callable[..., Any], least: Known = Known.NOTHING
+        self, call: Callable[[Known], tuple[Any, Any]], function: Callable[..., Any], least: Known
     ) -> Known | None:
         """The first from `least` on that `function` can be traced with; None where there is none."""
         for known in list(Known)[least:]:

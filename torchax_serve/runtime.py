@@ -83,8 +83,10 @@ class Runtime:
         decoder = called.get_decoder() if self.program.names.has_encoder else called
         for module in (decoder, called, self.program.module):
             embeddings = word_table(module)
-            if isinstance(embeddings, torch.nn.Embedding):
-                return embeddings.num_embeddings
+            tables = embeddings if isinstance(embeddings, torch.nn.ModuleList) else [embeddings]  # one for a codebook
+            sizes = [table.num_embeddings for table in tables if isinstance(table, torch.nn.Embedding)]
+            if sizes:
+                return min(sizes)
         return int(getattr(self.text_config, "vocab_size", 2**31 - 1))  # characters, all there are
 
     @functools.cached_property
@@ -107,8 +109,6 @@ class Runtime:
         if self.program.cache_name is None or (self.config.is_encoder_decoder and not self.program.names.has_encoder):
             return "its forward takes no cache that transformers' other models take"
         if (reason := own_cache.reason(self.program.module)) is not None:
-            return reason
-        if (reason := quirks.prepends(self.program.module)) is not None:
             return reason
         try:
             self.new_cache(16)

@@ -6,7 +6,6 @@ A quirk is a module named after the folder of transformers' modeling code that i
   are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
 * ``LEANS = True``: the code counts from the end of the keys, so the cache must lean (`model_adapters.cache_layers`).
 * ``FORGETS = True``: its masks show all tokens, and what its cache has kept of them decides what is seen.
-* ``PREPENDS``: why no cache can be had here, where the code stores more than the tokens.
 * ``UNREAD``: arguments that the forward takes and never reads, so that their shapes need not be compiled for.
 """
 
@@ -48,11 +47,6 @@ def leans(module: torch.nn.Module) -> bool:
 def forgets(module: torch.nn.Module) -> bool:
     """Whether a quirk says that what the cache of `module` has forgotten is not masked otherwise."""
     return bool(getattr(_module(_architecture(module)), "FORGETS", False))
-
-
-def prepends(module: torch.nn.Module) -> str | None:
-    """Why `module` runs without a cache, where a quirk says so."""
-    return getattr(_module(_architecture(module)), "PREPENDS", None)
 
 
 def unread(module: torch.nn.Module) -> frozenset[str]:

@@ -20,7 +20,15 @@ from model_adapters.ops import registry
 from torchax_serve.engine.build import EngineOptions
 from torchax_serve.model import ServedModel, serve
 from torchax_serve.parity.result import PASSED, Result, said
-from torchax_serve.parity.tiny_model import NUM_NEW, Expected, causal_class, clearest_model, padded_batch, prompts
+from torchax_serve.parity.tiny_model import (
+    NUM_NEW,
+    Expected,
+    causal_class,
+    clearest_model,
+    padded_batch,
+    prompts,
+    rows_of,
+)
 from torchax_serve.runtime import Runtime
 
 TOLERANCE = 1e-4
@@ -72,7 +80,7 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
         if expected.padded is not None:
             padded = tried("padded", _generate, served, *padded_batch(), expected.options)
             padded_same = padded is not None and torch.equal(padded, expected.padded)
-        first = prompts()[0]
+        first = rows_of(model, prompts()[0])
         alone = tried("alone", _generate, served, first, torch.ones_like(first), expected.options)
         alone_same = alone is not None and torch.equal(alone, expected.alone[0])
         try:
@@ -105,13 +113,13 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
 
 def _logits(served: ServedModel) -> torch.Tensor:
     model: Any = served.torch_model
-    return model(input_ids=prompts()[0]).logits
+    return model(input_ids=rows_of(model, prompts()[0])).logits
 
 
 def _generate(served: ServedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     model: Any = served.torch_model
     tokens = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, **options)
-    return tokens[:, ids.shape[1] :]
+    return tokens[..., -NUM_NEW:]
 
 
 def _road(served: ServedModel) -> tuple[str, str | None]:

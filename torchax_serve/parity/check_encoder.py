@@ -43,7 +43,8 @@ def check_classifier(model_type: str) -> Result:
 
 def texts(config: PreTrainedConfig) -> list[list[int]]:
     """Token ids of three texts of different lengths; before a decoder, with the end that its classifier looks for."""
-    first, second = (ids[0].tolist() for ids in prompts())
+    # Each token once: some code chooses by what is computed of a token alone, and the order of equals is nobody's.
+    first, second = (list(dict.fromkeys(ids[0].tolist())) for ids in prompts())
     end = [config.eos_token_id] if config.is_encoder_decoder and isinstance(config.eos_token_id, int) else []
     return [[*ids, *end] for ids in (first, second, first[3:8])]
 
@@ -99,6 +100,8 @@ def _model(
         config = tiny_config(model_type, as_decoder=False)
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = SPECIAL_IDS["decoder_start"]
+        if model_class.__name__.endswith("EncoderModel"):
+            config.is_encoder_decoder = False
         model = random_model(model_class, config, seed)
         try:
             expected = [output(copy.deepcopy(model), torch.tensor([ids])) for ids in texts(model.config)]

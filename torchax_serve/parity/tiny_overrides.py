@@ -77,13 +77,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
         "index_topk": 2,
         "hc_mult": 2,
-        "hc_sinkhorn_iters": 3,  # unrolled, two hundred operations each
+        "hc_sinkhorn_iters": 2,  # each is unrolled, in every layer twice
         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
         "mlp_layer_types": ["hash_moe", "moe", "moe"],
         "num_hidden_layers": 3,
     },
     "mobilebert": {"normalization_type": "layer_norm"},  # without a norm, random layers grow without end
-    "esm": {"vocab_size": 128},
+    "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 4},
+    "esmc": {"num_key_value_heads": 4},
+    "neomme": {"head_dim": 16},
+    "lilt": {"hidden_size": 48},  # a sixth of it for each side of a box
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
     "xmod": {"default_language": "en_XX"},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "chunk_size": 16},
 }
