@@ -7,6 +7,9 @@ import threading
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from torchax_serve import (
     EngineOptions,
@@ -135,6 +138,32 @@ def test_served_requests_run_on_the_engine(served):
     assert served.stats().num_steps > before
     assert "there is an encoder beside the decoder" in served.engine.description
     assert "for the states of requests" in served.engine.description
+
+
+def word_tokenizer():
+    words = {"[pad]": 0, "[end]": 2} | {f"w{index}": index for index in range(VOCAB_SIZE) if index not in (0, 2)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[pad]", eos_token="[end]")
+
+
+def test_texts_go_to_the_encoder_and_come_from_the_decoder(tmp_path):
+    tiny("t5").save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    ids = sources()[:3]
+    params = SamplingParams(max_new_tokens=NEW)
+    expected = alone("t5", ids)
+    with serve(tmp_path, engine=OPTIONS) as model:
+        completions = model.generate_batch([" ".join(f"w{token}" for token in source) for source in ids], params)
+        assert [completion.token_ids for completion in completions] == expected
+        assert [completion.text for completion in completions] == [
+            word_tokenizer().decode(row, skip_special_tokens=True) for row in expected
+        ]
+        assert [completion.prompt_len for completion in completions] == [len(source) for source in ids]
+        assert "".join(model.stream(ids[1], params)) == completions[1].text
+        assert model.stats().num_steps > 0
+        with pytest.raises(InvalidArgumentError, match="expected token ids from 0 to 96"):
+            model.stream([VOCAB_SIZE], params)
 
 
 def test_options_hold_for_the_decoders_tokens(served):

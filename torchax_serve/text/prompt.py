@@ -140,10 +140,14 @@ def need_tokenizer(model: TextModel) -> Any:
 
 def position_limit(model: TextModel, *, of_encoder: bool = False) -> int | None:
     """How many tokens, prompt and answer together, `model` can hold, or its encoder; None where nothing limits them."""
-    text_config = model.config.get_text_config(**{"encoder" if of_encoder else "decoder": True})
+    text_config = _text_config(model, of_encoder=of_encoder)
     limits = [getattr(model, "max_len", None)]
     limits += [getattr(text_config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+
+
+def _text_config(model: TextModel, *, of_encoder: bool) -> Any:
+    return model.config.get_text_config(encoder=True) if of_encoder else model.config.get_text_config(decoder=True)
 
 
 def _checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> tuple[int, ...]:
@@ -156,7 +160,7 @@ def _checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> tuple[int, ...]
         raise InvalidArgumentError(f"prompt: expected token ids (whole numbers), got {wrong!r} among them")
     ids = tuple(int(token_id) for token_id in prompt_ids)
     has_encoder = getattr(model.config, "is_encoder_decoder", False)
-    vocab_size = getattr(model.config.get_text_config(decoder=not has_encoder), "vocab_size", None)
+    vocab_size = getattr(_text_config(model, of_encoder=has_encoder), "vocab_size", None)
     beyond = next((i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size)), None)
     if beyond is not None:
         expected = "at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
