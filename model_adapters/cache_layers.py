@@ -153,6 +153,7 @@ class IndexedLayer(AttentionLayer):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
+        self.num_indexed = 0  # tokens whose index keys were stored in this forward, behind others
         self.index_pool: Any = None  # [batch, 1, capacity, index_dim]
         self.position_pool: Any = None  # int32[batch, 1, capacity, axes]
 
@@ -160,8 +161,14 @@ class IndexedLayer(AttentionLayer):
         """Stores an indexer's new keys [batch, num_new, dim]; returns all there are, as `update` does."""
         new = jax_view(indexer_key_states)[:, None]
         is_first = self.index_pool is None
+        self.num_indexed = 0 if is_first else new.shape[2]
         self.index_pool = self._stored(self.index_pool, new)
         return indexer_key_states if is_first else torch_view(self._leaning(jax_view(self.index_pool))[:, 0])
+
+    def get_seq_length(self) -> Any:
+        """Tokens stored so far, those of this forward among them once their index keys are, as transformers counts."""
+        length = super().get_seq_length()
+        return length + self.num_indexed if self.num_indexed and self.lean_len is None else length
 
     def _stored(self, before: Any, new: jax.Array) -> torch.Tensor:
         """A pool [batch, 1, capacity, width] with `new` [batch, 1, num_new, width] at the offset."""

@@ -86,6 +86,8 @@ class TraceCache(Cache):
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
                 layer.offset, layer.lean_len, layer.first_len, layer.has_counted = None, None, None, False
+            if isinstance(layer, IndexedLayer):
+                layer.num_indexed = 0
         return tuple(self.layers)
 
     @property

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading import has_own_generate
-from torchax_serve.decode_loop import DecodeLoop, LoopRequest, why_not_fast
+from torchax_serve.decode_loop import DecodeLoop, LoopRequest, Start, start_of
 
 
 def tokens_alone(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None) -> Iterator[int]:
@@ -37,8 +37,9 @@ def tokens_alone(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], se
         yield from _tokens_of_own_generate(model, input_ids, kwargs, seed)
         return
     request = model.generate(input_ids, custom_generate=_as_request, **kwargs)
-    if isinstance(request, LoopRequest) and why_not_fast(model._jax_runtime, request) is None:
-        for token in DecodeLoop(model._jax_runtime, request, seed).tokens():
+    start = start_of(model._jax_runtime, request) if isinstance(request, LoopRequest) else None
+    if isinstance(start, Start):
+        for token in DecodeLoop(model._jax_runtime, request, start, seed).tokens():
             yield int(token[0])
     else:
         yield from _tokens_of_plain_loop(model, input_ids, kwargs, seed)

@@ -52,31 +52,42 @@ class Choice(NamedTuple):
     scores: jax.Array | None  # float32[batch, vocab], after the logits processors, if they are kept
 
 
-def why_not_fast(runtime: Runtime, request: LoopRequest) -> str | None:
-    """The first reason why `request` needs transformers' own loop; None if it can take the fast road."""
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What the fast loop begins a request with.
+
+    Attributes:
+        prepared: arguments of the forwards of a request that has more than text; None for text.
+        encoder: an encoder's output, where the model has one.
+    """
+
+    prepared: PreparedSteps | None
+    encoder: EncoderOutput | None
+
+
+def start_of(runtime: Runtime, request: LoopRequest) -> Start | str:
+    """What `request` begins with on the fast road, or the first reason why it needs transformers' own loop."""
     kwargs, config = request.model_kwargs, request.config
     names = runtime.program.names
     cache = kwargs.get(runtime.program.cache_name or "")
     if not isinstance(cache, DeviceCache) or cache.length:
         return "the cache is not a fresh one of this model"
-    if isinstance(prepared := _prepared(runtime, request), str):
-        return prepared
     if config.output_attentions or config.output_hidden_states:
         return "attentions or hidden states are returned"
     if config.prefill_chunk_size is not None or config.is_assistant:
         return "the prompt is prefilled in chunks, or this is an assistant"
-    if names.has_encoder and _encoder_output(runtime, kwargs) is None:
-        return "the encoder's output is no array"
     if Padding.of(kwargs.get(names.mask), request.input_ids.shape[1]).mask is not None:
         return "the attention mask is more than padding on the left"
     if custom := getattr(config, CUSTOM, None):
         return f"{custom} is given"
-    options = sampling.unsupported_by_fast_path(config, HONOURED_OPTIONS)
-    return f"{', '.join(options)} is set" if options else None
-
-
-def _encoder_output(runtime: Runtime, kwargs: dict[str, Any]) -> EncoderOutput | None:
-    return EncoderOutput.of(kwargs, is_masked=runtime.masks_encoder)
+    if options := sampling.unsupported_by_fast_path(config, HONOURED_OPTIONS):
+        return f"{', '.join(options)} is set"
+    if isinstance(prepared := _prepared(runtime, request), str):
+        return prepared
+    encoder = EncoderOutput.of(kwargs, is_masked=runtime.masks_encoder) if names.has_encoder else None
+    if names.has_encoder and encoder is None:
+        return "the encoder's output is no array"
+    return Start(prepared, encoder)
 
 
 def _prepared(runtime: Runtime, request: LoopRequest) -> PreparedSteps | str | None:
@@ -111,9 +122,9 @@ class DecodeLoop:
     newest: jax.Array  # int32[batch]
     last_logits: jax.Array  # float32[batch, vocab]
 
-    def __init__(self, runtime: Runtime, request: LoopRequest, seed: int | None = None) -> None:
+    def __init__(self, runtime: Runtime, request: LoopRequest, start: Start, seed: int | None = None) -> None:
         self.runtime, self.request, self.config = runtime, request, request.config
-        self.seed = seed
+        self.start, self.seed = start, seed
         self.batch, self.prompt_len = request.input_ids.shape
         assert runtime.program.cache_name is not None
         self.cache: DeviceCache = request.model_kwargs[runtime.program.cache_name]
@@ -191,8 +202,7 @@ class DecodeLoop:
         mask = request.model_kwargs.get(names.mask)
         starts = Padding.of(mask, self.prompt_len).starts
         self.cache.reserve(bucket(self.max_length))
-        prepared = _prepared(runtime, request)
-        assert not isinstance(prepared, str)
+        prepared = self.start.prepared
         positions = request.model_kwargs.get(names.positions)
         if positions is None:
             positions = torch.arange(self.prompt_len)[None]
@@ -214,11 +224,9 @@ class DecodeLoop:
         if starts is not None:
             given[names.mask] = mask
         self.context: dict[str, Any] = {}
-        if names.has_encoder:
-            given |= {name: request.model_kwargs.get(name) for name in CONTEXT}
-            output = _encoder_output(runtime, request.model_kwargs)
-            assert output is not None
-            self.context = dict(output.arguments)
+        if self.start.encoder is not None:
+            given[CONTEXT[0]] = self.start.encoder
+            self.context = dict(self.start.encoder.arguments)
         self.last_logits = of_last_position(runtime.forward_arrays(given, CallSpec(), self.cache)["logits"])
         self.plan = SamplingPlan.build(self.config, prompt_len=self.prompt_len, vocab_size=self.last_logits.shape[-1])
         seed = self.seed

@@ -28,7 +28,7 @@ from model_adapters.bridge import extract_jax, is_traced
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec
-from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, why_not_fast
+from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
 from torchax_serve.encoder_road import EncoderOnJax
 from torchax_serve.images.encoding import compiled_encoders
 from torchax_serve.images.placeholders import check_has_media
@@ -181,8 +181,8 @@ class JaxModel:
         for name in [name for name, value in model_kwargs.items() if isinstance(value, dict) and not value]:
             del model_kwargs[name]  # such as what no image's encoder has put out
         request = LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
-        if why_not_fast(runtime, request) is None:
-            return DecodeLoop(runtime, request).run()
+        if isinstance(start := start_of(runtime, request), Start):
+            return DecodeLoop(runtime, request, start).run()
         output = super()._sample(  # type: ignore[misc]
             input_ids,
             logits_processor,

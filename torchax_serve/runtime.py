@@ -338,7 +338,9 @@ class Runtime:
 
     def _context(self, given: dict[str, Any], cache: DeviceCache) -> dict[str, Any]:
         """Takes an encoder's output and its mask out of `given`, padded; the cache learns their length."""
-        output = EncoderOutput.of(given, is_masked=self.masks_encoder)
+        output = given.get(CONTEXT[0])
+        if not isinstance(output, EncoderOutput):
+            output = EncoderOutput.of(given, is_masked=self.masks_encoder)
         if output is None:
             return {}
         cache.encoder_len = output.length

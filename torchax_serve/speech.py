@@ -132,7 +132,14 @@ class SpeechModel(ServedModel):
         options: dict[str, Any] = {"sampling_rate": sampling_rate, "return_tensors": "pt"}
         further: dict[str, Any] = {}
         chunk_len = getattr(extractor, "n_samples", None)  # of Whisper, which would cut off what is longer
-        if chunk_len is not None and max(array.size for array in arrays) > chunk_len:
+        longest = max(array.size for array in arrays)
+        if chunk_len is not None and longest > chunk_len:
+            if getattr(self.generation_config, "no_timestamps_token_id", None) is None:
+                raise InvalidArgumentError(
+                    f"audio: expected at most {chunk_len / sampling_rate:g} s of sound for {self.name}, whose "
+                    "generation_config.json names no no_timestamps_token_id to go on behind it, got "
+                    f"{longest / sampling_rate:g} s; cut it into pieces"
+                )
             options |= {"truncation": False, "padding": "longest", "return_attention_mask": True}
             further = {"return_timestamps": True}  # by which transformers finds where the next piece begins
         elif chunk_len is None:

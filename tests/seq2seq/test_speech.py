@@ -45,9 +45,10 @@ def whisper(tmp_path_factory):
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.3)
-    model.generation_config.update(
-        pad_token_id=0, is_multilingual=False, no_timestamps_token_id=55, suppress_tokens=None, max_length=40
-    )
+    model.generation_config.update(pad_token_id=0, suppress_tokens=None, max_length=40)
+    model.generation_config.is_multilingual = False
+    model.generation_config.no_timestamps_token_id = 55
+    model.generation_config._from_model_config = False  # else transformers does not read these two again
     model.save_pretrained(path)
     transformers.WhisperFeatureExtractor(chunk_length=2, sampling_rate=RATE).save_pretrained(path)
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(60)}, unk_token="w3"))
@@ -76,6 +77,23 @@ def test_transcripts_are_those_of_transformers(whisper):
         assert served.transcribe(sounds[0], sampling_rate=RATE, max_new_tokens=10) == expected[0]
 
 
+def test_long_sounds_are_heard_in_windows_as_by_transformers(whisper):
+    path, eager = whisper
+    long = sound(4.6, 2)  # more than two windows of two seconds
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(path)
+    options = {"truncation": False, "padding": "longest", "return_attention_mask": True}
+    features = extractor(long, sampling_rate=RATE, return_tensors="pt", **options)
+    assert features.input_features.shape[-1] > 400
+    asked = {"return_timestamps": True, "max_new_tokens": 6, "do_sample": False}
+    tokens = eager.generate(**features, **asked)
+    expected = transformers.AutoTokenizer.from_pretrained(path).batch_decode(tokens, skip_special_tokens=True)[0]
+    first = eager.generate(input_features=features.input_features[..., :200], **asked)
+    assert tokens.shape[1] > first.shape[1]  # there is more than the first window
+    with serve(path) as served:
+        assert torch.equal(served.generate(**features, **asked), tokens)
+        assert served.transcribe(long, sampling_rate=RATE, max_new_tokens=6, do_sample=False) == expected.strip()
+
+
 def test_bad_input(whisper):
     path, _ = whisper
     with serve(path) as served:
@@ -95,6 +113,16 @@ def test_bad_input(whisper):
             served.transcribe("speech.wav", sampling_rate=RATE)
         with pytest.raises(InvalidArgumentError, match=r"input_features: expected an input .* \[1, 80, 0\]"):
             served.torch_model.get_encoder()(torch.zeros(1, 80, 0))
+
+
+def test_long_sounds_need_a_checkpoint_with_timestamps(whisper):
+    path, _ = whisper
+    with serve(path) as served:
+        del served.generation_config.no_timestamps_token_id
+        with pytest.raises(
+            InvalidArgumentError, match=r"expected at most 2 s of sound .* got 4.6 s; cut it into pieces"
+        ):
+            served.transcribe(sound(4.6), sampling_rate=RATE)
 
 
 def test_a_folder_without_a_feature_extractor(whisper, tmp_path):

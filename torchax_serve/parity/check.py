@@ -19,7 +19,7 @@ from model_adapters.errors import UnsupportedModelError
 from model_adapters.ops import registry
 from torchax_serve.engine.build import EngineOptions
 from torchax_serve.model import ServedModel, serve
-from torchax_serve.parity.result import PASSED, Result, said
+from torchax_serve.parity.result import PASSED, Result, Trials, said
 from torchax_serve.parity.tiny_model import (
     NUM_NEW,
     Expected,
@@ -45,31 +45,28 @@ def check(model_type: str) -> Result:
             model, expected = clearest_model(model_type)
         except UnsupportedModelError as error:
             return dataclasses.replace(result, status="impossible", error=str(error))
-        result = dataclasses.replace(
-            result,
-            class_name=type(model).__name__,
-            smallest_gap=round(expected.smallest_gap, 6),
-            num_distinct=expected.num_distinct,
-            notes=list(expected.notes),
-            has_tp_plan=bool(getattr(model.config.get_text_config(), "base_model_tp_plan", None)),
-        )
-        result = _compared(result, model, expected)
+        result = _compared(described(result, model, expected), model, expected)
     used = sorted({f"{op} ({name})" for op, name in kernels if name != registry.REFERENCE})
     return dataclasses.replace(
         result, kernels=used, compile_s=round(sum(seconds), 2), total_s=round(time.monotonic() - began, 2)
     )
 
 
+def described(result: Result, model: PreTrainedModel, expected: Expected) -> Result:
+    """The result with what is known before anything is served."""
+    return dataclasses.replace(
+        result,
+        class_name=type(model).__name__,
+        smallest_gap=round(expected.smallest_gap, 6),
+        num_distinct=expected.num_distinct,
+        notes=list(expected.notes),
+        has_tp_plan=bool(getattr(model.config.get_text_config(), "base_model_tp_plan", None)),
+    )
+
+
 def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Result:
     """The result with what serving `model` gave."""
-    errors: list[str] = []
-
-    def tried(name: str, function: Any, *args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception as error:
-            errors.append(f"{name}: {said(error)}")
-            return None
+    tried = Trials()
 
     with serve(model, engine=ENGINE) as served:
         runtime: Runtime = served.torch_model._jax_runtime
@@ -87,7 +84,7 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
             road, reason = _road(served)
         except Exception as error:
             road, reason = "generate", said(error)
-            errors.append(f"engine: {said(error)}")
+            tried.errors.append(f"engine: {said(error)}")
         engine_same = None
         if road != "generate":
             together = tried("engine", _together, served)
@@ -96,8 +93,8 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
             )
     parts = [padded_same, alone_same, engine_same]
     if not expected.prompts_differ:
-        errors.append("harness: the prompts have one answer")
-    passed = difference is not None and difference <= TOLERANCE and False not in parts and not errors
+        tried.errors.append("harness: the prompts have one answer")
+    passed = difference is not None and difference <= TOLERANCE and False not in parts and not tried.errors
     return dataclasses.replace(
         result,
         status=PASSED if passed else "failed",
@@ -107,7 +104,7 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
         padded_equal=padded_same,
         alone_equal=alone_same,
         engine_equal=engine_same,
-        error="; ".join(errors) or None,
+        error="; ".join(tried.errors) or None,
     )
 
 

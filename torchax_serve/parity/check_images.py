@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.model import ServedModel, serve
 from torchax_serve.parity.beside_text import Inputs, batched
-from torchax_serve.parity.check import TOLERANCE, cache_kinds, compile_seconds
-from torchax_serve.parity.result import PASSED, Result, said
+from torchax_serve.parity.check import TOLERANCE, cache_kinds, compile_seconds, described
+from torchax_serve.parity.result import PASSED, Result, Trials, said
 from torchax_serve.parity.tiny_images import image_model, image_text_class, inputs_of
 from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy
 
@@ -36,15 +36,7 @@ def check(model_type: str) -> Result:
             )
         except UnsupportedModelError as error:
             return dataclasses.replace(result, status="impossible", error=str(error))
-        result = dataclasses.replace(
-            result,
-            class_name=type(model).__name__,
-            smallest_gap=round(expected.smallest_gap, 6),
-            num_distinct=expected.num_distinct,
-            notes=list(expected.notes),
-            has_tp_plan=bool(getattr(model.config.get_text_config(), "base_model_tp_plan", None)),
-        )
-        result = _compared(result, model, expected, model_type)
+        result = _compared(described(result, model, expected), model, expected, model_type)
     return dataclasses.replace(result, compile_s=round(sum(seconds), 2), total_s=round(time.monotonic() - began, 2))
 
 
@@ -83,15 +75,8 @@ def _forward(model: Any, inputs: Inputs) -> torch.Tensor:
 
 def _compared(result: Result, model: PreTrainedModel, expected: Expected, model_type: str) -> Result:
     """The result with what serving `model` gave."""
-    errors: list[str] = []
+    tried = Trials()
     inputs = [inputs_of(model, model_type, index) for index in range(2)]
-
-    def tried(name: str, function: Any, *args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception as error:
-            errors.append(f"{name}: {said(error)}")
-            return None
 
     with serve(model) as served:
         kinds = cache_kinds(served.torch_model._jax_runtime)
@@ -107,17 +92,17 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected, model_
             padded_same = padded is not None and torch.equal(padded, expected.padded)
         road = "fast" if served.torch_model._jax_runtime.steps.num_traces["decode"] else "plain"
     if not expected.prompts_differ:
-        errors.append("harness: the prompts have one answer")
+        tried.errors.append("harness: the prompts have one answer")
     passed = difference is not None and difference <= TOLERANCE and alone_same and padded_same is not False
     return dataclasses.replace(
         result,
-        status=PASSED if passed and not errors else "failed",
+        status=PASSED if passed and not tried.errors else "failed",
         road=road,
         cache_kinds=kinds,
         forward_difference=difference,
         padded_equal=padded_same,
         alone_equal=alone_same,
-        error="; ".join(errors) or None,
+        error="; ".join(tried.errors) or None,
     )
 
 

@@ -17,8 +17,8 @@ from transformers.models.auto import modeling_auto
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.model import serve
 from torchax_serve.parity.beside_text import Inputs
-from torchax_serve.parity.check import TOLERANCE, cache_kinds
-from torchax_serve.parity.result import PASSED, Result, said
+from torchax_serve.parity.check import TOLERANCE, cache_kinds, described
+from torchax_serve.parity.result import PASSED, Result, Trials, said
 from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts
 from torchax_serve.parity.tiny_sounds import hears, sound_model, sounds
 from torchax_serve.runtime import Runtime
@@ -53,13 +53,7 @@ def checked(
         inputs = inputs_of(model)
     except UnsupportedModelError as error:
         return dataclasses.replace(result, status="impossible", error=str(error))
-    result = dataclasses.replace(
-        result,
-        smallest_gap=round(expected.smallest_gap, 6),
-        num_distinct=expected.num_distinct,
-        notes=list(expected.notes),
-    )
-    result = compared(result, model, inputs, expected)
+    result = compared(described(result, model, expected), model, inputs, expected)
     return dataclasses.replace(result, total_s=round(time.monotonic() - began, 2))
 
 
@@ -120,18 +114,11 @@ def forward(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 def compared(result: Result, model: PreTrainedModel, inputs: Three, expected: Expected) -> Result:
     """The result with what serving `model` gave."""
-    errors: list[str] = []
+    tried = Trials()
     wanted = {"first": expected.alone[0], "second": expected.alone[1], "padded": expected.padded}
     with serve(model) as served:
         ours: Any = served.torch_model
         runtime: Runtime = ours._jax_runtime
-
-        def tried(name: str, function: Any, *args: Any) -> Any:
-            try:
-                return function(*args)
-            except Exception as error:
-                errors.append(f"{name}: {said(error)}")
-                return None
 
         logits = tried("forward", forward, ours, inputs["first"])
         difference = None if logits is None else float((logits - expected.logits).abs().max())
@@ -144,8 +131,8 @@ def compared(result: Result, model: PreTrainedModel, inputs: Three, expected: Ex
         reason = runtime.why_no_cache or (None if road == "fast" else "options that its configuration sets")
         kinds = cache_kinds(runtime)
     if not expected.prompts_differ:
-        errors.append("harness: the inputs have one answer")
-    passed = difference is not None and difference <= TOLERANCE and all(same.values()) and not errors
+        tried.errors.append("harness: the inputs have one answer")
+    passed = difference is not None and difference <= TOLERANCE and all(same.values()) and not tried.errors
     return dataclasses.replace(
         result,
         status=PASSED if passed else "failed",
@@ -155,7 +142,7 @@ def compared(result: Result, model: PreTrainedModel, inputs: Three, expected: Ex
         padded_equal=same["padded"],
         alone_equal=same["first"] and same["second"],
         cache_kinds=kinds,
-        error="; ".join(errors) or None,
+        error="; ".join(tried.errors) or None,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
+from typing import Any
 
 PASSED = "passed"
 
@@ -12,6 +14,25 @@ def said(error: Exception) -> str:
     """An error in one line, without the folders of this machine."""
     text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:300]}"
+
+
+class Trials:
+    """Calls of which each may fail; what went wrong is kept.
+
+    Attributes:
+        errors: in one line each, with the name of the call.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def __call__(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """What `function` gives; None where it raises."""
+        try:
+            return function(*args)
+        except Exception as error:
+            self.errors.append(f"{name}: {said(error)}")
+            return None
 
 
 @dataclasses.dataclass(frozen=True)
