@@ -4,16 +4,18 @@ python benchmarks/parity.py                 # the types that have no result yet
 python benchmarks/parity.py --again         # all of them
 python benchmarks/parity.py --again llama   # one of them
 python benchmarks/parity.py --task seq2seq  # another mapping than that of causal models
-python benchmarks/parity.py --third 1       # every third of them; exits with 1 if one ends otherwise than in the table
+python benchmarks/parity.py --third         # every third of them; exits with 1 if one ends otherwise than in the table
+python benchmarks/parity.py --third --since main  # and those that the changes since then name
 """
 
 import argparse
 import importlib.metadata
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from torchax_serve.parity import sweep, table
+from torchax_serve.parity import sweep, table, touched
 from torchax_serve.parity.tasks import CAUSAL, TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,12 +28,24 @@ def main():
     parser.add_argument("--task", choices=TASKS, default=CAUSAL, help="what is checked")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--failed", action="store_true", help="also those that did not pass")
-    parser.add_argument("--third", type=int, choices=(1, 2, 3), help="check a third against the table, write nothing")
+    parser.add_argument(
+        "--third",
+        type=int,
+        choices=(1, 2, 3),
+        nargs="?",
+        const=1,
+        help="check a third against the table, the first if none is named; write nothing",
+    )
+    parser.add_argument("--since", metavar="COMMIT", help="with --third, also the types that changes since COMMIT name")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     arguments = parser.parse_args()
     types = arguments.types or TASKS[arguments.task].types()
+    if arguments.since is not None and arguments.third is None:
+        parser.error("--since: expected together with --third, got it alone; add --third")
     if arguments.third is not None:
-        sys.exit(check_third(types[arguments.third - 1 :: 3], arguments.task, arguments.workers))
+        chosen = types[arguments.third - 1 :: 3]
+        chosen += [name for name in changed_types(arguments.since, types) if name not in chosen]
+        sys.exit(check_third(chosen, arguments.task, arguments.workers))
     folder = ROOT / "torchax_serve" / "parity" / "results" / ("" if arguments.task == CAUSAL else arguments.task)
     folder.mkdir(exist_ok=True)
     path = folder / f"transformers-{VERSIONS['transformers']}.json"
@@ -52,6 +66,18 @@ def main():
     passed = sum(result.status == "passed" for result in results.values())
     print(f"{passed} of {len(results)} pass, {time.monotonic() - began:.0f} s")
     (ROOT / "docs" / "models.md").write_text(table.document())
+
+
+def changed_types(since, types):
+    """Types that the changes since a commit name, in the code that serves and checks them."""
+    if since is None:
+        return []
+    folders = ("model_adapters", "torchax_serve/parity/*.py")
+    command = ["git", "diff", "-U0", since, "--", *folders]
+    diff = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if diff.returncode:
+        sys.exit(f"--since: expected a commit, got {since!r}: {diff.stderr.strip().splitlines()[0]}")
+    return touched.named_in(diff.stdout, types)
 
 
 def say(result, began):

@@ -255,8 +255,13 @@ class Runtime:
         return self.forward_knowing(given, call)
 
     def forward_knowing(self, given: dict[str, Any], call: Callable[[Known], Call]) -> dict[str, Any]:
-        """A forward without a cache; `call` gives the arguments for what must be known of `given`."""
+        """A forward without a cache; `call` gives the arguments for what must be known of `given`.
+
+        Raises:
+            InvalidArgumentError: values that the model's code has checked are not as it needs them.
+        """
         fields, _ = self._known.run(given, call, self.program.forward, self.steps.forward)
+        self._check(fields.pop(CONDITIONS, None), given)
         return fields
 
     def _forward_padded(

@@ -55,6 +55,25 @@ def test_in_place_on_known_values_is_done_once():
     np.testing.assert_array_equal(traced(count, jnp.zeros(3)), [1, 5, 1])
 
 
+def test_what_is_read_of_a_shape_alone_is_known():
+    def picked(x):
+        mask = torch.zeros_like(x[:, 0])
+        mask[1] = 1
+        return x[(mask == 1).flatten()] * int(mask.sum())
+
+    np.testing.assert_array_equal(traced(picked, jnp.arange(6.0).reshape(3, 2)), [[2, 3]])
+
+
+def test_a_number_where_an_unknown_mask_is_set():
+    def filled(x):
+        whole = torch.zeros(2, 3, device=x.device)[:, :]
+        whole[x > 1] = 5.0
+        return whole
+
+    x = jnp.asarray([[0.0, 2.0, 3.0], [1.0, 0.0, 4.0]])
+    np.testing.assert_array_equal(traced(filled, x), np.where(np.asarray(x) > 1, 5.0, 0.0))
+
+
 def test_computed_values_do_not_get_lost_in_a_tensor_on_the_host():
     with pytest.raises((UnsupportedModelError, AssertionError, RuntimeError)):
         traced(lambda x: torch.zeros(3).add_(x), jnp.ones(3))
@@ -111,6 +130,7 @@ def test_host_values_are_keys():
 def test_what_is_known_of_a_call():
     given = {
         "input_ids": torch.ones(1, 3, dtype=torch.long),
+        "attention_mask": torch.ones(1, 3, dtype=torch.long),
         "image_grid_thw": torch.ones(1, 3, dtype=torch.long),
         "pixel_values": torch.ones(2, 2),
         "sizes": [1, 2],
@@ -118,7 +138,8 @@ def test_what_is_known_of_a_call():
     names = {known: [name for name, _ in arrays_and_rest(given, known)[1]] for known in Known}
     assert names[Known.NOTHING] == ["sizes"]
     assert names[Known.GRIDS] == ["image_grid_thw", "sizes"]
-    assert names[Known.TEXT] == ["image_grid_thw", "input_ids", "sizes"]
+    assert names[Known.MASKS] == ["attention_mask", "image_grid_thw", "sizes"]
+    assert names[Known.TEXT] == ["attention_mask", "image_grid_thw", "input_ids", "sizes"]
     assert dict(arrays_and_rest(given)[1])["sizes"] == (1, 2)
 
 

@@ -6,7 +6,7 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from torchax_serve.parity import table
+from torchax_serve.parity import table, touched
 from torchax_serve.parity.sweep import causal_types
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,3 +36,18 @@ def test_what_passed_was_compared_and_was_clear(version):
             assert result.smallest_gap > 2 * result.forward_difference, result
         else:
             assert result.error or "differ" in table.tokens_said(result), result
+
+
+def test_types_that_a_change_names():
+    diff = """\
+--- a/model_adapters/quirks/gpt_neo.py
++++ b/model_adapters/quirks/gpt_neo.py
+@@ -1 +1 @@
+-LEANS = True
++LEANS = "llama"  # and not mistral
+ "gemma2"
+--- a/model_adapters/quirks/xlm_roberta.py
++++ /dev/null
+"""
+    types = ("gpt_neo", "llama", "mistral", "gemma2", "xlm-roberta", "t5")
+    assert touched.named_in(diff, types) == ["gpt_neo", "llama", "xlm-roberta"]

@@ -2,18 +2,11 @@
 
 CAUSES: dict[str, str] = {
     "blt": (
-        "In transformers: its configuration has no `num_hidden_layers`, which its cache asks for, so eager "
-        "`forward` and `generate` raise with their defaults (`use_cache=False` works there; here the lengths "
-        "of patches are read on the host)."
+        "In transformers: its configuration has no `num_hidden_layers`, which its cache asks for, so eager `forward` "
+        "and `generate` raise with their defaults. Without a cache they run; how it cuts bytes into patches depends "
+        "on logits of another model inside, so the patches' number is known after a step alone."
     ),
-    "cpmant": (
-        "Here: its prompt of 32 embeddings stands in the cache before the request's tokens, which caches here "
-        "have no room for; and eager transformers gives other tokens with its cache than without."
-    ),
-    "led": "Here: whether a token attends to all is read on the host (`is_global_attn`).",
-    "longformer": "Here: whether a token attends to all is read on the host (`is_global_attn`).",
-    "fsmt": "Here: not understood; the cached steps of its decoder differ.",
-    "esmc": "In the harness: the tiny configuration is a decoder's, which the type refuses.",
+    "layoutlmv2": "In the environment: transformers builds its backbone from the package `detectron2` alone.",
     "perceiver": "In the harness: the base model reads other inputs than token ids.",
     "voxtral_realtime": "In the harness: the type always reads sounds, which it is not given.",
     "vibevoice": "In the harness: no inputs are made for this way of reading sounds.",
@@ -25,17 +18,13 @@ CAUSES: dict[str, str] = {
         "In the harness: no inputs are made for sounds among words.",
     ),
     **dict.fromkeys(
-        ("moonshine_streaming", "nemo_speechlm", "neomme", "esm"),
+        ("moonshine_streaming", "nemo_speechlm"),
         "In the harness: its tiny configuration is refused, or lacks a value.",
-    ),
-    "deepseek_v4": (
-        "Here: the compressed layers keep a cache of their own, and the logits of a prompt differ; not understood."
     ),
     "diffusion_gemma": "In the harness: it generates by diffusion of blocks, which is not compared.",
     "evolla": "In the harness: it reads proteins, and no image.",
     "fast_vlm": "In the environment: transformers builds its vision tower from the package `timm` alone.",
     "perception_lm": "In the environment: as `fast_vlm`.",
-    "git": "Here: it stores an image's patches in the cache before the text.",
     "glm5_next": "Here: its indexer takes pools of keys by a boolean index of values that are computed.",
     "kosmos-2.5": "Here: logits are the same, tokens behind the prompt differ; not understood.",
     "pi0": "In transformers: not a model of text. It gives a robot's actions.",
@@ -50,13 +39,4 @@ CAUSES: dict[str, str] = {
         "bare configuration, all of whose layers share such keys, is refused."
     ),
     "gemma4_unified_assistant": "In transformers: as `gemma4_assistant`.",
-    "musicgen": "In the harness: the class reads four rows of audio codes for one sequence.",
-    "musicgen_melody": "In the harness: as `musicgen`.",
-    "prophetnet": (
-        "Here: its cache takes no fixed shapes, and eager transformers gives other tokens with it than without."
-    ),
-    "reformer": (
-        "Here: it reads positions and lengths on the host, draws its hashes from PyTorch's random stream, and "
-        "has a cache of its own."
-    ),
 }

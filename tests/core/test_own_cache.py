@@ -1,0 +1,97 @@
+"""Models that keep transformers' own cache, code that must know its masks, and masks as numbers."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_causal_mask_function
+
+from model_adapters.attention import additive_mask, served_attention
+from model_adapters.bridge import jax_view, to_jax_array, to_torch_tensor, torch_view
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve import to_jax
+from torchax_serve.parity.tiny_config import tiny_config
+from torchax_serve.parity.tiny_model import causal_class, random_model, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+IDS = torch.tensor([[50, 74, 34, 13, 23]])
+
+
+@pytest.mark.parametrize("model_type", ["cpmant"])
+def test_tokens_are_those_of_transformers_own_cache(model_type):
+    model = tiny_model(model_type)
+    options = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    eager = copy.deepcopy(model).generate(IDS, **options)
+    served = to_jax(model)
+    assert torch.equal(served.generate(IDS, **options), eager)
+    assert served._jax_runtime.why_no_cache
+
+
+def test_the_cache_that_comes_back_goes_on():
+    model = random_model(causal_class("cpmant"), tiny_config("cpmant"))
+    eager, served = copy.deepcopy(model), to_jax(model)
+    longer = torch.cat([IDS, torch.tensor([[7]])], 1)  # this type's code cuts off by itself what the cache has
+    with torch.no_grad():
+        theirs = eager(IDS, use_cache=True)
+        wanted = eager(longer, past_key_values=theirs.past_key_values, use_cache=True).logits
+    ours = served(IDS, use_cache=True)
+    assert type(ours.past_key_values) is DynamicCache
+    assert ours.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length() - 1
+    found = served(longer, past_key_values=ours.past_key_values, use_cache=True).logits
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+def longformer(model_class, **options):
+    config = tiny_config("longformer", as_decoder=False, overrides={"attention_window": [4, 4]})
+    for name, value in options.items():
+        setattr(config, name, value)
+    return random_model(model_class, config)
+
+
+def test_code_that_reads_its_masks_on_the_host_is_given_them():
+    model = longformer(transformers.LongformerModel)
+    eager, served = copy.deepcopy(model), to_jax(model)
+    looks_at_all = torch.tensor([[1, 0, 0, 0, 1]])
+    for given in ({}, {"global_attention_mask": looks_at_all}):
+        mask = torch.tensor([[1, 1, 1, 1, 0]])
+        with torch.no_grad():
+            wanted = eager(IDS, attention_mask=mask, **given).last_hidden_state
+        found = served(IDS, attention_mask=mask, **given).last_hidden_state
+        torch.testing.assert_close(found[:, :4], wanted[:, :4], atol=1e-4, rtol=0)
+    assert served._jax_runtime.steps.num_traces["forward"] <= 4
+    other = torch.tensor([[9, 8, 7, 6, 5]])
+    before = served._jax_runtime.steps.num_traces["forward"]
+    with torch.no_grad():
+        wanted = eager(other, attention_mask=mask).last_hidden_state
+    found = served(other, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(found[:, :4], wanted[:, :4], atol=1e-4, rtol=0)
+    assert served._jax_runtime.steps.num_traces["forward"] == before  # the ids are no constants of the program
+
+
+def test_an_assert_on_values_is_answered_behind_the_step():
+    model = random_model(transformers.XLMModel, tiny_config("xlm", as_decoder=False))
+    eager, served = copy.deepcopy(model), to_jax(model)
+    lengths = torch.tensor([4])
+    with torch.no_grad():
+        wanted = eager(IDS, lengths=lengths).last_hidden_state
+    found = served(IDS, lengths=lengths).last_hidden_state
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+    with pytest.raises(InvalidArgumentError, match="expected inputs that fit each other"):
+        served(IDS, lengths=torch.tensor([6]))
+
+
+@pytest.mark.parametrize("mask_function", [causal_mask_function, sliding_window_causal_mask_function(3)])
+def test_masks_as_numbers_are_those_of_eager_code(mask_function):
+    sizes = {"batch_size": 1, "q_length": 5, "kv_length": 5, "mask_function": mask_function}
+    mask = additive_mask(**sizes)
+    assert torch.equal(mask, eager_mask(**sizes))
+    q, k, v = (torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    scores = (q @ k.transpose(2, 3)) * 8**-0.5 + mask
+    wanted = (scores.softmax(-1) @ v).transpose(1, 2)
+    module = torch.nn.Identity()
+    for given in (mask, torch.cat([mask], -1)):  # with its notes, and without
+        views = [torch_view(to_jax_array(x)) for x in (q, k, v)]
+        out, _ = served_attention(module, *views, given)
+        torch.testing.assert_close(to_torch_tensor(jax_view(out)), wanted, atol=1e-5, rtol=0)
