@@ -92,7 +92,8 @@ class ModelSharding:
             for name, (number, axis) in before.items()
             if axis in counts and counts[axis] != number and hasattr(config, name)
         }
-        vocab_size = int(module.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+        words = module.get_input_embeddings()  # one table, or one for each codebook
+        vocab_size = int(getattr(words, "num_embeddings", None) or config.vocab_size)
         head = module.get_output_embeddings()
         if head is not None and hasattr(head, "weight"):
             vocab_size = int(head.weight.shape[0])
