@@ -15,19 +15,23 @@ CAUSES: dict[str, str] = {
     "fsmt": "Here: not understood; the cached steps of its decoder differ.",
     "esmc": "In the harness: the tiny configuration is a decoder's, which the type refuses.",
     "perceiver": "In the harness: the base model reads other inputs than token ids.",
-    "voxtral_realtime": "In the harness: the type always reads sounds, which it is not given.",
-    "vibevoice": "In the harness: no inputs are made for this way of reading sounds.",
-    "vibevoice_asr": "In the harness: no inputs are made for this way of reading sounds.",
+    "voxtral_realtime": (
+        "In the harness: it hears a piece of the sound at every step, with a cache of its encoder beside that of its "
+        "decoder; no inputs are made for that."
+    ),
+    "kyutai_speech_to_text": "In the harness: it hears codes of a codec at every step; no inputs are made for that.",
+    "vibevoice": "Not speech to text: it speaks, by diffusion; the harness has no inputs for it.",
     "dia": "Not speech to text: it speaks; the harness has no inputs for its codes.",
     "pop2piano": "Not speech to text: it writes music; the harness has no inputs for it.",
     **dict.fromkeys(
-        ("fun_asr_nano", "granite_speech", "granite_speech_plus", "kyutai_speech_to_text", "qwen3_asr", "voxtral"),
-        "In the harness: no inputs are made for sounds among words.",
+        (
+            *("fun_asr_nano", "granite_speech", "granite_speech_plus", "qwen3_asr", "voxtral", "vibevoice_asr"),
+            *("moonshine_streaming", "nemo_speechlm", "seamless_m4t", "seamless_m4t_v2"),
+            *("glm5_next", "step3p7", "vision-encoder-decoder"),
+        ),
+        "Passes since then: this result is older than what mended it.",
     ),
-    **dict.fromkeys(
-        ("moonshine_streaming", "nemo_speechlm", "neomme", "esm"),
-        "In the harness: its tiny configuration is refused, or lacks a value.",
-    ),
+    **dict.fromkeys(("neomme", "esm"), "In the harness: its tiny configuration is refused, or lacks a value."),
     "deepseek_v4": (
         "Here: the compressed layers keep a cache of their own, and the logits of a prompt differ; not understood."
     ),
@@ -35,8 +39,12 @@ CAUSES: dict[str, str] = {
     "evolla": "In the harness: it reads proteins, and no image.",
     "fast_vlm": "In the environment: transformers builds its vision tower from the package `timm` alone.",
     "perception_lm": "In the environment: as `fast_vlm`.",
+    "udop": "Here: which patches of the image stand behind the text is computed from the boxes of its words.",
+    "unlimited_ocr": (
+        "Here: its cache keeps the whole prompt and a window of what follows, which caches here have no form for; "
+        "without one, a placeholder token among the answer counts as one of the prompt."
+    ),
     "git": "Here: it stores an image's patches in the cache before the text.",
-    "glm5_next": "Here: its indexer takes pools of keys by a boolean index of values that are computed.",
     "kosmos-2.5": "Here: logits are the same, tokens behind the prompt differ; not understood.",
     "pi0": "In transformers: not a model of text. It gives a robot's actions.",
     "pp_formulanet": "In transformers: `get_input_embeddings`, by which a model's vocabulary is known, raises.",
