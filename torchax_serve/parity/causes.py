@@ -8,24 +8,23 @@ CAUSES: dict[str, str] = {
     ),
     "layoutlmv2": "In the environment: transformers builds its backbone from the package `detectron2` alone.",
     "perceiver": "In the harness: the base model reads other inputs than token ids.",
-    "voxtral_realtime": "In the harness: the type always reads sounds, which it is not given.",
-    "vibevoice": "In the harness: no inputs are made for this way of reading sounds.",
-    "vibevoice_asr": "In the harness: no inputs are made for this way of reading sounds.",
+    "voxtral_realtime": (
+        "In the harness: it hears a piece of the sound at every step, with a cache of its encoder beside that of its "
+        "decoder; no inputs are made for that."
+    ),
+    "kyutai_speech_to_text": "In the harness: it hears codes of a codec at every step; no inputs are made for that.",
+    "vibevoice": "Not speech to text: it speaks, by diffusion; the harness has no inputs for it.",
     "dia": "Not speech to text: it speaks; the harness has no inputs for its codes.",
     "pop2piano": "Not speech to text: it writes music; the harness has no inputs for it.",
-    **dict.fromkeys(
-        ("fun_asr_nano", "granite_speech", "granite_speech_plus", "kyutai_speech_to_text", "qwen3_asr", "voxtral"),
-        "In the harness: no inputs are made for sounds among words.",
-    ),
-    **dict.fromkeys(
-        ("moonshine_streaming", "nemo_speechlm"),
-        "In the harness: its tiny configuration is refused, or lacks a value.",
-    ),
     "diffusion_gemma": "In the harness: it generates by diffusion of blocks, which is not compared.",
     "evolla": "In the harness: it reads proteins, and no image.",
     "fast_vlm": "In the environment: transformers builds its vision tower from the package `timm` alone.",
     "perception_lm": "In the environment: as `fast_vlm`.",
-    "glm5_next": "Here: its indexer takes pools of keys by a boolean index of values that are computed.",
+    "udop": "Here: which patches of the image stand behind the text is computed from the boxes of its words.",
+    "unlimited_ocr": (
+        "Here: its cache keeps the whole prompt and a window of what follows, which caches here have no form for; "
+        "without one, a placeholder token among the answer counts as one of the prompt."
+    ),
     "kosmos-2.5": "Here: logits are the same, tokens behind the prompt differ; not understood.",
     "pi0": "In transformers: not a model of text. It gives a robot's actions.",
     "pp_formulanet": "In transformers: `get_input_embeddings`, by which a model's vocabulary is known, raises.",
