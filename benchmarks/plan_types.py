@@ -35,6 +35,7 @@ def run_in(model_type, dtype, prefill_lens):
     import transformers
 
     from model_adapters.loading.architecture import module_of
+    from torchax_serve.parity.result import said
     from torchax_serve.parity.tiny_config import tiny_config
     from torchax_serve.parity.tiny_model import causal_class
     from torchax_serve.planning.plan import PlanRequest, make_plan
@@ -50,8 +51,7 @@ def run_in(model_type, dtype, prefill_lens):
             module, model_type, PlanRequest(topology=TOPOLOGY, prefill_lens=prefill_lens, **SIZES)
         ).to_json()
     except Exception as error:
-        said = " ".join(str(error).split())[:400]
-        return {"planned": False, "why": f"{type(error).__name__}: {said}"}
+        return {"planned": False, "why": said(error)}
     decode = report["programs"][0]
     return {
         "planned": True,
