@@ -43,7 +43,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "hrm_text": {"num_layers_per_stack": UNSET, "H_cycles": 2, "L_cycles": 1, "L_bp_cycles": [1]},  # more grow differences
+    "hrm_text": {
+        "num_layers_per_stack": UNSET,
+        "H_cycles": 2,
+        "L_cycles": 1,
+        "L_bp_cycles": [1],
+    },  # more grow differences
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 6},
