@@ -37,12 +37,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from generate import FOLDER, REPOSITORY, TARGET_SHAPE, keep_kernels, with_target, write_checkpoint
+from generate import FOLDER, REPOSITORY, TARGET_SHAPE, keep_kernels, write_checkpoint
 from serving_peers import measures
 from serving_peers.jobs import Job, JobResult
 from serving_peers.processes import System, Worker
 from serving_peers.roofline import Roofline
 from serving_peers.settings import SystemSettings
+from serving_peers.targets import TARGETS, Row, judged, print_rows
 from serving_peers.workloads import SMOKE_KV_CACHE_BYTES, SMOKE_SHAPE, SMOKE_SIZES, Workload
 
 OURS = "ours"
@@ -57,28 +58,6 @@ PEERS = {
 DTYPE = "bfloat16"
 BUSY_CORES = 0.25
 Turns = dict[str, list[list[JobResult]]]  # by system: of each timed turn, the results of its jobs
-Row = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """What is aimed at for ours over what stands beside it, on 2 CPU cores with `TARGET_SHAPE`."""
-
-    number: str
-    beside: str
-    limit: float
-    at_most: bool = False
-
-
-TARGETS = (
-    Target("decode tokens/s", "vllm", 2.0),
-    Target("total s", "vllm", 0.7, at_most=True),
-    Target("total s", "hf-continuous", 0.4, at_most=True),
-    Target("TTFT s of a hit", "its miss", 0.15, at_most=True),
-    Target("TPOT s in a flood", "no flood", 2.0, at_most=True),
-    Target("KV cache GB", "asked for", 1.02, at_most=True),
-    Target("KV cache GB", "at least", 0.98),
-)
 
 
 class Bench:
@@ -153,11 +132,7 @@ class Bench:
         """A row: ours, what stands beside it, and the one over the other, judged if there is a target for that."""
         ratio = ours / value if ours is not None and value else None
         row = {"case": case, "number": number, "ours": ours, "beside": beside, "other": value, "value": ratio}
-        targets = [t for t in TARGETS if (t.number, t.beside) == (number, beside)] if self.has_targets else []
-        if ratio is None or not targets:
-            self.rows.append(row | {"target": None, "met": None})
-        else:
-            self.rows.append(with_target(row, targets[0].limit, at_most=targets[0].at_most))
+        self.rows.append(judged(row, TARGETS if self.has_targets else ()))
 
     def add_numbers(self, case: str, numbers: Mapping[str, Mapping[str, float | None]], turns: Turns) -> None:
         """Rows of ours beside each peer, and how far they agree on the first tokens; of ours alone if there is none."""
@@ -308,19 +283,6 @@ def run_cold(bench: Bench) -> None:
 
 
 RUN = {"decode": run_decode, "mix": run_mix, "prefix": run_prefix, "fairness": run_fairness, "cold": run_cold}
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    def text(value: float | None) -> str:
-        return "-" if value is None else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
-
-    print(f"{'':28}{'':24}{'ours':>9}  {'beside':14}{'':>9}{'ratio':>8}  target")
-    for row in rows:
-        verdict = {None: "", True: "met", False: "MISSED"}[row["met"]]
-        print(
-            f"{row['case']:28}{row['number']:24}{text(row['ours']):>9}  {row['beside']:14}{text(row['other']):>9}"
-            f" {text(row['value']):>7}  {row['target'] or '':8}{verdict}"
-        )
 
 
 def print_warnings(bench: Bench) -> None:

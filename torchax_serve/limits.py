@@ -45,10 +45,11 @@ class Limits:
                 f"positions, got {length} (prompt and new tokens); lower max_new_tokens or shorten the prompt"
             )
 
-    def check_ids(self, ids: torch.Tensor) -> None:
-        """Raises InvalidArgumentError for token ids that the vocabulary does not have."""
+    def check_ids(self, ids: torch.Tensor, name: str | None = None) -> None:
+        """Raises InvalidArgumentError, naming `name`, for token ids that the vocabulary does not have."""
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size):
             bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise InvalidArgumentError(
-                f"expected token ids from 0 to {self.vocab_size - 1}, got {bad}; encode with this model's own tokenizer"
+                f"{f'{name}: ' if name else ''}expected token ids from 0 to {self.vocab_size - 1}, got {bad}; encode "
+                "with this model's own tokenizer"
             )

@@ -7,7 +7,6 @@ at least as long as the slower of the two. The rates are the best that this mach
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,6 +76,7 @@ def products_per_s() -> float:
     import torch
 
     from model_adapters import ops
+    from torchax_serve.bench.machine import fastest_s
 
     rows, outputs, inputs = PRODUCT_SHAPE
     x, weight = torch.ones(rows, inputs, dtype=torch.bfloat16), torch.ones(outputs, inputs, dtype=torch.bfloat16)
@@ -86,14 +86,4 @@ def products_per_s() -> float:
         lambda: torch.nn.functional.linear(x, weight),
         lambda: linear(jax_x, jax_weight).block_until_ready(),
     )
-    return 2 * rows * outputs * inputs / min(map(_fastest_s, ways))
-
-
-def _fastest_s(way: Callable[[], object]) -> float:
-    way()
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        way()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return 2 * rows * outputs * inputs / min(fastest_s(way, ROUNDS) for way in ways)

@@ -132,7 +132,7 @@ def _jax_sum(array: jax.Array) -> Callable[[], object]:
 
 
 def _measured(ways: dict[str, Callable[[], object]], size: int) -> Bandwidth:
-    return _best({name: size // 4 * 4 / _fastest(read) for name, read in ways.items()}, size)
+    return _best({name: size // 4 * 4 / fastest_s(read, _ROUNDS) for name, read in ways.items()}, size)
 
 
 def _best(tried: dict[str, float], size: int) -> Bandwidth:
@@ -140,11 +140,12 @@ def _best(tried: dict[str, float], size: int) -> Bandwidth:
     return Bandwidth(tried[method], method, tried, size)
 
 
-def _fastest(read: Callable[[], object]) -> float:
-    read()
+def fastest_s(call: Callable[[], object], rounds: int) -> float:
+    """Seconds of the fastest of `rounds` calls, behind one that is not counted."""
+    call()
     times = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         start = time.perf_counter()
-        read()
+        call()
         times.append(time.perf_counter() - start)
     return min(times)

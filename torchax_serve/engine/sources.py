@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+import torch
 from transformers.modeling_outputs import MoEModelOutput
 
 from model_adapters.arrays import from_host
@@ -69,12 +70,7 @@ class Sources:
                 f"{name}: expected an input of 1 to {self.max_len} tokens for the encoder, got {len(ids)}; shorten it, "
                 "or raise EngineOptions(max_source_len=...) where the model has the positions"
             )
-        if min(ids) < 0 or max(ids) >= self._runtime.vocab_size:
-            bad = min(ids) if min(ids) < 0 else max(ids)
-            raise InvalidArgumentError(
-                f"{name}: expected token ids from 0 to {self._runtime.vocab_size - 1}, got {bad}; encode with this "
-                "model's own tokenizer"
-            )
+        self._runtime.limits.check_ids(torch.tensor(ids), name)
 
     def take(self, slot: int, ids: Sequence[int]) -> None:
         """Gives `slot` to a request with this input."""
