@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def tokens_alone(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], se
         for token in DecodeLoop(model._jax_runtime, request, start, seed).tokens():
             yield int(token[0])
     else:
-        yield from _tokens_of_plain_loop(model, input_ids, kwargs, seed)
+        yield from tokens_of_generate(model, {"input_ids": input_ids}, kwargs, seed)
 
 
 def _as_request(
@@ -61,7 +61,7 @@ def _as_request(
 
 
 @contextlib.contextmanager
-def _torch_seed(seed: int | None) -> Iterator[None]:
+def torch_seed(seed: int | None) -> Iterator[None]:
     """torch's global generator at `seed`, and as it was before at the end; untouched for None."""
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
@@ -72,7 +72,7 @@ def _torch_seed(seed: int | None) -> Iterator[None]:
 def _tokens_of_own_generate(
     model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None
 ) -> Iterator[int]:
-    with _torch_seed(seed):
+    with torch_seed(seed):
         output = model.generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **kwargs)
     sequences = getattr(output, "sequences", output)
     num_rows, prompt_len = input_ids.shape
@@ -91,7 +91,7 @@ def _tokens_of_own_generate(
 
 
 class _Cancelled(Exception):
-    """Raised in the plain loop's thread to end it."""
+    """Raised in the thread of ``generate`` to end it."""
 
 
 class _QueueStreamer(BaseStreamer):
@@ -111,16 +111,23 @@ class _QueueStreamer(BaseStreamer):
         pass
 
 
-def _tokens_of_plain_loop(
-    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None
+def tokens_of_generate(
+    model: Any, inputs: Mapping[str, torch.Tensor], kwargs: dict[str, Any], seed: int | None
 ) -> Iterator[int]:
-    """Tokens of transformers' own loop, which runs in a thread of its own."""
+    """New token ids of one row of ``generate``, as they come: it runs in a thread of its own.
+
+    Args:
+        model: whose ``generate`` takes a streamer.
+        inputs: of one row, by name.
+        kwargs: its other arguments.
+        seed: of the draws; None draws from torch's global generator.
+    """
     streamer = _QueueStreamer()
 
     def run() -> None:
         try:
-            with _torch_seed(seed):
-                model.generate(input_ids, streamer=streamer, **kwargs)
+            with torch_seed(seed):
+                model.generate(**inputs, streamer=streamer, **kwargs)
             streamer.tokens.put(None)
         except _Cancelled:
             pass

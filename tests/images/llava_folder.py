@@ -14,6 +14,7 @@ from transformers import (
 
 IMAGE_TOKEN = 3
 WORDS = ["<pad>", "</s>", "<unk>", "<image>", "USER:", "ASSISTANT:", "What", "is", "this", "?"]
+WORDS += [f"word{index}" for index in range(len(WORDS), 64)]
 TEMPLATE = (
     "{% for m in messages %}USER: {% for part in m.content %}{% if part.type == 'image' %}<image> "
     "{% else %}{{ part.text }}{% endif %}{% endfor %} ASSISTANT:{% endfor %}"

@@ -1,5 +1,6 @@
 """A checkpoint of images and text through the public functions, beside eager PyTorch, and what is refused."""
 
+import dataclasses
 import json
 
 import llava_folder
@@ -96,12 +97,48 @@ def test_chat_sees_the_image(model, processor):
         asked("nowhere.png")
 
 
-def test_chat_about_images_does_not_stream(model):
+def test_chat_about_images_as_a_stream(model):
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": picture()}, {"type": "text", "text": "What ?"}]}
+    ]
+    params = SamplingParams(max_new_tokens=8, temperature=0)
+    whole = model.chat(messages, params)
+    stream = model.chat(messages, params, stream=True)
+    pieces = list(stream)
+    assert len(pieces) > 1
+    assert "".join(pieces) == whole
+    assert (stream.stats.finish_reason, stream.stats.new_tokens) == ("length", 8)
+    stop = whole[len(whole) // 2 :][:3]
+    assert model.chat(messages, dataclasses.replace(params, stop=[stop])) == whole[: whole.index(stop)]
+    sampled = SamplingParams(max_new_tokens=8, temperature=1.0, seed=3)
+    assert model.chat(messages, sampled) == "".join(model.chat(messages, sampled, stream=True))
+
+
+def test_a_stream_about_images_that_is_closed(model):
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": picture()}, {"type": "text", "text": "What ?"}]}
+    ]
+    with model.chat(messages, SamplingParams(max_new_tokens=60, temperature=0), stream=True) as stream:
+        next(stream)
+    assert stream.stats.finish_reason == "cancelled"
+    assert stream.stats.new_tokens < 60
+    assert model.chat(messages, SamplingParams(max_new_tokens=4, temperature=0))
+
+
+def test_one_answer_about_images(model):
     messages = [{"role": "user", "content": [{"type": "image", "image": picture()}]}]
-    with pytest.raises(UnsupportedArgumentError, match="answers about images and sounds come whole"):
-        model.chat(messages, stream=True)
-    with pytest.raises(UnsupportedArgumentError, match="n: expected one answer"):
-        model.chat(messages, SamplingParams(n=2, temperature=1.0))
+    for stream in (False, True):
+        with pytest.raises(UnsupportedArgumentError, match="n: expected one answer"):
+            model.chat(messages, SamplingParams(n=2, temperature=1.0), stream=stream)
+
+
+def test_beams_in_the_generation_config(model, processor, monkeypatch):
+    inputs = inputs_of(processor, "USER: <image> What is this ? ASSISTANT:")
+    tokens = model.generate(**inputs, max_new_tokens=5, do_sample=False, num_beams=2)[0, inputs["input_ids"].shape[1] :]
+    monkeypatch.setattr(model.generation_config, "num_beams", 2)
+    content = [{"type": "image", "image": picture()}, {"type": "text", "text": "What is this ?"}]
+    answer = model.chat([{"role": "user", "content": content}], SamplingParams(max_new_tokens=5, temperature=0))
+    assert answer == model.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_placeholders_that_do_not_fit(model, processor):

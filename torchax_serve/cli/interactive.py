@@ -18,6 +18,7 @@ HELP = '''\
 /help           this text
 /reset          forget the conversation; the system prompt stays
 /system TEXT    set the system prompt; /system alone shows it, /system off takes it away
+/image FILE     a picture that goes with your next message
 /save FILE      write the conversation to FILE as JSON
 /stats          requests, pages of the cache, prefix hits, tokens/s
 /quit           leave (also Ctrl-D)
@@ -44,6 +45,7 @@ class InteractiveChat:
             "help": lambda argument: note(HELP),
             "reset": self._reset,
             "system": self._system,
+            "image": self._image,
             "save": self._save,
             "stats": self._stats,
         }
@@ -100,6 +102,13 @@ class InteractiveChat:
             return
         self._conversation.set_system(None if argument == "off" else argument)
         note("system prompt " + ("taken away" if argument == "off" else "set"))
+
+    def _image(self, argument: str) -> None:
+        if not argument:
+            note("/image needs the name of a file")
+            return
+        self._conversation.attach(Path(argument).expanduser())
+        note(f"{Path(argument).name} goes with your next message")
 
     def _stats(self, argument: str) -> None:
         stats = self._conversation.model.stats()

@@ -39,6 +39,10 @@ def run(
         typer.Option("--prompt", "-p", show_default=False, help="PROMPT; with - as PROMPT it stands before stdin."),
     ] = None,
     system: Annotated[str | None, typer.Option(show_default=False, help="System prompt of the chat.")] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(show_default=False, help="A picture to go with the (first) prompt; may be given several times."),
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as plain text, without chat template.")
     ] = False,
@@ -86,6 +90,8 @@ def run(
     echo "What is JAX?" | torchax-serve run qwen3-0.6b
 
     cat notes.txt | torchax-serve run qwen3-0.6b - -p "Sum this up:"
+
+    torchax-serve run gemma-3-4b-it "What is in this picture?" --image cat.png
     """
     from torchax_serve.request import SamplingParams
 
@@ -105,11 +111,19 @@ def run(
         seed=seed,
         stop=tuple(stop) if stop else None,
     )
-    _run(model, text, load, params, system=system, raw=raw, as_json=as_json)
+    _run(model, text, load, params, system=system, images=image or [], raw=raw, as_json=as_json)
 
 
 def _run(
-    name: str | None, text: str | None, load: LoadOptions, params: Any, *, system: str | None, raw: bool, as_json: bool
+    name: str | None,
+    text: str | None,
+    load: LoadOptions,
+    params: Any,
+    *,
+    system: str | None,
+    images: list[Path],
+    raw: bool,
+    as_json: bool,
 ) -> None:
     from torchax_serve.cli.loading import loaded_model
 
@@ -127,6 +141,8 @@ def _run(
             raw = True
         conversation = Conversation(model, params, raw=raw)
         conversation.set_system(system)
+        for image in images:
+            conversation.attach(image)
         if text is None:
             _say_what_fits(model)
             InteractiveChat(conversation, terminal_reader(), as_json=as_json).run()

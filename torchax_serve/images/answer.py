@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-import torch
+from transformers import GenerationConfig
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from torchax_serve.alone import tokens_of_generate, torch_seed
 from torchax_serve.images.processor import media_inputs
 from torchax_serve.request import SamplingParams
+from torchax_serve.text.detokenizer import Detokenizer
+from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS, Request, merged, need_tokenizer
+from torchax_serve.text.stream import TextStream
 
-MAX_NEW_TOKENS = 1024
-"""Where neither the request nor the model says how long an answer may be."""
 
-
-def answer_about_media(model: Any, conversation: list[dict[str, Any]], params: SamplingParams | None) -> str:
+def stream_about_media(model: Any, conversation: list[dict[str, Any]], params: SamplingParams | None) -> TextStream:
     """Text behind `conversation`, by ``generate``: requests with images or sounds run one after the other.
 
     Raises:
@@ -29,17 +31,24 @@ def answer_about_media(model: Any, conversation: list[dict[str, Any]], params: S
             f"{', '.join(unknown)}: requests with images or sounds run without the engine, which alone knows "
             "this; leave it out"
         )
-    config = params.to_generation_config(model.generation_config)
+    config, stop_strings = merged(model, params)
     if (config.num_return_sequences or 1) > 1:
         raise UnsupportedArgumentError(
             "n: expected one answer to a conversation with images or sounds; ask again for another"
         )
     if config.max_new_tokens is None and config.max_length is None:
-        config.max_new_tokens = MAX_NEW_TOKENS
+        config.max_new_tokens = DEFAULT_CHAT_MAX_NEW_TOKENS
     inputs = media_inputs(model, conversation)
-    options: dict[str, Any] = {"tokenizer": model.tokenizer} if config.stop_strings else {}
-    with torch.random.fork_rng(devices=[], enabled=params.seed is not None):
-        if params.seed is not None:
-            torch.manual_seed(params.seed)
-        tokens = model.generate(**inputs, generation_config=config, **options)
-    return model.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    prompt_ids = tuple(int(token_id) for token_id in inputs["input_ids"][0])
+    request = Request(prompt_ids, config, stop_strings, params.seed, params)
+    tokens = _tokens(model, inputs, config, params.seed)
+    return TextStream(request, Detokenizer(need_tokenizer(model)), tokens)
+
+
+def _tokens(model: Any, inputs: dict[str, Any], config: GenerationConfig, seed: int | None) -> Iterator[int]:
+    if (config.num_beams or 1) == 1:
+        yield from tokens_of_generate(model, inputs, {"generation_config": config}, seed)
+        return
+    with torch_seed(seed):  # which beam is the best is known at the end
+        row = model.generate(**inputs, generation_config=config)[0]
+    yield from row[1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :].tolist()

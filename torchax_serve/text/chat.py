@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
-from model_adapters.errors import ChatTemplateError, InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.images.answer import answer_about_media
+from model_adapters.errors import ChatTemplateError, InvalidArgumentError
+from torchax_serve.images.answer import stream_about_media
 from torchax_serve.images.processor import has_media
 from torchax_serve.request import SamplingParams
 from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS, TextModel, make_request, need_tokenizer
@@ -60,15 +60,14 @@ def chat(
         ChatTemplateError: the model has no chat template, it does not render, or it leaves the system prompt out.
         InvalidArgumentError: no message, a message that is none, a second system prompt, a conversation longer than
             the model's positions.
-        UnsupportedArgumentError: more than one answer (``n``), or an answer about images or sounds as a stream.
+        UnsupportedArgumentError: more than one answer (``n``), or options of the engine beside images or sounds.
     """
     if has_media(messages):
-        if stream:
-            raise UnsupportedArgumentError("stream: answers about images and sounds come whole; leave it out")
-        return answer_about_media(model, _conversation(messages, system), params)
-    prompt_ids = chat_prompt_ids(model, messages, system=system)
-    request = make_request(model, prompt_ids, params, default_max_new_tokens=DEFAULT_CHAT_MAX_NEW_TOKENS)
-    answer = start_stream(model, request)
+        answer = stream_about_media(model, _conversation(messages, system), params)
+    else:
+        prompt_ids = chat_prompt_ids(model, messages, system=system)
+        request = make_request(model, prompt_ids, params, default_max_new_tokens=DEFAULT_CHAT_MAX_NEW_TOKENS)
+        answer = start_stream(model, request)
     return answer if stream else "".join(answer)
 
 

@@ -98,15 +98,21 @@ def make_request(
         raise InvalidArgumentError(f"params: expected SamplingParams or None, got {type(params).__name__}")
     ids = _checked_ids(model, prompt_ids)
     params = params or SamplingParams()
-    config = params.without_engine_only().to_generation_config(model.generation_config)
-    stops = config.stop_strings or ()
-    config.stop_strings = None
+    config, stop_strings = merged(model, params)
     if config.max_new_tokens is None and config.max_length is None:
         limit = position_limit(model)
         has_encoder = getattr(model.config, "is_encoder_decoder", False)  # which has read the prompt
         room = default_max_new_tokens if limit is None else max(1, limit - (1 if has_encoder else len(ids)))
         config.max_new_tokens = min(default_max_new_tokens, room)
-    return Request(ids, config, (stops,) if isinstance(stops, str) else tuple(stops), params.seed, params)
+    return Request(ids, config, stop_strings, params.seed, params)
+
+
+def merged(model: TextModel, params: SamplingParams) -> tuple[GenerationConfig, tuple[str, ...]]:
+    """What `params` and the model's own generation config ask for together, and its stop strings out of it."""
+    config = params.without_engine_only().to_generation_config(model.generation_config)
+    stops = config.stop_strings or ()
+    config.stop_strings = None
+    return config, (stops,) if isinstance(stops, str) else tuple(stops)
 
 
 def encode_prompt(model: TextModel, prompt: str | Sequence[int]) -> list[int]:
