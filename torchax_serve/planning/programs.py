@@ -97,7 +97,7 @@ def compile_step(step: Step, model: AbstractModel, chip: Chip) -> tuple[ProgramR
 
     run.__name__ = step.name
     donated = tuple(1 + number for number in step.donated)
-    with compiling_for(chip, model.sharding.mesh):
+    with compiling_for(chip):
         start = time.perf_counter()
         traced = jax.jit(run, donate_argnums=donated).trace(unique, *step.args)
         lowered = traced.lower(lowering_platforms=(lowering_platform(chip),))
