@@ -22,12 +22,11 @@ SIZES = {"max_len": 32, "num_slots": 8, "page_len": 16}
 
 def run(model_type, prefill_lens):
     """What planning a type comes to: the compiled steps' numbers, or why there are none."""
-    rows = {}
-    for dtype in ("bfloat16", "float32"):
-        rows[dtype] = run_in(model_type, dtype, prefill_lens)
-        if rows[dtype]["planned"] or "of one dtype" not in rows[dtype]["why"]:
-            return rows[dtype]
-    return rows["float32"]
+    first = run_in(model_type, "bfloat16", prefill_lens)
+    if first["planned"]:
+        return first
+    second = run_in(model_type, "float32", prefill_lens)
+    return second if second["planned"] else first
 
 
 def run_in(model_type, dtype, prefill_lens):

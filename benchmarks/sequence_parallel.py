@@ -48,7 +48,7 @@ def compiled(topology, length, num_layers, way):
     mesh = mesh_of(devices, {"model": len(devices)})
     model = abstract_model(module, mesh)
     runtime = Runtime(module, model.weights, sharding=model.sharding)
-    with compiling_for(chip, mesh):
+    with compiling_for(chip):
         road = road_of(runtime, model.sharding, 64, length, 1)
     plan, num_slots = CacheSizes(model, chip, road, 64, length, 1).plan()
     _, step = road.steps(plan, num_slots, [length])

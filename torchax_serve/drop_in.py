@@ -33,6 +33,7 @@ from torchax_serve.encoder_road import EncoderOnJax
 from torchax_serve.images.encoding import compiled_encoders
 from torchax_serve.images.placeholders import check_has_media
 from torchax_serve.images.positions import positions_on_host
+from torchax_serve.in_torch import refuse_what_torch_cannot
 from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
 
@@ -201,6 +202,11 @@ class JaxModel:
         return as_transformers_output(super()._assisted_decoding(*args, **kwargs))  # type: ignore[misc]
 
 
+def _class_of(model: Any) -> type:
+    """The class of `model` before it was made to run on JAX."""
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, JaxModel))
+
+
 def as_transformers_output(output: Any) -> Any:
     """`output` with its cache, if it has one of ours, turned into transformers' own."""
     cache = getattr(output, "past_key_values", None)
@@ -234,6 +240,7 @@ def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]
         raise InvalidArgumentError("expected a model in evaluation mode, got one in training mode; call model.eval()")
     runtime: Runtime = model._jax_runtime
     cache_name = runtime.program.cache_name
+    asked = {name: value for name, value in given.items() if not isinstance(value, DeviceCache)}
     return_dict = given.pop("return_dict", model.config.return_dict)
     use_cache = given.pop("use_cache", getattr(runtime.text_config, "use_cache", False))
     if (cache_name is None or runtime.keeps_own_cache) and runtime.program.accepts("use_cache"):
@@ -249,7 +256,12 @@ def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]
         given["position_ids"] = positions
     hidden, attentions = (bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS)
     spec = CallSpec(output_hidden_states=hidden, output_attentions=attentions)
-    fields = runtime.forward(given, spec, cache)
+    try:
+        fields = runtime.forward(given, spec, cache)
+    except Exception as error:
+        if not isinstance(cache, DeviceCache) or not cache.length:  # whose arguments are those of a call in PyTorch
+            refuse_what_torch_cannot(runtime, _class_of(model), asked, error)
+        raise
     output_class = runtime.program.output_class
     has_field = any(field.name == cache_name for field in dataclasses.fields(output_class))  # type: ignore[arg-type]
     if cache is not None and cache_name is not None and has_field:

@@ -24,6 +24,7 @@ from model_adapters.loading.architecture import module_of
 from torchax_serve import EngineOptions
 from torchax_serve.cli.main import app
 from torchax_serve.meshes import mesh_of, parse_mesh
+from torchax_serve.parity.tiny_config import tiny_config
 from torchax_serve.planning import chips, kept, search, topology
 from torchax_serve.planning.abstract import abstract_model
 from torchax_serve.planning.bounds import decode_bound, prefill_bound
@@ -86,6 +87,19 @@ ROADS = {
     "bloom": (transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64), "gathered"),
     "mamba": (transformers.MambaConfig(**TINY, state_size=4), "gathered"),
     "openai-gpt": (transformers.OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=64), "generate"),
+    "reformer": (  # whose code reads the last of the positions that it counts
+        transformers.ReformerConfig(
+            hidden_size=32,
+            attn_layers=["local"],
+            is_decoder=True,
+            vocab_size=64,
+            num_attention_heads=2,
+            axial_pos_embds_dim=[16, 16],
+            axial_pos_shape=[8, 8],
+            max_position_embeddings=64,
+        ),
+        "generate",
+    ),
 }
 
 
@@ -102,7 +116,7 @@ def test_models_that_are_not_packed_are_planned_on_the_road_that_they_take(model
     states = 2 * (4 + 1) * 2 * 64 * 4 * 4 if model_type == "mamba" else 0
     assert (report.pages_bytes, report.states_bytes) == (pages, states)
     assert decode.alias_bytes == pages + states  # written in place
-    assert (decode.num_tokens, decode.num_rows) == ((4 * 64, 4) if model_type == "openai-gpt" else (4, 4))
+    assert (decode.num_tokens, decode.num_rows) == ((4 * 64, 4) if road == "generate" else (4, 4))
     page = "\n".join(lines_of(report, was_kept=False))
     assert report.why in page
     assert PlanReport.from_json(json.loads(json.dumps(report.to_json()))) == report
@@ -125,17 +139,7 @@ def test_pages_of_another_dtype_are_refused_where_a_model_is_not_packed():
 
 
 def test_a_model_that_cannot_be_traced_is_refused_with_every_reason():
-    config = transformers.ReformerConfig(
-        hidden_size=32,
-        attn_layers=["local"],
-        is_decoder=True,
-        vocab_size=64,
-        num_attention_heads=2,
-        axial_pos_embds_dim=[16, 16],
-        axial_pos_shape=[8, 8],
-        max_position_embeddings=64,
-    )
-    module = module_of(transformers.ReformerModelWithLMHead, config, torch.float32)
+    module = module_of(transformers.BltForCausalLM, tiny_config("blt"), torch.float32)  # patches as long as they happen
     with pytest.raises(UnsupportedModelError, match=r"can be traced, got .*; not packed: .*; not gathered: "):
         make_plan(module, "toy", REQUEST)
 

@@ -1,6 +1,9 @@
 """Replicas on a Ray cluster of this machine; collected only where the folder is named, since Ray is an extra."""
 
+import warnings
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).parent
 
@@ -8,3 +11,17 @@ HERE = Path(__file__).parent
 def pytest_ignore_collect(config):
     named = (Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args)
     return None if any(path == HERE or HERE in path.parents for path in named) else True
+
+
+@pytest.fixture(scope="module")
+def cluster(request):
+    """Ray Serve on a cluster for the tests of one file, which says its ``PORT``."""
+    with warnings.catch_warnings():  # of Ray, about its own dependencies
+        warnings.simplefilter("ignore")
+        import ray
+        from ray import serve
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": request.module.PORT})
+    yield serve
+    serve.shutdown()
+    ray.shutdown()

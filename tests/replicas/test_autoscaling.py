@@ -13,7 +13,6 @@ from torchax_serve.deploy.options import DeployOptions
 
 with warnings.catch_warnings():  # of Ray, about its own dependencies
     warnings.simplefilter("ignore")
-    import ray
     from ray import serve as ray_serve
 
     from torchax_serve.deploy.application import application_of
@@ -33,15 +32,12 @@ OPTIONS = DeployOptions(
     drain_s=60,
 )
 MOST_S = 300
+PORT = 8128
 
 
 @pytest.fixture(scope="module")
-def handle():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    ray_serve.start(http_options={"host": "127.0.0.1", "port": 8128})
-    yield ray_serve.run(application_of(OPTIONS), name="scaled", route_prefix="/")
-    ray_serve.shutdown()
-    ray.shutdown()
+def handle(cluster):
+    return ray_serve.run(application_of(OPTIONS), name="scaled", route_prefix="/")
 
 
 def ask(handle, number):

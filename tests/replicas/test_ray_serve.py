@@ -17,7 +17,6 @@ from torchax_serve.deploy.options import DeployOptions
 
 with warnings.catch_warnings():  # of Ray, about its own dependencies
     warnings.simplefilter("ignore")
-    import ray
     from ray import serve as ray_serve
 
     from torchax_serve.deploy.application import application_of
@@ -30,15 +29,12 @@ OPTIONS = DeployOptions(
 )
 QUESTIONS = [f"What is {number} plus {number + 2}?" for number in range(6)]
 NUM_REQUESTS = 24
+PORT = 8127
 
 
 @pytest.fixture(scope="module")
-def handle():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    ray_serve.start(http_options={"host": "127.0.0.1", "port": 8127})
-    yield ray_serve.run(application_of(OPTIONS), name="tiny", route_prefix="/")
-    ray_serve.shutdown()
-    ray.shutdown()
+def handle(cluster):
+    return ray_serve.run(application_of(OPTIONS), name="tiny", route_prefix="/")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +49,7 @@ def body_of(question, **options):
 
 def ask(body):
     """Status and text of an answer; a text that breaks off comes with status 0."""
-    request = urllib.request.Request("http://127.0.0.1:8127/", json.dumps(body).encode())
+    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/", json.dumps(body).encode())
     text = b""
     try:
         with urllib.request.urlopen(request, timeout=300) as answer:

@@ -37,8 +37,9 @@ def test_pages_in_int8_have_their_scales_where_their_heads_are(on_eight):
     assert len(lines) == 2
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "mixtral", "qwen3", "qwen3_moe"])
 def test_a_decode_step_exchanges_no_more_than_it_must(on_eight, family):
+    """Neither do norms over heads, which the last two have."""
     (line,) = on_eight("exchange", family, "4")
     # One sum after attention and one after the MLP in both layers, one of the embedding; the logits are gathered.
     assert ast.literal_eval(line) == {"all-reduce": 2 * 2 + 1, "all-gather": 1}

@@ -43,12 +43,12 @@ class _Batch:
         """Logits [rows, vocab] of the token `last` of a prompt, and the cache behind it."""
         runtime = self.runtime
         states, offset = None, None
-        if runtime.can_cache:
-            states, offset = runtime.new_cache(self.capacity).states, jnp.int32(0)
         names = runtime.program.names
         inputs = {names.ids: ids, "last": last}
-        if runtime.program.accepts(names.positions):
-            inputs[names.positions] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+        if runtime.can_cache:
+            states, offset = runtime.new_cache(self.capacity).states, jnp.int32(0)
+            if runtime.program.accepts(names.positions):  # without a cache code counts them itself, and may read them
+                inputs[names.positions] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
         fields, states = runtime.program.forward(weights, states, offset, inputs, CallSpec())
         if "logits" not in fields:
             raise UnsupportedModelError(

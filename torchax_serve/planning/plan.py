@@ -157,7 +157,7 @@ def make_plan(module: PreTrainedModel, name: str, request: PlanRequest, *, save:
     runtime = Runtime(module, model.weights, sharding=model.sharding)  # type: ignore[arg-type]
     max_len = _max_len(runtime, request)
     num_slots = -(-request.num_slots // num_replicas)
-    with compiling_for(chip, mesh):
+    with compiling_for(chip):
         road = _with_dtype(road_of(runtime, model.sharding, request.page_len, max_len, num_slots), request)
     sizes = CacheSizes(model, chip, road, road.page_len(request.page_len, max_len), max_len, num_slots)
     programs: list[ProgramReport] = []

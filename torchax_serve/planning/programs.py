@@ -19,6 +19,8 @@ from torchax_serve.planning.topology import compiling_for, lowering_platform
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _DTYPE_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8}
+_COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(-start)?\(")
+_RESULT = re.compile(r"\s*(?:ROOT )?%?\S+ = (.*)")  # an instruction up to its name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ def compile_step(step: Step, model: AbstractModel, chip: Chip) -> tuple[ProgramR
 
     run.__name__ = step.name
     donated = tuple(1 + number for number in step.donated)
-    with compiling_for(chip, model.sharding.mesh):
+    with compiling_for(chip):
         start = time.perf_counter()
         traced = jax.jit(run, donate_argnums=donated).trace(unique, *step.args)
         lowered = traced.lower(lowering_platforms=(lowering_platform(chip),))
@@ -164,18 +166,17 @@ def count_collectives(text: str) -> dict[str, tuple[int, int]]:
     Args:
         text: the program in XLA's language. What begins with ``-start`` and ends with ``-done`` counts once.
     """
-    found: dict[str, tuple[int, int]] = {}
-    for kind in COLLECTIVES:
-        pattern = rf"^\s*(?:ROOT )?%?\S+ = (.*?) {kind}(-start)?\("
-        number, total = 0, 0
-        for match in re.finditer(pattern, text, re.M):
-            arrays = _sizes_in(match[1])
-            if match[2] and kind != "all-reduce" and len(arrays) > 1:
-                arrays = arrays[len(arrays) // 2 :]  # operands stand before results
-            number, total = number + 1, total + sum(arrays)
-        if number:
-            found[kind] = number, total
-    return found
+    counts = {kind: [0, 0] for kind in COLLECTIVES}
+    for match in _COLLECTIVE.finditer(text):  # few among a hundred thousand lines: these are looked at, no others
+        before = _RESULT.fullmatch(text, text.rfind("\n", 0, match.start()) + 1, match.start())
+        if before is None:
+            continue
+        kind, arrays = match[1], _sizes_in(before[1])
+        if match[2] and kind != "all-reduce" and len(arrays) > 1:
+            arrays = arrays[len(arrays) // 2 :]  # operands stand before results
+        counts[kind][0] += 1
+        counts[kind][1] += sum(arrays)
+    return {kind: (number, total) for kind, (number, total) in counts.items() if number}
 
 
 def _sizes_in(types: str) -> list[int]:

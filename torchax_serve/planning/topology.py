@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import on_platform
@@ -111,9 +110,13 @@ def _has_cuda_plugin() -> bool:
 
 
 @contextlib.contextmanager
-def compiling_for(chip: Chip, mesh: Mesh) -> Iterator[None]:
-    """Traces and compiles for the devices of `mesh` while it is open."""
-    with jax.set_mesh(mesh), on_platform(chip.platform):
+def compiling_for(chip: Chip) -> Iterator[None]:
+    """Traces and compiles for devices like `chip` while it is open.
+
+    Which ones is said by the shardings of a step's arguments. JAX is not told of their mesh: what model code computes
+    of known values alone runs at once, here, and they need not be there.
+    """
+    with on_platform(chip.platform):
         yield
 
 
