@@ -31,7 +31,8 @@ CAUSES: dict[str, str] = {
     "pix2struct": "Here: an encoder reads the image alone; see the section on sequence to sequence.",
     "florence2": "Here: as `pix2struct`.",
     "gemma3n": (
-        "In the environment: transformers builds its vision tower from the package `timm` alone. `gemma3n_text` passes."
+        "In the environment: transformers builds its vision tower from the package `timm` alone. `gemma3n_text` passes, "
+        "and so does `gemma3n` on text with `timm`; of images there is no tiny configuration."
     ),
     "gemma4_assistant": (
         "In transformers: not a model by itself. It reads the keys of the model that it drafts for, and a "
@@ -39,3 +40,6 @@ CAUSES: dict[str, str] = {
     ),
     "gemma4_unified_assistant": "In transformers: as `gemma4_assistant`.",
 }
+
+OLDER: dict[str, dict[str, str]] = {}
+"""Why a type ends otherwise with an older transformers, by its version."""
