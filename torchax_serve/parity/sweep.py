@@ -24,7 +24,8 @@ TIME_LIMIT_S = 600.0
 """For one type. The slowest takes a tenth of it on a quiet machine."""
 START_LIMIT_S = 300.0
 QUICK_COMPILATION = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1"
 )
 """What is computed is the same, and it is computed once: compiling is what takes time."""
 TYPES_PER_WORKER = 40
