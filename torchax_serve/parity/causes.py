@@ -31,8 +31,8 @@ CAUSES: dict[str, str] = {
     "pix2struct": "Here: an encoder reads the image alone; see the section on sequence to sequence.",
     "florence2": "Here: as `pix2struct`.",
     "gemma3n": (
-        "In the environment: transformers builds its vision tower from the package `timm` alone. `gemma3n_text` passes, "
-        "and so does `gemma3n` on text with `timm`; of images there is no tiny configuration."
+        "In the environment: transformers builds its vision tower from the package `timm` alone. On text it "
+        "passes with `timm`; for images there is no tiny configuration, whose features the tower would have to fit."
     ),
     "gemma4_assistant": (
         "In transformers: not a model by itself. It reads the keys of the model that it drafts for, and a "
@@ -41,5 +41,13 @@ CAUSES: dict[str, str] = {
     "gemma4_unified_assistant": "In transformers: as `gemma4_assistant`.",
 }
 
-OLDER: dict[str, dict[str, str]] = {}
+OLDER: dict[str, dict[str, str]] = {
+    "5.17.0": {
+        "big_bird": (
+            "In transformers 5.17: its decoder has the mask of an encoder, so a token sees those behind it, and eager "
+            "`generate` gives other tokens with a cache than without. Served, it answers as without."
+        ),
+        "cohere_compass_text": "In transformers 5.17: its configuration cannot be built.",
+    },
+}
 """Why a type ends otherwise with an older transformers, by its version."""

@@ -204,5 +204,6 @@ def update(
         say(result)
     if missing and set(missing) == set(results):
         seconds = round(time.monotonic() - began)
-        save(path, results, versions, {"seconds": seconds, "workers": num_workers, "cores": os.cpu_count()})
+        whole = {"types": len(missing), "seconds": seconds, "workers": num_workers, "cores": os.cpu_count()}
+        save(path, results, versions, whole)
     return results

@@ -72,8 +72,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            layer: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+            for layer in ("sliding_attention", "full_attention")
         },
     },
     "minicpm3": {"dim_model_base": 32},
