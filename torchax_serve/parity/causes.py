@@ -41,13 +41,9 @@ CAUSES: dict[str, str] = {
     "gemma4_unified_assistant": "In transformers: as `gemma4_assistant`.",
 }
 
+_ENCODERS_MASKS = "In transformers 5.17: a decoder with the masks of an encoder, whose own cache is kept."
+
 OLDER: dict[str, dict[str, str]] = {
-    "5.17.0": {
-        "big_bird": (
-            "In transformers 5.17: its decoder has the mask of an encoder, so a token sees those behind it, and eager "
-            "`generate` gives other tokens with a cache than without. Served, it answers as without."
-        ),
-        "cohere_compass_text": "In transformers 5.17: its configuration cannot be built.",
-    },
+    "5.17.0": dict.fromkeys(("big_bird", "megatron-bert", "rembert", "roformer"), _ENCODERS_MASKS),
 }
 """Why a type ends otherwise with an older transformers, by its version."""
