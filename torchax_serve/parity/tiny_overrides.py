@@ -87,6 +87,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["hash_moe", "moe", "moe"],
         "num_hidden_layers": 3,
     },
+    **dict.fromkeys(
+        ("musicgen", "musicgen_melody"),
+        {"start": {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}},
+    ),
     "mobilebert": {"normalization_type": "layer_norm"},  # without a norm, random layers grow without end
     "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 4},
     "esmc": {"num_key_value_heads": 4},
