@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 TYPES = {
@@ -23,4 +25,14 @@ TYPES = {
 
 def reason(module: torch.nn.Module) -> str | None:
     """Why `module` keeps transformers' own cache; None where it does not."""
-    return TYPES.get(getattr(getattr(module, "config", None), "model_type", ""))
+    config = getattr(module, "config", None)
+    known = TYPES.get(getattr(config, "model_type", ""))
+    if known is None and getattr(config, "is_decoder", False) and _masks_as_an_encoder(module):
+        return "its masks are those of an encoder: a step shows all that its cache has room for"
+    return known
+
+
+def _masks_as_an_encoder(module: torch.nn.Module) -> bool:
+    """Whether the file of `module` makes masks by transformers' function for encoders alone."""
+    file = sys.modules.get(type(module).__module__)
+    return hasattr(file, "create_bidirectional_mask") and not hasattr(file, "create_causal_mask")

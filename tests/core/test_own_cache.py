@@ -1,12 +1,16 @@
 """Models that keep transformers' own cache, code that must know its masks, and masks as numbers."""
 
 import copy
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from transformers import DynamicCache
 from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_causal_mask_function
+from transformers.models.big_bird import modeling_big_bird
 
 from model_adapters.attention import additive_mask, served_attention
 from model_adapters.bridge import jax_view, to_jax_array, to_torch_tensor, torch_view
@@ -27,6 +31,32 @@ def test_tokens_are_those_of_transformers_own_cache(model_type):
     served = to_jax(model)
     assert torch.equal(served.generate(IDS, **options), eager)
     assert served._jax_runtime.why_no_cache
+
+
+def bigbird_with_the_masks_of_an_encoder(monkeypatch):
+    """Its code as transformers had it until 5.17: a decoder whose tokens see those behind them."""
+    source = Path(modeling_big_bird.__file__).read_text()
+    for now, then in (
+        ("create_bidirectional_mask, create_causal_mask", "create_bidirectional_mask"),
+        ("create_causal_mask if self.config.is_decoder else create_bidirectional_mask", "create_bidirectional_mask"),
+        ("past_key_values=past_key_values if self.config.is_decoder else None,", ""),
+    ):
+        source = source.replace(now, then)
+    assert "create_causal_mask" not in source
+    older = types.ModuleType("transformers.models.big_bird.modeling_older")
+    older.__package__, older.__file__ = modeling_big_bird.__package__, modeling_big_bird.__file__
+    monkeypatch.setitem(sys.modules, older.__name__, older)
+    exec(compile(source, older.__file__, "exec"), vars(older))
+    return random_model(older.BigBirdForCausalLM, tiny_config("big_bird"))
+
+
+def test_a_decoder_with_the_masks_of_an_encoder_sees_no_room(monkeypatch):
+    model = bigbird_with_the_masks_of_an_encoder(monkeypatch)
+    options = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    eager = copy.deepcopy(model).generate(IDS, **options)
+    served = to_jax(model)
+    assert torch.equal(served.generate(IDS, **options), eager)
+    assert "those of an encoder" in served._jax_runtime.why_no_cache
 
 
 def test_the_cache_that_comes_back_goes_on():

@@ -16,7 +16,8 @@ GPU = [
     "pytest tests/aot/test_gpu_aot.py",
 ]
 RAY = ["pip install --quiet .[ray]", "pytest tests/replicas"]
-CHECKS = ["pip install .[dev]", "pytest", *TPU, *GPU, *RAY, "ruff check .", "ruff format --check .", "mypy"]
+PARITY = "python benchmarks/parity.py --third"
+CHECKS = ["pip install .[dev]", "pytest", PARITY, *TPU, *GPU, *RAY, "ruff check .", "ruff format --check .", "mypy"]
 COMPILERS = [TPU[0], GPU[0], RAY[0]]
 
 # Stands for python3: makes a virtual environment whose programs write down how they are called.
@@ -28,7 +29,12 @@ for name in pip pytest ruff mypy; do
     printf '#!/bin/sh\\necho "%s $*" >> "$CALLS"\\n[ "%s $*" != "$FAILING" ] || exit 7\\n' $name $name > .venv/bin/$name
     chmod +x .venv/bin/$name
 done
-printf '#!/bin/sh\\necho 1.2.3\\n' > .venv/bin/python
+cat > .venv/bin/python <<"END"
+#!/bin/sh
+[ "$1" = -c ] && exec echo 1.2.3
+echo "python $*" >> "$CALLS"
+[ "python $*" != "$FAILING" ] || exit 7
+END
 chmod +x .venv/bin/python
 """
 

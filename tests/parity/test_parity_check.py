@@ -1,8 +1,10 @@
 """The harness: tiny configurations, a check that can fail, workers that crash and hang; and a handful of types."""
 
+import copy
 import dataclasses
 
 import breaking_worker
+import numpy
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -98,3 +100,29 @@ def test_results_are_continued(tmp_path):
     assert sorted(run(["a", "b"], work=breaking_worker.work)) == ["a", "b"]
     assert run(["a", "b", "c"], work=breaking_worker.work) == ["c"]
     assert list(table.read(path)[1]) == ["a", "b", "c"]
+
+
+def test_time_of_one_run_is_kept(tmp_path):
+    path = tmp_path / "results.json"
+    work = breaking_worker.work
+    for names in (["a", "b"], ["c"]):
+        sweep.update(path, names, {}, again=lambda known: known is None, say=lambda one: None, work=work)
+        whole = sweep.load(path)["whole_sweep"]
+        assert (whole["types"], whole["workers"]) == (2, 2)
+
+
+def test_packages_of_a_model():
+    assert check.packages_of(tiny_model.tiny_model("llama")) == []
+    other = type("Other", (torch.nn.Linear,), {"__module__": "numpy.layers"})
+    assert check.packages_of(torch.nn.Sequential(other(1, 1))) == [f"numpy {numpy.__version__}"]
+
+
+def test_a_model_that_amplifies_rounding_is_not_clear():
+    model = tiny_model.tiny_model("llama")
+    ids = tiny_model.prompts()[0]
+    exact = copy.deepcopy(model).double()(input_ids=ids).logits
+    found = tiny_model.rounding_of(model, lambda twin: twin(input_ids=ids).logits, exact.float() + 1)
+    assert found == pytest.approx(1, abs=1e-5)
+    expected = tiny_model.expect(model)
+    assert 0 < expected.rounding <= tiny_model.MOST_ROUNDING
+    assert not dataclasses.replace(expected, rounding=2 * tiny_model.MOST_ROUNDING).is_clear

@@ -6,7 +6,8 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from torchax_serve.parity import table, touched
+from torchax_serve.parity import result, table, touched
+from torchax_serve.parity.causes import OLDER
 from torchax_serve.parity.sweep import causal_types
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,3 +52,33 @@ def test_types_that_a_change_names():
 """
     types = ("gpt_neo", "llama", "mistral", "gemma2", "xlm-roberta", "t5")
     assert touched.named_in(diff, types) == ["gpt_neo", "llama", "xlm-roberta"]
+
+
+def test_what_ends_otherwise_on_another_version():
+    def passed(name, road):
+        return result.Result(name, "", status="passed", road=road)
+
+    newest = {"a": passed("a", "paged"), "b": passed("b", "paged"), "c": passed("c", "paged")}
+    older = {"a": passed("a", "paged"), "b": result.Result("b", "", error="no | such"), "old": passed("old", "paged")}
+    text = table.markdown({"transformers": "2"}, newest, [({"transformers": "1", "jax": "3"}, older)])
+    part = text.partition("## transformers 1\n")[2].partition("\n## ")[0]
+    assert "2 of 3 types pass, with jax 3." in part
+    assert "Not known there: `c`." in part and "Known there only: `old`." in part
+    assert [line for line in part.splitlines() if line.startswith("| ")] == [
+        "| type | 1 | 2 | cause |",
+        "| b | failed | passed, paged | no \\| such |",
+    ]
+
+
+def test_causes_are_of_types_that_end_otherwise():
+    newest = table.shipped()[1]
+    for version, causes in OLDER.items():
+        for name in causes:
+            older = SWEEPS[version][name]
+            assert (older.status, older.road) != (newest[name].status, newest[name].road), name
+
+
+def test_sweep_of_the_installed_version():
+    for version, results in SWEEPS.items():
+        assert table.shipped(transformers=version)[1] == results
+    assert table.shipped(transformers="0.1") == table.shipped()

@@ -31,7 +31,8 @@ CAUSES: dict[str, str] = {
     "pix2struct": "Here: an encoder reads the image alone; see the section on sequence to sequence.",
     "florence2": "Here: as `pix2struct`.",
     "gemma3n": (
-        "In the environment: transformers builds its vision tower from the package `timm` alone. `gemma3n_text` passes."
+        "In the environment: transformers builds its vision tower from the package `timm` alone. On text it "
+        "passes with `timm`; for images there is no tiny configuration, whose features the tower would have to fit."
     ),
     "gemma4_assistant": (
         "In transformers: not a model by itself. It reads the keys of the model that it drafts for, and a "
@@ -39,3 +40,22 @@ CAUSES: dict[str, str] = {
     ),
     "gemma4_unified_assistant": "In transformers: as `gemma4_assistant`.",
 }
+
+_ENCODERS_MASKS = "In transformers 5.17: a decoder with the masks of an encoder, whose own cache is kept."
+_QWEN4_EXP = "Here: logits are the same, tokens behind the prompt differ; its code keeps states otherwise. Not understood."
+
+OLDER: dict[str, dict[str, str]] = {
+    "5.17.0": dict.fromkeys(("big_bird", "megatron-bert", "rembert", "roformer"), _ENCODERS_MASKS)
+    | {
+        "gemma3n": "In the environment: `timm` was not installed for this sweep.",
+        "mllama": "In transformers 5.23: its cross attention reads the keys of its cache, which pages do not have.",
+        "moshi": (
+            "In transformers 5.17: without an attention mask its forward shows tokens those behind them. Served, it "
+            "does not. `generate` gives a mask, and its tokens are the same."
+        ),
+        "opt": "In transformers 5.17: it makes a mask of ones where it is given none, which packing does not take.",
+        "qwen4_exp": _QWEN4_EXP,
+        "qwen4_exp_text": _QWEN4_EXP,
+    },
+}
+"""Why a type ends otherwise with an older transformers, by its version."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.metadata
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,7 +62,14 @@ def described(result: Result, model: PreTrainedModel, expected: Expected) -> Res
         num_distinct=expected.num_distinct,
         notes=list(expected.notes),
         has_tp_plan=bool(getattr(model.config.get_text_config(), "base_model_tp_plan", None)),
+        packages=packages_of(model),
     )
+
+
+def packages_of(model: torch.nn.Module) -> list[str]:
+    """Packages beside torch and transformers whose modules are a part of `model`, with their versions."""
+    names = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch", "transformers"}
+    return [f"{name} {importlib.metadata.version(name)}" for name in sorted(names)]
 
 
 def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Result:

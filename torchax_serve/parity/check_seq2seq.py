@@ -19,7 +19,7 @@ from torchax_serve.model import serve
 from torchax_serve.parity.beside_text import Inputs
 from torchax_serve.parity.check import TOLERANCE, cache_kinds, described
 from torchax_serve.parity.result import PASSED, Result, Trials, said
-from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts
+from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts, rounding_of
 from torchax_serve.parity.tiny_sounds import hears, sound_model, sounds
 from torchax_serve.runtime import Runtime
 
@@ -85,18 +85,8 @@ def expect(model: PreTrainedModel, inputs: Three) -> Expected:
     except Exception as error:
         raise UnsupportedModelError(f"{type(model).__name__} fails in PyTorch itself: {said(error)}") from error
     (first, _), (second, _), (padded, _) = found
-    return Expected(
-        logits, padded, (first, second), min(gap for _, gap in found), {}, (), _rounding(model, inputs, logits)
-    )
-
-
-def _rounding(model: PreTrainedModel, inputs: Three, logits: torch.Tensor) -> float:
-    """Largest difference of `logits` to those in float64; 0 where the model's code does not compute in that."""
-    try:
-        exact = forward(copy.deepcopy(model).double(), _in_float64(inputs["first"]))
-    except Exception:
-        return 0.0
-    return float((exact - logits).abs().max())
+    rounding = rounding_of(model, lambda twin: forward(twin, _in_float64(inputs["first"])), logits)
+    return Expected(logits, padded, (first, second), min(gap for _, gap in found), {}, (), rounding)
 
 
 def _in_float64(given: dict[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Result:
         total_s: seconds of the whole check.
         error: what went wrong.
         notes: what transformers could not do and was therefore not compared.
+        packages: beside transformers, from which modules of the model come, with their versions.
     """
 
     model_type: str
@@ -75,3 +76,4 @@ class Result:
     total_s: float | None = None
     error: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
+    packages: list[str] = dataclasses.field(default_factory=list)

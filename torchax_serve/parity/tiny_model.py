@@ -47,8 +47,7 @@ class Expected:
         smallest_gap: between the first and the second logit of all choices.
         options: further arguments of ``generate`` that eager PyTorch needed.
         notes: what transformers could not do.
-        rounding: largest difference of the logits to those in float64, where that was computed; a model that
-            amplifies rounding is no clear one.
+        rounding: see `rounding_of`; a model that amplifies rounding is no clear one.
     """
 
     logits: torch.Tensor
@@ -248,7 +247,17 @@ def expect(model: PreTrainedModel) -> Expected:
             gaps.append(gap)
     except Exception as error:
         notes.append(f"eager generate on a padded batch raises {said(error)}; not compared")
-    return Expected(logits, padded, tuple(tokens for tokens, _ in alone), min(gaps), options, tuple(notes))
+    rounding = rounding_of(model, lambda twin: _forward(twin, rows_of(model, first)), logits)
+    return Expected(logits, padded, tuple(tokens for tokens, _ in alone), min(gaps), options, tuple(notes), rounding)
+
+
+def rounding_of(model: PreTrainedModel, forward: Callable[[Any], torch.Tensor], logits: torch.Tensor) -> float:
+    """Largest difference of `logits` to those in float64; 0 where the model's code does not compute in that."""
+    try:
+        exact = forward(copy.deepcopy(model).double())
+    except Exception:
+        return 0.0
+    return float((exact - logits).abs().max())
 
 
 def num_codebooks(model: Any) -> int:

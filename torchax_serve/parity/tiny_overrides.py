@@ -72,8 +72,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            layer: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+            for layer in ("sliding_attention", "full_attention")
         },
     },
     "minicpm3": {"dim_model_base": 32},
@@ -87,6 +87,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["hash_moe", "moe", "moe"],
         "num_hidden_layers": 3,
     },
+    **dict.fromkeys(
+        ("musicgen", "musicgen_melody"),
+        {"start": {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}},
+    ),
     "mobilebert": {"normalization_type": "layer_norm"},  # without a norm, random layers grow without end
     "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 4},
     "esmc": {"num_key_value_heads": 4},
