@@ -95,6 +95,7 @@ def check_third(types, task, num_workers):
         if missing := [each for each in known[name].packages if not is_installed(each.partition(" ")[0])]:
             types = [each for each in types if each != name]
             print(f"{name}: left out, for it is built from {', '.join(missing)}, which is not installed here")
+    types = sorted(types, key=lambda name: -(known[name].total_s or 0.0) if name in known else 0.0)
     began, wrong = time.monotonic(), []
     for result in sweep.sweep(types, task=task, num_workers=num_workers):
         say(result, began)

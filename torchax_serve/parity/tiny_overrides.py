@@ -12,6 +12,9 @@ _SHARED_4 = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }
+_SOUNDS_FROM_TEXT = {
+    "start": {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
+}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n_text": _SHARED_4
@@ -87,10 +90,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["hash_moe", "moe", "moe"],
         "num_hidden_layers": 3,
     },
-    **dict.fromkeys(
-        ("musicgen", "musicgen_melody"),
-        {"start": {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}},
-    ),
+    "musicgen": _SOUNDS_FROM_TEXT,
+    "musicgen_melody": _SOUNDS_FROM_TEXT,
     "mobilebert": {"normalization_type": "layer_norm"},  # without a norm, random layers grow without end
     "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 4},
     "esmc": {"num_key_value_heads": 4},
