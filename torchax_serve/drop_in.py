@@ -7,9 +7,11 @@ defaults, errors and return types are transformers' by construction.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from transformers.generation import (
     GenerateEncoderDecoderOutput,
     GenerationConfig,
     GenerationMixin,
+    LogitsProcessorList,
 )
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils import ModelOutput
@@ -28,6 +31,7 @@ from model_adapters.bridge import extract_jax, is_traced
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec
+from torchax_serve.class_generate import take_suppression
 from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
 from torchax_serve.encoder_road import EncoderOnJax
 from torchax_serve.images.encoding import compiled_encoders
@@ -37,6 +41,10 @@ from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
 
 FLAGS = ("output_hidden_states", "output_attentions")
+RowsElsewhere = Callable[[Any, LoopRequest, Start], torch.Tensor | None]
+"""From a model and a request that the fast loop can take to its sequences, or None to leave it to the loop."""
+ROWS_ELSEWHERE: contextvars.ContextVar[RowsElsewhere | None] = contextvars.ContextVar("rows_elsewhere", default=None)
+"""Where the rows of ``generate`` run inside of a call, in the place of a loop of its own."""
 
 
 def to_jax(model: PreTrainedModel) -> PreTrainedModel:
@@ -61,12 +69,6 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
     model.eval()
     weights, _ = extract_jax(model)
     return attach(model, Runtime(model, weights))
-
-
-def has_class_generate(model: PreTrainedModel) -> bool:
-    """Whether the class of `model`, without what is made here of it, has a ``generate`` of its own."""
-    classes = [cls for cls in type(model).__mro__ if "generate" in vars(cls) and cls.__module__ != __name__]
-    return bool(classes) and classes[0] is not GenerationMixin
 
 
 def attach(model: PreTrainedModel, runtime: Runtime) -> PreTrainedModel:
@@ -158,6 +160,10 @@ class JaxModel:
             return super()._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)  # type: ignore[misc]
 
     def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> Any:
+        prompt_len = kwargs.get("input_ids_seq_length")
+        if kwargs.get("logits_processor") and prompt_len is not None:
+            rest = take_suppression(generation_config, kwargs["logits_processor"], prompt_len)
+            kwargs["logits_processor"] = LogitsProcessorList(rest)
         for name in ("logits_processor", "prefix_allowed_tokens_fn", "negative_prompt_ids"):
             value = kwargs.get(name)
             if value is not None and not (name == "logits_processor" and len(value) == 0):
@@ -182,7 +188,9 @@ class JaxModel:
             del model_kwargs[name]  # such as what no image's encoder has put out
         request = LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         if isinstance(start := start_of(runtime, request), Start):
-            return DecodeLoop(runtime, request, start).run()
+            elsewhere = ROWS_ELSEWHERE.get()
+            sequences = None if elsewhere is None else elsewhere(self, request, start)
+            return DecodeLoop(runtime, request, start).run() if sequences is None else sequences
         output = super()._sample(  # type: ignore[misc]
             input_ids,
             logits_processor,

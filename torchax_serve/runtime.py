@@ -26,6 +26,7 @@ from model_adapters.sharding import ModelSharding
 from model_adapters.tables import learned_positions, name_in, word_table
 from torchax_serve.buckets import bucket
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
+from torchax_serve.heard import length_heard
 from torchax_serve.images.placeholders import unmet
 from torchax_serve.known_inputs import Known, KnownCalls, arrays_and_rest
 from torchax_serve.limits import Limits
@@ -75,6 +76,11 @@ class Runtime:
             return False
         encoder = self.program.module.get_submodule(self.encoder_part)
         return getattr(encoder, "main_input_name", "input_ids") == "input_ids"
+
+    @functools.cached_property
+    def length_heard(self) -> int | None:
+        """The length of every output of the encoder, where it hears sounds of one length alone."""
+        return None if self.encoder_part is None else length_heard(self.part(self.encoder_part))
 
     @functools.cached_property
     def vocab_size(self) -> int:
