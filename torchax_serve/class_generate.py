@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,15 +23,18 @@ def has_class_generate(model: Any) -> bool:
     return bool(classes) and classes[0] is not GenerationMixin
 
 
-def for_the_loop(model: Any, options: Sequence[str]) -> list[str]:
-    """Of `options` set in a generation config those that are the sampling loop's business.
+def for_the_loop(model: Any, config: GenerationConfig) -> GenerationConfig:
+    """`config` with what is the sampling loop's business.
 
     What transformers' configurations have no word for, a class's own ``generate`` has read; no loop does.
     """
     if not has_class_generate(model):
-        return list(options)
+        return config
     declared = vars(GenerationConfig())
-    return [name for name in options if name in declared]
+    left = copy.copy(config)
+    for name in [name for name in vars(config) if name not in declared and not name.startswith("_")]:
+        delattr(left, name)
+    return left
 
 
 def take_suppression(config: GenerationConfig, processors: Sequence[Any] | None, prompt_len: int) -> list[Any]:

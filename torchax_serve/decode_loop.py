@@ -19,7 +19,6 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve import sampling
 from torchax_serve.buckets import bucket
-from torchax_serve.class_generate import for_the_loop
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.images.steps import PreparedSteps
 from torchax_serve.padding import Padding
@@ -81,8 +80,7 @@ def start_of(runtime: Runtime, request: LoopRequest) -> Start | str:
         return "the attention mask is more than padding on the left"
     if custom := getattr(config, CUSTOM, None):
         return f"{custom} is given"
-    options = sampling.unsupported_by_fast_path(config, HONOURED_OPTIONS)
-    if options := for_the_loop(runtime.program.module, options):
+    if options := sampling.unsupported_by_fast_path(config, HONOURED_OPTIONS):
         return f"{', '.join(options)} is set"
     if isinstance(prepared := _prepared(runtime, request), str):
         return prepared

@@ -27,11 +27,11 @@ from transformers.generation import (
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils import ModelOutput
 
-from model_adapters.bridge import extract_jax, is_traced
+from model_adapters.bridge import extract_jax, is_in_torch_mode
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec
-from torchax_serve.class_generate import take_suppression
+from torchax_serve.class_generate import for_the_loop, take_suppression
 from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
 from torchax_serve.encoder_road import EncoderOnJax
 from torchax_serve.images.encoding import compiled_encoders
@@ -87,7 +87,7 @@ class JaxModel:
     def device(self) -> torch.device:
         """Where callers' tensors are expected: the CPU, wherever the weights are."""
         device = super().device  # type: ignore[misc]
-        return torch.device("cpu") if device.type == "meta" else device
+        return device if device.type != "meta" and is_in_torch_mode() else torch.device("cpu")
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ class JaxModel:
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own answer; outside of a trace its forward runs on JAX as well."""
         encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]
-        if encoder is self or is_traced(encoder):
+        if encoder is self or is_in_torch_mode():
             return encoder
         return EncoderOnJax(self._jax_runtime, encoder)
 
@@ -186,7 +186,8 @@ class JaxModel:
         runtime = self._jax_runtime
         for name in [name for name, value in model_kwargs.items() if isinstance(value, dict) and not value]:
             del model_kwargs[name]  # such as what no image's encoder has put out
-        request = LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        config = for_the_loop(self, generation_config)
+        request = LoopRequest(input_ids, logits_processor, stopping_criteria, config, streamer, model_kwargs)
         if isinstance(start := start_of(runtime, request), Start):
             elsewhere = ROWS_ELSEWHERE.get()
             sequences = None if elsewhere is None else elsewhere(self, request, start)
