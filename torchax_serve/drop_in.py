@@ -31,6 +31,7 @@ from model_adapters.bridge import extract_jax, is_in_torch_mode
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec
+from torchax_serve.before_loop import check_is_whole, put_parts_on_jax
 from torchax_serve.class_generate import for_the_loop, take_suppression
 from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
 from torchax_serve.encoder_road import EncoderOnJax
@@ -74,6 +75,7 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
 def attach(model: PreTrainedModel, runtime: Runtime) -> PreTrainedModel:
     """Gives `model` the class whose forward and generation are run by `runtime`."""
     vars(model)["_jax_runtime"] = runtime
+    put_parts_on_jax(model, runtime.method)
     model.__class__ = _jax_class(type(model))  # type: ignore[arg-type]
     return model
 
@@ -92,6 +94,7 @@ class JaxModel:
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own, after a look at the prompt."""
+        check_is_whole(kwargs)
         given = inspect.signature(GenerationMixin.generate).bind(self, *args, **kwargs).arguments
         custom = given.get("custom_generate")
         if not (custom is None or isinstance(custom, str) or callable(custom)):
@@ -136,7 +139,11 @@ class JaxModel:
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        runtime = self._jax_runtime
+        runtime = getattr(self, "_jax_runtime", None)
+        if runtime is None:  # lent to a part, such as the codec of sounds, which has a cache of transformers' own
+            return GenerationMixin._prepare_cache_for_generation(
+                self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
         runtime.limits.check_positions(max_cache_length)
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic", "static"):

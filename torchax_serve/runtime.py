@@ -53,6 +53,7 @@ class Runtime:
         self.program = ModelProgram(module, sharding, part)
         called = self.program.called
         self.weights = weights if part and isinstance(weights, dict) else dict(weights)
+        self.program.sizes = _sizes(self.weights)
         self.steps = Steps(self.program, programs or ProgramCache())
         self.config = getattr(called, "config", module.config)  # a part need not have one of its own
         has_encoder = self.program.names.has_encoder
@@ -120,8 +121,9 @@ class Runtime:
             self.new_cache(16)
         except (UnsupportedModelError, AttributeError, KeyError, TypeError) as error:
             return f"its cache has no static form: {type(error).__name__}: {error}"
-        if getattr(self.program.module, "_can_compile_fullgraph", False):
-            return None  # transformers itself compiles it on a cache of fixed shapes
+        module = self.program.module
+        if getattr(module, "_can_compile_fullgraph", False) or own_cache.takes_fixed_shapes(module):
+            return None  # transformers itself compiles it on a cache of fixed shapes, or it is known to run there
         return self.steps.cache.remembered("cache", "", self._try_cache)
 
     def _try_cache(self) -> str | None:
@@ -358,3 +360,9 @@ class Runtime:
         for name in CONTEXT:
             given.pop(name, None)
         return dict(output.arguments)
+
+
+def _sizes(weights: Mapping[str, jax.Array]) -> dict[str, int]:
+    """The values of single whole numbers among `weights`, where they are on this host."""
+    scalars = {name: array for name, array in weights.items() if array.ndim == 0 and array.dtype.kind == "i"}
+    return {name: int(array) for name, array in scalars.items() if getattr(array, "is_fully_addressable", False)}
