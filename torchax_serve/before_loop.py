@@ -72,10 +72,9 @@ def _kyutai_speech_to_text(model: Any, run: Callable[[str, dict[str, Any]], Any]
         output: ModelOutput = run("codec_model.encode", kept)
         return output
 
-    def prepare_whole(*args: Any, **kwargs: Any) -> Any:
-        if (given := kwargs.get("model_kwargs")) is not None:
-            given.pop("audio_window_size", None)
-        return prepare(*args, **kwargs)
+    def prepare_whole(inputs: Any = None, bos_token_id: Any = None, model_kwargs: Any = None) -> Any:
+        given = {name: value for name, value in (model_kwargs or {}).items() if name != "audio_window_size"}
+        return prepare(inputs, bos_token_id, given)
 
     vars(codec)["encode"] = encode
     vars(model)["_prepare_model_inputs"] = prepare_whole

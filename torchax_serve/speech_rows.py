@@ -18,9 +18,7 @@ from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.decode_loop import LoopRequest, Start
 from torchax_serve.encoder_output import CONTEXT
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.sampler_params import ENGINE_OPTIONS
 from torchax_serve.padding import Padding
-from torchax_serve.sampling import unsupported_by_fast_path
 from torchax_serve.sampling.options import PLAN_OPTIONS
 
 if TYPE_CHECKING:
@@ -78,7 +76,6 @@ def _is_greedy(request: LoopRequest) -> bool:
         or config.return_dict_in_generate
         or request.streamer is not None
         or criteria - {MaxLengthCriteria, EosTokenCriteria}
-        or unsupported_by_fast_path(_plain(config), ENGINE_OPTIONS)
     )
 
 

@@ -15,7 +15,7 @@ from torchax_serve.class_generate import take_suppression
 from torchax_serve.engine.build import build_engine
 from torchax_serve.engine.request import RowRequest
 
-LONG = 36
+LONG = 56
 NEW, VOCAB_SIZE, SOURCE_LEN, WIDTH = 12, 60, 40, 32
 NUM_SOUNDS = 6
 OPTIONS = EngineOptions(num_slots=4, page_len=4, token_budget=20)
@@ -192,7 +192,7 @@ def alone():
 
 def test_aborted_and_preempted_requests():
     state_bytes = 5 * 2 * 2 * SOURCE_LEN * WIDTH * 4  # of five slots: keys and values of two layers
-    options = EngineOptions(**{**vars(OPTIONS), "kv_cache_bytes": 2 * state_bytes})  # 24 pages, where four want 40
+    options = EngineOptions(**{**vars(OPTIONS), "kv_cache_bytes": 2 * state_bytes})  # 49 pages, where four want 60
     engine = build_engine(to_jax(copy.deepcopy(eager()))._jax_runtime, options)
     engine.check_integrity = True
     wanted, outputs = alone(), encoded()
