@@ -195,7 +195,7 @@ def _on_this_thread() -> Iterator[None]:
 
 
 def is_in_torch_mode() -> bool:
-    """Whether this thread is inside of `torch_mode`. Others see the arrays that stand in a module, and compute nothing."""
+    """Whether this thread is inside of `torch_mode`; others see the arrays that then stand in a module, too."""
     return getattr(_THREAD, "depth", 0) > 0
 
 

@@ -235,9 +235,8 @@ def test_bad_input(served):
     with pytest.raises(InvalidArgumentError, match=r"expected the output \[1, 40, 32\] of the encoder of sounds, got"):
         served.engine.submit(request(output[:30]))
     with pytest.raises(InvalidArgumentError, match="got 2 token ids; call transcribe"):
-        served.engine.submit(
-            RowRequest.of([1], transformers.GenerationConfig(max_new_tokens=2), vocab_size=60, seed=0, source_ids=[3, 4])
-        )
+        config = transformers.GenerationConfig(max_new_tokens=2)
+        served.engine.submit(RowRequest.of([1], config, vocab_size=VOCAB_SIZE, seed=0, source_ids=[3, 4]))
     with pytest.raises(InvalidArgumentError, match="max_source_len: expected None for a model whose encoder hears"):
         build_engine(served.torch_model._jax_runtime, EngineOptions(max_source_len=30))
     with pytest.raises(InvalidArgumentError, match="max_len: expected at most 64"):

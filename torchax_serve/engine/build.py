@@ -43,8 +43,8 @@ class EngineOptions:
             take more than half of the memory.
         page_len: tokens of a page of the cache.
         max_source_len: what an encoder beside the decoder may be given, in tokens; each slot has room for the keys and
-            values of that many. Only None for an encoder of sounds, which hears one length. None: as many as the encoder has positions, 1024 at the most, and less where that would
-            take more than half of the memory.
+            values of that many. None: as many as the encoder has positions, 1024 at the most, and less where that would
+            take more than half of the memory. An encoder of sounds that hears one length takes None alone.
         kv_cache_bytes: bytes of all pages together.
         token_budget: tokens computed in one step.
         prefix_caching: whether requests share the pages of a common beginning.

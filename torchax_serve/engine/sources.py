@@ -78,8 +78,8 @@ class Texts:
         self._runtime = runtime.part(runtime.encoder_part)
         if not runtime.masks_encoder or not ignores_masked(self._runtime.program.called):
             raise UnsupportedModelError(
-                "expected an encoder of texts that does not see what its mask hides, so that inputs may be padded, or one "
-                "of sounds of a single length, got "
+                "expected an encoder of texts that does not see what its mask hides, so that inputs may be padded, or "
+                "one of sounds of a single length, got "
                 f"{type(self._runtime.program.called).__name__}; generate runs it, one batch at a time"
             )
         self.max_len = max_len
@@ -159,8 +159,8 @@ class Sounds:
         got = source.shape if isinstance(source, np.ndarray) else f"{len(source)} token ids"
         if got != self._shape:
             raise InvalidArgumentError(
-                f"{name}: expected the output {list(self._shape)} of the encoder of sounds, got {got}; call transcribe(), "
-                "or generate() with features"
+                f"{name}: expected the output {list(self._shape)} of the encoder of sounds, got {got}; call "
+                "transcribe(), or generate() with features"
             )
 
     def take(self, slot: int, source: Source) -> None:

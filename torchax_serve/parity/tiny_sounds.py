@@ -12,7 +12,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.images.placeholders import audio_token_id
 from torchax_serve.parity.beside_text import Inputs, batched, num_features, prompt_around
-from torchax_serve.parity.tiny_config import FIRST_MARKER, PROMPT_IDS_END, VOCAB_SIZE, config_of_two, is_of_two, tiny_config
+from torchax_serve.parity.tiny_config import (
+    FIRST_MARKER,
+    PROMPT_IDS_END,
+    VOCAB_SIZE,
+    config_of_two,
+    is_of_two,
+    tiny_config,
+)
 from torchax_serve.parity.tiny_model import FIRST_PROMPT_ID, NUM_NEW, random_model
 
 NUM_FRAMES = (48, 40)
@@ -223,7 +230,8 @@ def _voxtral_realtime(model: Any) -> dict[str, Inputs]:
         singles.append({"input_ids": ids, "attention_mask": mask, "input_features": features, "num_delay_tokens": 3})
     heard = singles[0]["input_features"][..., : each * STREAMED_PROMPT_LEN]
     both = batched(_as_long(singles))
-    return {"first": singles[0], "second": singles[1], "padded": both, "forward": singles[0] | {"input_features": heard}}
+    forward = singles[0] | {"input_features": heard}
+    return {"first": singles[0], "second": singles[1], "padded": both, "forward": forward}
 
 
 def _kyutai_speech_to_text(model: Any) -> dict[str, Inputs]:
