@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 
-
 def width_before(config: Any) -> int | None:
     """Width of what was encoded before, by place of the encoder; None where it could be mistaken for embeddings."""
     width, rest = divmod(config.text_config.hidden_size, config.downsample_factor)

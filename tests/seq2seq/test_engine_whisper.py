@@ -127,9 +127,12 @@ def test_drawn_tokens_are_torch_s_own(served):
     tokens, num_steps = ours(served, do_sample=True, temperature=0.7)
     assert num_steps == 0
     torch.manual_seed(3)
-    assert torch.equal(served.torch_model.generate(
-        input_features=features(), max_new_tokens=NEW, language="en", do_sample=True, temperature=0.7
-    ), tokens)
+    assert torch.equal(
+        served.torch_model.generate(
+            input_features=features(), max_new_tokens=NEW, language="en", do_sample=True, temperature=0.7
+        ),
+        tokens,
+    )
 
 
 def test_long_sounds_run_in_the_loop(served):

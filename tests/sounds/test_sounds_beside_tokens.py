@@ -50,9 +50,11 @@ def test_a_sound_that_goes_on_is_refused():
     eager = made("voxtral_realtime")
     given = dict(sounds("voxtral_realtime", eager)["first"])
     pieces = given.pop("input_features")
-    with serve(eager) as model:
-        with pytest.raises(UnsupportedArgumentError, match="input_features: expected a tensor with all of the input"):
-            model.generate(**given, input_features=(piece for piece in pieces.split(8, -1)))
+    with (
+        serve(eager) as model,
+        pytest.raises(UnsupportedArgumentError, match="input_features: expected a tensor with all of the input"),
+    ):
+        model.generate(**given, input_features=(piece for piece in pieces.split(8, -1)))
 
 
 def test_windows_of_the_codec_change_nothing():

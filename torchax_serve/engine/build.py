@@ -194,7 +194,6 @@ def _max_len(runtime: Runtime, options: EngineOptions) -> int:
     end = runtime.learned_positions if runtime.max_positions else limit
     if end is not None and options.max_len > end:
         raise InvalidArgumentError(
-            f"max_len: expected at most {end}, the positions this model has, got "
-            f"{options.max_len}; lower it"
+            f"max_len: expected at most {end}, the positions this model has, got {options.max_len}; lower it"
         )
     return options.max_len

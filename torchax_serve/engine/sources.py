@@ -7,7 +7,6 @@ one length alone has run before the request comes, which brings its output along
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
