@@ -133,12 +133,20 @@ def sound_model(
 ) -> PreTrainedModel:
     """A tiny random model of `model_type`; `encoder_type` where the type is any encoder beside any decoder."""
     model = random_model(model_class, _config(model_type, encoder_type), seed)
-    for name, buffer in model.named_buffers():
-        if name.endswith("codebook.embed_sum"):  # of a codec, whose codes are all the same where it is zero
-            buffer.copy_(_random(tuple(buffer.shape), seed))
+    if hasattr(model, "codec_model"):
+        _fill_codebooks(model.codec_model, seed)
     if model_type in BY_SDPA:
         model.set_attn_implementation("sdpa")
     return model
+
+
+@torch.no_grad()
+def _fill_codebooks(codec: Any, seed: int) -> None:
+    """Codes that differ, which are zero at first, and as large as what they stand for: else rounding chooses them."""
+    size = codec.encoder(_random((1, 1, NUM_NEW * codec.config.frame_size), 0)).latents.std()
+    for index, (name, buffer) in enumerate(codec.named_buffers()):
+        if name.endswith("codebook.embed_sum"):
+            buffer.copy_(size * _random(tuple(buffer.shape), 1000 * seed + index))
 
 
 def _config(model_type: str, encoder_type: str) -> PreTrainedConfig:
