@@ -73,7 +73,13 @@ def _kyutai_speech_to_text(model: Any, run: Callable[[str, dict[str, Any]], Any]
         return output
 
     def prepare_whole(inputs: Any = None, bos_token_id: Any = None, model_kwargs: Any = None) -> Any:
-        given = {name: value for name, value in (model_kwargs or {}).items() if name != "audio_window_size"}
+        given = dict(model_kwargs or {})
+        if given.get("audio_window_size") is not None:
+            raise UnsupportedArgumentError(
+                f"audio_window_size: expected None, since a sound is encoded as a whole here, got "
+                f"{given['audio_window_size']}; set generation_config.audio_window_size = None"
+            )
+        given["audio_window_size"] = -(-given["input_values"].shape[-1] // model.config.frame_size)
         return prepare(inputs, bos_token_id, given)
 
     vars(codec)["encode"] = encode

@@ -169,4 +169,4 @@ class SpeechModel(ServedModel):
 
 def _beside_tokens(processor: Any, sampling_rate: int, *, audio: list[np.ndarray]) -> dict[str, Any]:
     """Inputs of a model that hears with every token it writes, and is asked nothing."""
-    return dict(processor(audio, sampling_rate=sampling_rate, return_tensors="pt"))
+    return dict(processor(audio=audio, sampling_rate=sampling_rate, return_tensors="pt"))
