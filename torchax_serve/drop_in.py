@@ -141,8 +141,9 @@ class JaxModel:
     ) -> Any:
         runtime = getattr(self, "_jax_runtime", None)
         if runtime is None:  # lent to a part, such as the codec of sounds, which has a cache of transformers' own
+            owner: Any = self
             return GenerationMixin._prepare_cache_for_generation(
-                self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+                owner, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         runtime.limits.check_positions(max_cache_length)
         implementation = generation_config.cache_implementation

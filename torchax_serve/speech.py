@@ -44,7 +44,7 @@ class SpeechModel(ServedModel):
         return SpeechRows(self)
 
     @functools.wraps(GenerationMixin.generate)
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As transformers' ``generate``; rows of many threads run side by side on the engine where they can."""
         before = ROWS_ELSEWHERE.set(self._rows)
         try:

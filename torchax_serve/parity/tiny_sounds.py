@@ -230,7 +230,7 @@ def _voxtral_realtime(model: Any) -> dict[str, Inputs]:
     """A token, read or written, for so many frames of the sound."""
     each, num_bins = model.config.audio_length_per_tok, model.config.audio_config.num_mel_bins
     num_tokens = [STREAMED_PROMPT_LEN + NUM_NEW + more for more in (2, 0)]
-    singles = []
+    singles: list[Inputs] = []
     for which, generator in enumerate(torch.Generator().manual_seed(seed) for seed in (10, 11)):
         ids = torch.randint(FIRST_PROMPT_ID, PROMPT_IDS_END, (1, STREAMED_PROMPT_LEN), generator=generator)
         features = _random((1, num_bins, each * num_tokens[which]), which)
