@@ -147,7 +147,8 @@ class Sounds:
 
     def __init__(self, runtime: Runtime, length: int) -> None:
         hidden: Any = runtime.trial_context()[HIDDEN][0]  # a shape
-        self.max_len, self.rungs = length, (length,)
+        self.max_len = length
+        self.rungs: tuple[int, ...] = (length,)
         self._shape, self._dtype = (1, length, hidden.shape[2]), hidden.dtype
         self._outputs: dict[int, np.ndarray] = {}
 
