@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ from torchax.interop import jax_view, torch_view  # noqa: E402
 TorchView = torchax.view.View
 TorchTensor = torchax.tensor.Tensor
 JaxFunction = Callable[..., Any]
+_THREAD = threading.local()
 default_env = torchax.default_env
 
 
@@ -177,15 +179,24 @@ def to_torch_tensor(array: jax.Array) -> torch.Tensor:
 def torch_mode(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Torch code inside computes on JAX, and `module` has the tensors of `state` in the place of its own."""
     reparametrized = torch.nn.utils.stateless._reparametrize_module(module, dict(state))
-    with torchax.default_env(), torch.no_grad(), reparametrized, warnings.catch_warnings():
+    with _on_this_thread(), torchax.default_env(), torch.no_grad(), reparametrized, warnings.catch_warnings():
         # Model code asks for int64 everywhere, and JAX without 64-bit types says each time that it gives int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
         yield
 
 
-def is_traced(module: torch.nn.Module) -> bool:
-    """Whether `module` has arrays in the place of its tensors: inside of `torch_mode`."""
-    return any(isinstance(tensor, (TorchTensor, TorchView)) for tensor in module.parameters())
+@contextlib.contextmanager
+def _on_this_thread() -> Iterator[None]:
+    _THREAD.depth = getattr(_THREAD, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _THREAD.depth -= 1
+
+
+def is_in_torch_mode() -> bool:
+    """Whether this thread is inside of `torch_mode`; others see the arrays that then stand in a module, too."""
+    return getattr(_THREAD, "depth", 0) > 0
 
 
 def pure_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:

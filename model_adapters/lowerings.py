@@ -27,6 +27,7 @@ from model_adapters.bridge import (
     take_host_tensors,
     to_jax_array,
     torch_view,
+    views_of,
 )
 from model_adapters.conditions import Selected
 from model_adapters.errors import InvalidArgumentError
@@ -64,6 +65,7 @@ def install() -> None:
     folding.install()
     interpolation.install()
     lower(torch.nn.functional.embedding_bag, _embedding_bag)
+    _pad_by_known_widths()
     _stay_on_device()
     _write_through_views()
 
@@ -274,6 +276,23 @@ def _write_through_views() -> None:
         return target
 
     env.dispatch = dispatch
+
+
+def _pad_by_known_widths() -> None:
+    """Padding by numbers that model code keeps in tensors, where they are known."""
+    theirs = lowering_of(torch.nn.functional.pad)
+
+    def number(width: Any) -> Any:
+        if not isinstance(width, torch.Tensor) or folding.is_traced(width):
+            return jax_view(width)
+        with jax.ensure_compile_time_eval():
+            return int(width)
+
+    def pad(x: torch.Tensor, pad: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax_view((args, kwargs))
+        return torch_view(theirs(jax_view(views_of(x)), [number(width) for width in pad], *args, **kwargs))
+
+    lower_raw(torch.nn.functional.pad, pad)
 
 
 def _understand_stored_lengths() -> None:

@@ -22,6 +22,14 @@ TYPES = {
     ),
 }
 
+BESIDE_TOKENS = frozenset({"kyutai_speech_to_text", "voxtral_realtime"})
+"""Types whose cache takes fixed shapes, which no trial with tokens alone shows: they hear with every token."""
+
+
+def takes_fixed_shapes(module: torch.nn.Module) -> bool:
+    """Whether it is known of `module` that it runs on a cache of fixed shapes."""
+    return getattr(getattr(module, "config", None), "model_type", "") in BESIDE_TOKENS
+
 
 def reason(module: torch.nn.Module) -> str | None:
     """Why `module` keeps transformers' own cache; None where it does not."""

@@ -103,6 +103,7 @@ class ModelProgram:
         self.folds = False  # what is computed of known values stays known: found out where nothing else lets it trace
         self.kept_in_module: set[str] = set()  # tensors that the code has left on the module in some trace
         self.is_float32 = module.dtype == torch.float32
+        self.sizes: dict[str, int] = {}  # tensors of one whole number by name, such as strides, known in methods
 
     def found_out(self) -> dict[str, Any]:
         """What tracing has shown about the model, for `recall` in a process that need not trace."""
@@ -342,7 +343,7 @@ class ModelProgram:
         """
         owner, _, name = spec.path.rpartition(".")
         with (
-            self._in_place(weights, self._attention(CallSpec())),
+            self._in_place(weights, self._attention(CallSpec()), self.sizes),
             folding.known_values(),
             conditions.collected() as met,
         ):
@@ -352,9 +353,16 @@ class ModelProgram:
         return jax_view(output), jnp.stack(met) if met else None
 
     @contextlib.contextmanager
-    def _in_place(self, weights: Mapping[str, jax.Array], attention: str | None) -> Iterator[None]:
-        """Inside, `weights` stand in the place of the module's own tensors and torch code computes on JAX."""
-        state = torch_view(dict(weights))
+    def _in_place(
+        self, weights: Mapping[str, jax.Array], attention: str | None, known: Mapping[str, int] | None = None
+    ) -> Iterator[None]:
+        """Inside, `weights` stand in the place of the module's own tensors and torch code computes on JAX.
+
+        Those that are `known` are constants.
+        """
+        known = known or {}
+        state = torch_view({name: array for name, array in weights.items() if name not in known})
+        state |= {name: views_of(torch.tensor(value)) for name, value in known.items()}
         on_devices = contextlib.nullcontext() if self.sharding is None else self.sharding.tracing(self.module, weights)
         grouped = experts.ON_GROUPED if self.sharding is None else experts.IMPLEMENTATION
         with (
@@ -367,7 +375,8 @@ class ModelProgram:
         ):
             yield
         self.kept_in_module.update(kept)
-        written = [name for name, tensor in state.items() if jax_view(tensor) is not weights[name]]
+        is_own = {name: jax_view(tensor) is weights[name] for name, tensor in state.items() if name not in known}
+        written = [name for name, is_so in is_own.items() if not is_so]
         if written:
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} writes into its own weights ({', '.join(written[:3])}) when called; "

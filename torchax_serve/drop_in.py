@@ -7,9 +7,11 @@ defaults, errors and return types are transformers' by construction.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,14 +22,17 @@ from transformers.generation import (
     GenerateEncoderDecoderOutput,
     GenerationConfig,
     GenerationMixin,
+    LogitsProcessorList,
 )
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils import ModelOutput
 
-from model_adapters.bridge import extract_jax, is_traced
+from model_adapters.bridge import extract_jax, is_in_torch_mode
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec
+from torchax_serve.before_loop import check_is_whole, put_parts_on_jax
+from torchax_serve.class_generate import for_the_loop, take_suppression
 from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
 from torchax_serve.encoder_road import EncoderOnJax
 from torchax_serve.images.encoding import compiled_encoders
@@ -38,6 +43,10 @@ from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
 
 FLAGS = ("output_hidden_states", "output_attentions")
+RowsElsewhere = Callable[[Any, LoopRequest, Start], torch.Tensor | None]
+"""From a model and a request that the fast loop can take to its sequences, or None to leave it to the loop."""
+ROWS_ELSEWHERE: contextvars.ContextVar[RowsElsewhere | None] = contextvars.ContextVar("rows_elsewhere", default=None)
+"""Where the rows of ``generate`` run inside of a call, in the place of a loop of its own."""
 
 
 def to_jax(model: PreTrainedModel) -> PreTrainedModel:
@@ -64,15 +73,10 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
     return attach(model, Runtime(model, weights))
 
 
-def has_class_generate(model: PreTrainedModel) -> bool:
-    """Whether the class of `model`, without what is made here of it, has a ``generate`` of its own."""
-    classes = [cls for cls in type(model).__mro__ if "generate" in vars(cls) and cls.__module__ != __name__]
-    return bool(classes) and classes[0] is not GenerationMixin
-
-
 def attach(model: PreTrainedModel, runtime: Runtime) -> PreTrainedModel:
     """Gives `model` the class whose forward and generation are run by `runtime`."""
     vars(model)["_jax_runtime"] = runtime
+    put_parts_on_jax(model, runtime.method)
     model.__class__ = _jax_class(type(model))  # type: ignore[arg-type]
     return model
 
@@ -86,11 +90,12 @@ class JaxModel:
     def device(self) -> torch.device:
         """Where callers' tensors are expected: the CPU, wherever the weights are."""
         device = super().device  # type: ignore[misc]
-        return torch.device("cpu") if device.type == "meta" else device
+        return device if device.type != "meta" and is_in_torch_mode() else torch.device("cpu")
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own, after a look at the prompt."""
+        check_is_whole(kwargs)
         given = inspect.signature(GenerationMixin.generate).bind(self, *args, **kwargs).arguments
         custom = given.get("custom_generate")
         if not (custom is None or isinstance(custom, str) or callable(custom)):
@@ -110,7 +115,7 @@ class JaxModel:
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own answer; outside of a trace its forward runs on JAX as well."""
         encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]
-        if encoder is self or is_traced(encoder):
+        if encoder is self or is_in_torch_mode():
             return encoder
         return EncoderOnJax(self._jax_runtime, encoder)
 
@@ -135,7 +140,12 @@ class JaxModel:
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        runtime = self._jax_runtime
+        runtime = getattr(self, "_jax_runtime", None)
+        if runtime is None:  # lent to a part, such as the codec of sounds, which has a cache of transformers' own
+            owner: Any = self
+            return GenerationMixin._prepare_cache_for_generation(
+                owner, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
         runtime.limits.check_positions(max_cache_length)
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic", "static"):
@@ -159,6 +169,10 @@ class JaxModel:
             return super()._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)  # type: ignore[misc]
 
     def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> Any:
+        prompt_len = kwargs.get("input_ids_seq_length")
+        if kwargs.get("logits_processor") and prompt_len is not None:
+            rest = take_suppression(generation_config, kwargs["logits_processor"], prompt_len)
+            kwargs["logits_processor"] = LogitsProcessorList(rest)
         for name in ("logits_processor", "prefix_allowed_tokens_fn", "negative_prompt_ids"):
             value = kwargs.get(name)
             if value is not None and not (name == "logits_processor" and len(value) == 0):
@@ -181,9 +195,12 @@ class JaxModel:
         runtime = self._jax_runtime
         for name in [name for name, value in model_kwargs.items() if isinstance(value, dict) and not value]:
             del model_kwargs[name]  # such as what no image's encoder has put out
-        request = LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        config = for_the_loop(self, generation_config)
+        request = LoopRequest(input_ids, logits_processor, stopping_criteria, config, streamer, model_kwargs)
         if isinstance(start := start_of(runtime, request), Start):
-            return DecodeLoop(runtime, request, start).run()
+            elsewhere = ROWS_ELSEWHERE.get()
+            sequences = None if elsewhere is None else elsewhere(self, request, start)
+            return DecodeLoop(runtime, request, start).run() if sequences is None else sequences
         output = super()._sample(  # type: ignore[misc]
             input_ids,
             logits_processor,

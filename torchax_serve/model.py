@@ -16,8 +16,8 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.loading import LoadedModel, Progress, has_own_generate, load_model
 from torchax_serve import collector
 from torchax_serve.alone import tokens_alone
+from torchax_serve.class_generate import has_class_generate
 from torchax_serve.compile_cache import enable_compile_cache
-from torchax_serve.drop_in import has_class_generate
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.replicas import Replicas
@@ -168,7 +168,8 @@ class ServedModel(OpenModel):
 
     def _build_engine(self) -> Engine | Replicas:
         model = self._generator()
-        if model._jax_runtime.encoder_part is not None and has_class_generate(model):
+        is_prepared = model._jax_runtime.length_heard is not None  # by the class itself, before rows go to the engine
+        if model._jax_runtime.encoder_part is not None and has_class_generate(model) and not is_prepared:
             raise UnsupportedModelError(
                 f"the generate of {type(model).__name__} is not that of all models, and what it prepares for its "
                 "decoder the engine does not know; call generate()"
@@ -253,6 +254,9 @@ class ServedModel(OpenModel):
             return "it has stop strings that may begin in the prompt"
         if options := unsupported_by_fast_path(config, ENGINE_OPTIONS):
             return f"{', '.join(options)} is set"
+        runtime = self._generator()._jax_runtime
+        if runtime.program.names.has_encoder and not runtime.masks_encoder:
+            return "its encoder reads no tokens"
         try:
             longest = self.engine.max_source_len
         except UnsupportedModelError as error:

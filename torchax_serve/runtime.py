@@ -26,6 +26,7 @@ from model_adapters.sharding import ModelSharding
 from model_adapters.tables import learned_positions, name_in, word_table
 from torchax_serve.buckets import bucket
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
+from torchax_serve.heard import length_heard
 from torchax_serve.images.placeholders import unmet
 from torchax_serve.known_inputs import Known, KnownCalls, arrays_and_rest
 from torchax_serve.limits import Limits
@@ -52,6 +53,7 @@ class Runtime:
         self.program = ModelProgram(module, sharding, part)
         called = self.program.called
         self.weights = weights if part and isinstance(weights, dict) else dict(weights)
+        self.program.sizes = _sizes(self.weights)
         self.steps = Steps(self.program, programs or ProgramCache())
         self.config = getattr(called, "config", module.config)  # a part need not have one of its own
         has_encoder = self.program.names.has_encoder
@@ -75,6 +77,11 @@ class Runtime:
             return False
         encoder = self.program.module.get_submodule(self.encoder_part)
         return getattr(encoder, "main_input_name", "input_ids") == "input_ids"
+
+    @functools.cached_property
+    def length_heard(self) -> int | None:
+        """The length of every output of the encoder, where it hears sounds of one length alone."""
+        return None if self.encoder_part is None else length_heard(self.part(self.encoder_part))
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -114,8 +121,9 @@ class Runtime:
             self.new_cache(16)
         except (UnsupportedModelError, AttributeError, KeyError, TypeError) as error:
             return f"its cache has no static form: {type(error).__name__}: {error}"
-        if getattr(self.program.module, "_can_compile_fullgraph", False):
-            return None  # transformers itself compiles it on a cache of fixed shapes
+        module = self.program.module
+        if getattr(module, "_can_compile_fullgraph", False) or own_cache.takes_fixed_shapes(module):
+            return None  # transformers itself compiles it on a cache of fixed shapes, or it is known to run there
         return self.steps.cache.remembered("cache", "", self._try_cache)
 
     def _try_cache(self) -> str | None:
@@ -352,3 +360,9 @@ class Runtime:
         for name in CONTEXT:
             given.pop(name, None)
         return dict(output.arguments)
+
+
+def _sizes(weights: Mapping[str, jax.Array]) -> dict[str, int]:
+    """The values of single whole numbers among `weights`, where they are on this host."""
+    scalars = {name: array for name, array in weights.items() if array.ndim == 0 and array.dtype.kind == "i"}
+    return {name: int(array) for name, array in scalars.items() if getattr(array, "is_fully_addressable", False)}

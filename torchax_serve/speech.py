@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoFeatureExtractor, FeatureExtractionMixin, PreTrainedModel
+from transformers import AutoFeatureExtractor, FeatureExtractionMixin, GenerationMixin, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
+from model_adapters.own_cache import takes_fixed_shapes
+from torchax_serve.drop_in import ROWS_ELSEWHERE
 from torchax_serve.images.processor import processor_of
 from torchax_serve.model import ServedModel
 from torchax_serve.sounds import check_rate, checked_samples
+from torchax_serve.speech_rows import SpeechRows
 
 
 def is_speech_model(module: PreTrainedModel) -> bool:
@@ -35,6 +38,19 @@ def _modalities(said: str | Sequence[str]) -> tuple[str, ...]:
 
 class SpeechModel(ServedModel):
     """A model that writes down what it hears; made by `serve`."""
+
+    @functools.cached_property
+    def _rows(self) -> SpeechRows:
+        return SpeechRows(self)
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As transformers' ``generate``; rows of many threads run side by side on the engine where they can."""
+        before = ROWS_ELSEWHERE.set(self._rows)
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            ROWS_ELSEWHERE.reset(before)
 
     @functools.cached_property
     def feature_extractor(self) -> FeatureExtractionMixin:
@@ -99,7 +115,7 @@ class SpeechModel(ServedModel):
             inputs, prompt_len = self._features(arrays, sampling_rate), 0
         else:
             inputs = self._request(arrays, sampling_rate, options)
-            prompt_len = inputs["input_ids"].shape[1]
+            prompt_len = inputs["input_ids"].shape[1] if "input_ids" in inputs else 1  # the token that all begin with
         tokens = self.generate(**inputs, **options)
         tokens = getattr(tokens, "sequences", tokens)[:, prompt_len:]
         texts = [text.strip() for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
@@ -110,6 +126,8 @@ class SpeechModel(ServedModel):
         processor = processor_of(self)
         check_rate(getattr(self.feature_extractor, "sampling_rate", None), sampling_rate)
         write = getattr(processor, "apply_transcription_request", None)
+        if write is None and takes_fixed_shapes(self.torch_model):
+            write = functools.partial(_beside_tokens, processor, sampling_rate)
         if write is None:
             raise UnsupportedModelError(
                 f"expected a processor with a prompt for transcripts, {type(processor).__name__} of {self.name} has "
@@ -147,3 +165,8 @@ class SpeechModel(ServedModel):
         features = extractor(arrays, **options)
         given = {name: value for name, value in features.items() if isinstance(value, torch.Tensor)}
         return {**given, **further}
+
+
+def _beside_tokens(processor: Any, sampling_rate: int, *, audio: list[np.ndarray]) -> dict[str, Any]:
+    """Inputs of a model that hears with every token it writes, and is asked nothing."""
+    return dict(processor(audio=audio, sampling_rate=sampling_rate, return_tensors="pt"))

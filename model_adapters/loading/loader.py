@@ -287,6 +287,8 @@ def _harvest(module: PreTrainedModel, place: Placement, sink: WeightSink, fill: 
             _, empty, array = by_tensor[id(tensor)]
             _set(module, name, empty)
         elif array is None:
+            if fill is None and tensor.is_meta and not tensor.ndim and not _is_registered(module, name):
+                continue  # a number beside the buffers, which transformers leaves without a value, and no code reads
             if fill is None and tensor.is_meta:
                 raise UnsupportedModelError(
                     f"{type(module).__name__} has a tensor {name} that neither the files nor its initialisation fill: "
@@ -299,6 +301,12 @@ def _harvest(module: PreTrainedModel, place: Placement, sink: WeightSink, fill: 
                 _set(module, name, empty)
         weights[name] = array
     return weights
+
+
+def _is_registered(module: torch.nn.Module, name: str) -> bool:
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return attribute in owner._parameters or attribute in owner._buffers
 
 
 def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 _MODELS = "transformers.models."
+COPIED = {"kyutai_speech_to_text": "moshi"}
+"""Architectures whose code is another's, copied: that one's quirk is theirs."""
 
 
 @functools.cache
@@ -62,7 +64,8 @@ def quirk_of(module: torch.nn.Module) -> str | None:
 
 def _architecture(module: torch.nn.Module) -> str:
     path = next((c.__module__ for c in type(module).__mro__ if c.__module__.startswith(_MODELS)), "")
-    return path.removeprefix(_MODELS).partition(".")[0]
+    name = path.removeprefix(_MODELS).partition(".")[0]
+    return COPIED.get(name, name)
 
 
 @contextlib.contextmanager

@@ -245,22 +245,14 @@ def test_inputs_of_all_slots_take_half_of_the_memory_where_nobody_says_how_long_
 
 
 def test_a_class_with_a_generate_of_its_own_has_no_engine():
-    config = transformers.WhisperConfig(
-        **{**SPECIAL, "decoder_start_token_id": 3},
-        vocab_size=VOCAB_SIZE,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        num_mel_bins=8,
-        max_source_positions=20,
-        max_target_positions=32,
-    )
+    class OwnGenerate(type(tiny("bart"))):
+        def generate(self, *args, **kwargs):
+            return super().generate(*args, **kwargs)
+
+    model = tiny("bart")
+    model.__class__ = OwnGenerate
     with (
-        serve(transformers.WhisperForConditionalGeneration(config).eval()) as model,
-        pytest.raises(UnsupportedModelError, match="the generate of WhisperForConditionalGeneration is not"),
+        serve(model) as served_model,
+        pytest.raises(UnsupportedModelError, match="the generate of OwnGenerate is not"),
     ):
-        _ = model.engine
+        _ = served_model.engine

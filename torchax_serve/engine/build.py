@@ -39,11 +39,12 @@ class EngineOptions:
 
     Attributes:
         max_len: prompt and answer of one request, in tokens; the model's own limit if None.
-        num_slots: requests that run at once.
+        num_slots: requests that run at once; fewer of a model that hears, where keys and values of so many sounds would
+            take more than half of the memory.
         page_len: tokens of a page of the cache.
         max_source_len: what an encoder beside the decoder may be given, in tokens; each slot has room for the keys and
             values of that many. None: as many as the encoder has positions, 1024 at the most, and less where that would
-            take more than half of the memory.
+            take more than half of the memory. An encoder of sounds that hears one length takes None alone.
         kv_cache_bytes: bytes of all pages together.
         token_budget: tokens computed in one step.
         prefix_caching: whether requests share the pages of a common beginning.
@@ -109,6 +110,7 @@ def build_engine(
         tables_bytes=tables_bytes(options.num_slots, runtime.vocab_size),
         max_source_len=_max_source_len(runtime, options),
         may_shorten_sources=options.max_source_len is None,
+        source_len=runtime.length_heard,
     )
     try:
         road = packed_road(runtime, sizes)
@@ -121,6 +123,8 @@ def build_engine(
             ) from reason
         road = gathered_road(runtime, sizes, str(reason))
     _check_invariance(options, why_not_invariant())
+    if road.num_slots is not None:
+        sizes = dataclasses.replace(sizes, num_slots=road.num_slots)
     is_packed = road.why_not_packed is None
     config = SchedulerConfig(
         groups=road.cache.plan.groups,
@@ -156,6 +160,13 @@ def _max_num_steps(options: EngineOptions) -> int:
 
 
 def _max_source_len(runtime: Runtime, options: EngineOptions) -> int:
+    if runtime.length_heard is not None:
+        if options.max_source_len is not None:
+            raise InvalidArgumentError(
+                f"max_source_len: expected None for a model whose encoder hears sounds of one length, got "
+                f"{options.max_source_len}; leave it out"
+            )
+        return runtime.length_heard
     if runtime.encoder_part is None:
         if options.max_source_len is not None:
             raise InvalidArgumentError(
@@ -176,13 +187,13 @@ def _max_source_len(runtime: Runtime, options: EngineOptions) -> int:
 
 
 def _max_len(runtime: Runtime, options: EngineOptions) -> int:
-    limit = runtime.max_positions
+    limit = runtime.max_positions or getattr(runtime.text_config, "max_target_positions", None)
     if options.max_len is None:
         most = MAX_LEN if runtime.encoder_part is None else MAX_ANSWER_LEN
         return min(most, limit or most)
-    if runtime.learned_positions is not None and options.max_len > runtime.learned_positions:
+    end = runtime.learned_positions if runtime.max_positions else limit
+    if end is not None and options.max_len > end:
         raise InvalidArgumentError(
-            f"max_len: expected at most {runtime.learned_positions}, the positions this model has, got "
-            f"{options.max_len}; lower it"
+            f"max_len: expected at most {end}, the positions this model has, got {options.max_len}; lower it"
         )
     return options.max_len

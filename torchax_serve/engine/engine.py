@@ -160,6 +160,11 @@ class Engine:
             busy_s=self._busy_s,
         )
 
+    def fits(self, length: int) -> bool:
+        """Whether a request may be of so many tokens, prompt and answer."""
+        config = self._scheduler.config
+        return length <= config.max_len and config.unfit(length) is None
+
     @property
     def max_source_len(self) -> int | None:
         """Tokens that a request may give an encoder; None where the model has none."""

@@ -15,7 +15,7 @@ from torchax_serve.engine.gathered_layout import LONGEST, StateLayout
 from torchax_serve.engine.gathered_rows import TRIAL_LEN, RowForward, as_unsupported
 from torchax_serve.engine.gathered_trial import find_block_len
 from torchax_serve.engine.road import Road, Sizes, free_bytes
-from torchax_serve.engine.sources import SMALLEST_SOURCE_LEN, Sources
+from torchax_serve.engine.sources import SMALLEST_SOURCE_LEN, Sounds, Sources, Texts
 from torchax_serve.runtime import Runtime
 
 EXACT_CHUNKS = (256, 64, 16, 4, 1)
@@ -38,10 +38,13 @@ def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
     try:
         forward = RowForward(runtime)
         layout = programs.remembered("gathered layout", "", forward.layout)
-        sources = None
-        if runtime.encoder_part is not None:
+        sources: Sources | None = None
+        if sizes.source_len is not None:
+            sources, layout = Sounds(runtime, sizes.source_len), layout.for_sources(sizes.source_len)
+            sizes = _with_fitting_slots(sizes, layout)
+        elif runtime.encoder_part is not None:
             sizes = _with_source_len(sizes, layout)
-            sources, layout = Sources(runtime, sizes.max_source_len), layout.for_sources(sizes.max_source_len)
+            sources, layout = Texts(runtime, sizes.max_source_len), layout.for_sources(sizes.max_source_len)
         parts = GatheredParts(runtime, forward, layout, sizes, sources)
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
@@ -53,7 +56,8 @@ def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
     cache.reset()
     model = make(block_len)
     chunk_sizes = model.chunk_sizes if model.is_exact else None
-    return Road(model, cache, why_not_packed, chunk_sizes, can_share_prefixes=not layout.rows)
+    can_share = not layout.rows
+    return Road(model, cache, why_not_packed, chunk_sizes, can_share_prefixes=can_share, num_slots=sizes.num_slots)
 
 
 def _with_source_len(sizes: Sizes, layout: StateLayout) -> Sizes:
@@ -66,6 +70,25 @@ def _with_source_len(sizes: Sizes, layout: StateLayout) -> Sizes:
     while 2 * fitting * each <= memory // 2:  # by powers of two: what is free differs from start to start
         fitting *= 2
     return dataclasses.replace(sizes, max_source_len=min(sizes.max_source_len, fitting))
+
+
+def _with_fitting_slots(sizes: Sizes, layout: StateLayout) -> Sizes:
+    """`sizes`, with so many slots that what is made of sounds takes half of the memory at the most.
+
+    Raises:
+        UnsupportedModelError: not even one request fits.
+    """
+    memory = sizes.kv_cache_bytes or free_bytes()
+    each = sum(row.num_bytes for row in layout.rows if row.is_of_source)
+    most = memory // 2 // each - 1  # one row is nobody's
+    if most < 1:
+        raise UnsupportedModelError(
+            f"expected memory for keys and values of two sounds, {2 * each} bytes in half of what there is, got "
+            f"{memory // 2} bytes; raise kv_cache_bytes"
+        )
+    if most >= sizes.num_slots:
+        return sizes
+    return dataclasses.replace(sizes, num_slots=1 << most.bit_length() - 1)  # what is free differs from start to start
 
 
 @dataclasses.dataclass(frozen=True)

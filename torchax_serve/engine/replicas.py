@@ -120,6 +120,10 @@ class Replicas:
             busy_s=max(stats.busy_s for stats in each),
         )
 
+    def fits(self, length: int) -> bool:
+        """As `Engine.fits`."""
+        return self.engines[0].fits(length)
+
     @property
     def max_source_len(self) -> int | None:
         """As `Engine.max_source_len`."""

@@ -7,12 +7,18 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from torchax_serve.engine.sampler_params import RowParams
 from torchax_serve.request import SamplingParams
 from torchax_serve.scheduling import Request, RequestId
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+
+Source = tuple[int, ...] | np.ndarray
+"""Token ids for an encoder, or what one has put out, ``[1, len, width]``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +33,7 @@ class RowRequest:
         row: how tokens are chosen.
         fork_of: a request with the same prompt, whose computed prompt is shared.
         source_ids: what an encoder beside the decoder reads; the prompt is then what the decoder begins with.
+        encoded: what an encoder has put out, ``[1, len, width]`` on the host, in the place of `source_ids`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -36,6 +43,12 @@ class RowRequest:
     row: RowParams
     fork_of: RequestId | None = None
     source_ids: tuple[int, ...] = ()
+    encoded: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def source(self) -> Source:
+        """What the decoder attends to beside its own tokens; no token where there is no encoder."""
+        return self.source_ids if self.encoded is None else self.encoded
 
     @classmethod
     def of(
@@ -48,6 +61,7 @@ class RowRequest:
         seed: int | None = None,
         fork_of: RequestId | None = None,
         source_ids: Sequence[int] = (),
+        encoded: np.ndarray | None = None,
     ) -> Self:
         """A request for a continuation of `prompt_ids`.
 
@@ -59,6 +73,7 @@ class RowRequest:
             seed: draws depend on it and on the tokens, on nothing else; None draws one.
             fork_of: see above.
             source_ids: see above.
+            encoded: see above.
 
         Raises:
             InvalidArgumentError: a value out of its range.
@@ -73,7 +88,7 @@ class RowRequest:
         seed = secrets.randbits(63) if seed is None else seed
         row = RowParams.of(params, config, vocab_size=vocab_size, seed=seed)
         least = min(row.num_early(num_prompt), most)
-        return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids))
+        return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids), encoded)
 
     def to_scheduler(self, request_id: RequestId, now: float) -> Request:
         """What the scheduler has to know; `now` in seconds on its clock."""

@@ -36,6 +36,7 @@ class Sizes:
     tables_bytes: int = 0  # of the sampler, beside the cache
     max_source_len: int = 0  # of an encoder's input; 0 where there is no encoder
     may_shorten_sources: bool = False  # nobody has asked for it
+    source_len: int | None = None  # of every output of an encoder of sounds; None of texts
 
     def useful_bytes(self, shapes: Sequence[PageShape]) -> int:
         """Bytes of pages that requests in all slots can use at the most."""
@@ -94,6 +95,7 @@ class Road:
     chunk_sizes: tuple[int, ...] | None = None  # of prompts; None: any
     can_share_prefixes: bool = True
     tables_bytes: int = 0  # that the sampler takes beside the cache
+    num_slots: int | None = None  # that memory is for; None: as many as were asked for
 
     @property
     def name(self) -> str:

@@ -67,8 +67,8 @@ class ModelRunner:
     def check(self, name: str, request: RowRequest) -> None:
         """Raises InvalidArgumentError, naming `name`, where `request` does not fit what the model has."""
         if self._sources is not None:
-            self._sources.check(name, request.source_ids)
-        elif request.source_ids:
+            self._sources.check(name, request.source)
+        elif len(request.source):
             raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
 
     def warm_up(self) -> None:
@@ -94,7 +94,7 @@ class ModelRunner:
         for slot in plan.fresh_slots:
             self._sampler.set(slot, requests[slot].row, requests[slot].prompt_ids, outputs[slot])
             if self._sources is not None:
-                self._sources.take(slot, requests[slot].source_ids)
+                self._sources.take(slot, requests[slot].source)
         flight = Flight(plan)
         if plan.num_steps > 1 and self._decode(flight):
             return flight

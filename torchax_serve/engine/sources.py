@@ -1,13 +1,13 @@
 """The encoder beside a decoder: each request has an input of its own, which is encoded when the request begins.
 
 The decoder's first forward makes keys and values of the encoder's output, which are kept by slot; of the input nothing
-but its length is needed from then on. A request that had to make room is encoded anew.
+but its length is needed from then on. A request that had to make room is encoded anew. An encoder of sounds that hears
+one length alone has run before the request comes, which brings its output along.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from model_adapters.causality import ignores_masked
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program import CallSpec
 from torchax_serve.buckets import ladder
+from torchax_serve.engine.request import Source
 from torchax_serve.request import SamplingParams
 from torchax_serve.runtime import Runtime
 
@@ -30,8 +31,38 @@ HIDDEN = "encoder_outputs"
 MASK = "attention_mask"
 
 
-class Sources:
-    """The inputs of the encoder, by slot.
+class Sources(Protocol):
+    """What decoders attend to beside their own tokens, by slot."""
+
+    max_len: int  # of an encoder's output
+    rungs: tuple[int, ...]  # that outputs are padded to, ascending
+
+    @property
+    def trial(self) -> Source:
+        """One to try the model with."""
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled programs of the encoder."""
+
+    def check(self, name: str, source: Source) -> None:
+        """Raises InvalidArgumentError, naming `name`, for what the decoder cannot have."""
+
+    def take(self, slot: int, source: Source) -> None:
+        """Gives `slot` to a request with this source."""
+
+    def length(self, slot: int) -> int:
+        """Of the encoder's output for `slot`; 0 for nobody's."""
+
+    def encoded(self, slot: int, padded_len: int) -> jax.Array:
+        """The encoder's output ``[1, padded_len, width]`` for `slot`; left on the device."""
+
+    def blank(self, padded_len: int) -> jax.Array:
+        """An output for nobody, to compile with."""
+
+
+class Texts:
+    """Inputs of an encoder of texts.
 
     Args:
         runtime: of the whole model.
@@ -46,7 +77,8 @@ class Sources:
         self._runtime = runtime.part(runtime.encoder_part)
         if not runtime.masks_encoder or not ignores_masked(self._runtime.program.called):
             raise UnsupportedModelError(
-                "expected an encoder of texts that does not see what its mask hides, so that inputs may be padded, got "
+                "expected an encoder of texts that does not see what its mask hides, so that inputs may be padded, or "
+                "one of sounds of a single length, got "
                 f"{type(self._runtime.program.called).__name__}; generate runs it, one batch at a time"
             )
         self.max_len = max_len
@@ -63,8 +95,10 @@ class Sources:
         """Compiled programs of the encoder."""
         return self._runtime.steps.forward.num_programs
 
-    def check(self, name: str, ids: Sequence[int]) -> None:
+    def check(self, name: str, ids: Source) -> None:
         """Raises InvalidArgumentError, naming `name`, for an input that the encoder cannot have."""
+        if isinstance(ids, np.ndarray):
+            raise InvalidArgumentError(f"{name}: expected token ids for the encoder, got its output; give source_ids")
         if not 1 <= len(ids) <= self.max_len:
             raise InvalidArgumentError(
                 f"{name}: expected an input of 1 to {self.max_len} tokens for the encoder, got {len(ids)}; shorten it, "
@@ -72,7 +106,7 @@ class Sources:
             )
         self._runtime.limits.check_ids(torch.tensor(ids), name)
 
-    def take(self, slot: int, ids: Sequence[int]) -> None:
+    def take(self, slot: int, ids: Source) -> None:
         """Gives `slot` to a request with this input."""
         self._ids[slot] = tuple(ids)
 
@@ -96,6 +130,58 @@ class Sources:
         fields, _ = self._runtime.steps.forward(self._runtime.weights, None, None, given, spec=CallSpec())
         hidden: jax.Array = fields["last_hidden_state"]
         return hidden
+
+
+class Sounds:
+    """Outputs of an encoder of sounds that hears one length alone, made before their requests come.
+
+    Args:
+        runtime: of the whole model.
+        length: of every output.
+    """
+
+    @property
+    def num_programs(self) -> int:
+        """None: the encoder has run before."""
+        return 0
+
+    def __init__(self, runtime: Runtime, length: int) -> None:
+        hidden: Any = runtime.trial_context()[HIDDEN][0]  # a shape
+        self.max_len = length
+        self.rungs: tuple[int, ...] = (length,)
+        self._shape, self._dtype = (1, length, hidden.shape[2]), hidden.dtype
+        self._outputs: dict[int, np.ndarray] = {}
+
+    @property
+    def trial(self) -> np.ndarray:
+        """Noise, of the size of what a normalised output has."""
+        return np.random.default_rng(1).standard_normal(self._shape).astype(self._dtype)
+
+    def check(self, name: str, source: Source) -> None:
+        """Raises InvalidArgumentError, naming `name`, for anything but an output of the encoder."""
+        got = source.shape if isinstance(source, np.ndarray) else f"{len(source)} token ids"
+        if got != self._shape:
+            raise InvalidArgumentError(
+                f"{name}: expected the output {list(self._shape)} of the encoder of sounds, got {got}; call "
+                "transcribe(), or generate() with features"
+            )
+
+    def take(self, slot: int, source: Source) -> None:
+        """Gives `slot` to a request with this output."""
+        assert isinstance(source, np.ndarray)
+        self._outputs[slot] = source
+
+    def length(self, slot: int) -> int:
+        """Of the output in `slot`; 0 for nobody's."""
+        return self.max_len if slot in self._outputs else 0
+
+    def encoded(self, slot: int, padded_len: int) -> jax.Array:
+        """The output in `slot`, on the device."""
+        return from_host(self._outputs[slot], self._dtype)
+
+    def blank(self, padded_len: int) -> jax.Array:
+        """The output for nobody's sound, to compile with."""
+        return from_host(np.zeros(self._shape), self._dtype)
 
 
 def decoder_prompt(config: GenerationConfig, params: SamplingParams | None) -> list[int]:

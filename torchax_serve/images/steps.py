@@ -61,6 +61,8 @@ class PreparedSteps:
             second = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **later)
         finally:
             cache.length = 0
+        if getattr(second.get("input_ids"), "shape", None) not in (None, (input_ids.shape[0], 1)):
+            return "every step gets more than a token"
         rest = {name: value for name, value in second.items() if value is not None and name not in known}
         constants: dict[str, Any] = {}
         for name, value in rest.items():

@@ -8,11 +8,6 @@ CAUSES: dict[str, str] = {
     ),
     "layoutlmv2": "In the environment: transformers builds its backbone from the package `detectron2` alone.",
     "perceiver": "In the harness: the base model reads other inputs than token ids.",
-    "voxtral_realtime": (
-        "In the harness: it hears a piece of the sound at every step, with a cache of its encoder beside that of its "
-        "decoder; no inputs are made for that."
-    ),
-    "kyutai_speech_to_text": "In the harness: it hears codes of a codec at every step; no inputs are made for that.",
     "vibevoice": "Not speech to text: it speaks, by diffusion; the harness has no inputs for it.",
     "dia": "Not speech to text: it speaks; the harness has no inputs for its codes.",
     "pop2piano": "Not speech to text: it writes music; the harness has no inputs for it.",

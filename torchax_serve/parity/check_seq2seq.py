@@ -28,7 +28,8 @@ SEEDS = (*range(3), *range(9, 18), *range(3, 9))
 """Those that amplify rounding most come last."""
 
 Three = dict[str, Inputs]
-"""Arguments of ``generate``: of the "first" and the "second" input by themselves, and of both, "padded"."""
+"""Arguments of ``generate``: of the "first" and the "second" input by themselves, and of both, "padded"; and of a
+"forward", where it takes others than the first."""
 
 
 def check(model_type: str) -> Result:
@@ -79,14 +80,18 @@ def expect(model: PreTrainedModel, inputs: Three) -> Expected:
         UnsupportedModelError: the model fails in PyTorch itself; with PyTorch's own error.
     """
     try:
-        logits = forward(copy.deepcopy(model), inputs["first"])
+        logits = forward(copy.deepcopy(model), _of_forward(inputs))
         assert torch.isfinite(logits).all(), "logits that are no numbers"
         found = [greedy(model, None, None, inputs[name]) for name in ("first", "second", "padded")]
     except Exception as error:
         raise UnsupportedModelError(f"{type(model).__name__} fails in PyTorch itself: {said(error)}") from error
     (first, _), (second, _), (padded, _) = found
-    rounding = rounding_of(model, lambda twin: forward(twin, _in_float64(inputs["first"])), logits)
+    rounding = rounding_of(model, lambda twin: forward(twin, _in_float64(_of_forward(inputs))), logits)
     return Expected(logits, padded, (first, second), min(gap for _, gap in found), {}, (), rounding)
+
+
+def _of_forward(inputs: Three) -> Inputs:
+    return inputs.get("forward", inputs["first"])
 
 
 def _in_float64(given: dict[str, Any]) -> dict[str, Any]:
@@ -110,12 +115,11 @@ def compared(result: Result, model: PreTrainedModel, inputs: Three, expected: Ex
         ours: Any = served.torch_model
         runtime: Runtime = ours._jax_runtime
 
-        logits = tried("forward", forward, ours, inputs["first"])
+        logits = tried("forward", forward, ours, _of_forward(inputs))
         difference = None if logits is None else float((logits - expected.logits).abs().max())
         same = {}
-        for name, given in inputs.items():
-            tokens = tried(name, _generate, ours, given)
-            want = wanted[name]
+        for name, want in wanted.items():
+            tokens = tried(name, _generate, ours, inputs[name])
             same[name] = tokens is not None and want is not None and torch.equal(tokens, want)
         road = "fast" if runtime.steps.num_traces["decode"] else "plain"
         reason = runtime.why_no_cache or (None if road == "fast" else "options that its configuration sets")

@@ -12,8 +12,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.images.placeholders import audio_token_id
 from torchax_serve.parity.beside_text import Inputs, batched, num_features, prompt_around
-from torchax_serve.parity.tiny_config import FIRST_MARKER, config_of_two, is_of_two, tiny_config
-from torchax_serve.parity.tiny_model import random_model
+from torchax_serve.parity.tiny_config import (
+    FIRST_MARKER,
+    PROMPT_IDS_END,
+    VOCAB_SIZE,
+    config_of_two,
+    is_of_two,
+    tiny_config,
+)
+from torchax_serve.parity.tiny_model import FIRST_PROMPT_ID, NUM_NEW, random_model
 
 NUM_FRAMES = (48, 40)
 """Of the longer and the shorter sound, where any number is heard."""
@@ -25,11 +32,29 @@ _GRANITE = {"window_size": 15, "projector_config": {"encoder_hidden_size": HIDDE
 _UNGROUPED = {"num_key_value_heads": 4}
 _SEAMLESS = {"speech_encoder_layers": 2, "speech_encoder_attention_heads": 4, "speech_encoder_intermediate_size": 48}
 _CODEC = {"downsampling_ratios": [2, 4], "depths": [1, 1, 1], "num_filters": 4}
+_MIMI = {
+    "hidden_size": HIDDEN,
+    "upsample_groups": HIDDEN,
+    "num_key_value_heads": 4,
+    "codebook_size": 64,
+    "codebook_dim": 16,
+    "vector_quantization_hidden_dimension": 16,
+    "num_quantizers": 4,
+    "num_filters": 4,
+    "upsampling_ratios": [4, 2],
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": HIDDEN // 4}},
     "glmasr": _GROUPS_OF_FOUR,
     "granite_speech": _GRANITE,
     "granite_speech_plus": _GRANITE,
+    "kyutai_speech_to_text": {
+        "num_codebooks": 4,
+        "codebook_vocab_size": 65,
+        "audio_bos_token_id": 64,
+        "audio_pad_token_id": VOCAB_SIZE + 4 * 65,
+        "codec_config": _MIMI,
+    },
     "moonshine_streaming": {"num_key_value_heads": 4},
     "nemo_speechlm": {
         "audio_config": {
@@ -108,9 +133,20 @@ def sound_model(
 ) -> PreTrainedModel:
     """A tiny random model of `model_type`; `encoder_type` where the type is any encoder beside any decoder."""
     model = random_model(model_class, _config(model_type, encoder_type), seed)
+    if hasattr(model, "codec_model"):
+        _fill_codebooks(model.codec_model, seed)
     if model_type in BY_SDPA:
         model.set_attn_implementation("sdpa")
     return model
+
+
+@torch.no_grad()
+def _fill_codebooks(codec: Any, seed: int) -> None:
+    """Codes that differ, which are zero at first, and as large as what they stand for: else rounding chooses them."""
+    size = codec.encoder(_random((1, 1, NUM_NEW * codec.config.frame_size), 0)).latents.std()
+    for index, (name, buffer) in enumerate(codec.named_buffers()):
+        if name.endswith("codebook.embed_sum"):
+            buffer.copy_(size * _random(tuple(buffer.shape), 1000 * seed + index))
 
 
 def _config(model_type: str, encoder_type: str) -> PreTrainedConfig:
@@ -122,11 +158,15 @@ def _config(model_type: str, encoder_type: str) -> PreTrainedConfig:
 def sounds(model_type: str, model: PreTrainedModel) -> dict[str, Inputs]:
     """Arguments of ``generate`` with two random sounds: "first" and "second" by themselves, and "padded" with both.
 
+    Of types whose sounds go on while they write, "forward" has arguments of a forward.
+
     Raises:
         UnsupportedModelError: the type reads sounds in a way that this harness does not know.
     """
     if model_type in FOR_ENCODERS:
         return _for_encoder(model_type, model)
+    if model_type in BESIDE_WORDS:
+        return BESIDE_WORDS[model_type](model)
     if model_type not in AMONG_WORDS:
         raise UnsupportedModelError(
             f"{type(model).__name__} reads codes or sounds in a way of its own, for which this harness has no inputs"
@@ -136,8 +176,8 @@ def sounds(model_type: str, model: PreTrainedModel) -> dict[str, Inputs]:
 
 
 def hears(model_type: str) -> bool:
-    """Whether there are sounds among words for `model_type`."""
-    return model_type in AMONG_WORDS
+    """Whether there are sounds among words, or beside them, for `model_type`."""
+    return model_type in AMONG_WORDS or model_type in BESIDE_WORDS
 
 
 def _for_encoder(model_type: str, model: PreTrainedModel) -> dict[str, Inputs]:
@@ -184,6 +224,40 @@ def _among_words(model_type: str, model: Any, which: int) -> Inputs:
     token = audio_token_id(model.config)
     assert token is not None
     return prompt_around([token] * count, which, torch.Generator().manual_seed(which + 10)) | given
+
+
+def _voxtral_realtime(model: Any) -> dict[str, Inputs]:
+    """A token, read or written, for so many frames of the sound."""
+    each, num_bins = model.config.audio_length_per_tok, model.config.audio_config.num_mel_bins
+    num_tokens = [STREAMED_PROMPT_LEN + NUM_NEW + more for more in (2, 0)]
+    singles: list[Inputs] = []
+    for which, generator in enumerate(torch.Generator().manual_seed(seed) for seed in (10, 11)):
+        ids = torch.randint(FIRST_PROMPT_ID, PROMPT_IDS_END, (1, STREAMED_PROMPT_LEN), generator=generator)
+        features = _random((1, num_bins, each * num_tokens[which]), which)
+        mask = torch.ones_like(ids)
+        singles.append({"input_ids": ids, "attention_mask": mask, "input_features": features, "num_delay_tokens": 3})
+    heard = singles[0]["input_features"][..., : each * STREAMED_PROMPT_LEN]
+    both = batched(_as_long(singles))
+    forward = singles[0] | {"input_features": heard}
+    return {"first": singles[0], "second": singles[1], "padded": both, "forward": forward}
+
+
+def _kyutai_speech_to_text(model: Any) -> dict[str, Inputs]:
+    """A token written for each frame of the codec; a forward reads both, side by side."""
+    num_samples = (NUM_NEW + 2) * model.config.frame_size
+    pair = [_random((1, 1, num_samples), which) for which in (0, 1)]
+    generator = torch.Generator().manual_seed(10)
+    tokens = torch.randint(FIRST_PROMPT_ID, PROMPT_IDS_END, (1, STREAMED_PROMPT_LEN, 1), generator=generator)
+    shape = (1, STREAMED_PROMPT_LEN, model.config.num_codebooks)
+    codes = torch.randint(0, model.config.codec_config.codebook_size, shape, generator=generator)
+    heard = {"input_ids": torch.cat([tokens, codes], 2)}
+    first, second, both = ({"input_values": x} for x in (*pair, torch.cat(pair)))
+    return {"first": first, "second": second, "padded": both, "forward": heard}
+
+
+STREAMED_PROMPT_LEN = 7
+BESIDE_WORDS = {"voxtral_realtime": _voxtral_realtime, "kyutai_speech_to_text": _kyutai_speech_to_text}
+"""Types that hear while they write, a piece of sound with every token."""
 
 
 def _as_long(singles: list[Inputs]) -> list[Inputs]:

@@ -1,0 +1,256 @@
+"""Whisper on the engine: each sound has the tokens that transformers gives it alone, whatever runs beside it."""
+
+import copy
+import functools
+import threading
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
+
+from torchax_serve import EngineOptions, InvalidArgumentError, UnsupportedModelError, serve, to_jax
+from torchax_serve.class_generate import take_suppression
+from torchax_serve.engine.build import build_engine
+from torchax_serve.engine.request import RowRequest
+
+LONG = 56
+NEW, VOCAB_SIZE, SOURCE_LEN, WIDTH = 12, 60, 40, 32
+NUM_SOUNDS = 6
+OPTIONS = EngineOptions(num_slots=4, page_len=4, token_budget=20)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@functools.cache
+def eager():
+    config = transformers.WhisperConfig(
+        vocab_size=VOCAB_SIZE,
+        d_model=WIDTH,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        num_mel_bins=8,
+        max_source_positions=SOURCE_LEN,
+        max_target_positions=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.generation_config.update(pad_token_id=0, suppress_tokens=[5, 6], begin_suppress_tokens=[7, 2], max_length=40)
+    model.generation_config.is_multilingual = True
+    model.generation_config.lang_to_id = {"<|en|>": 50, "<|de|>": 51}
+    model.generation_config.task_to_id = {"transcribe": 52, "translate": 53}
+    model.generation_config.no_timestamps_token_id = 54
+    model.generation_config._from_model_config = False  # else transformers does not read these again
+    return model
+
+
+@functools.cache
+def features():
+    return torch.randn(NUM_SOUNDS, 8, 2 * SOURCE_LEN, generator=torch.Generator().manual_seed(1))
+
+
+def expected(sound=slice(None), **options):
+    options = {"max_new_tokens": NEW, "language": "en", **options}
+    return copy.deepcopy(eager()).generate(input_features=features()[sound], **options)
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serve(copy.deepcopy(eager()), engine=OPTIONS) as model:
+        model.engine.check_integrity = True
+        yield model
+
+
+def ours(model, sound=slice(None), **options):
+    """Tokens, and how many steps the engine took for them."""
+    before = model.stats().num_steps
+    options = {"max_new_tokens": NEW, "language": "en", **options}
+    return model.generate(input_features=features()[sound], **options), model.stats().num_steps - before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"language": "de", "task": "translate"},
+        {"language": None},
+        {"max_new_tokens": 30},
+        {"repetition_penalty": 1.5, "no_repeat_ngram_size": 3},
+        {"prompt_ids": torch.tensor([57, 20, 30, 11])},
+        {"suppress_tokens": None, "begin_suppress_tokens": None},
+        {"num_return_sequences": 1, "num_beams": 1, "do_sample": False, "temperature": 0.0},
+    ],
+)
+def test_generate_runs_on_the_engine(served, options):
+    tokens, num_steps = ours(served, **options)
+    assert torch.equal(tokens, expected(**options))
+    assert num_steps > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_timestamps": True},
+        {"num_beams": 2},
+        {"max_time": 100.0},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"logits_processor": LogitsProcessorList([transformers.TopKLogitsWarper(50)])},
+        {"max_new_tokens": 6, "temperature": (0.0,), "logprob_threshold": -100.0, "return_timestamps": True},
+    ],
+)
+def test_other_options_run_in_the_loop(served, options):
+    def sequences(output):
+        return output if isinstance(output, torch.Tensor) else output["sequences"]
+
+    tokens, num_steps = ours(served, **options)
+    assert torch.equal(sequences(tokens), sequences(expected(**options)))
+    assert num_steps == 0
+
+
+def test_drawn_tokens_are_torch_s_own(served):
+    torch.manual_seed(3)
+    tokens, num_steps = ours(served, do_sample=True, temperature=0.7)
+    assert num_steps == 0
+    torch.manual_seed(3)
+    assert torch.equal(
+        served.torch_model.generate(
+            input_features=features(), max_new_tokens=NEW, language="en", do_sample=True, temperature=0.7
+        ),
+        tokens,
+    )
+
+
+def test_long_sounds_run_in_the_loop(served):
+    long = torch.cat(list(features()[:3]), -1)[None]
+    options = {"return_timestamps": True, "max_new_tokens": 6, "language": "en"}
+    options["attention_mask"] = torch.ones(1, long.shape[-1], dtype=torch.long)
+    wanted = copy.deepcopy(eager()).generate(input_features=long, **options)
+    assert torch.equal(served.generate(input_features=long, **options), wanted)
+
+
+def test_rows_end_where_they_end(served):
+    """One end token among those that are likely: rows of other lengths, padded behind."""
+    long = expected(max_new_tokens=30)
+    ends = [int(token) for token in long[0, 3:6]]
+    options = {"eos_token_id": ends, "begin_suppress_tokens": None, "max_new_tokens": 30}
+    wanted = expected(**options)
+    tokens, num_steps = ours(served, **options)
+    assert torch.equal(tokens, wanted) and num_steps > 0
+    assert wanted.shape[1] > NEW and bool((wanted[:, -1] == 0).any())  # one row goes on where another has ended
+
+
+def test_threads_share_steps(served):
+    alone = [expected(slice(i, i + 1)) for i in range(NUM_SOUNDS)]
+    found = [None] * NUM_SOUNDS
+
+    def transcribe(i):
+        found[i] = served.generate(input_features=features()[i : i + 1], max_new_tokens=NEW, language="en")
+
+    before = served.stats().num_steps
+    threads = [threading.Thread(target=transcribe, args=(i,)) for i in range(NUM_SOUNDS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(tokens, wanted) for tokens, wanted in zip(found, alone, strict=True))
+    assert served.stats().num_steps - before > 0
+    assert len({tuple(tokens.flatten().tolist()) for tokens in alone}) > 1
+
+
+def encoded():
+    with torch.no_grad():
+        return eager().get_encoder()(features()).last_hidden_state.numpy()
+
+
+def request(output):
+    generation = transformers.GenerationConfig(max_new_tokens=LONG, eos_token_id=None)
+    return RowRequest.of([1, 50, 52, 54], generation, None, vocab_size=VOCAB_SIZE, seed=0, encoded=output[None])
+
+
+def alone():
+    """Tokens behind the prompt, from transformers' own loop over the decoder."""
+    options = {"max_new_tokens": LONG, "do_sample": False, "eos_token_id": None}
+    model = copy.deepcopy(eager())
+    for name in ("suppress_tokens", "begin_suppress_tokens", "eos_token_id"):
+        setattr(model.generation_config, name, None)
+    generate = transformers.GenerationMixin.generate
+    prompt = torch.tensor([[1, 50, 52, 54]]).expand(NUM_SOUNDS, -1)
+    return generate(model, features(), decoder_input_ids=prompt, **options)[:, 4:].tolist()
+
+
+def test_aborted_and_preempted_requests():
+    state_bytes = 5 * 2 * 2 * SOURCE_LEN * WIDTH * 4  # of five slots: keys and values of two layers
+    options = EngineOptions(**{**vars(OPTIONS), "kv_cache_bytes": 2 * state_bytes})  # 49 pages, where four want 60
+    engine = build_engine(to_jax(copy.deepcopy(eager()))._jax_runtime, options)
+    engine.check_integrity = True
+    wanted, outputs = alone(), encoded()
+    try:
+        tickets = [engine.submit(request(output)) for output in outputs]
+        dropped = [engine.submit(request(output)) for output in outputs[:3]]
+        threading.Timer(0.1, dropped[0].cancel).start()
+        for ticket in dropped[1:]:
+            ticket.cancel()
+        assert [ticket.result() for ticket in tickets] == wanted
+        for ticket, tokens in zip(dropped, wanted, strict=False):
+            found = ticket.result()
+            assert found == tokens[: len(found)]
+        again = [engine.submit(request(output)) for output in outputs[:3][::-1]]  # slots that others have had
+        assert [ticket.result() for ticket in again] == wanted[2::-1]
+        stats = engine.stats()
+    finally:
+        engine.close()
+    assert stats.scheduler.num_preemptions > 0
+    assert stats.scheduler.num_hit_tokens == 0  # the same prompt stands behind other sounds
+    assert stats.num_steps < LONG * NUM_SOUNDS  # rows side by side
+    assert [group.num_used for group in stats.scheduler.pages] == [0]
+
+
+def test_slots_are_as_many_as_memory_has_room_for():
+    each = 2 * 2 * SOURCE_LEN * WIDTH * 4
+    runtime = to_jax(copy.deepcopy(eager()))._jax_runtime
+    engine = build_engine(runtime, EngineOptions(num_slots=32, page_len=4, kv_cache_bytes=2 * 7 * each))
+    try:
+        assert "for the states of requests" in engine.description
+        assert engine._runner._model._num_slots == 4  # of six, a power of two
+    finally:
+        engine.close()
+    with pytest.raises(UnsupportedModelError, match="expected memory for keys and values of two sounds"):
+        build_engine(runtime, EngineOptions(num_slots=32, page_len=4, kv_cache_bytes=2 * each))
+
+
+def test_bad_input(served):
+    output = encoded()[0]
+    with pytest.raises(InvalidArgumentError, match=r"expected the output \[1, 40, 32\] of the encoder of sounds, got"):
+        served.engine.submit(request(output[:30]))
+    with pytest.raises(InvalidArgumentError, match="got 2 token ids; call transcribe"):
+        config = transformers.GenerationConfig(max_new_tokens=2)
+        served.engine.submit(RowRequest.of([1], config, vocab_size=VOCAB_SIZE, seed=0, source_ids=[3, 4]))
+    with pytest.raises(InvalidArgumentError, match="max_source_len: expected None for a model whose encoder hears"):
+        build_engine(served.torch_model._jax_runtime, EngineOptions(max_source_len=30))
+    with pytest.raises(InvalidArgumentError, match="max_len: expected at most 64"):
+        build_engine(served.torch_model._jax_runtime, EngineOptions(max_len=65))
+    assert np.isfinite(output).all()
+
+
+def test_processors_that_options_have_words_for_become_options():
+    other = transformers.TopKLogitsWarper(5)
+    config = transformers.GenerationConfig()
+    assert take_suppression(config, [SuppressTokensLogitsProcessor([3, 4]), other], 4) == [other]
+    assert config.suppress_tokens == [3, 4]
+    second = SuppressTokensLogitsProcessor([8])
+    assert take_suppression(config, [second], 4) == [second]  # the option says something else already

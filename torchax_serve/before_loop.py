@@ -1,0 +1,91 @@
+"""Parts of a model that its class's ``generate`` calls itself, outside of the forward: here they run on JAX, too."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from model_adapters.bridge import is_in_torch_mode
+from model_adapters.errors import UnsupportedArgumentError
+from model_adapters.quirks.voxtral_realtime import width_before
+
+
+def put_parts_on_jax(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> None:
+    """Replaces methods of parts of `model`, where its ``generate`` calls some.
+
+    Args:
+        model: a transformers model.
+        run: as `torchax_serve.runtime.Runtime.method`.
+    """
+    put = _BY_TYPE.get(getattr(model.config, "model_type", ""))
+    if put is not None:
+        put(model, run)
+
+
+def check_is_whole(kwargs: dict[str, Any]) -> None:
+    """Raises UnsupportedArgumentError for a sound that comes piece by piece, from a generator."""
+    for name, value in kwargs.items():
+        if isinstance(value, types.GeneratorType):
+            raise UnsupportedArgumentError(
+                f"{name}: expected a tensor with all of the input, got a generator; a sound that is still going on is "
+                "not supported here: collect it first"
+            )
+
+
+def _voxtral_realtime(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> None:
+    """Sounds are encoded as a whole; see `model_adapters.quirks.voxtral_realtime`."""
+    config, embedder = model.config, model.model.audio_tower.embedder
+    theirs, width = embedder.forward, width_before(config)
+    if width is None:
+        return
+
+    def encode(input_features: torch.Tensor, padding_cache: Any = None) -> torch.Tensor:
+        if is_in_torch_mode() or padding_cache is not None:
+            return theirs(input_features, padding_cache)
+        num_frames = input_features.shape[-1] // config.audio_length_per_tok * config.audio_length_per_tok
+        features = input_features[..., :num_frames]
+        hidden = run("model.audio_tower.forward", {"input_features": features, "use_cache": False}).last_hidden_state
+        by_token = hidden.reshape(hidden.shape[0], -1, hidden.shape[-1] * config.downsample_factor)
+        encoded: torch.Tensor = run("model.multi_modal_projector.forward", {"audio_features": by_token})
+        return encoded.reshape(hidden.shape[0], -1, width)
+
+    vars(embedder)["forward"] = encode
+
+
+def _kyutai_speech_to_text(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> None:
+    """Sounds are encoded as a whole: the codec is causal, and windows of it would have a program each."""
+    codec = model.codec_model
+    theirs, signature = codec.encode, inspect.signature(codec.encode)
+    prepare = model._prepare_model_inputs
+
+    def encode(*args: Any, **kwargs: Any) -> Any:
+        if is_in_torch_mode():
+            return theirs(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        kept = {name: value for name, value in given.items() if name not in CACHES and value is not None}
+        output: ModelOutput = run("codec_model.encode", kept)
+        return output
+
+    def prepare_whole(inputs: Any = None, bos_token_id: Any = None, model_kwargs: Any = None) -> Any:
+        given = dict(model_kwargs or {})
+        if given.get("audio_window_size") is not None:
+            raise UnsupportedArgumentError(
+                f"audio_window_size: expected None, since a sound is encoded as a whole here, got "
+                f"{given['audio_window_size']}; set generation_config.audio_window_size = None"
+            )
+        given["audio_window_size"] = -(-given["input_values"].shape[-1] // model.config.frame_size)
+        return prepare(inputs, bos_token_id, given)
+
+    vars(codec)["encode"] = encode
+    vars(model)["_prepare_model_inputs"] = prepare_whole
+
+
+CACHES = ("encoder_past_key_values", "padding_cache")
+"""Of a codec that goes on from window to window."""
+_BY_TYPE = {"kyutai_speech_to_text": _kyutai_speech_to_text, "voxtral_realtime": _voxtral_realtime}
