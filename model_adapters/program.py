@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 import pytree_registry
@@ -247,6 +248,8 @@ class ModelProgram:
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
         with self._knowing(spec), conditions.collected() as met:
             output = self._run(weights, {**kwargs, **rest}, self._attention(spec))
+        if cache is not None:
+            self._check_layers_keep_all(cache)
         keeps_own = dict(spec.extra).get("use_cache", False)  # transformers' cache, a field as any other
         fields = {
             name: jax_view(views_of(value))  # some hand an argument of known values back as it came
@@ -260,6 +263,15 @@ class ModelProgram:
         if "logits" in fields:
             fields["logits"] = self._true_logits(fields["logits"])
         return fields, None if cache is None else jax_view(cache.states())
+
+    def _check_layers_keep_all(self, cache: Cache) -> None:
+        """Raises UnsupportedModelError if the code has left tensors on the cache itself: steps get its layers alone."""
+        left = [f"{self.cache_name}.{name}" for name, value in vars(cache).items() if isinstance(value, torch.Tensor)]
+        if left:
+            raise UnsupportedModelError(
+                f"expected a model that keeps its state in the layers of its cache, got {type(self.called).__name__}, "
+                f"which keeps it beside them ({', '.join(left)})"
+            )
 
     def _true_logits(self, logits: jax.Array) -> jax.Array:
         """`logits` [..., vocab] without columns that fill the vocabulary up, the same on every device."""
@@ -316,6 +328,7 @@ class ModelProgram:
             kwargs["logits_to_keep"] = torch_view(batch.last)
         with divided, self._knowing(CallSpec()):
             output = self._run(weights, kwargs, implementation_of(self.module))
+        self._check_layers_keep_all(cache)
         logits = jax_view(output["logits"])[0]
         if not keep_last and not layout.all_logits:
             logits = logits[batch.last]

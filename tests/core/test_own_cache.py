@@ -14,13 +14,45 @@ from transformers.models.big_bird import modeling_big_bird
 
 from model_adapters.attention import additive_mask, served_attention
 from model_adapters.bridge import jax_view, to_jax_array, to_torch_tensor, torch_view
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve import to_jax
 from torchax_serve.parity.tiny_config import tiny_config
 from torchax_serve.parity.tiny_model import causal_class, random_model, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 IDS = torch.tensor([[50, 74, 34, 13, 23]])
+
+
+class CountsOnItsCache(transformers.LlamaForCausalLM):
+    """Keeps the positions of all tokens on the cache itself, as Qwen4 Exp did on transformers 5.17."""
+
+    _can_compile_fullgraph = False
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None].expand(input_ids.shape[0], -1)
+        if past_key_values is not None:
+            if hasattr(past_key_values, "seen"):
+                positions = torch.cat([past_key_values.seen, past_key_values.seen[:, -1:] + 1], dim=1)
+            past_key_values.seen = positions
+        output = super().forward(
+            input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs
+        )
+        ahead = positions.cumsum(1)[:, -input_ids.shape[1] :] % self.config.vocab_size
+        output.logits = output.logits + 100.0 * torch.nn.functional.one_hot(ahead, self.config.vocab_size)
+        return output
+
+
+def test_state_that_model_code_keeps_on_the_cache_itself_is_not_lost(monkeypatch):
+    config = copy.deepcopy(tiny_config("llama"))
+    model = random_model(CountsOnItsCache, config)
+    options = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    eager = copy.deepcopy(model).generate(IDS, **options)
+    served = to_jax(model)
+    assert torch.equal(served.generate(IDS, **options), eager)
+    assert "beside them (past_key_values.seen)" in served._jax_runtime.why_no_cache
+    monkeypatch.setattr(CountsOnItsCache, "_can_compile_fullgraph", True)  # what says so is believed, and then checked
+    with pytest.raises(UnsupportedModelError, match=r"beside them \(past_key_values.seen\)"):
+        to_jax(random_model(CountsOnItsCache, config)).generate(IDS, **options)
 
 
 @pytest.mark.parametrize("model_type", ["cpmant"])

@@ -37,7 +37,10 @@ CAUSES: dict[str, str] = {
 }
 
 _ENCODERS_MASKS = "In transformers 5.17: a decoder with the masks of an encoder, whose own cache is kept."
-_QWEN4_EXP = "Here: logits are the same, tokens behind the prompt differ; not understood."
+_QWEN4_EXP = (
+    "In transformers 5.17: it keeps positions on the cache itself, in no layer of it, where a step here would not find "
+    "them: refused by name."
+)
 
 OLDER: dict[str, dict[str, str]] = {
     "5.17.0": dict.fromkeys(("big_bird", "megatron-bert", "rembert", "roformer"), _ENCODERS_MASKS)
