@@ -44,10 +44,11 @@ class SpeechRows:
         """int64[batch, len], prompts and new tokens, padded behind their ends; None to leave it to the loop."""
         if torch_model is not self._model.torch_model or self._has_no_engine or not _is_greedy(request):
             return None
+        if start.encoder is None:  # sounds among words
+            return None
         names = torch_model._jax_runtime.program.names
         if Padding.of(request.model_kwargs.get(names.mask), request.input_ids.shape[1]) != Padding():
             return None
-        assert start.encoder is not None
         encoded = np.asarray(start.encoder.arguments[CONTEXT[0]][0])
         engine = self._engine(torch_model, encoded.shape[1])
         max_length = request.stopping_criteria.max_length
