@@ -16,7 +16,7 @@ from torchax_serve.parity.tiny_config import MAX_LAYERS, tiny_config
 _, SHIPPED = table.shipped()
 # A road each, and what needed something of its own: an indexer's keys, experts looped over on the host, a cache that
 # leans, no cache at all.
-HANDFUL = ("qwen3", "jetmoe", "gpt_neo", "deepseek_v32", "openai-gpt")
+HANDFUL = ("qwen3", "gpt_neo", "openai-gpt")  # and a third of all in `.ci/run`
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
