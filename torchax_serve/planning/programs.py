@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -99,7 +100,10 @@ def compile_step(step: Step, model: AbstractModel, chip: Chip) -> tuple[ProgramR
 
     run.__name__ = step.name
     donated = tuple(1 + number for number in step.donated)
-    with compiling_for(chip):
+    # Told of the mesh, JAX lays results as what is donated for them. Code without a cache may read what it computes of
+    # known values, and these would then be looked for on the mesh.
+    of_mesh = jax.set_mesh(model.sharding.mesh) if donated else contextlib.nullcontext()
+    with of_mesh, compiling_for(chip):
         start = time.perf_counter()
         traced = jax.jit(run, donate_argnums=donated).trace(unique, *step.args)
         lowered = traced.lower(lowering_platforms=(lowering_platform(chip),))

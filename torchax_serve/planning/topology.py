@@ -113,8 +113,7 @@ def _has_cuda_plugin() -> bool:
 def compiling_for(chip: Chip) -> Iterator[None]:
     """Traces and compiles for devices like `chip` while it is open.
 
-    Which ones is said by the shardings of a step's arguments. JAX is not told of their mesh: what model code computes
-    of known values alone runs at once, here, and they need not be there.
+    Which ones is said by the shardings of a step's arguments.
     """
     with on_platform(chip.platform):
         yield
