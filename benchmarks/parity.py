@@ -13,6 +13,7 @@ import importlib.metadata
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from torchax_serve.parity import sweep, table, touched
@@ -92,7 +93,7 @@ def check_third(types, task, num_workers):
     """0 if every type ends as in the table."""
     _, known = table.shipped(task, VERSIONS["transformers"])
     for name in sorted(set(types) & set(known)):
-        if missing := [each for each in known[name].packages if not is_installed(each.partition(" ")[0])]:
+        if missing := [each for each in known[name].packages if find_spec(each.partition(" ")[0]) is None]:
             types = [each for each in types if each != name]
             print(f"{name}: left out, for it is built from {', '.join(missing)}, which is not installed here")
     types = sorted(types, key=lambda name: -(known[name].total_s or 0.0) if name in known else 0.0)
@@ -104,15 +105,6 @@ def check_third(types, task, num_workers):
             wrong.append(result.model_type)
     print(f"{len(types)} types, {time.monotonic() - began:.0f} s; other than the table: {', '.join(wrong) or 'none'}")
     return bool(wrong)
-
-
-def is_installed(package):
-    """Whether there is such a distribution."""
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -103,6 +103,16 @@ def trace_cache(states: LayerStates, offset: Any, lean_len: int | None) -> Trace
     return TraceEncoderDecoderCache(own, cross) if cross else own
 
 
+def check_layers_keep_all(cache: Cache, argument: str | None, module: torch.nn.Module) -> None:
+    """Raises UnsupportedModelError if the code of `module` has left tensors on its `argument` itself, not in layers."""
+    left = [name for name, value in vars(cache).items() if isinstance(value, torch.Tensor)]
+    if left:  # the next step gets the layers alone
+        raise UnsupportedModelError(
+            f"expected a model that keeps its state in the layers of its cache, got {type(module).__name__}, which "
+            f"keeps it beside them ({', '.join(f'{argument}.{name}' for name in left)})"
+        )
+
+
 class DeviceCache(Cache):
     """Handle of a cache that lies on the device: a drop-in where transformers' generation loop expects its own.
 

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 import pytree_registry
@@ -22,7 +21,7 @@ from model_adapters import conditions, experts, folding, lowerings, quirks
 from model_adapters.attention import goes_through_interface, implementation_of, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view, views_of
 from model_adapters.cache_layers import AttentionLayer
-from model_adapters.caches import LONGEST, LayerStates, trace_cache
+from model_adapters.caches import LONGEST, LayerStates, check_layers_keep_all, trace_cache
 from model_adapters.call_names import names_of
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.host_values import HostValue, as_tensors, without_constants
@@ -249,7 +248,7 @@ class ModelProgram:
         with self._knowing(spec), conditions.collected() as met:
             output = self._run(weights, {**kwargs, **rest}, self._attention(spec))
         if cache is not None:
-            self._check_layers_keep_all(cache)
+            check_layers_keep_all(cache, self.cache_name, self.called)
         keeps_own = dict(spec.extra).get("use_cache", False)  # transformers' cache, a field as any other
         fields = {
             name: jax_view(views_of(value))  # some hand an argument of known values back as it came
@@ -263,15 +262,6 @@ class ModelProgram:
         if "logits" in fields:
             fields["logits"] = self._true_logits(fields["logits"])
         return fields, None if cache is None else jax_view(cache.states())
-
-    def _check_layers_keep_all(self, cache: Cache) -> None:
-        """Raises UnsupportedModelError if the code has left tensors on the cache itself: steps get its layers alone."""
-        left = [f"{self.cache_name}.{name}" for name, value in vars(cache).items() if isinstance(value, torch.Tensor)]
-        if left:
-            raise UnsupportedModelError(
-                f"expected a model that keeps its state in the layers of its cache, got {type(self.called).__name__}, "
-                f"which keeps it beside them ({', '.join(left)})"
-            )
 
     def _true_logits(self, logits: jax.Array) -> jax.Array:
         """`logits` [..., vocab] without columns that fill the vocabulary up, the same on every device."""
@@ -328,7 +318,7 @@ class ModelProgram:
             kwargs["logits_to_keep"] = torch_view(batch.last)
         with divided, self._knowing(CallSpec()):
             output = self._run(weights, kwargs, implementation_of(self.module))
-        self._check_layers_keep_all(cache)
+        check_layers_keep_all(cache, self.cache_name, self.called)
         logits = jax_view(output["logits"])[0]
         if not keep_last and not layout.all_logits:
             logits = logits[batch.last]

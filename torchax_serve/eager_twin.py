@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -32,16 +33,10 @@ class EagerTwin:
             self._take(loaded.weights)
 
     def _take(self, weights: dict[str, jax.Array]) -> None:
-        tensors: dict[int, torch.Tensor] = {}  # by id of the array: tied weights stay one tensor
-        for name, template in tensors_of(self.module).items():
-            array = weights[name]
-            if id(array) not in tensors:
-                tensor = shared_tensor(array).to(template.dtype)
-                is_parameter = isinstance(template, torch.nn.Parameter)
-                tensors[id(array)] = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+        for name, tensor in shared_state(self.module, weights).items():
             path, _, attribute = name.rpartition(".")
-            setattr(self.module.get_submodule(path), attribute, tensors[id(array)])
-            self._versions[name] = (tensors[id(array)], tensors[id(array)]._version)
+            setattr(self.module.get_submodule(path), attribute, tensor)
+            self._versions[name] = (tensor, tensor._version)
 
     def check_untouched(self) -> None:
         """Raises `UnsupportedModelError` if the model's code has written into the weights it shares."""
@@ -55,6 +50,20 @@ class EagerTwin:
                 f"{type(self.module).__name__} changes its weights while it runs ({changed[0]}), which it shares with "
                 "the JAX model here: load it with transformers and pass the object, which is copied"
             )
+
+
+def shared_state(module: torch.nn.Module, weights: Mapping[str, jax.Array]) -> dict[str, torch.Tensor]:
+    """Every tensor of `module` by name, over the memory of its array in `weights`; tied ones are one tensor."""
+    tensors: dict[int, torch.Tensor] = {}  # by id of the array
+    state = {}
+    for name, template in tensors_of(module).items():
+        array = weights[name]
+        if id(array) not in tensors:
+            tensor = shared_tensor(array).to(template.dtype)
+            is_parameter = isinstance(template, torch.nn.Parameter)
+            tensors[id(array)] = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+        state[name] = tensors[id(array)]
+    return state
 
 
 def shared_tensor(array: jax.Array) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import torch
 
-from model_adapters.bridge import tensors_of
 from model_adapters.errors import (
     InvalidArgumentError,
     OutOfMemoryError,
@@ -18,7 +17,7 @@ from model_adapters.errors import (
 )
 from model_adapters.module_state import attributes_restored
 from model_adapters.trace_config import implementations
-from torchax_serve.eager_twin import shared_tensor
+from torchax_serve.eager_twin import shared_state
 from torchax_serve.runtime import Runtime
 
 LARGEST_BYTES = 8_000_000_000
@@ -51,13 +50,7 @@ def refuse_what_torch_cannot(runtime: Runtime, cls: type, given: Mapping[str, An
 def _error_in_torch(runtime: Runtime, cls: type, given: Mapping[str, Any]) -> Exception | None:
     """What `cls` raises on `given` in eager PyTorch, with the weights that are in use; None if nothing."""
     module = runtime.program.module
-    tensors: dict[int, torch.Tensor] = {}  # by id of the array: tied weights stay one tensor
-    state = {}
-    for name, template in tensors_of(module).items():
-        array = runtime.weights[name]
-        if id(array) not in tensors:
-            tensors[id(array)] = shared_tensor(array).to(template.dtype)
-        state[name] = tensors[id(array)]
+    state = shared_state(module, runtime.weights)
     twin = copy.copy(module)
     twin.__class__ = cls
     with (

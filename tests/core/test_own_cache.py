@@ -23,6 +23,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 IDS = torch.tensor([[50, 74, 34, 13, 23]])
 
 
+def served_like_eager(model, num_new):
+    """`model` on JAX, whose tokens are those that it has in eager PyTorch."""
+    options = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": num_new, "min_new_tokens": num_new}
+    eager = copy.deepcopy(model).generate(IDS, do_sample=False, **options)
+    served = to_jax(model)
+    assert torch.equal(served.generate(IDS, do_sample=False, **options), eager)
+    return served
+
+
 class CountsOnItsCache(transformers.LlamaForCausalLM):
     """Keeps the positions of all tokens on the cache itself, as Qwen4 Exp did on transformers 5.17."""
 
@@ -45,23 +54,17 @@ class CountsOnItsCache(transformers.LlamaForCausalLM):
 def test_state_that_model_code_keeps_on_the_cache_itself_is_not_lost(monkeypatch):
     config = copy.deepcopy(tiny_config("llama"))
     model = random_model(CountsOnItsCache, config)
-    options = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    eager = copy.deepcopy(model).generate(IDS, **options)
-    served = to_jax(model)
-    assert torch.equal(served.generate(IDS, **options), eager)
+    served = served_like_eager(model, 5)
     assert "beside them (past_key_values.seen)" in served._jax_runtime.why_no_cache
     monkeypatch.setattr(CountsOnItsCache, "_can_compile_fullgraph", True)  # what says so is believed, and then checked
     with pytest.raises(UnsupportedModelError, match=r"beside them \(past_key_values.seen\)"):
-        to_jax(random_model(CountsOnItsCache, config)).generate(IDS, **options)
+        to_jax(random_model(CountsOnItsCache, config)).generate(IDS, max_new_tokens=5)
 
 
 @pytest.mark.parametrize("model_type", ["cpmant"])
 def test_tokens_are_those_of_transformers_own_cache(model_type):
     model = tiny_model(model_type)
-    options = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
-    eager = copy.deepcopy(model).generate(IDS, **options)
-    served = to_jax(model)
-    assert torch.equal(served.generate(IDS, **options), eager)
+    served = served_like_eager(model, 3)
     assert served._jax_runtime.why_no_cache
 
 
@@ -84,10 +87,7 @@ def bigbird_with_the_masks_of_an_encoder(monkeypatch):
 
 def test_a_decoder_with_the_masks_of_an_encoder_sees_no_room(monkeypatch):
     model = bigbird_with_the_masks_of_an_encoder(monkeypatch)
-    options = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    eager = copy.deepcopy(model).generate(IDS, **options)
-    served = to_jax(model)
-    assert torch.equal(served.generate(IDS, **options), eager)
+    served = served_like_eager(model, 6)
     assert "those of an encoder" in served._jax_runtime.why_no_cache
 
 
