@@ -59,6 +59,10 @@ class AttentionLayer(CacheLayerMixin):
         self.first_len: int | None = None  # tokens stored in this forward, if it is the first
         self.has_counted = False  # the new tokens are among those stored
 
+    def leave_trace(self) -> None:
+        """Forgets what holds for one forward alone."""
+        self.offset, self.lean_len, self.first_len, self.has_counted = None, None, None, False
+
     @property
     def is_sliding(self) -> bool:
         """Whether only the last `window` positions are ever attended to."""
@@ -156,6 +160,11 @@ class IndexedLayer(AttentionLayer):
         self.num_indexed = 0  # tokens whose index keys were stored in this forward, behind others
         self.index_pool: Any = None  # [batch, 1, capacity, index_dim]
         self.position_pool: Any = None  # int32[batch, 1, capacity, axes]
+
+    def leave_trace(self) -> None:
+        """Forgets what holds for one forward alone."""
+        super().leave_trace()
+        self.num_indexed = 0
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Stores an indexer's new keys [batch, num_new, dim]; returns all there are, as `update` does."""

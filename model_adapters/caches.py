@@ -29,6 +29,8 @@ from transformers.cache_utils import (
 
 from model_adapters.bridge import StoredLength, jax_view, to_jax_array, to_torch_tensor
 from model_adapters.cache_layers import AttentionLayer, HybridLayer, IndexedLayer
+from model_adapters.compressed_layer import LAYER_TYPES as COMPRESSED
+from model_adapters.compressed_layer import CompressedLayer
 from model_adapters.cross_attention import CrossLayer, TraceEncoderDecoderCache, fill
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 
@@ -42,6 +44,8 @@ def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
     Raises:
         UnsupportedModelError: a layer kind that has no counterpart here.
     """
+    if COMPRESSED & set(getattr(config, "layer_types", None) or ()):
+        return tuple(_compressed(theirs, capacity) for theirs in DynamicCache(config=config).layers)
     layers: list[Any] = []
     # A static sliding layer knows its window as its own length, unless the whole cache is shorter: ask a long one.
     for theirs in StaticCache(config=config, max_cache_len=LONGEST).layers:
@@ -57,6 +61,14 @@ def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
         else:
             layers.append(theirs)
     return tuple(layers)
+
+
+def _compressed(theirs: Any, capacity: int) -> AttentionLayer:
+    """The counterpart of a layer of a model that attends to compressed keys, which has no static cache."""
+    if not hasattr(theirs, "store_compression_weights"):
+        return AttentionLayer(capacity, getattr(theirs, "sliding_window", None))
+    overlaps = hasattr(theirs, "overlap_kv")
+    return CompressedLayer(capacity, theirs.sliding_window, theirs.compress_rate, overlaps=overlaps)
 
 
 class TraceCache(Cache):
@@ -85,9 +97,7 @@ class TraceCache(Cache):
         """The layers, to be returned from the trace; the offset stays with the host."""
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
-                layer.offset, layer.lean_len, layer.first_len, layer.has_counted = None, None, None, False
-            if isinstance(layer, IndexedLayer):
-                layer.num_indexed = 0
+                layer.leave_trace()
         return tuple(self.layers)
 
     @property
@@ -260,6 +270,8 @@ def _take(state: Any, layer: Any, length: int) -> None:
         missing = length - pool.shape[2]  # forgotten by a sliding layer, so masked in every step to come
         state.pool = jnp.pad(to_jax_array(pool), ((0, 0), (0, 0), (missing, state.capacity - length), (0, 0)))
         state.k_dim = layer.keys.shape[-1]
+    if isinstance(state, CompressedLayer):
+        state.take(layer, length)
     if isinstance(state, IndexedLayer) and layer.is_indexer_initialized:
         tail = ((0, 0), (0, 0), (0, state.capacity - length), (0, 0))
         state.index_pool = jnp.pad(to_jax_array(layer.indexer_keys)[:, None], tail)
@@ -294,6 +306,8 @@ def _fill(layer: Any, state: Any, length: int) -> None:
         layer.keys, layer.values = keys[:, :, start:], values[:, :, start:]
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length = length
+    if isinstance(state, CompressedLayer):
+        state.fill(layer, length)
     if isinstance(state, IndexedLayer) and state.index_pool is not None:
         keys = to_torch_tensor(state.index_pool[:, 0, :length])
         layer.lazy_initialization_indexer(keys)

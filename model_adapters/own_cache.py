@@ -11,7 +11,7 @@ TYPES = {
     "git": "its cache holds the patches of an image before the text",
     "mllama": "its cross attention stores an image's features beside the tokens",
     "prophetnet": "distances are counted otherwise where there is a cache",
-    "deepseek_v4": "blocks of tokens are counted with their padding where there is a cache, and without it otherwise",
+    "xlstm": "its cache is no cache of transformers, but the states of its layers, whose shapes stay",
     **dict.fromkeys(
         ("musicgen_decoder", "musicgen_melody_decoder"),
         "its generation gives the last codes alone, with a cache or without, and rows are those of codebooks",

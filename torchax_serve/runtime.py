@@ -20,6 +20,7 @@ from model_adapters.arrays import from_host
 from model_adapters.bridge import to_torch_tensor
 from model_adapters.caches import DeviceCache
 from model_adapters.causality import is_causal
+from model_adapters.compressed_layer import CompressedLayer
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program import CONDITIONS, CallSpec, MethodSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
@@ -176,7 +177,7 @@ class Runtime:
     def is_recurrent(self) -> bool:
         """Whether the cache of this model has recurrent layers."""
         states = self.new_cache(16).states if self.can_cache else ()
-        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in states)
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin | CompressedLayer) for layer in states)
 
     def new_cache(self, capacity: int) -> DeviceCache:
         """An empty cache with room for `capacity` tokens per row."""

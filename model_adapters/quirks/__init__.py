@@ -1,6 +1,7 @@
 """What a single architecture needs and no general means gives: one file each, with its reason.
 
-A quirk is a module named after the folder of transformers' modeling code that it is for. It may have:
+A quirk is a module named after the folder of transformers' modeling code that it is for, or after a family of such. It
+may have:
 
 * ``REPLACED``: functions by ``Class.method``, which stand in the place of those methods while a model is traced, and
   are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
@@ -22,13 +23,13 @@ from typing import Any
 import torch
 
 _MODELS = "transformers.models."
-COPIED = {"kyutai_speech_to_text": "moshi"}
-"""Architectures whose code is another's, copied: that one's quirk is theirs."""
+COPIED = {"kyutai_speech_to_text": "moshi", **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "idefics")}
+"""Architectures whose code is another's, copied: that one's quirk, or that of their family, is theirs."""
 
 
 @functools.cache
 def names() -> tuple[str, ...]:
-    """Architectures that have a quirk, by the name of their folder in transformers."""
+    """Quirks, by the name of an architecture's folder in transformers, or of a family's in `COPIED`."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
@@ -54,12 +55,6 @@ def forgets(module: torch.nn.Module) -> bool:
 def unread(module: torch.nn.Module) -> frozenset[str]:
     """Arguments that the forward of `module` does not read."""
     return frozenset(getattr(_module(_architecture(module)), "UNREAD", ()))
-
-
-def quirk_of(module: torch.nn.Module) -> str | None:
-    """The quirk that a part of `module` has, by name; None without one."""
-    found = {_architecture(child) for child in module.modules()} & set(names())
-    return min(found) if found else None
 
 
 def _architecture(module: torch.nn.Module) -> str:

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from model_adapters.caches import AttentionLayer
+from model_adapters.compressed_layer import CompressedLayer
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.ops import registry
 from torchax_serve.engine.build import EngineOptions
@@ -161,6 +162,8 @@ def cache_kinds(runtime: Runtime) -> list[str]:
     for layer in runtime.new_cache(16).states:
         if isinstance(layer, AttentionLayer):
             kinds.append("full" if layer.window is None else "window")
+        if isinstance(layer, CompressedLayer):
+            kinds.append("compressed")
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             kinds.append("state")
     return sorted(set(kinds))

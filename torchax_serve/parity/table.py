@@ -253,7 +253,8 @@ _REPRODUCTION = "Each is reproduced by `python benchmarks/parity.py --again TYPE
 
 _LEGEND = """\
 *logits*: the largest difference to PyTorch's. *tokens*: what was compared. *cache*: what layers keep: all keys and
-values (`full`), those of a window (`window`), a recurrent state (`state`); with `none` every token computes the whole
+values (`full`), those of a window (`window`), entries made of blocks of tokens (`compressed`), a recurrent state
+(`state`); with `none` every token computes the whole
 sequence anew. *TP plan*: the configuration says how weights are cut for tensor parallelism. *kernels*: ops that ran in
 more than their reference. *compile*: tracing, lowering and compiling all programs of the check, by XLA's and LLVM's
 quickest settings, two types at a time; what another type has had is not compiled again."""

@@ -1,0 +1,23 @@
+"""DeepSeek-V4 shows a single token every compressed entry that its cache has, and here there is room for more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _forward(
+    self: Any, hidden_states: torch.Tensor, q_residual: Any, position_ids: Any, past_key_values: Any, layer_idx: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As the original, with a mask of the entries that no token has filled."""
+    original = type(self).forward
+    entries, mask = original(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+    num_entries = entries.shape[2]
+    if mask is None and num_entries and past_key_values is not None:
+        open_ones = past_key_values.layers[layer_idx].mask_of_open(num_entries, entries.dtype)
+        mask = open_ones.expand(entries.shape[0], 1, position_ids.shape[1], num_entries)
+    return entries, mask
+
+
+REPLACED = {"DeepseekV4HCACompressor.forward": _forward}

@@ -1,0 +1,5 @@
+"""xLSTM's forward takes an attention mask among its further arguments and hands it on to nothing that reads it."""
+
+from __future__ import annotations
+
+UNREAD = ("attention_mask",)

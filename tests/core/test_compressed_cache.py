@@ -1,0 +1,111 @@
+"""The cache of DeepSeek-V4 in fixed shapes, beside transformers' own, which grows."""
+
+import copy
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
+
+from model_adapters.bridge import jax_view, torch_view
+from model_adapters.caches import TraceCache, empty_layers
+from model_adapters.compressed_layer import CompressedLayer
+from torchax_serve import to_jax
+from torchax_serve.parity.tiny_config import tiny_config
+from torchax_serve.parity.tiny_model import causal_class, random_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+KINDS = {"heavily_compressed_attention": DeepseekV4HCACache, "compressed_sparse_attention": DeepseekV4CSACache}
+IDS = torch.tensor([[50, 74, 34, 13, 23, 7, 61, 2, 9], [3, 80, 11, 54, 29, 33, 70, 15, 42]])
+CAPACITY = 40
+
+
+@pytest.fixture(scope="module")
+def config():
+    config = copy.deepcopy(tiny_config("deepseek_v4"))
+    config.layer_types, config.mlp_layer_types, config.num_hidden_layers = list(KINDS), ["moe", "moe"], 2
+    return config
+
+
+def run(layer, name, kv, gate, rate, width, tensor, array):
+    """What model code does with new tokens [1, T, dim]: entries are sums of a block, and of the half before it."""
+    blocks, gates, first = layer.store_compression_weights(name, tensor(kv), tensor(gate))
+    blocks, gates = array(blocks).reshape(1, -1, rate, kv.shape[2]), array(gates).reshape(1, -1, rate, kv.shape[2])
+    entries = np.zeros((1, 0, width), np.float32)
+    if blocks.shape[1]:
+        halves = (blocks + gates)[..., :width].sum(2)
+        entries = 2.0 * (blocks + gates)[..., -width:].sum(2)
+        if hasattr(layer, "overlap_kv") or getattr(layer, "overlaps", False):
+            before = layer.update_overlap_state(name, tensor(blocks), tensor(gates), width)
+            entries[:, 1:] += halves[:, :-1]
+            if before[0] is not None:
+                known = array(before[0]) + np.where(np.isinf(array(before[1])), 0.0, array(before[1]))
+                entries[:, 0] += known.sum(1)
+    return array(layer.update_compressor_states(name, tensor(entries))), int(array(first))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_entries_are_those_of_the_cache_that_grows(config, kind, lengths, seed):
+    theirs, layer = KINDS[kind](config), empty_layers(config, CAPACITY)[list(KINDS).index(kind)]
+    assert isinstance(layer, CompressedLayer)
+    rate, width, past = layer.rate, 3, 0
+    random = np.random.default_rng(seed)
+    for length in lengths:
+        cache = TraceCache((layer,), torch_view(jnp.int32(past)))
+        for name in theirs.buffer_kv:
+            dim = width * (2 if layer.overlaps else 1)
+            kv, gate = random.standard_normal((2, 1, length, dim)).astype(np.float32)
+            args = (name, kv, gate, rate, width)
+            expected, first = run(theirs, *args, torch.from_numpy, np.asarray)
+            found, our_first = run(
+                layer, *args, lambda x: torch_view(jnp.asarray(x)), lambda x: np.asarray(jax_view(x))
+            )
+            num_entries = (past + length) // rate
+            assert expected.shape[1] == num_entries and found.shape[1] in (num_entries, CAPACITY // rate)
+            np.testing.assert_allclose(found[:, :num_entries], expected, rtol=1e-5, atol=1e-5)
+            assert our_first == first
+            seen = np.asarray(jax_view(layer.mask_of_open(CAPACITY // rate, torch.float32)))
+            assert list(np.isfinite(seen)) == [i < num_entries for i in range(CAPACITY // rate)]
+        cache.states()
+        past += length
+    ours = KINDS[kind](config)
+    layer.buffers = {name: tuple(map(jax_view, pair)) for name, pair in layer.buffers.items()}
+    layer.overlap = {name: tuple(map(jax_view, pair)) for name, pair in layer.overlap.items()}
+    for name in ours.buffer_kv:
+        setattr(layer, f"{name}_pool", jax_view(getattr(layer, f"{name}_pool")))
+    layer.fill(ours, past)
+    for attribute in ("buffer_kv", "buffer_gate", "compressed_kv", "overlap_kv", "overlap_gate"):
+        for name, tensor in getattr(theirs, attribute, {}).items():
+            copied = getattr(ours, attribute)[name]
+            assert (copied is None) == (tensor is None)
+            if tensor is not None:
+                torch.testing.assert_close(copied, tensor, rtol=1e-5, atol=1e-5)
+    assert ours.entry_count == theirs.entry_count
+
+
+def test_caches_go_over_to_transformers_and_back_and_beams_reorder_them(config):
+    model = random_model(causal_class("deepseek_v4"), config)
+    eager = copy.deepcopy(model)
+    served = to_jax(model)
+    assert served._jax_runtime.why_no_cache is None
+    options = {"attention_mask": torch.ones_like(IDS), "do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
+    beams = {"num_beams": 2, "length_penalty": 0.0}
+    assert torch.equal(served.generate(IDS, **options, **beams), eager.generate(IDS, **options, **beams))
+    answer = served.generate(IDS, **options, return_dict_in_generate=True)
+    assert torch.equal(answer.sequences, eager.generate(IDS, **options))
+    ours = answer.past_key_values
+    assert type(ours) is DynamicCache
+    newest = answer.sequences[:, -1:]
+    with torch.no_grad():
+        whole = eager(answer.sequences[:, :-1], use_cache=True)
+        expected = eager(newest, past_key_values=copy.deepcopy(whole.past_key_values)).logits
+        on_ours = eager(newest, past_key_values=ours).logits
+    on_theirs = served(newest, past_key_values=whole.past_key_values).logits
+    torch.testing.assert_close(on_ours, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(on_theirs, expected, rtol=1e-4, atol=1e-4)
