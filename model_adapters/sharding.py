@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from model_adapters.bridge import tensors_of
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.sharded import on_mesh, pool_spec
+from model_adapters.ops.sharded import on_mesh, pool_spec, state_spec
 from model_adapters.tp_plans import rules_for
 from sharding_rules import Placed, ShardingRuleError, Units, place
 from sharding_rules.layout import DimLayout, take
@@ -158,6 +158,10 @@ class ModelSharding:
     def pool_sharding(self, kv_heads: int) -> NamedSharding:
         """Of a pool of pages with so many heads of keys and values."""
         return NamedSharding(self.mesh, pool_spec(kv_heads, self.mesh))
+
+    def state_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Of states ``[slots, 1, channels or heads, ...]``."""
+        return NamedSharding(self.mesh, state_spec(shape, self.mesh))
 
     def abstract(self, name: str, dtype: Any) -> jax.ShapeDtypeStruct:
         """The tensor called `name` without its values."""

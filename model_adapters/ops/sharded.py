@@ -88,6 +88,13 @@ def pool_spec(kv_heads: int, mesh: Mesh) -> PartitionSpec:
     return _HEADS if divides_heads(kv_heads, kv_heads, mesh) else _WHOLE
 
 
+def state_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """How states ``[slots, 1, channels or heads, ...]`` lie on the mesh: as the weights that make them."""
+    num_shards = mesh.shape.get(AXIS, 1)
+    divides = len(shape) > 2 and num_shards > 1 and shape[2] % num_shards == 0
+    return PartitionSpec(None, None, AXIS) if divides else _WHOLE
+
+
 def _refuses_attention(*args: Any, return_weights: bool = False, **kwargs: Any) -> str | None:
     mesh = mesh_in_use()
     if mesh is None or mesh.size == 1:

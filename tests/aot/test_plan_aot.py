@@ -60,10 +60,9 @@ def test_layers_with_experts_are_planned():
 
 @pytest.mark.parametrize("model_type", ["bloom", "mamba", "openai-gpt"])
 def test_models_that_are_not_packed_are_planned(model_type):
-    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 1024}
-    configs = {
-        "bloom": transformers.BloomConfig(hidden_size=256, n_layer=2, n_head=8, vocab_size=1024),
-        "mamba": transformers.MambaConfig(**sizes),
+    configs = {  # whose pages and states fill tiles of 128 lanes, so that what lies in memory is what is counted
+        "bloom": transformers.BloomConfig(hidden_size=512, n_layer=2, n_head=8, vocab_size=1024),
+        "mamba": transformers.MambaConfig(hidden_size=1024, num_hidden_layers=2, vocab_size=1024),
         "openai-gpt": transformers.OpenAIGPTConfig(n_embd=256, n_layer=2, n_head=8, vocab_size=1024, n_positions=2048),
     }
     config = configs[model_type]

@@ -121,6 +121,23 @@ def tokens(family, meshes, kv_cache_dtype=None):
             print("same tokens", family, mesh, served.engine.description)
 
 
+def states(family, degree):
+    """How the states of recurrent layers lie, and the steps compiled while an engine that is warm answers."""
+    compiled = []
+
+    def listen(event, duration_secs, **about):
+        if event.endswith("backend_compile_duration") and about.get("fun_name") == "jit(gathered)":
+            compiled.append(event)
+
+    options = EngineOptions(max_len=64, num_slots=4)
+    with serve(model_of(family), engine=options, mesh={"model": int(degree)}) as served:
+        served.engine.warm_up()
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        tokens_of(served)
+        cache = served.engine._runner._cache
+        print(*{str(state.sharding.spec) for state in cache.states}, len(compiled))
+
+
 def exchange(family, degree):
     """What a compiled decode step exchanges, from the plan."""
     report = make_plan(module_on_meta(family), family, PlanRequest(topology=f"cpu:{degree}", **PLAN))

@@ -37,6 +37,10 @@ def test_pages_in_int8_have_their_scales_where_their_heads_are(on_eight):
     assert len(lines) == 2
 
 
+def test_states_of_recurrent_layers_lie_by_channels_and_stay_there(on_eight):
+    assert on_eight("states", "mamba", "4") == ["P(None, None, 'model') 0"]
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "mixtral", "qwen3", "qwen3_moe"])
 def test_a_decode_step_exchanges_no_more_than_it_must(on_eight, family):
     """Neither do norms over heads, which the last two have."""

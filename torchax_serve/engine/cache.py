@@ -117,10 +117,15 @@ class Pages:
 
     Args:
         sharding: of a pool with so many heads; None: on the default device.
+        states: of the states of all slots, by their shape; None: on the default device.
     """
 
-    def __init__(self, sharding: Callable[[int], jax.sharding.NamedSharding] | None = None) -> None:
-        self._sharding = sharding
+    def __init__(
+        self,
+        sharding: Callable[[int], jax.sharding.NamedSharding] | None = None,
+        states: Callable[[tuple[int, ...]], jax.sharding.NamedSharding] | None = None,
+    ) -> None:
+        self._sharding, self._states = sharding, states
 
     def pool(self, shape: tuple[int, int, int, int], dtype: np.dtype, scales: HeadScales | None) -> Pool:
         """A layer's pool, all zeros; `scales` where it is in int8."""
@@ -139,7 +144,9 @@ class Pages:
         return jnp.zeros(shape, dtype, device=self._sharding(shape[1]))
 
     def rows(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        """A state of one shape for each slot ``[num_slots + 1, ...]``, on the default device."""
+        """A state of one shape for each slot ``[num_slots + 1, ...]``."""
+        if self._states is not None:
+            return jnp.zeros(shape, dtype, device=self._states(shape))
         return jax.device_put(jnp.zeros(shape, dtype), jax.local_devices()[0])
 
     def copied(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:

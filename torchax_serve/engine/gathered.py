@@ -108,16 +108,19 @@ class GatheredModel:
             logits, news = self._advance(weights, kept, ids, given, spec)
         new_pages, new_states = self._layout.split(news)
         pools = tuple(
-            self._laid_out(scatter(pool, table, given.starts, given.lens, new))
-            for pool, new in zip(pools, new_pages, strict=True)
+            scatter(pool, table, given.starts, given.lens, new) for pool, new in zip(pools, new_pages, strict=True)
         )
-        return logits, pools, self._layout.put(states, given.slots, new_states, is_first=spec.kind == "begin")
+        states = self._layout.put(states, given.slots, new_states, is_first=spec.kind == "begin")
+        return logits, *self._laid_out(pools, states)
 
-    def _laid_out(self, pool: jax.Array) -> jax.Array:
-        """`pool` as the cache has it, by heads, where the model lies on a mesh."""
-        sharding = self._forward.program.sharding
+    def _laid_out(self, pools: Leaves, states: Leaves) -> tuple[Leaves, Leaves]:
+        """`pools` and `states` as the cache has them, by heads and channels, where the model lies on a mesh."""
+        sharding, constrained = self._forward.program.sharding, jax.lax.with_sharding_constraint
+        if sharding is None:
+            return pools, states
         return (
-            pool if sharding is None else jax.lax.with_sharding_constraint(pool, sharding.pool_sharding(pool.shape[1]))
+            tuple(constrained(pool, sharding.pool_sharding(pool.shape[1])) for pool in pools),
+            tuple(constrained(state, sharding.state_sharding(state.shape)) for state in states),
         )
 
     def _advance(

@@ -103,9 +103,9 @@ class GatheredParts:
 
     @property
     def pages(self) -> Pages | None:
-        """Makes the pools: by heads, where the model lies on a mesh."""
+        """Makes pools and states: by heads and channels, where the model lies on a mesh."""
         sharding = self.runtime.program.sharding
-        return None if sharding is None else Pages(sharding.pool_sharding)
+        return None if sharding is None else Pages(sharding.pool_sharding, sharding.state_sharding)
 
     def model(self, cache: GatheredCache, block_len: int) -> GatheredModel:
         """A model on `cache`. A chunk is padded only where the model neither keeps it nor counts it."""

@@ -25,7 +25,7 @@ class PlannedRoad(abc.ABC):
         runtime: of the model, weights without values.
         sharding: how it lies on the mesh.
         pages: what each layer keeps of a token.
-        rows: what a request keeps as a whole; every device has all of it.
+        rows: what a request keeps as a whole.
         why: what stands against the roads that are tried before; None for the first one.
     """
 
@@ -53,6 +53,10 @@ class PlannedRoad(abc.ABC):
         """Tokens of a page."""
         return asked
 
+    def row_bytes(self, row: StateRow) -> int:
+        """Bytes on one device of what a request keeps as a whole: each device has all of it."""
+        return row.num_bytes
+
     def integers(self, *shape: int) -> Any:
         """Numbers that every device has."""
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.sharding.replicated())
@@ -62,7 +66,7 @@ class AbstractPages(Pages):
     """Pools and states that are shapes alone, laid out as those of an engine."""
 
     def __init__(self, sharding: ModelSharding) -> None:
-        super().__init__(sharding.pool_sharding)
+        super().__init__(sharding.pool_sharding, sharding.state_sharding)
         self._model_sharding = sharding
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> Any:
@@ -71,4 +75,4 @@ class AbstractPages(Pages):
 
     def rows(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """As `Pages.rows`."""
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.replicated())
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.state_sharding(shape))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from model_adapters.paged import NotPackableError, PackedBatch
 from model_adapters.sharding import ModelSharding
 from torchax_serve.engine.cache import CachePlan
 from torchax_serve.engine.gathered_cache import GatheredCache
-from torchax_serve.engine.gathered_layout import StateLayout
+from torchax_serve.engine.gathered_layout import StateLayout, StateRow
 from torchax_serve.engine.gathered_road import GatheredParts
 from torchax_serve.engine.gathered_rows import RowForward
 from torchax_serve.engine.packed_road import packed_shapes
@@ -70,6 +71,11 @@ class GatheredRoad(PlannedRoad):
     layout: StateLayout
 
     name = "gathered"
+
+    def row_bytes(self, row: StateRow) -> int:
+        """Bytes on one device of what a request keeps as a whole: its channels or heads, where they divide."""
+        sharding = self.sharding.state_sharding((1, *row.shape))
+        return math.prod(sharding.shard_shape((1, *row.shape))) * row.dtype.itemsize
 
     def steps(self, plan: CachePlan, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
         """As `PlannedRoad.steps`; a chunk of a prompt may be shorter than asked, and lies at the prompt's end."""

@@ -44,8 +44,8 @@ class CacheSizes:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what one request keeps as a whole."""
-        return sum(row.num_bytes for row in self.road.rows)
+        """Bytes of what one request keeps as a whole, on one device."""
+        return sum(map(self.road.row_bytes, self.road.rows))
 
     def windows(self) -> list[int | None]:
         """One for each group of layers that share pages."""
