@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "few_rows.h"
+#include "processor.h"
 #include "product.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -20,7 +21,8 @@ int64_t num_workers(int64_t rows, int64_t n, int64_t k, int64_t itemsize) {
 // results do not depend on the rows beside.
 template <class T>
 bool in_lanes(int64_t rows, bool in_order) {
-  return rows <= FewRows<T>::kMaxRows && sizeof(T) < sizeof(float) && !in_order;
+  static const bool is_quickest = !is_zen4();
+  return rows <= FewRows<T>::kMaxRows && sizeof(T) < sizeof(float) && !in_order && is_quickest;
 }
 
 template <class T, class Out>

@@ -1,0 +1,24 @@
+// What processor this is, where measurements differ and no instruction tells.
+#pragma once
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#include <cstring>
+
+namespace tas {
+
+// AMD's family 19h: Zen 3 and Zen 4.
+inline bool is_zen4() {
+#if defined(__x86_64__)
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx)) return false;
+  char vendor[12];
+  std::memcpy(vendor, &ebx, 4), std::memcpy(vendor + 4, &edx, 4), std::memcpy(vendor + 8, &ecx, 4);
+  if (std::memcmp(vendor, "AuthenticAMD", 12) != 0 || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
+  return (eax >> 8 & 0xf) + (eax >> 20 & 0xff) == 0x19;
+#else
+  return false;
+#endif
+}
+
+}  // namespace tas
