@@ -9,7 +9,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / ".ci" / "run"
-TPU = ["pip install --quiet jax[tpu]==1.2.3", "pytest tests/aot/test_tpu_aot.py", "pytest tests/aot/test_plan_aot.py -k not h200"]
+TPU = [
+    "pip install --quiet jax[tpu]==1.2.3",
+    "pytest tests/aot/test_tpu_aot.py",
+    "pytest tests/aot/test_plan_aot.py -k not h200",
+]
 GPU = [
     "pip install --quiet --no-deps jax-cuda13-pjrt==1.2.3 jax-cuda13-plugin==1.2.3 nvidia-cuda-nvcc==13.0.* "
     "nvidia-nvvm==13.0.* nvidia-cuda-runtime==13.0.*",

@@ -7,6 +7,7 @@ devices and not the devices. Weights are never made, only their shapes.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import pickle
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from jax.experimental import serialize_executable
 from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedArgumentError
+from model_adapters.loading.memory import give_back_freed
 from torchax_serve.engine.cache import CachePlan
 from torchax_serve.meshes import mesh_of, parse_mesh
 from torchax_serve.planning.abstract import abstract_model
@@ -170,7 +172,9 @@ def make_plan(module: PreTrainedModel, name: str, request: PlanRequest, *, save:
                 report, compiled = compile_step(step, model, chip)
                 if save is not None:
                     _save(save, f"{step.name}-{step.num_tokens}", compiled)
-                del compiled  # hundreds of megabytes where there are many layers
+                del compiled  # hundreds of megabytes where there are many layers,
+                gc.collect()
+                give_back_freed()  # and a compiler's scratch of half a gigabyte, which the C library would keep
                 bounds.append(bound_of(model, chip, road, step))
                 if report.num_opaque and (bounds[-1].seconds or 0) > MOST_TOLD_S:
                     report = dataclasses.replace(report, compiler_s=None)
