@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_whisper import VOCAB_SIZE, WIDTH, tiny_whisper
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 from torchax_serve import EngineOptions, InvalidArgumentError, UnsupportedModelError, serve, to_jax
@@ -16,7 +17,7 @@ from torchax_serve.engine.build import build_engine
 from torchax_serve.engine.request import RowRequest
 
 LONG = 56
-NEW, VOCAB_SIZE, SOURCE_LEN, WIDTH = 12, 60, 40, 32
+NEW, SOURCE_LEN = 12, 40
 NUM_SOUNDS = 6
 OPTIONS = EngineOptions(num_slots=4, page_len=4, token_budget=20)
 
@@ -28,35 +29,17 @@ pytestmark = [
 
 @functools.cache
 def eager():
-    config = transformers.WhisperConfig(
-        vocab_size=VOCAB_SIZE,
-        d_model=WIDTH,
+    return tiny_whisper(
         encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
         num_mel_bins=8,
         max_source_positions=SOURCE_LEN,
-        max_target_positions=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
+        suppress_tokens=[5, 6],
+        begin_suppress_tokens=[7, 2],
+        is_multilingual=True,
+        lang_to_id={"<|en|>": 50, "<|de|>": 51},
+        task_to_id={"transcribe": 52, "translate": 53},
+        no_timestamps_token_id=54,
     )
-    torch.manual_seed(0)
-    model = transformers.WhisperForConditionalGeneration(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.generation_config.update(pad_token_id=0, suppress_tokens=[5, 6], begin_suppress_tokens=[7, 2], max_length=40)
-    model.generation_config.is_multilingual = True
-    model.generation_config.lang_to_id = {"<|en|>": 50, "<|de|>": 51}
-    model.generation_config.task_to_id = {"transcribe": 52, "translate": 53}
-    model.generation_config.no_timestamps_token_id = 54
-    model.generation_config._from_model_config = False  # else transformers does not read these again
-    return model
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_whisper import tiny_whisper
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,32 +24,7 @@ RATE, SECOND = 16_000, 16_000
 def whisper(tmp_path_factory):
     """A folder with a tiny Whisper that hears two seconds at a time, and the model itself."""
     path = tmp_path_factory.mktemp("whisper")
-    config = transformers.WhisperConfig(
-        vocab_size=60,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        num_mel_bins=80,
-        max_source_positions=100,
-        max_target_positions=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
-    torch.manual_seed(0)
-    model = transformers.WhisperForConditionalGeneration(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.generation_config.update(pad_token_id=0, suppress_tokens=None, max_length=40)
-    model.generation_config.is_multilingual = False
-    model.generation_config.no_timestamps_token_id = 55
-    model.generation_config._from_model_config = False  # else transformers does not read these two again
+    model = tiny_whisper(suppress_tokens=None, is_multilingual=False, no_timestamps_token_id=55)
     model.save_pretrained(path)
     transformers.WhisperFeatureExtractor(chunk_length=2, sampling_rate=RATE).save_pretrained(path)
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(60)}, unk_token="w3"))

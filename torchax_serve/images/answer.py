@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from model_adapters.errors import UnsupportedArgumentError
 from torchax_serve.alone import tokens_of_generate, torch_seed
 from torchax_serve.images.processor import media_inputs
 from torchax_serve.request import SamplingParams
 from torchax_serve.text.detokenizer import Detokenizer
-from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS, Request, merged, need_tokenizer
+from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS, Request, given_or_default, merged, need_tokenizer
 from torchax_serve.text.stream import TextStream
 
 
@@ -23,9 +23,7 @@ def stream_about_media(model: Any, conversation: list[dict[str, Any]], params: S
         UnsupportedArgumentError: `params` has options of the engine alone, or asks for several answers.
         InvalidArgumentError, UnsupportedModelError: as `torchax_serve.images.processor.media_inputs`.
     """
-    if params is not None and not isinstance(params, SamplingParams):
-        raise InvalidArgumentError(f"params: expected SamplingParams or None, got {type(params).__name__}")
-    params = params or SamplingParams()
+    params = given_or_default(params)
     if unknown := params.engine_only():
         raise UnsupportedArgumentError(
             f"{', '.join(unknown)}: requests with images or sounds run without the engine, which alone knows "

@@ -94,10 +94,8 @@ def make_request(
     Raises:
         InvalidArgumentError: an empty or too long prompt, a token id out of range, or parameters that contradict.
     """
-    if params is not None and not isinstance(params, SamplingParams):
-        raise InvalidArgumentError(f"params: expected SamplingParams or None, got {type(params).__name__}")
+    params = given_or_default(params)
     ids = _checked_ids(model, prompt_ids)
-    params = params or SamplingParams()
     config, stop_strings = merged(model, params)
     if config.max_new_tokens is None and config.max_length is None:
         limit = position_limit(model)
@@ -105,6 +103,13 @@ def make_request(
         room = default_max_new_tokens if limit is None else max(1, limit - (1 if has_encoder else len(ids)))
         config.max_new_tokens = min(default_max_new_tokens, room)
     return Request(ids, config, stop_strings, params.seed, params)
+
+
+def given_or_default(params: SamplingParams | None) -> SamplingParams:
+    """What was asked for; nothing in particular where that is None."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise InvalidArgumentError(f"params: expected SamplingParams or None, got {type(params).__name__}")
+    return params or SamplingParams()
 
 
 def merged(model: TextModel, params: SamplingParams) -> tuple[GenerationConfig, tuple[str, ...]]:
