@@ -31,10 +31,11 @@ class Row:
     outputs: tuple = ()
     seed: int = 0
     stop_ids: tuple = ()
+    not_first: tuple = ()
 
     def params(self, vocab_size):
         params = SamplingParams(**self.options)
-        config = GenerationConfig(max_new_tokens=64)
+        config = GenerationConfig(max_new_tokens=64, begin_suppress_tokens=list(self.not_first) or None)
         return RowParams.of(params, config, vocab_size=vocab_size, seed=self.seed, stop_ids=self.stop_ids)
 
     def plan_row(self, slot):
@@ -59,6 +60,10 @@ def adjusted_scores(row, logits):
         scores[token] -= np.float32(options.get("frequency_penalty", 0) * count + options.get("presence_penalty", 0))
     if len(row.outputs) < options.get("min_new_tokens", 0):
         scores[list(row.stop_ids)] = -np.inf
+    if row.not_first:
+        ids = torch.tensor([[*row.prompt, *row.outputs]])
+        processor = hf.SuppressTokensAtBeginLogitsProcessor(list(row.not_first), len(row.prompt))
+        scores = processor(ids, torch.tensor(scores[None])).numpy()[0]
     return scores
 
 

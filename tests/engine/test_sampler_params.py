@@ -140,10 +140,16 @@ def test_which_program_a_request_needs(options, level, is_lone):
     assert params.needs_tables(prompt_len=3) == (level == "full" and not is_lone)
 
 
-@pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens"])
+@pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])
 def test_a_token_of_number_zero_is_one(name):
-    value = [0] if name == "begin_suppress_tokens" else 0
-    assert params_of(GenerationConfig(max_new_tokens=8, **{name: value})).lone is not None
+    assert params_of(GenerationConfig(max_new_tokens=8, **{name: 0})).lone is not None
+
+
+def test_a_first_token_alone_needs_the_tables():
+    params = params_of(GenerationConfig(max_new_tokens=8, begin_suppress_tokens=[0]))
+    assert (params.level, params.lone, params.not_first) == ("greedy", None, (0,))
+    assert params.needs_tables(prompt_len=3)
+    assert params_of(GenerationConfig(max_new_tokens=8, begin_suppress_tokens=[0], no_repeat_ngram_size=2)).lone
 
 
 def test_all_that_is_added_to_logits_is_one_row():

@@ -114,6 +114,21 @@ def test_each_row_is_processed_as_transformers_does(vocab_size):
     check_scores(CASES, vocab_size)
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 1}, {"repetition_penalty": 1.3}], ids=str)
+def test_tokens_that_may_not_come_first(sampler, options):
+    rows = [Row(options, outputs=outputs, not_first=(9, 40, 100_000)) for outputs in ((), (9,), (), (4, 9))]
+    logits = np.random.default_rng(3).normal(size=(len(rows), VOCAB_SIZE)).astype(np.float32)
+    logits[:, 9], logits[:, 40], logits[:, 41] = 50, 30, 20
+    for slot, row in enumerate(rows):
+        sampler.set(slot, row.params(VOCAB_SIZE), row.prompt, row.outputs)
+    plan_rows = [row.plan_row(slot) for slot, row in enumerate(rows)]
+    tokens = np.asarray(choose(sampler, plan_rows, logits).tokens)[: len(rows)].tolist()
+    assert tokens == [int(adjusted_scores(row, logits[index]).argmax()) for index, row in enumerate(rows)]
+    assert tokens == [41, 9, 41, 9]
+    late = [plan_rows[1], plan_rows[3]]
+    assert sampler.slots.rows(late, 2)[1].level != "full" or "repetition_penalty" in options
+
+
 @pytest.mark.parametrize("num_values", [5, 10**6])
 def test_the_best_columns_are_found_in_two_levels(num_values):
     scores = np.random.default_rng(0).integers(0, num_values, (8, 9001)).astype(np.float32)

@@ -41,7 +41,7 @@ FLOAT_COLUMNS = (
     "frequency_penalty",
 )
 
-IN_PROMPT, IS_STOP = 1, 2  # bits of `SamplerTables.flags`
+IN_PROMPT, IS_STOP, NOT_FIRST = 1, 2, 4  # bits of `SamplerTables.flags`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class SamplerTables:
     """What the level "full" knows of each slot's request. A slot's rows are written when a request is given it."""
 
     counts: jax.Array  # int32[num_slots, vocab], how often a token is among the outputs
-    flags: jax.Array  # uint8[num_slots, vocab], bits: the token is in the prompt, the token is a stop token
+    flags: jax.Array  # uint8[num_slots, vocab], bits: the token is in the prompt, is a stop token, may not come first
     bias: jax.Array  # float32[num_slots, vocab], added to the logits; -inf where a token may not be chosen
 
 
@@ -161,7 +161,7 @@ def sample(
 
 
 def adjust(options: RowOptions, tables: SamplerTables, scores: jax.Array) -> jax.Array:
-    """float32[n, vocab]: biases, penalties and the ban on ending early, as every decoding mode has them.
+    """float32[n, vocab]: biases, penalties, bans on ending early and on first tokens, as every decoding mode has them.
 
     Biases come first, as transformers' sequence bias does; presence and frequency penalties (OpenAI's: over outputs
     alone) right behind the repetition penalty (transformers': over prompt and outputs).
@@ -185,8 +185,9 @@ def adjust(options: RowOptions, tables: SamplerTables, scores: jax.Array) -> jax
 
     off = (column("repetition_penalty") == 1) & (column("frequency_penalty") == 0) & (column("presence_penalty") == 0)
     scores = lax.cond(off.all(), lambda scores: scores, penalise, scores)
-    too_early = options.int_column("num_new") < options.int_column("min_new_tokens")
-    return jnp.where((flags & IS_STOP > 0) & too_early[:, None], -jnp.inf, scores)
+    num_new = options.int_column("num_new")[:, None]
+    too_early = (flags & IS_STOP > 0) & (num_new < options.int_column("min_new_tokens")[:, None])
+    return jnp.where(too_early | (flags & NOT_FIRST > 0) & (num_new == 0), -jnp.inf, scores)
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array, *, num_top: int) -> Logprobs:

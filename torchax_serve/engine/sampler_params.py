@@ -25,12 +25,7 @@ NEUTRAL: Mapping[str, float] = {**dict.fromkeys(FLOAT_COLUMNS, 0.0), "typical_p"
 """Each column's value that asks for nothing. A temperature of 0 is greedy decoding."""
 
 _LONE_SWITCHES = ("no_repeat_ngram_size", "remove_invalid_values", "renormalize_logits")
-_LONE_VALUES = (
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "begin_suppress_tokens",
-)
+_LONE_VALUES = ("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,6 +39,7 @@ class RowParams:
         min_new_tokens: outputs before one of `stop_ids` may be chosen.
         min_len: the same in tokens of prompt and outputs together.
         stop_ids: tokens that end the request.
+        not_first: tokens that may not be the first output.
         bias: float32[vocab], added to the logits, -inf at tokens never to be chosen; None: nothing is. That of a
             lone row has only what its config does not know.
         logprobs: top log-probabilities to return beside the chosen token's; None: none at all.
@@ -57,6 +53,7 @@ class RowParams:
     min_new_tokens: int
     min_len: int
     stop_ids: tuple[int, ...]
+    not_first: tuple[int, ...]
     bias: np.ndarray | None
     logprobs: int | None
     lone: GenerationConfig | None
@@ -109,6 +106,7 @@ class RowParams:
             min_new_tokens=int(config.min_new_tokens or 0),
             min_len=int(config.min_length or 0),
             stop_ids=stops,
+            not_first=() if lone else tuple(id_list(config.begin_suppress_tokens)),
             bias=_bias(params, _NO_BIAS if lone else _ConfigBias.of(config, eos, vocab_size), vocab_size),
             logprobs=params.logprobs,
             lone=lone,
@@ -124,7 +122,11 @@ class RowParams:
 
     def needs_tables(self, prompt_len: int) -> bool:
         """Whether rows of `SamplerTables` have to be written for it."""
-        return self.lone is None and (self.level == "full" or self.num_early(prompt_len) > 0)
+        return self.lone is None and (self.level == "full" or self.num_full(prompt_len) > 0)
+
+    def num_full(self, prompt_len: int) -> int:
+        """Outputs that need the level "full", whatever comes after them."""
+        return max(self.num_early(prompt_len), 1 if self.not_first else 0)
 
     def num_early(self, prompt_len: int) -> int:
         """Outputs before the request may end."""

@@ -13,6 +13,7 @@ from torchax_serve.engine.sampler import (
     INT_COLUMNS,
     IS_STOP,
     LEVELS,
+    NOT_FIRST,
     NUM_TOP_RUNGS,
     RowOptions,
     SamplerSpec,
@@ -46,7 +47,7 @@ class SlotOptions:
         self._ints[:, INT_COLUMNS.index("slot")] = num_slots
         self._floats = np.tile(np.array([NEUTRAL[name] for name in FLOAT_COLUMNS], np.float32), (num_slots + 1, 1))
         self._prompt_len = np.zeros(num_slots + 1, np.int32)
-        self._num_early = np.zeros(num_slots + 1, np.int32)
+        self._num_full = np.zeros(num_slots + 1, np.int32)
         self._level = np.zeros(num_slots + 1, np.int8)
         self._num_top = np.full(num_slots + 1, _NO_LOGPROBS, np.int8)
         self._is_lone = np.zeros(num_slots + 1, bool)
@@ -71,12 +72,12 @@ class SlotOptions:
         self._prompt_len[slot] = prompt_len
         self._num_top[slot] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._is_lone[slot] = params.lone is not None
-        self._num_early[slot] = params.num_early(prompt_len)
+        self._num_full[slot] = params.num_full(prompt_len)
         self._level[slot] = LEVELS.index(params.level)
         self._floats[slot] = [params.floats[name] for name in FLOAT_COLUMNS]
         seed_bits = np.array([params.seed & 0xFFFFFFFF, params.seed >> 32], np.uint32).view(np.int32)
         # num_new is that of the step: rows() fills it in.
-        columns = {"slot": slot, "top_k": params.top_k, "num_new": 0, "min_new_tokens": self._num_early[slot]}
+        columns = {"slot": slot, "top_k": params.top_k, "num_new": 0, "min_new_tokens": params.num_early(prompt_len)}
         columns |= {"seed_low": seed_bits[0], "seed_high": seed_bits[1]}
         self._ints[slot] = [columns[name] for name in INT_COLUMNS]
         return self._table_row(params, prompt_ids, outputs) if params.needs_tables(prompt_len) else None
@@ -102,7 +103,7 @@ class SlotOptions:
         num_new = ends + ahead - self._prompt_len[slots]
         ints = self._ints[slots]
         ints[:, INT_COLUMNS.index("num_new")] = np.where(slots < self.num_slots, num_new, 0)
-        level = np.where(num_new < self._num_early[slots], _FULL, self._level[slots]).max()
+        level = np.where(num_new < self._num_full[slots], _FULL, self._level[slots]).max()
         num_top = next(rung for rung in NUM_TOP_RUNGS if rung >= logprobs)
         spec = SamplerSpec(LEVELS[level], num_top, logprobs != _NO_LOGPROBS)
         return RowOptions(ints, self._floats[slots]), spec
@@ -118,7 +119,7 @@ class SlotOptions:
     def _table_row(self, params: RowParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> TableRow:
         """Token ids without a column, such as those that stand for images, are left out."""
         flags = np.zeros(self.vocab_size, np.uint8)
-        for ids, bit in ((prompt_ids, IN_PROMPT), (params.stop_ids, IS_STOP)):
+        for ids, bit in ((prompt_ids, IN_PROMPT), (params.stop_ids, IS_STOP), (params.not_first, NOT_FIRST)):
             array = np.asarray(ids, np.int64)
             flags[np.unique(array[array < self.vocab_size])] |= bit
         counts = np.bincount(np.asarray(outputs, np.int64), minlength=self.vocab_size)[: self.vocab_size]
