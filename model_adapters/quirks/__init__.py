@@ -1,7 +1,7 @@
 """What a single architecture needs and no general means gives: one file each, with its reason.
 
-A quirk is a module named after the folder of transformers' modeling code that it is for, or after a family of such. It
-may have:
+A quirk is a module named after the folder of transformers' modeling code that it is for, or after what several have in
+common (`SHARED`). It may have:
 
 * ``REPLACED``: functions by ``Class.method``, which stand in the place of those methods while a model is traced, and
   are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
@@ -23,13 +23,17 @@ from typing import Any
 import torch
 
 _MODELS = "transformers.models."
-COPIED = {"kyutai_speech_to_text": "moshi", **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "idefics")}
-"""Architectures whose code is another's, copied: that one's quirk, or that of their family, is theirs."""
+SHARED = {
+    "kyutai_speech_to_text": "moshi",
+    **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "idefics"),
+    **dict.fromkeys(("gpt_neo", "mpt"), "counts_keys"),
+}
+"""Architectures whose code is another's, copied, or needs the same as others': the quirk that is theirs as well."""
 
 
 @functools.cache
 def names() -> tuple[str, ...]:
-    """Quirks, by the name of an architecture's folder in transformers, or of a family's in `COPIED`."""
+    """Quirks, by the name of an architecture's folder in transformers, or as `SHARED` has it."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
@@ -60,7 +64,7 @@ def unread(module: torch.nn.Module) -> frozenset[str]:
 def _architecture(module: torch.nn.Module) -> str:
     path = next((c.__module__ for c in type(module).__mro__ if c.__module__.startswith(_MODELS)), "")
     name = path.removeprefix(_MODELS).partition(".")[0]
-    return COPIED.get(name, name)
+    return SHARED.get(name, name)
 
 
 @contextlib.contextmanager

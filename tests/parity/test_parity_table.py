@@ -43,8 +43,8 @@ def test_what_passed_was_compared_and_was_clear(version):
 
 def test_types_that_a_change_names():
     diff = """\
---- a/model_adapters/quirks/gpt_neo.py
-+++ b/model_adapters/quirks/gpt_neo.py
+--- a/model_adapters/quirks/counts_keys.py
++++ b/model_adapters/quirks/counts_keys.py
 @@ -1 +1 @@
 -LEANS = True
 +LEANS = "llama"  # and not mistral
@@ -52,8 +52,8 @@ def test_types_that_a_change_names():
 --- a/model_adapters/quirks/xlm_roberta.py
 +++ /dev/null
 """
-    types = ("gpt_neo", "llama", "mistral", "gemma2", "xlm-roberta", "t5")
-    assert touched.named_in(diff, types) == ["gpt_neo", "llama", "xlm-roberta"]
+    types = ("gpt_neo", "mpt", "llama", "mistral", "gemma2", "xlm-roberta", "t5")
+    assert touched.named_in(diff, types) == ["gpt_neo", "llama", "mpt", "xlm-roberta"]
 
 
 def test_what_ends_otherwise_on_another_version():

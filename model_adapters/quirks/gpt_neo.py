@@ -1,3 +1,0 @@
-"""GPT-Neo cuts its causal masks out of a table by the number of keys, as if the newest key were the last."""
-
-LEANS = True
