@@ -1,6 +1,7 @@
 """Plans for accelerators that are not there: the engine's steps, sharded, through their own compilers."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import transformers
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.architecture import module_of
+from torchax_serve.planning.chips import CHIPS
 from torchax_serve.planning.plan import PlanRequest, make_plan
 from torchax_serve.planning.topology import describe
 
@@ -70,6 +72,15 @@ def test_models_that_are_not_packed_are_planned(model_type):
     report = make_plan(module_of(model_class, config, torch.bfloat16), model_type, REQUEST)
     assert (report.fits, report.road) == (True, "generate" if model_type == "openai-gpt" else "gathered")
     assert report.programs[0].alias_bytes == report.pages_bytes + report.states_bytes
+
+
+@pytest.mark.parametrize(
+    "chip", [chip for chip in CHIPS.values() if chip.platform == "tpu"], ids=lambda chip: chip.name
+)
+def test_chips_are_as_many_devices_as_jax_has_of_them(chip):
+    for shape in chip.topologies[:2]:
+        _, devices = describe(f"{chip.name}:{shape}")
+        assert len(devices) == math.prod(map(int, shape.split("x"))) * chip.devices_per_chip
 
 
 def test_a_topology_that_the_compiler_does_not_know(module):

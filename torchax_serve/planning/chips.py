@@ -28,6 +28,7 @@ class Chip:
         flops_per_s: peak in bfloat16, products summed in float32. Both None for a CPU: nobody says.
         devices_per_chip: JAX devices that a chip is.
         topologies: usual ones, the smallest first.
+        config: how libtpu is to see a chip; a v4 is two cores to it, and one device to JAX where there is one.
     """
 
     name: str
@@ -37,12 +38,13 @@ class Chip:
     flops_per_s: float | None
     devices_per_chip: int = 1
     topologies: tuple[str, ...] = ()
+    config: str = "default"
 
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip("v4", "tpu", int(30.75 * GIB), 1228e9, 275e12, 1, ("2x2x1", "2x2x2", "2x2x4", "2x4x4")),
+        Chip("v4", "tpu", int(30.75 * GIB), 1228e9, 275e12, 1, ("2x2x1", "2x2x2", "2x2x4", "2x4x4"), "megacore"),
         Chip("v5e", "tpu", int(15.75 * GIB), 819e9, 197e12, 1, ("2x2", "2x4", "4x4", "4x8", "8x8")),
         Chip("v5p", "tpu", int(94.75 * GIB), 2765e9, 459e12, 1, ("2x2x1", "2x2x2", "2x2x4", "2x4x4")),
         Chip("v6e", "tpu", int(31.25 * GIB), 1638e9, 918e12, 1, ("2x2", "2x4", "4x4", "4x8", "8x8")),

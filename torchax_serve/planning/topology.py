@@ -75,7 +75,7 @@ def _tpu(topology: str, chip: Chip) -> list[Any]:
     for name, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        return list(topologies.get_topology_desc(topology, platform="tpu").devices)
+        return list(topologies.get_topology_desc(topology, platform="tpu", chip_config_name=chip.config).devices)
     except Exception as error:  # libtpu raises whatever its status says
         usual = ", ".join(f"{chip.name}:{shape}" for shape in chip.topologies)
         raise InvalidArgumentError(
