@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from model_adapters.bridge import to_jax_array
@@ -70,6 +71,10 @@ def _hashable(value: Any) -> Any:
     return tuple(_hashable(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
+def _all_met(conditions: jax.Array | None) -> bool:
+    return conditions is None or bool(np.asarray(conditions).all())
+
+
 def described_shapes(given: Mapping[str, Any]) -> str:
     """Arguments in one line, their shapes and dtypes rather than values."""
     return repr(sorted((name, str(jax.tree.map(_shape, value))) for name, value in given.items()))
@@ -91,6 +96,7 @@ class KnownCalls:
     def __init__(self, text: frozenset[str], programs: ProgramCache, weights: Mapping[str, jax.Array]) -> None:
         self._text, self._programs, self._weights = text, programs, weights
         self._known: dict[str, Known] = {}
+        self._select: set[str] = set()  # kinds whose code selects by masks
 
     def run(
         self,
@@ -98,18 +104,49 @@ class KnownCalls:
         call: Callable[[Known], tuple[Any, Any]],
         function: Callable[..., Any],
         step: Callable[..., Any],
+        met_of: Callable[[Any], jax.Array | None],
     ) -> Any:
         """`step` of a call that knows as little of `given` as the model's code can do with.
+
+        Code that selects by a mask can be traced without its values, as if they were all set (`conditions.Selected`).
+        Where they are not, the call is made again with masks known.
 
         Args:
             given: arguments by name, tensors on the CPU.
             call: gives positional arguments and the static part for what is known.
             function: to trace, for finding out.
             step: `function`, compiled.
+            met_of: conditions bool[n] in what `step` returns, or None.
         """
-        # Nearly all code can do without the values of text, and calls of one kind need alike: each is tried as such.
         is_text = not set(given) - self._text - {"token_type_ids"}
         kind = f"{function.__name__} {'text' if is_text else sorted(given)}"
+        has_gaps = any(is_known(name, value, Known.GRIDS) and not value.all() for name, value in given.items())
+        if has_gaps and kind in self._select:
+            args, spec = call(Known.GRIDS)
+            return step(self._weights, *args, spec=spec)
+        result = self._run(given, call, function, step, kind, is_text)
+        if not has_gaps or _all_met(met_of(result)) or self._known.get(kind, Known.NOTHING) >= Known.GRIDS:
+            return result
+        args, spec = call(Known.GRIDS)
+        try:
+            exact = step(self._weights, *args, spec=spec)
+        except Exception:  # whatever model code makes of arguments that do not fit: what was not met is said
+            return result
+        if not _all_met(met_of(exact)):
+            return result
+        self._select.add(kind)
+        return exact
+
+    def _run(
+        self,
+        given: dict[str, Any],
+        call: Callable[[Known], tuple[Any, Any]],
+        function: Callable[..., Any],
+        step: Callable[..., Any],
+        kind: str,
+        is_text: bool,
+    ) -> Any:
+        # Nearly all code can do without the values of text, and calls of one kind need alike: each is tried as such.
         guess = self._known.get(kind, Known.NOTHING if is_text else None)
         first: Exception | None = None
         if guess is not None:

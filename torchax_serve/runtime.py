@@ -269,7 +269,7 @@ class Runtime:
         Raises:
             InvalidArgumentError: values that the model's code has checked are not as it needs them.
         """
-        fields, _ = self._known.run(given, call, self.program.forward, self.steps.forward)
+        fields, _ = self._known.run(given, call, self.program.forward, self.steps.forward, _conditions)
         self._check(fields.pop(CONDITIONS, None), given)
         return fields
 
@@ -298,7 +298,7 @@ class Runtime:
             return (states, offset, inputs | context | arrays), extended
 
         described = {**given, query.name: query.tensor}
-        fields, states = self._known.run(described, call, self.program.forward, self.steps.forward)
+        fields, states = self._known.run(described, call, self.program.forward, self.steps.forward, _conditions)
         if cache is not None:
             cache.states, cache.length = states, past + query.len
         return cut(fields, query, past, keep, cache)
@@ -342,7 +342,7 @@ class Runtime:
             arrays, rest = arrays_and_rest(given, known)
             return (arrays,), MethodSpec(path, rest)
 
-        output, met = self._known.run(given, call, self.program.method, self.steps.method)
+        output, met = self._known.run(given, call, self.program.method, self.steps.method, lambda result: result[1])
         self._check(met, given)
         return jax.tree.map(to_torch_tensor, output)
 
@@ -361,6 +361,11 @@ class Runtime:
         for name in CONTEXT:
             given.pop(name, None)
         return dict(output.arguments)
+
+
+def _conditions(result: tuple[dict[str, Any], Any]) -> jax.Array | None:
+    """What a forward's result says of its conditions."""
+    return result[0].get(CONDITIONS)
 
 
 def _sizes(weights: Mapping[str, jax.Array]) -> dict[str, int]:
