@@ -6,6 +6,7 @@ python benchmarks/parity.py --again llama   # one of them
 python benchmarks/parity.py --task seq2seq  # another mapping than that of causal models
 python benchmarks/parity.py --third         # every third of them; exits with 1 if one ends otherwise than in the table
 python benchmarks/parity.py --third --since main  # and those that the changes since then name
+python benchmarks/parity.py --third --diff FILE   # the same, of changes as git diff prints them
 """
 
 import argparse
@@ -38,14 +39,17 @@ def main():
         help="check a third against the table, the first if none is named; write nothing",
     )
     parser.add_argument("--since", metavar="COMMIT", help="with --third, also the types that changes since COMMIT name")
+    parser.add_argument("--diff", type=Path, metavar="FILE", help="with --third, also the types that this diff names")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     arguments = parser.parse_args()
     types = arguments.types or TASKS[arguments.task].types()
-    if arguments.since is not None and arguments.third is None:
-        parser.error("--since: expected together with --third, got it alone; add --third")
+    for option in ("since", "diff"):
+        if getattr(arguments, option) is not None and arguments.third is None:
+            parser.error(f"--{option}: expected together with --third, got it alone; add --third")
     if arguments.third is not None:
         chosen = types[arguments.third - 1 :: 3]
-        chosen += [name for name in changed_types(arguments.since, types) if name not in chosen]
+        changes = changes_since(arguments.since) + (arguments.diff.read_text() if arguments.diff else "")
+        chosen += [name for name in touched.named_in(changes, types) if name not in chosen]
         sys.exit(check_third(chosen, arguments.task, arguments.workers))
     folder = ROOT / "torchax_serve" / "parity" / "results" / ("" if arguments.task == CAUSAL else arguments.task)
     folder.mkdir(exist_ok=True)
@@ -69,16 +73,16 @@ def main():
     (ROOT / "docs" / "models.md").write_text(table.document())
 
 
-def changed_types(since, types):
-    """Types that the changes since a commit name, in the code that serves and checks them."""
+def changes_since(since):
+    """The changes since a commit to the code that serves and checks types."""
     if since is None:
-        return []
+        return ""
     folders = ("model_adapters", "torchax_serve/parity/*.py")
     command = ["git", "diff", "-U0", since, "--", *folders]
     diff = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if diff.returncode:
         sys.exit(f"--since: expected a commit, got {since!r}: {diff.stderr.strip().splitlines()[0]}")
-    return touched.named_in(diff.stdout, types)
+    return diff.stdout
 
 
 def say(result, began):

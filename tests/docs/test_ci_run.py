@@ -20,7 +20,7 @@ GPU = [
     "pytest tests/aot/test_gpu_aot.py",
 ]
 RAY = ["pip install --quiet .[ray]", "pytest tests/replicas"]
-PARITY = "python benchmarks/parity.py --third"
+PARITY = "python benchmarks/parity.py --third --diff changes.diff"
 CHECKS = ["pip install .[dev]", "pytest", PARITY, *TPU, *GPU, *RAY, "ruff check .", "ruff format --check .", "mypy"]
 COMPILERS = [TPU[0], GPU[0], RAY[0]]
 SUITES = [TPU[1:], GPU[1:], RAY[1:]]
