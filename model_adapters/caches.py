@@ -123,6 +123,12 @@ def check_layers_keep_all(cache: Cache, argument: str | None, module: torch.nn.M
         )
 
 
+def shortest_window(states: LayerStates | None) -> int:
+    """Tokens that a cache which holds something keeps, if it forgets any."""
+    layers = [x for x in states or () if isinstance(x, AttentionLayer) and x.pool is not None]
+    return min((x.window for x in layers if x.window is not None), default=LONGEST)
+
+
 class DeviceCache(Cache):
     """Handle of a cache that lies on the device: a drop-in where transformers' generation loop expects its own.
 
@@ -271,7 +277,7 @@ def _take(state: Any, layer: Any, length: int) -> None:
         state.pool = jnp.pad(to_jax_array(pool), ((0, 0), (0, 0), (missing, state.capacity - length), (0, 0)))
         state.k_dim = layer.keys.shape[-1]
     if isinstance(state, CompressedLayer):
-        state.take(layer, length)
+        state.take(layer)
     if isinstance(state, IndexedLayer) and layer.is_indexer_initialized:
         tail = ((0, 0), (0, 0), (0, state.capacity - length), (0, 0))
         state.index_pool = jnp.pad(to_jax_array(layer.indexer_keys)[:, None], tail)

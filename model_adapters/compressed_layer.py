@@ -64,8 +64,7 @@ class CompressedLayer(AttentionLayer):
             missing = ((0, 0), (0, self.rate - self.num_new + end), (0, 0))
             self.buffers[name] = tuple(torch_view(jnp.pad(x[:, end:], missing)) for x in new)
             if self.overlaps:
-                half = jnp.zeros_like(new[0][..., : new[0].shape[-1] // 2], shape=self._half_shape(new[0]))
-                self.overlap[name] = (torch_view(half), torch_view(jnp.full(half.shape, -jnp.inf, jnp.float32)))
+                self.overlap[name] = tuple(map(torch_view, self._no_half(new[0])))
             return torch_view(new[0][:, :end]), torch_view(new[1][:, :end]), 0
         room = (self.rate - 1 + self.num_new) // self.rate * self.rate
         joined = [self._joined(jax_view(old), x, room) for old, x in zip(self.buffers[name], new, strict=True)]
@@ -74,8 +73,15 @@ class CompressedLayer(AttentionLayer):
         first = jax_view(self.offset) // self.rate * self.rate
         return torch_view(joined[0][:, :room]), torch_view(joined[1][:, :room]), torch_view(first)
 
-    def _half_shape(self, kv: jax.Array) -> tuple[int, int, int]:
-        return kv.shape[0], self.rate, kv.shape[-1] // 2
+    def _no_half(self, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The half of a block before the first one, which counts for nothing, and its gates."""
+        shape = (kv.shape[0], self.rate, kv.shape[-1] // 2)
+        return jnp.zeros(shape, kv.dtype), jnp.full(shape, -jnp.inf, jnp.float32)
+
+    def _new_pool(self, entries: jax.Array) -> jax.Array:
+        """A pool with the first `entries` [batch, blocks, dim]."""
+        pool = jnp.zeros((entries.shape[0], 1, self.capacity, entries.shape[2]), entries.dtype)
+        return pool.at[:, 0, (jnp.arange(entries.shape[1]) + 1) * self.rate - 1].set(entries)
 
     def _joined(self, old: jax.Array, new: jax.Array, room: int) -> jax.Array:
         """What is buffered and the new tokens behind it, with zeros up to `room` and a block more."""
@@ -116,9 +122,7 @@ class CompressedLayer(AttentionLayer):
         new = jax_view(compressed)
         pool_name = f"{name}_pool"
         if (before := getattr(self, pool_name)) is None:
-            pool = jnp.zeros((new.shape[0], 1, self.capacity, new.shape[2]), new.dtype)
-            places = (jnp.arange(new.shape[1]) + 1) * self.rate - 1
-            setattr(self, pool_name, torch_view(pool.at[:, 0, places].set(new)))
+            setattr(self, pool_name, torch_view(self._new_pool(new)))
             return compressed
         index = jnp.arange(new.shape[1])
         places = (jax_view(self.offset) // self.rate + index + 1) * self.rate - 1
@@ -133,21 +137,17 @@ class CompressedLayer(AttentionLayer):
         closed = (jax_view(self.offset) + self.num_new) // self.rate
         return torch_view(jnp.where(jnp.arange(num_entries) < closed, 0.0, -jnp.inf)).to(dtype)
 
-    def take(self, theirs: Any, length: int) -> None:
-        """Copies what transformers' own layer keeps beside keys and values, after `length` tokens."""
+    def take(self, theirs: Any) -> None:
+        """Copies what transformers' own layer keeps beside keys and values."""
         for name, buffer in theirs.buffer_kv.items():
             if buffer is None:
                 continue
             missing = ((0, 0), (0, self.rate - buffer.shape[1]), (0, 0))
             pair = (buffer, theirs.buffer_gate[name])
             self.buffers[name] = tuple(jnp.pad(to_jax_array(x), missing) for x in pair)
-            entries = to_jax_array(theirs.compressed_kv[name])
-            pool = jnp.zeros((entries.shape[0], 1, self.capacity, entries.shape[2]), entries.dtype)
-            places = (jnp.arange(entries.shape[1]) + 1) * self.rate - 1
-            setattr(self, f"{name}_pool", pool.at[:, 0, places].set(entries))
+            setattr(self, f"{name}_pool", self._new_pool(to_jax_array(theirs.compressed_kv[name])))
             if self.overlaps and theirs.overlap_kv[name] is None:
-                zeros = jnp.zeros(self._half_shape(self.buffers[name][0]), entries.dtype)
-                self.overlap[name] = (zeros, jnp.full(zeros.shape, -jnp.inf, jnp.float32))
+                self.overlap[name] = self._no_half(self.buffers[name][0])
             elif self.overlaps:
                 gates = to_jax_array(theirs.overlap_gate[name]).astype(jnp.float32)
                 self.overlap[name] = (to_jax_array(theirs.overlap_kv[name]), gates)

@@ -21,7 +21,7 @@ from model_adapters import conditions, experts, folding, lowerings, quirks
 from model_adapters.attention import goes_through_interface, implementation_of, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view, views_of
 from model_adapters.cache_layers import AttentionLayer
-from model_adapters.caches import LONGEST, LayerStates, check_layers_keep_all, trace_cache
+from model_adapters.caches import LayerStates, check_layers_keep_all, shortest_window, trace_cache
 from model_adapters.call_names import names_of
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.host_values import HostValue, as_tensors, without_constants
@@ -233,7 +233,7 @@ class ModelProgram:
         if starts is not None and self.accepts(self.names.mask):
             length = query_len if cache is None else cache.mask_len(query_len)
             if self.forgets and offset is not None:
-                starts = jnp.maximum(starts, offset - _shortest_window(states) + 1)
+                starts = jnp.maximum(starts, offset - shortest_window(states) + 1)
             if leaning:
                 assert offset is not None
                 starts = starts + (length - query_len - offset)
@@ -393,9 +393,3 @@ class ModelProgram:
 
     def _attention(self, spec: CallSpec) -> str | None:
         return "eager" if spec.output_attentions else implementation_of(self.module)
-
-
-def _shortest_window(states: LayerStates | None) -> int:
-    """Tokens that a cache which holds something keeps, if it forgets any."""
-    layers = [x for x in states or () if isinstance(x, AttentionLayer) and x.pool is not None]
-    return min((x.window for x in layers if x.window is not None), default=LONGEST)

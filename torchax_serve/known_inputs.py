@@ -71,7 +71,8 @@ def _hashable(value: Any) -> Any:
     return tuple(_hashable(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def _all_met(conditions: jax.Array | None) -> bool:
+def all_met(conditions: jax.Array | None) -> bool:
+    """Whether `conditions` bool[n], if there are any, hold."""
     return conditions is None or bool(np.asarray(conditions).all())
 
 
@@ -125,14 +126,14 @@ class KnownCalls:
             args, spec = call(Known.GRIDS)
             return step(self._weights, *args, spec=spec)
         result = self._run(given, call, function, step, kind, is_text)
-        if not has_gaps or _all_met(met_of(result)) or self._known.get(kind, Known.NOTHING) >= Known.GRIDS:
+        if not has_gaps or all_met(met_of(result)) or self._known.get(kind, Known.NOTHING) >= Known.GRIDS:
             return result
         args, spec = call(Known.GRIDS)
         try:
             exact = step(self._weights, *args, spec=spec)
         except Exception:  # whatever model code makes of arguments that do not fit: what was not met is said
             return result
-        if not _all_met(met_of(exact)):
+        if not all_met(met_of(exact)):
             return result
         self._select.add(kind)
         return exact

@@ -29,7 +29,7 @@ from torchax_serve.buckets import bucket
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.heard import length_heard
 from torchax_serve.images.placeholders import unmet
-from torchax_serve.known_inputs import Known, KnownCalls, arrays_and_rest
+from torchax_serve.known_inputs import Known, KnownCalls, all_met, arrays_and_rest
 from torchax_serve.limits import Limits
 from torchax_serve.padding import Padding
 from torchax_serve.program_cache import ProgramCache
@@ -347,7 +347,7 @@ class Runtime:
         return jax.tree.map(to_torch_tensor, output)
 
     def _check(self, met: jax.Array | None, given: dict[str, Any]) -> None:
-        if met is not None and not np.asarray(met).all():
+        if not all_met(met):
             raise InvalidArgumentError(unmet(self.config, given))
 
     def _context(self, given: dict[str, Any], cache: DeviceCache) -> dict[str, Any]:

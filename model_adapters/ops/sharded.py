@@ -90,8 +90,7 @@ def pool_spec(kv_heads: int, mesh: Mesh) -> PartitionSpec:
 
 def state_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """How states ``[slots, 1, channels or heads, ...]`` lie on the mesh: as the weights that make them."""
-    num_shards = mesh.shape.get(AXIS, 1)
-    divides = len(shape) > 2 and num_shards > 1 and shape[2] % num_shards == 0
+    divides = len(shape) > 2 and divides_heads(shape[2], shape[2], mesh)
     return PartitionSpec(None, None, AXIS) if divides else _WHOLE
 
 
