@@ -26,6 +26,7 @@ from model_adapters.call_names import names_of
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.host_values import HostValue, as_tensors, without_constants
 from model_adapters.module_state import attributes_restored
+from model_adapters.ops.packed_weight import Weights, in_place
 from model_adapters.ops.sharded import by_token, tokens_divided
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache, Pool, laid_out
 from model_adapters.sharding import ModelSharding
@@ -136,7 +137,7 @@ class ModelProgram:
 
     def forward(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         states: LayerStates | None,
         offset: jax.Array | None,
         inputs: Arrays,
@@ -164,7 +165,7 @@ class ModelProgram:
 
     def _forward(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         states: LayerStates | None,
         offset: jax.Array | None,
         inputs: Arrays,
@@ -209,7 +210,7 @@ class ModelProgram:
 
     def _attempt(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         states: LayerStates | None,
         offset: jax.Array | None,
         inputs: Arrays,
@@ -273,7 +274,7 @@ class ModelProgram:
 
     def forward_packed(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         pools: tuple[Pool, ...],
         batch: PackedBatch,
         layout: PagedLayout,
@@ -294,7 +295,7 @@ class ModelProgram:
 
     def _forward_packed(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         pools: tuple[Pool, ...],
         batch: PackedBatch,
         layout: PagedLayout,
@@ -327,7 +328,7 @@ class ModelProgram:
             pools = tuple(laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in pools)
         return self._true_logits(logits), pools
 
-    def _run(self, weights: Mapping[str, jax.Array], kwargs: dict[str, Any], attention: str | None) -> ModelOutput:
+    def _run(self, weights: Weights, kwargs: dict[str, Any], attention: str | None) -> ModelOutput:
         """The unmodified forward, with `weights` in the place of the module's own tensors."""
         with self._in_place(weights, attention):
             replaced = vars(self.called).get("forward")  # by a quirk
@@ -336,9 +337,7 @@ class ModelProgram:
         self.output_class = type(output)
         return output
 
-    def method(
-        self, weights: Mapping[str, jax.Array], inputs: Arrays, spec: MethodSpec
-    ) -> tuple[Any, jax.Array | None]:
+    def method(self, weights: Weights, inputs: Arrays, spec: MethodSpec) -> tuple[Any, jax.Array | None]:
         """A method of a part of the module, such as the encoder of images by itself; to be traced.
 
         Returns:
@@ -357,16 +356,21 @@ class ModelProgram:
 
     @contextlib.contextmanager
     def _in_place(
-        self, weights: Mapping[str, jax.Array], attention: str | None, known: Mapping[str, int] | None = None
+        self, weights: Weights, attention: str | None, known: Mapping[str, int] | None = None
     ) -> Iterator[None]:
         """Inside, `weights` stand in the place of the module's own tensors and torch code computes on JAX.
 
         Those that are `known` are constants.
         """
-        known = known or {}
-        state = torch_view({name: array for name, array in weights.items() if name not in known})
+        with in_place(weights) as arrays:
+            yield from self._with_arrays(arrays, attention, known or {})
+
+    def _with_arrays(
+        self, arrays: Mapping[str, jax.Array], attention: str | None, known: Mapping[str, int]
+    ) -> Iterator[None]:
+        state = torch_view({name: array for name, array in arrays.items() if name not in known})
         state |= {name: views_of(torch.tensor(value)) for name, value in known.items()}
-        on_devices = contextlib.nullcontext() if self.sharding is None else self.sharding.tracing(self.module, weights)
+        on_devices = contextlib.nullcontext() if self.sharding is None else self.sharding.tracing(self.module, arrays)
         grouped = experts.ON_GROUPED if self.sharding is None else experts.IMPLEMENTATION
         with (
             implementations(self.module, attention=attention, experts=grouped),  # one trace at a time from here on
@@ -378,7 +382,7 @@ class ModelProgram:
         ):
             yield
         self.kept_in_module.update(kept)
-        is_own = {name: jax_view(tensor) is weights[name] for name, tensor in state.items() if name not in known}
+        is_own = {name: jax_view(tensor) is arrays[name] for name, tensor in state.items() if name not in known}
         written = [name for name, is_so in is_own.items() if not is_so]
         if written:
             raise UnsupportedModelError(

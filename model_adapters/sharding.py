@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from model_adapters.bridge import tensors_of
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops.packed_weight import Weight, Weights
 from model_adapters.ops.sharded import on_mesh, pool_spec, state_spec
 from model_adapters.tp_plans import rules_for
 from sharding_rules import Placed, ShardingRuleError, Units, place
@@ -139,7 +140,7 @@ class ModelSharding:
         least = self.tokens_from
         return least is not None and num_tokens >= least and num_tokens % self.mesh.shape["model"] == 0
 
-    def with_whole_layers(self, weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def with_whole_layers(self, weights: Weights) -> dict[str, Weight]:
         """In a trace: `weights`, those of the layers gathered."""
         whole = self.replicated()
         return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from model_adapters.bridge import tensors_of, to_torch_tensor
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading import LoadedModel
+from model_adapters.ops.packed_weight import Weights, unpacked
 
 
 class EagerTwin:
@@ -32,7 +32,7 @@ class EagerTwin:
         if self.shares_weights:
             self._take(loaded.weights)
 
-    def _take(self, weights: dict[str, jax.Array]) -> None:
+    def _take(self, weights: Weights) -> None:
         for name, tensor in shared_state(self.module, weights).items():
             path, _, attribute = name.rpartition(".")
             setattr(self.module.get_submodule(path), attribute, tensor)
@@ -52,12 +52,13 @@ class EagerTwin:
             )
 
 
-def shared_state(module: torch.nn.Module, weights: Mapping[str, jax.Array]) -> dict[str, torch.Tensor]:
+def shared_state(module: torch.nn.Module, weights: Weights) -> dict[str, torch.Tensor]:
     """Every tensor of `module` by name, over the memory of its array in `weights`; tied ones are one tensor."""
+    arrays = {name: unpacked(weight) for name, weight in weights.items()}
     tensors: dict[int, torch.Tensor] = {}  # by id of the array
     state = {}
     for name, template in tensors_of(module).items():
-        array = weights[name]
+        array = arrays[name]
         if id(array) not in tensors:
             tensor = shared_tensor(array).to(template.dtype)
             is_parameter = isinstance(template, torch.nn.Parameter)

@@ -20,6 +20,7 @@ import torch
 from model_adapters.bridge import to_jax_array
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.host_values import Constant, HostValue, can_be_host
+from model_adapters.ops.packed_weight import Weights
 from torchax_serve.program_cache import ProgramCache
 
 TEXT_ENDINGS = ("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids", "inputs_embeds")
@@ -94,7 +95,7 @@ class KnownCalls:
         weights: by name.
     """
 
-    def __init__(self, text: frozenset[str], programs: ProgramCache, weights: Mapping[str, jax.Array]) -> None:
+    def __init__(self, text: frozenset[str], programs: ProgramCache, weights: Weights) -> None:
         self._text, self._programs, self._weights = text, programs, weights
         self._known: dict[str, Known] = {}
         self._select: set[str] = set()  # kinds whose code selects by masks

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, Progress, has_own_generate, load_model
+from model_adapters.loading.packing import pack_linear_weights
 from torchax_serve import collector
 from torchax_serve.alone import tokens_alone
 from torchax_serve.class_generate import has_class_generate
@@ -53,6 +54,7 @@ def serve(
     tensor_parallel: int | None = None,
     refuse_uneven: bool = False,
     hosts: Hosts | None = None,
+    pack_weights: bool = True,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
@@ -77,6 +79,8 @@ def serve(
         tensor_parallel: the same as ``mesh={"model": tensor_parallel}``.
         refuse_uneven: an error for sizes that the devices do not divide, which are otherwise filled up with zeros.
         hosts: the hosts whose devices share the model, of which this is the leader; the others call `follow`.
+        pack_weights: on one CPU with AVX-512 for bfloat16, have bfloat16 weights that are read from files lie in three
+            quarters of their bytes. No bit of them is lost, and decoding reads less.
 
     Raises:
         TorchaxServeError: one of its kinds, each saying what was expected, what came, and what to do.
@@ -101,6 +105,8 @@ def serve(
     with collector.paused():
         if hosts is None:
             loaded = load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading)
+            if pack_weights and loaded.sharding is None and loaded.source.kind != "object":
+                pack_linear_weights(loaded.module, loaded.weights)
             return class_for(loaded.module)(loaded, engine)
         with joined(hosts, model, in_common(loading, mesh, tensor_parallel)) as followers:
             loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)

@@ -21,7 +21,7 @@ import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,6 +35,7 @@ import sharding_rules
 import torchax_serve
 from model_adapters.ops import registry
 from model_adapters.ops.cpu import build, kernels
+from model_adapters.ops.packed_weight import Weights
 from torchax_serve import collector
 from torchax_serve.mesh_programs import MeshProgram, on_mesh
 
@@ -49,7 +50,7 @@ LIBRARIES = ("jax", "jaxlib", "torch", "torchax", "transformers")
 _HITS = threading.local()
 
 
-def model_identity(model_class: type, config_json: str, weights: Mapping[str, jax.Array]) -> str:
+def model_identity(model_class: type, config_json: str, weights: Weights) -> str:
     """Names a model for the cache: two models of one identity have the same programs.
 
     Args:
@@ -62,7 +63,8 @@ def model_identity(model_class: type, config_json: str, weights: Mapping[str, ja
     for file in sorted(folder.glob("*.py")):
         digest.update(file.read_bytes())
     for name in sorted(weights):
-        digest.update(f"{name} {weights[name].shape} {weights[name].dtype}\n".encode())
+        parts = [f"{part.shape} {part.dtype}" for part in jax.tree.leaves(weights[name])]
+        digest.update(f"{name} {' '.join(parts)}\n".encode())
     return digest.hexdigest()
 
 
@@ -200,16 +202,16 @@ class KeptFunction:
         """Programs in memory."""
         return len(self._programs)
 
-    def temporary_bytes(self, weights: Mapping[str, jax.Array], *args: Any, spec: Any) -> int:
+    def temporary_bytes(self, weights: Weights, *args: Any, spec: Any) -> int:
         """What the program of these arguments takes beside them and its results, as the compiler plans it."""
         analysis = self.compiled(weights, *args, spec=spec).memory_analysis()
         return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
-    def __call__(self, weights: Mapping[str, jax.Array], *args: Any, spec: Any) -> Any:
+    def __call__(self, weights: Weights, *args: Any, spec: Any) -> Any:
         """Runs the program of these arguments, compiled at the first call of their kind."""
         return self.compiled(weights, *args, spec=spec)(weights, *args)
 
-    def compiled(self, weights: Mapping[str, jax.Array], *args: Any, spec: Any) -> Any:
+    def compiled(self, weights: Weights, *args: Any, spec: Any) -> Any:
         """The program of these arguments."""
         signature = _Signature.of(args, spec)
         program = self._programs.get(signature)
@@ -222,7 +224,7 @@ class KeptFunction:
                     self._programs[signature] = program
         return program
 
-    def _obtain(self, signature: _Signature, weights: Mapping[str, jax.Array], args: tuple[Any, ...]) -> Any:
+    def _obtain(self, signature: _Signature, weights: Weights, args: tuple[Any, ...]) -> Any:
         mesh, mirror = self._cache.mesh, self._cache.mirror
         if mirror is not None:
             return mirror.program(self, weights, args, signature.spec, signature.precision)
@@ -246,7 +248,7 @@ class KeptFunction:
 
     def compile(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         args: tuple[Any, ...],
         spec: Any,
         *,

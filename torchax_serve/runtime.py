@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from model_adapters.caches import DeviceCache
 from model_adapters.causality import is_causal
 from model_adapters.compressed_layer import CompressedLayer
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from model_adapters.ops.packed_weight import PackedWeight, Weights
 from model_adapters.program import CONDITIONS, CallSpec, MethodSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
 from model_adapters.tables import learned_positions, name_in, word_table
@@ -46,7 +47,7 @@ class Runtime:
     def __init__(
         self,
         module: PreTrainedModel,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         programs: ProgramCache | None = None,
         sharding: ModelSharding | None = None,
         part: str = "",
@@ -368,7 +369,8 @@ def _conditions(result: tuple[dict[str, Any], Any]) -> jax.Array | None:
     return result[0].get(CONDITIONS)
 
 
-def _sizes(weights: Mapping[str, jax.Array]) -> dict[str, int]:
+def _sizes(weights: Weights) -> dict[str, int]:
     """The values of single whole numbers among `weights`, where they are on this host."""
-    scalars = {name: array for name, array in weights.items() if array.ndim == 0 and array.dtype.kind == "i"}
+    arrays = {name: array for name, array in weights.items() if not isinstance(array, PackedWeight)}
+    scalars = {name: array for name, array in arrays.items() if array.ndim == 0 and array.dtype.kind == "i"}
     return {name: int(array) for name, array in scalars.items() if getattr(array, "is_fully_addressable", False)}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.caches import LayerStates
+from model_adapters.ops.packed_weight import Weights
 from model_adapters.program import Arrays, CallSpec, MethodSpec, ModelProgram
 from torchax_serve import sampling
 from torchax_serve.program_cache import KeptFunction, ProgramCache
@@ -62,7 +62,7 @@ class Steps:
 
     def _forward(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         states: LayerStates | None,
         offset: jax.Array | None,
         inputs: Arrays,
@@ -71,13 +71,13 @@ class Steps:
         """Any forward: prefill, or a call from outside; see `ModelProgram.forward`."""
         return self.program.forward(weights, states, offset, inputs, spec)
 
-    def _method(self, weights: Mapping[str, jax.Array], inputs: Arrays, spec: MethodSpec) -> Any:
+    def _method(self, weights: Weights, inputs: Arrays, spec: MethodSpec) -> Any:
         """A method of a part of the model; see `ModelProgram.method`."""
         return self.program.method(weights, inputs, spec)
 
     def decode_once(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         states: LayerStates,
         token: jax.Array,
         carry: Carry,

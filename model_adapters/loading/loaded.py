@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import jax
 import jax.numpy as jnp
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -25,6 +24,7 @@ from model_adapters.errors import CheckpointError, UnsupportedModelError
 from model_adapters.loading.architecture import require_causal_module
 from model_adapters.loading.memory import PeakMemory
 from model_adapters.loading.source import ModelSource
+from model_adapters.ops.packed_weight import Weight
 from model_adapters.sharding import ModelSharding
 
 _TOKENIZER_FILES = (
@@ -63,7 +63,7 @@ class LoadedModel:
     """
 
     module: PreTrainedModel  # eval mode; on the meta device unless the caller passed the object
-    weights: dict[str, jax.Array]
+    weights: dict[str, Weight]
     source: ModelSource
     config: PreTrainedConfig
     generation_config: GenerationConfig | None  # None for a model that does not generate
@@ -160,7 +160,7 @@ def numpy_dtype(dtype: torch.dtype) -> Any:
 
 
 def report_of(
-    weights: dict[str, jax.Array], peak: PeakMemory, source: ModelSource, load_s: float, checkpoint_bytes: int | None
+    weights: dict[str, Weight], peak: PeakMemory, source: ModelSource, load_s: float, checkpoint_bytes: int | None
 ) -> LoadReport:
     """Counts the arrays; `checkpoint_bytes` is None where there were no files."""
     unique = {id(array): array.nbytes for array in weights.values()}

@@ -30,6 +30,7 @@ from model_adapters.loading.own_generate import attach_own_generate
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.sink import DevicePut, Placement, WeightSink, meta_like
 from model_adapters.loading.source import ModelSource, of_object, resolve
+from model_adapters.ops.packed_weight import Weight
 from model_adapters.sharding import ModelSharding
 
 
@@ -244,7 +245,7 @@ class _Builder:
         )
 
     def _loaded(
-        self, module: PreTrainedModel, weights: dict[str, jax.Array], dtype: torch.dtype, checkpoint_bytes: int | None
+        self, module: PreTrainedModel, weights: dict[str, Weight], dtype: torch.dtype, checkpoint_bytes: int | None
     ) -> LoadedModel:
         folder = self._source.folder
         module.config.name_or_path = module.name_or_path = str(self._source.hub_id or self._source.path)
@@ -274,13 +275,13 @@ def _some(names: list[str], limit: int = 6) -> str:
     return ", ".join(sorted(names)[:limit]) + more
 
 
-def _harvest(module: PreTrainedModel, place: Placement, sink: WeightSink, fill: Any = None) -> dict[str, jax.Array]:
+def _harvest(module: PreTrainedModel, place: Placement, sink: WeightSink, fill: Any = None) -> dict[str, Weight]:
     """The arrays of all tensors of `module`, which is left with tensors on the meta device alone.
 
     `fill` gives the array of a tensor that did not land in the sink; without it such a tensor must have its values.
     """
     by_tensor: dict[int, tuple[torch.Tensor, torch.Tensor, jax.Array]] = {}  # kept alive: ids must stay unique
-    weights: dict[str, jax.Array] = {}
+    weights: dict[str, Weight] = {}
     for name, tensor in tensors_of(module).items():
         array = sink.array_of(tensor)
         if array is None and id(tensor) in by_tensor:
@@ -344,7 +345,7 @@ def _share(module: PreTrainedModel, place: Placement, sharding: ModelSharding | 
     peak, start = PeakMemory(), time.perf_counter()
     module.eval()
     arrays: dict[int, jax.Array] = {}
-    weights = {}
+    weights: dict[str, Weight] = {}
     for name, tensor in tensors_of(module).items():
         if id(tensor) not in arrays:
             arrays[id(tensor)] = place(name, tensor)

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.cpu import kernels
+from model_adapters.ops.packed_weight import packed_of
 
 OP = "linear"
 MIN_ROWS = 4
@@ -108,6 +109,20 @@ def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = No
 def streamed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """The C++ product."""
     return _differentiable(x, weight, bias)
+
+
+def _packed_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
+    if packed_of(weight) is None:
+        return "the weight is not packed"
+    return None if x.shape[0] else "no rows"
+
+
+@registry.register(OP, "cpu-packed", ("cpu",), refuses=_packed_refuses, before_all=True)
+def packed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """The C++ product with a packed weight; to the last bit that with it unpacked, in one order."""
+    held = packed_of(weight)
+    assert held is not None
+    return kernels.packed_linear(x, held.groups, held.index, bias)
 
 
 _differentiable = kernels.differentiable(lambda x, weight, bias: kernels.linear(x, weight, bias, x.dtype), reference)

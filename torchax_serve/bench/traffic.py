@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
-import jax
 import torch
 from transformers import PreTrainedModel
 
 from model_adapters.bridge import tensors_of
+from model_adapters.ops.packed_weight import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ def _cache_layer(layer: Any, length: int) -> CacheLayer:
     return CacheLayer(position_bytes, window, state_bytes)
 
 
-def weight_bytes_per_step(module: PreTrainedModel, weights: Mapping[str, jax.Array], batch: int) -> float:
+def weight_bytes_per_step(module: PreTrainedModel, weights: Weights, batch: int) -> float:
     """Bytes of weights that a decode step of `batch` rows reads, tied ones once.
 
     Of a table that is only looked up in, one row per row of the batch counts. Of experts, those that the step is

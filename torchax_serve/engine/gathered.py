@@ -8,7 +8,7 @@ one length are one program, a chunk of a prompt is another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.arrays import from_host
+from model_adapters.ops.packed_weight import Weights
 from torchax_serve.engine.gathered_cache import GatheredCache, gather, scatter
 from torchax_serve.engine.gathered_jobs import GatheredJobs, Job, Numbers
 from torchax_serve.engine.gathered_layout import LONGEST, Leaves, StateLayout
@@ -45,7 +46,7 @@ class GatheredModel:
     def __init__(
         self,
         forward: RowForward,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         cache: GatheredCache,
         programs: ProgramCache,
         layout: StateLayout,
@@ -81,7 +82,7 @@ class GatheredModel:
 
     def traced(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         pools: Leaves,
         states: Leaves,
         last_tokens: jax.Array,
@@ -124,7 +125,7 @@ class GatheredModel:
         )
 
     def _advance(
-        self, weights: Mapping[str, jax.Array], kept: Leaves, ids: jax.Array, given: Numbers, spec: GatheredSpec
+        self, weights: Weights, kept: Leaves, ids: jax.Array, given: Numbers, spec: GatheredSpec
     ) -> tuple[jax.Array, Leaves]:
         """Logits, and what is new by leaf, ``[S, ...]``."""
         source_lens = given.source_lens if spec.source_len else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from model_adapters.caches import AttentionLayer, LayerStates
 from model_adapters.cross_attention import CrossLayer
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.ops import list_ops, registry
+from model_adapters.ops.packed_weight import Weights
 from model_adapters.program import CallSpec
 from torchax_serve.engine.cache import PageShape
 from torchax_serve.engine.gathered_layout import LONGEST, Leaves, StateLayout, StateRow
@@ -143,7 +144,7 @@ class RowForward:
 
     def begin(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         ids: jax.Array,
         length: Any,
         layout: StateLayout,
@@ -177,7 +178,7 @@ class RowForward:
 
     def extend(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         leaves: Leaves,
         offset: Any,
         ids: jax.Array,
@@ -206,7 +207,7 @@ class RowForward:
 
     def extend_rows(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         leaves: Leaves,
         offsets: jax.Array,
         ids: jax.Array,
@@ -233,7 +234,7 @@ class RowForward:
 
     def _begin_in_blocks(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         ids: jax.Array,
         layout: StateLayout,
         hidden: jax.Array | None,
@@ -260,7 +261,7 @@ class RowForward:
 
     def _extend_in_blocks(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         leaves: Leaves,
         offset: jax.Array,
         ids: jax.Array,
@@ -310,7 +311,7 @@ class RowForward:
 
     def _forward(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         states: LayerStates,
         offset: jax.Array,
         inputs: dict[str, Any],

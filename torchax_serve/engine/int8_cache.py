@@ -8,7 +8,7 @@ nobody's text is here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops.packed_weight import Weights
 from model_adapters.ops.pool import INT8_LARGEST
 from model_adapters.program import CallSpec
 from torchax_serve.engine.cache import HeadScales
@@ -39,7 +40,7 @@ def head_scales(runtime: Runtime) -> tuple[HeadScales, ...]:
     """
     length = min(TRIAL_LEN, runtime.learned_positions or TRIAL_LEN)
 
-    def largest(weights: Mapping[str, jax.Array], ids: jax.Array, spec: None) -> Any:
+    def largest(weights: Weights, ids: jax.Array, spec: None) -> Any:
         inputs = {runtime.program.names.ids: ids}
         states = runtime.new_cache(length).states
         _, after = runtime.program.forward(weights, states, jnp.int32(0), inputs, CallSpec())

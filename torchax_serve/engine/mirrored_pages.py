@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model_adapters.ops.packed_weight import Weights
 from model_adapters.sharding import ModelSharding
 from torchax_serve.engine.cache import Pages, copy_pages
 from torchax_serve.program_cache import KeptFunction, ProgramCache
@@ -30,13 +31,13 @@ class MirroredPages(Pages):
         self._zeros = KeptFunction(programs, "zero_pool", self._make)
         self._copied = KeptFunction(programs, "copy_pages", self._copy, donate=["pools"])
 
-    def _make(self, weights: Mapping[str, jax.Array], spec: PoolSpec) -> tuple[None, jax.Array]:
+    def _make(self, weights: Weights, spec: PoolSpec) -> tuple[None, jax.Array]:
         shape, dtype = spec
         return None, jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), self._pool_sharding(shape[1]))
 
     @staticmethod
     def _copy(
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         pools: tuple[jax.Array, ...],
         sources: jax.Array,
         targets: jax.Array,

@@ -7,7 +7,7 @@ them, is a packed run of tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from model_adapters.ops.cpu.kernels import one_order
+from model_adapters.ops.packed_weight import Weights
 from model_adapters.paged import PackedBatch, PagedLayout, Pool
 from model_adapters.program import ModelProgram
 from torchax_serve.buckets import ladder, rung, token_rungs
@@ -89,7 +90,7 @@ class PackedModel:
     def __init__(
         self,
         program: ModelProgram,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         cache: PagedCache,
         programs: ProgramCache,
         *,
@@ -108,14 +109,14 @@ class PackedModel:
         self._decode_steps = kept("decode_steps", self._decode, donate=["pools", "state"])
 
     def _forward(
-        self, weights: Mapping[str, jax.Array], pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedSpec
+        self, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedSpec
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
         with one_order(spec.batch_invariant):
             return self._program.forward_packed(weights, pools, batch, spec.layout)
 
     def _run(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         pools: tuple[Pool, ...],
         last_tokens: jax.Array,
         numbers: jax.Array,
@@ -128,7 +129,7 @@ class PackedModel:
 
     def _decode(
         self,
-        weights: Mapping[str, jax.Array],
+        weights: Weights,
         pools: tuple[Pool, ...],
         state: SamplerState,
         numbers: jax.Array,

@@ -13,6 +13,7 @@ import numpy as np
 from model_adapters.caches import AttentionLayer
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import registry
+from model_adapters.ops.packed_weight import Weights
 from model_adapters.paged import Int8Pool, NotPackableError, PackedBatch
 from model_adapters.program import CallSpec
 from torchax_serve.engine.cache import CachePlan, HeadScales, PagedCache, Pages, PageShape
@@ -129,7 +130,7 @@ def page_shapes(runtime: Runtime) -> tuple[PageShape, ...]:
     cache = runtime.new_cache(16)
     inputs = {"input_ids": jax.ShapeDtypeStruct((1, 16), np.int32)}
 
-    def prompt(weights: dict[str, jax.Array], inputs: dict[str, jax.Array]) -> object:
+    def prompt(weights: Weights, inputs: dict[str, jax.Array]) -> object:
         return runtime.program.forward(weights, cache.states, None, inputs, CallSpec())[1]
 
     return tuple(_page_shape(layer) for layer in _shapes_of(prompt, runtime.weights, inputs))

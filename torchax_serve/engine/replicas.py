@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 from transformers import PreTrainedModel
 
+from model_adapters.ops.packed_weight import Weight, unpacked
 from model_adapters.sharding import ModelSharding
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.engine import Engine, EngineStats
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def runtimes_of(
-    module: PreTrainedModel, weights: dict[str, jax.Array], sharding: ModelSharding, mirror: Mirror | None = None
+    module: PreTrainedModel, weights: dict[str, Weight], sharding: ModelSharding, mirror: Mirror | None = None
 ) -> list[Runtime]:
     """The model once for each place on the axis ``data``, over the arrays that are there: nothing is copied.
 
@@ -39,7 +40,7 @@ def runtimes_of(
         shared: dict[int, jax.Array] = {}
         for name, array in weights.items():
             if id(array) not in shared:
-                shared[id(array)] = _part(array, replica.sharding_of(name))
+                shared[id(array)] = _part(unpacked(array), replica.sharding_of(name))
         here = {name: shared[id(array)] for name, array in weights.items()}
         programs = ProgramCache(mesh=replica.mesh, mirror=mirror)
         runtimes.append(Runtime(module, here, programs, replica))

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from model_adapters.errors import HostsError, UnsupportedArgumentError
 from model_adapters.ops import registry
+from model_adapters.ops.packed_weight import Weights
 from torchax_serve.hosts.orders import Compile, End, Held, Kind, Run, everywhere, spread
 from torchax_serve.hosts.watch import Watch, wait_for_news
 from torchax_serve.mesh_programs import ONE_ON_CPUS
@@ -31,9 +32,7 @@ if TYPE_CHECKING:
     from torchax_serve.program_cache import KeptFunction
 
 
-def compile_for_hosts(
-    kept: KeptFunction, mesh: Mesh, weights: Mapping[str, jax.Array], args: tuple[Any, ...], spec: Any
-) -> Any:
+def compile_for_hosts(kept: KeptFunction, mesh: Mesh, weights: Weights, args: tuple[Any, ...], spec: Any) -> Any:
     """The program of a function on the devices of all hosts.
 
     The first of its results is what a host reads, so every device gets it whole; what follows is what programs hand on.
@@ -80,7 +79,7 @@ class Mirror:
         atexit.register(self.close)
 
     def program(
-        self, kept: KeptFunction, weights: Mapping[str, jax.Array], args: tuple[Any, ...], spec: Any, precision: Any
+        self, kept: KeptFunction, weights: Weights, args: tuple[Any, ...], spec: Any, precision: Any
     ) -> MirroredProgram:
         """Has all hosts compile a function for these arguments, side by side."""
         if registry.is_overridden():
@@ -110,7 +109,7 @@ class Mirror:
                 raise error
             return MirroredProgram(self, number, program)
 
-    def run(self, number: int, program: Any, weights: Mapping[str, jax.Array], args: tuple[Any, ...]) -> Any:
+    def run(self, number: int, program: Any, weights: Weights, args: tuple[Any, ...]) -> Any:
         """Runs a compiled program on all hosts; what all devices have alike comes out on the leader's first."""
         with self._order, self._telling():
             leaves, tree = jax.tree.flatten(args)
@@ -204,7 +203,7 @@ class MirroredProgram:
     number: int
     program: Any
 
-    def __call__(self, weights: Mapping[str, jax.Array], *args: Any) -> Any:
+    def __call__(self, weights: Weights, *args: Any) -> Any:
         """Runs it everywhere."""
         return self.mirror.run(self.number, self.program, weights, args)
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from model_adapters.errors import HostsError, InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.loading import LoadedModel
+from model_adapters.ops.packed_weight import unpacked
 from torchax_serve.hosts.join import join
 from torchax_serve.hosts.options import Hosts
 from torchax_serve.hosts.orders import End
@@ -91,7 +92,8 @@ def facts_of(loaded: LoadedModel) -> dict[str, str]:
         for name, array in sorted(loaded.weights.items())
     ]
     values = hashlib.sha256()
-    for _, array in sorted(loaded.weights.items()):
+    for _, weight in sorted(loaded.weights.items()):
+        array = unpacked(weight)
         if array.is_fully_replicated and array.nbytes <= MOST_READ_BYTES:
             values.update(np.asarray(array.addressable_data(0)).tobytes())
     return {

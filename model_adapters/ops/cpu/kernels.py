@@ -31,8 +31,10 @@ TARGETS = (
     "tas_decode_attention",
     "tas_grouped_linear",
     "tas_linear",
+    "tas_packed_linear",
     "tas_paged_attention",
     "tas_row_sum",
+    "tas_unpack",
 )
 _lock = threading.Lock()
 _IN_ORDER = contextvars.ContextVar("in_order", default=False)
@@ -42,6 +44,8 @@ def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for target in TARGETS:
         getattr(library, target)
+    library.tas_pack.restype = ctypes.c_int64
+    library.tas_pack_list.restype = None
     return library
 
 
@@ -84,9 +88,23 @@ def max_linear_rows(dtype: jnp.dtype) -> int | None:
     return 0 if isinstance(library, str) else int(library.tas_linear_max_rows(jnp.dtype(dtype).itemsize)) or None
 
 
-def _call(target: str, results: Any, **options: Any) -> Callable[..., Any]:
+def library() -> ctypes.CDLL:
+    """The library; there must be one."""
+    found = _library()
+    if isinstance(found, str):
+        raise RuntimeError(f"no CPU kernels: {found}; ask missing() first")
+    return found
+
+
+def refuses_packing() -> str | None:
+    """Why products with packed weights are not for this processor, or None."""
     if (reason := missing()) is not None:
-        raise RuntimeError(f"no CPU kernels: {reason}; ask missing() first")
+        return reason
+    return None if library().tas_packs() else "they are for processors that multiply bfloat16 in AVX-512, without AMX"
+
+
+def _call(target: str, results: Any, **options: Any) -> Callable[..., Any]:
+    library()
     return jax.ffi.ffi_call(target, results, vmap_method="sequential", **options)
 
 
@@ -213,6 +231,18 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.d
     """``x[rows, K] @ weight[N, K].T + bias[N]`` in `dtype` (that of x, or float32), sums in float32."""
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
     return _call("tas_linear", result)(x, weight, _or_empty(bias), in_order=_IN_ORDER.get())
+
+
+def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """`linear` of bfloat16, its weight packed. Summed as in :func:`one_order`, to the last bit."""
+    result = jax.ShapeDtypeStruct((x.shape[0], groups.shape[0] * 16), x.dtype)
+    return _call("tas_packed_linear", result)(x, groups, index, _or_empty(bias))
+
+
+def unpack(groups: jax.Array, index: jax.Array) -> jax.Array:
+    """The weight bfloat16[N, K] that was packed."""
+    result = jax.ShapeDtypeStruct((groups.shape[0] * 16, groups.shape[1] * 8), jnp.bfloat16)
+    return _call("tas_unpack", result)(groups, index)
 
 
 def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -12,11 +12,6 @@ namespace ffi = xla::ffi;
 namespace tas {
 namespace {
 
-// Threads worth waking: each takes some microseconds, in which one streams a quarter of a megabyte or does millions of products.
-int64_t num_workers(int64_t rows, int64_t n, int64_t k, int64_t itemsize) {
-  return 1 + n * k * itemsize / (1 << 18) + rows * n * k / (1 << 23);
-}
-
 // Whether so few rows may be summed in the order that is quickest for them. Float32 keeps that of many rows in any case: its
 // results do not depend on the rows beside.
 template <class T>
@@ -27,7 +22,7 @@ bool in_lanes(int64_t rows, bool in_order) {
 
 template <class T, class Out>
 ffi::Error run(ffi::ThreadPool& threads, const T* x, const T* weight, const float* bias, Out* out, int64_t rows, int64_t n, int64_t k, bool in_order) {
-  const HeldRows<T> held(&threads, x, rows, k);
+  const HeldRows<T> held(&threads, x, rows, k, Product<T>::lanes(rows));
   const int64_t workers = num_workers(rows, n, k, sizeof(T));
   if (in_lanes<T>(rows, in_order)) {
     const FewRows<T> few(held, rows, weight, n, k, bias);
@@ -72,7 +67,7 @@ ffi::Error run_grouped(ffi::ThreadPool& threads, const T* x, const T* weight, co
     T* out;
     int64_t first_chunk;
     Group(const T* x, int64_t rows, const T* weight, int64_t n, int64_t k, T* out, int64_t first_chunk, bool in_order)
-        : held(nullptr, x, rows, k), few(held, rows, weight, n, k, nullptr), product(held, rows, weight, n, k, nullptr), is_few(in_lanes<T>(rows, in_order)), out(out), first_chunk(first_chunk) {}
+        : held(nullptr, x, rows, k, Product<T>::lanes(rows)), few(held, rows, weight, n, k, nullptr), product(held, rows, weight, n, k, nullptr), is_few(in_lanes<T>(rows, in_order)), out(out), first_chunk(first_chunk) {}
     int64_t num_chunks() const { return is_few ? few.num_chunks() : product.num_chunks(); }
     void run(int64_t c, int64_t next) const {
       if (is_few) few.run(c - first_chunk, out);

@@ -31,6 +31,11 @@ constexpr int kWordsPerLine = 64 / sizeof(float);
 // Weight rows of a tile: its sums, and what they are made of, stay in registers.
 constexpr int tile_rows(int groups) { return kManyRegisters ? (groups == 1 ? 16 : groups == 2 ? 8 : 6) : (groups == 1 ? 8 : 4); }
 
+// Threads worth waking: each takes some microseconds, in which one streams a quarter of a megabyte or does millions of products.
+inline int64_t num_workers(int64_t rows, int64_t n, int64_t k, int64_t itemsize) {
+  return 1 + n * k * itemsize / (1 << 18) + rows * n * k / (1 << 23);
+}
+
 // Calls `function` with `count`, of 1 to N, as a constant.
 template <int N, class Function>
 void for_count(int64_t count, const Function& function) {
@@ -38,20 +43,20 @@ void for_count(int64_t count, const Function& function) {
   if constexpr (N > 1) for_count<N - 1>(count, function);
 }
 
-// x[rows, k] in words, zeros behind each row. Few rows lie as they are, `stride` apart; else group g of kLanes rows is turned:
-// it holds its word w at data + (g * num_words + w) * kLanes, with zeros for rows that are not there.
+// x[rows, k] in words, zeros behind each row. Without `lanes` the rows lie as they are; else they are turned in groups of
+// that many: group g holds its word w at data + (g * num_words + w) * lanes, with zeros for rows that are not there.
 template <class T>
 class HeldRows {
   using P = Pair<T>;
 
  public:
-  HeldRows(xla::ffi::ThreadPool* threads, const T* x, int64_t rows, int64_t k) : x_(x), rows_(rows), k_(k) {
+  HeldRows(xla::ffi::ThreadPool* threads, const T* x, int64_t rows, int64_t k, int64_t lanes) : x_(x), rows_(rows), k_(k) {
     num_words = (k + P::kStep - 1) / P::kStep * kLanes;
-    const int64_t num_groups = (rows + kLanes - 1) / kLanes;
-    const int64_t count = (rows <= kFewRows ? rows : num_groups * kLanes) * num_words;
+    const int64_t num_groups = lanes ? (rows + lanes - 1) / lanes : 0;
+    const int64_t count = lanes ? num_groups * lanes * num_words + kLanes : rows * num_words;
     words_.reset(static_cast<float*>(::operator new(count * sizeof(float), kLine)));  // not vector: nobody needs zeros
     float* out = words_.get();
-    if (rows <= kFewRows) {
+    if (!lanes) {
       for (int64_t r = 0; r < rows; r++)
         for (int64_t d = 0; d < k; d += P::kStep) store(out + r * num_words + d / kPerWord, step_of(r, d));
       return;
@@ -59,11 +64,11 @@ class HeldRows {
     const int64_t slices = (k + kSlice - 1) / kSlice;
     const auto turn = [&](int64_t i, int64_t = 0) {
       const int64_t g = i / slices, begin = i % slices * kSlice;
-      turn_group(g, begin, std::min(k, begin + kSlice), out + (g * num_words + begin / kPerWord) * kLanes);
+      turn_group(g, begin, std::min(k, begin + kSlice), lanes, out + (g * num_words + begin / kPerWord) * lanes);
     };
-    if (threads != nullptr) parallel_for(*threads, num_groups * slices, 1 + num_groups * slices / 2, turn);
+    if (threads != nullptr && lanes == kLanes) parallel_for(*threads, num_groups * slices, 1 + num_groups * slices / 2, turn);
     else
-      for (int64_t i = 0; i < num_groups * slices; i++) turn(i);
+      for (int64_t i = 0; i < num_groups * slices; i++) turn(i);  // in order: a store reaches into the words behind
   }
 
   int64_t num_words;
@@ -79,13 +84,13 @@ class HeldRows {
     return (Vec)(left == P::kStep ? P::load(row) : P::load(row, left));
   }
 
-  void turn_group(int64_t g, int64_t begin, int64_t end, float* out) const {
-    const int count = std::min<int64_t>(kLanes, rows_ - g * kLanes);
-    for (int64_t d = begin; d < end; d += P::kStep, out += kLanes * kLanes) {
+  void turn_group(int64_t g, int64_t begin, int64_t end, int64_t lanes, float* out) const {
+    const int count = std::min<int64_t>(lanes, rows_ - g * lanes);
+    for (int64_t d = begin; d < end; d += P::kStep, out += kLanes * lanes) {
       Vec v[kLanes] = {};
-      for (int i = 0; i < count; i++) v[i] = step_of(g * kLanes + i, d);
+      for (int i = 0; i < count; i++) v[i] = step_of(g * lanes + i, d);
       transpose_square(v);
-      for (int j = 0; j < kLanes; j++) store(out + j * kLanes, v[j]);
+      for (int j = 0; j < kLanes; j++) store(out + j * lanes, v[j]);
     }
   }
 
@@ -96,6 +101,14 @@ class HeldRows {
   };
   std::unique_ptr<float, Free> words_;  // no vector of them crosses a line of the cache
 };
+
+template <class Out>
+inline void put(Vec v, int64_t count, Out* out) {
+  if (count == kLanes) return store(out, v);
+  Out all[kLanes];
+  store(all, v);
+  std::copy(all, all + count, out);
+}
 
 // Weight rows as words: as they lie where a number is a word or half of one, else as floats of a scratch.
 template <class T>
@@ -108,6 +121,8 @@ class Product {
  public:
   Product(const HeldRows<T>& x, int64_t rows, const T* weight, int64_t n, int64_t k, const float* bias)
       : x_(x.data()), num_words_(x.num_words), rows_(rows), weight_(weight), n_(n), k_(k), bias_(bias) {}
+
+  static int64_t lanes(int64_t rows) { return rows <= kFewRows ? 0 : kLanes; }  // that it wants x in
 
   int64_t num_chunks() const { return (n_ + kChunkRows - 1) / kChunkRows; }
 
@@ -262,14 +277,6 @@ class Product {
     transpose_square(v);
     const int64_t begin = g * kLanes, rows = std::min<int64_t>(kLanes, rows_ - begin);
     for (int64_t r = 0; r < rows; r++) put(v[r], count, out + (begin + r) * n_ + i);
-  }
-
-  template <class Out>
-  static void put(Vec v, int64_t count, Out* out) {
-    if (count == kLanes) return store(out, v);
-    Out all[kLanes];
-    store(all, v);
-    std::copy(all, all + count, out);
   }
 
   const float* x_;

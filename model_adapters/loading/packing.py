@@ -1,0 +1,50 @@
+"""The weights of a model's linear layers, packed as they lie in memory."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import torch
+
+from model_adapters.ops import packed_weight
+from model_adapters.ops.packed_weight import PackedWeight, Weight
+
+MIN_BYTES = 1 << 17
+"""Of a weight. A smaller one stays in the processor's cache anyway."""
+
+
+def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight], min_bytes: int = MIN_BYTES) -> int:
+    """Puts packed weights in the place of those of `module`'s linear layers, where the processor is made for it.
+
+    Args:
+        module: whose code reads the weights.
+        weights: by name, tied names sharing one array; changed in place.
+        min_bytes: of a weight that is packed.
+
+    Returns:
+        How many arrays are packed now.
+    """
+    linear = {
+        f"{path}.weight" if path else "weight"
+        for path, child in module.named_modules()
+        if isinstance(child, torch.nn.Linear) and type(child).forward is torch.nn.Linear.forward
+    }
+    names_of: dict[int, list[str]] = {}
+    for name, array in weights.items():
+        names_of.setdefault(id(array), []).append(name)
+
+    def pack_one(names: list[str]) -> bool:
+        layers = [name for name in names if name in linear]
+        array = weights[names[0]]
+        if not layers or isinstance(array, PackedWeight) or array.nbytes < min_bytes:
+            return False
+        packed = packed_weight.pack(array, keeps_plain=len(layers) < len(names))
+        weights.update(dict.fromkeys(layers, packed) if packed is not None else {})
+        return packed is not None
+
+    if jax.default_backend() != "cpu":
+        return 0
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None) as threads:
+        return sum(threads.map(pack_one, names_of.values()))

@@ -1,0 +1,97 @@
+// Products with packed weights, and packing and unpacking them; nothing of it where the processor does not pack.
+#include "packed.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace tas {
+namespace {
+
+#if defined(TAS_PACKS)
+// groups uint8[n / 16, k / 8, 192], index int32[...] as `Packed` says.
+Packed packed_of(ffi::AnyBuffer& groups, ffi::AnyBuffer& index) {
+  const auto dims = groups.dimensions();
+  return {(const uint8_t*)groups.untyped_data(), (const int32_t*)index.untyped_data(), dims[0] * kLanes, dims[1] * kGroupColumns};
+}
+
+ffi::Error packed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer groups, ffi::AnyBuffer index, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out) {
+  const Packed packed = packed_of(groups, index);
+  const int64_t rows = x.dimensions()[0];
+  const HeldRows<bf16> held(&threads, (const bf16*)x.untyped_data(), rows, packed.k, PackedProduct::lanes(rows));
+  const PackedProduct product(held, rows, packed, bias.element_count() ? (const float*)bias.untyped_data() : nullptr);
+  const auto call = [&](auto* result) {
+    parallel_for(threads, product.num_chunks(), num_workers(rows, packed.n, packed.k, sizeof(bf16)), [&](int64_t c, int64_t) { product.run(c, result); });
+    return ffi::Error::Success();
+  };
+  return out->element_type() == ffi::F32 ? call((float*)out->untyped_data()) : call((bf16*)out->untyped_data());
+}
+
+ffi::Error unpack_weight(ffi::ThreadPool threads, ffi::AnyBuffer groups, ffi::AnyBuffer index, ffi::Result<ffi::AnyBuffer> out) {
+  const Packed packed = packed_of(groups, index);
+  const PackedWeights weights(packed);
+  auto* words = (float*)out->untyped_data();
+  const int64_t stride = packed.k / 2;
+  parallel_for(threads, packed.num_blocks(), num_workers(0, packed.n, packed.k, sizeof(bf16)), [&](int64_t block, int64_t) {
+    float* rows = words + block * kLanes * stride;
+    weights.walk<true>(block, [&](int64_t w, const Vec* v) {
+      float turned[kGroupWords][kLanes];
+      for (int j = 0; j < kGroupWords; j++) store(turned[j], v[j]);
+      for (int r = 0; r < kLanes; r++)
+        for (int j = 0; j < kGroupWords; j++) std::memcpy(rows + r * stride + w + j, &turned[j][r], sizeof(float));
+    });
+  });
+  return ffi::Error::Success();
+}
+#else
+ffi::Error packed_linear(ffi::ThreadPool, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
+  return ffi::Error::Internal("packed weights are not for this processor");
+}
+ffi::Error unpack_weight(ffi::ThreadPool, ffi::AnyBuffer, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Internal("packed weights are not for this processor"); }
+#endif
+
+}  // namespace
+}  // namespace tas
+
+// Whether products with packed weights are faster here than with weights as they are.
+extern "C" int tas_packs() {
+#if defined(TAS_PACKS)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+// Packs weight[n, k] (n of whole 16s, k of whole 8s): table[16], groups[n / 16, k / 8, 192], first[n / 16 + 1]. Returns how
+// many groups go to the list.
+extern "C" int64_t tas_pack(const uint16_t* weight, int64_t n, int64_t k, uint8_t* table, uint8_t* groups, int32_t* first) {
+#if defined(TAS_PACKS)
+  tas::Packer::choose_table(weight, n, k, table);
+  tas::Packer(weight, n, k, table).write_groups(groups, first);
+  return first[n / tas::kLanes];
+#else
+  return -1;
+#endif
+}
+
+// The list: of each group in it, which of its block it is, and its words.
+extern "C" void tas_pack_list(const uint16_t* weight, int64_t n, int64_t k, const uint8_t* table, int32_t* at, uint8_t* list) {
+#if defined(TAS_PACKS)
+  tas::Packer(weight, n, k, table).write_list(at, list);
+#endif
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_packed_linear, tas::packed_linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_unpack, tas::unpack_weight,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());

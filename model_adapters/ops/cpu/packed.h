@@ -1,0 +1,214 @@
+// Weights of bfloat16 in three quarters of their bytes, with none of their bits lost.
+//
+// The high byte of a bfloat16 is its sign and seven bits of its exponent. Those of a model's weights are much alike: the
+// sixteen commonest of a matrix are nearly all of them, and four bits say which. So a group of 8 numbers of 16 rows takes
+// 192 bytes: 128 low bytes as they are, and 64 bytes of two codes each. Groups with another high byte lie in a list, as they
+// were. (That exponents can be coded so is the finding of arXiv 2411.05239 and 2504.11651, which use Huffman's codes.)
+//
+// Memory is what decoding waits for, and the codes are taken apart in nine instructions for 128 weights. The vectors that
+// come out hold a word of 16 rows each, as `Product` wants them, and the groups of 16 rows are one stretch of memory.
+#pragma once
+#include "product.h"
+
+// With tiles for matrix products (AMX) many rows are better left to XLA, which wants the weights as they were.
+#if defined(__AVX512BW__) && defined(__AVX512BF16__) && !defined(__AMX_TILE__)
+#define TAS_PACKS 1
+
+namespace tas {
+
+constexpr int kGroupWords = 4, kGroupColumns = 8, kGroupBytes = 192, kGroupPlainBytes = 256, kNumCodes = 16;
+
+// Where the parts of a packed matrix lie; those of `index` behind one another, int32:
+// table[16 bytes], first[n / 16 + 1], at[number of groups in the list], and the list itself.
+struct Packed {
+  const uint8_t* groups;
+  const int32_t* index;
+  int64_t n, k;
+
+  int64_t num_blocks() const { return n / kLanes; }
+  int64_t num_groups() const { return k / kGroupColumns; }  // of a block
+  const int32_t* first() const { return index + kNumCodes / 4; }
+  const int32_t* at() const { return first() + num_blocks() + 1; }
+  const uint8_t* list() const { return (const uint8_t*)(at() + first()[num_blocks()]); }
+};
+
+// A packed matrix, taken apart.
+class PackedWeights {
+ public:
+  explicit PackedWeights(const Packed& packed) : packed_(packed), table_(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)packed.index))) {}
+
+  // Calls f(w, vectors) for each group of a block: words w to w + 3 of its 16 rows. Memory is asked for what comes later.
+  template <bool kFetches, class F>
+  void walk(int64_t block, const F& f) const {
+    const int32_t *first = packed_.first(), *at = packed_.at();
+    const int64_t num_groups = packed_.num_groups(), last = first[block + 1];
+    const uint8_t *list = packed_.list(), *p = packed_.groups + block * num_groups * kGroupBytes;
+    int64_t g = 0;
+    for (int64_t e = first[block];; e++) {
+      for (const int64_t stop = e < last ? at[e] : num_groups; g < stop; g++, p += kGroupBytes) {
+        if (kFetches) {
+          __builtin_prefetch(p + kAhead, 0, 2);
+          __builtin_prefetch(p + kAhead + 64, 0, 2);
+          __builtin_prefetch(p + kAhead + 128, 0, 2);
+        }
+        Vec v[kGroupWords];
+        take_apart(p, v);
+        f(g * kGroupWords, v);
+      }
+      if (g == num_groups) return;
+      Vec v[kGroupWords];
+      std::memcpy(v, list + e * kGroupPlainBytes, sizeof v);
+      f(g * kGroupWords, v);
+      g++, p += kGroupBytes;
+    }
+  }
+
+ private:
+  static constexpr int kAhead = 8192;  // bytes between what is taken apart and what is fetched
+
+  void take_apart(const uint8_t* p, Vec* v) const {
+    const __m512i low = _mm512_set1_epi8(0x0f), codes = _mm512_loadu_si512(p + 128);
+    const __m512i a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(p + 64);
+    const __m512i high_a = _mm512_shuffle_epi8(table_, _mm512_and_si512(codes, low));
+    const __m512i high_b = _mm512_shuffle_epi8(table_, _mm512_and_si512(_mm512_srli_epi16(codes, 4), low));
+    v[0] = (Vec)_mm512_unpacklo_epi8(a, high_a);
+    v[1] = (Vec)_mm512_unpackhi_epi8(a, high_a);
+    v[2] = (Vec)_mm512_unpacklo_epi8(b, high_b);
+    v[3] = (Vec)_mm512_unpackhi_epi8(b, high_b);
+  }
+
+  const Packed packed_;
+  const __m512i table_;
+};
+
+// x times a packed matrix transposed: sixteen rows of each meet in registers, so that the weights are taken apart once for so
+// many rows of x, which the processor does beside the products. Every sum is that of `Product`, to the last bit.
+class PackedProduct {
+  using P = Pair<bf16>;
+  static constexpr int64_t kChunkBlocks = 3;  // that a thread takes at a time
+
+ public:
+  PackedProduct(const HeldRows<bf16>& x, int64_t rows, const Packed& packed, const float* bias)
+      : x_(x.data()), num_words_(x.num_words), rows_(rows), packed_(packed), weights_(packed), bias_(bias) {}
+
+  static int64_t lanes(int64_t rows) { return std::min<int64_t>(rows, kLanes); }  // that it wants x in
+
+  int64_t num_chunks() const { return (packed_.num_blocks() + kChunkBlocks - 1) / kChunkBlocks; }
+
+  template <class Out>
+  void run(int64_t c, Out* out) const {
+    for (int64_t block = c * kChunkBlocks; block < std::min(packed_.num_blocks(), (c + 1) * kChunkBlocks); block++)
+      for_count<kLanes>(lanes(rows_), [&](auto lanes) {
+        multiply<lanes, true>(block, 0, out);
+        for (int64_t row = lanes; row < rows_; row += lanes) multiply<lanes, false>(block, row, out);
+      });
+  }
+
+ private:
+  // The outputs of a block of weights and R rows of x from `row` on; of those there are.
+  template <int R, bool kFetches, class Out>
+  void multiply(int64_t block, int64_t row, Out* out) const {
+    Vec sums[R] = {};
+    const float* x = x_ + row * num_words_;
+    weights_.walk<kFetches>(block, [&](int64_t w, const Vec* v) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kGroupWords; j++)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) P::accumulate(sums[r], (__m512i)v[j], _mm512_set1_epi32(bit_cast<int32_t>(x[(w + j) * R + r])));
+    });
+    const Vec bias = bias_ ? load(bias_ + block * kLanes) : Vec{};
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+      if (row + r < rows_) store(out + (row + r) * packed_.n + block * kLanes, bias_ ? sums[r] + bias : sums[r]);
+  }
+
+  const float* x_;
+  int64_t num_words_, rows_;
+  const Packed packed_;
+  const PackedWeights weights_;
+  const float* bias_;
+};
+
+// The other way: packs 16 rows at a time. A matrix is packed in two calls, because only the first knows how long the list is.
+class Packer {
+ public:
+  Packer(const uint16_t* weight, int64_t n, int64_t k, const uint8_t* table) : weight_(weight), n_(n), k_(k), table_(table) {}
+
+  // The sixteen commonest high bytes, by a look at some rows.
+  static void choose_table(const uint16_t* weight, int64_t n, int64_t k, uint8_t* table) {
+    constexpr int64_t kLooks = 64;
+    int64_t counts[256] = {};
+    for (int64_t r = 0; r < n; r += std::max<int64_t>(1, n / kLooks))
+      for (int64_t d = 0; d < k; d++) counts[weight[r * k + d] >> 8]++;
+    for (int c = 0; c < kNumCodes; c++) {
+      table[c] = uint8_t(std::max_element(counts, counts + 256) - counts);
+      counts[table[c]] = -1;
+    }
+  }
+
+  // Writes the groups and, in first[1 ... n / 16], how many of each block and those before it go to the list.
+  void write_groups(uint8_t* groups, int32_t* first) const {
+    int32_t count = 0;
+    first[0] = 0;
+    each_group([&](int64_t block, int64_t, const __m512i* v) {
+      __m512i low[2], codes[2];
+      const bool fits = split(v, low, codes);
+      _mm512_storeu_si512(groups, low[0]);
+      _mm512_storeu_si512(groups + 64, low[1]);
+      _mm512_storeu_si512(groups + 128, _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4)));
+      groups += kGroupBytes;
+      first[block + 1] = count += !fits;
+    });
+  }
+
+  void write_list(int32_t* at, uint8_t* list) const {
+    each_group([&](int64_t, int64_t g, const __m512i* v) {
+      __m512i low[2], codes[2];
+      if (split(v, low, codes)) return;
+      *at++ = int32_t(g);
+      std::memcpy(list, v, kGroupPlainBytes);
+      list += kGroupPlainBytes;
+    });
+  }
+
+ private:
+  // f(block, group, its four words of 16 rows)
+  template <class F>
+  void each_group(const F& f) const {
+    for (int64_t block = 0; block < n_ / kLanes; block++)
+      for (int64_t d = 0; d < k_; d += Pair<bf16>::kStep) {
+        Vec v[kLanes];
+        const int64_t left = std::min<int64_t>(k_ - d, Pair<bf16>::kStep) / 2;
+        for (int r = 0; r < kLanes; r++) v[r] = load_words(weight_ + (block * kLanes + r) * k_ + d, left * sizeof(float));
+        transpose_square(v);
+        for (int j = 0; j < left; j += kGroupWords) f(block, (d / 2 + j) / kGroupWords, (const __m512i*)(v + j));
+      }
+  }
+
+  // The low bytes and the codes of the high ones; false if one has none.
+  bool split(const __m512i* v, __m512i* low, __m512i* codes) const {
+    const __m512i mask = _mm512_set1_epi16(0x00ff);
+    bool fits = true;
+    for (int i = 0; i < 2; i++) {
+      const __m512i a = v[2 * i], b = v[2 * i + 1];
+      low[i] = _mm512_packus_epi16(_mm512_and_si512(a, mask), _mm512_and_si512(b, mask));
+      const __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
+      codes[i] = _mm512_setzero_si512();
+      __mmask64 found = 0;
+      for (int c = 0; c < kNumCodes; c++) {
+        const __mmask64 is = _mm512_cmpeq_epi8_mask(high, _mm512_set1_epi8(char(table_[c])));
+        codes[i] = _mm512_mask_mov_epi8(codes[i], is, _mm512_set1_epi8(char(c)));
+        found |= is;
+      }
+      fits = fits && found == ~__mmask64(0);
+    }
+    return fits;
+  }
+
+  const uint16_t* weight_;
+  int64_t n_, k_;
+  const uint8_t* table_;
+};
+
+}  // namespace tas
+#endif
