@@ -15,17 +15,18 @@ MIN_BYTES = 1 << 17
 """Of a weight. A smaller one stays in the processor's cache anyway."""
 
 
-def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight], min_bytes: int = MIN_BYTES) -> int:
+def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight], min_bytes: int | None = None) -> int:
     """Puts packed weights in the place of those of `module`'s linear layers, where the processor is made for it.
 
     Args:
         module: whose code reads the weights.
         weights: by name, tied names sharing one array; changed in place.
-        min_bytes: of a weight that is packed.
+        min_bytes: of a weight that is packed; None: `MIN_BYTES`.
 
     Returns:
         How many arrays are packed now.
     """
+    least = MIN_BYTES if min_bytes is None else min_bytes
     linear = {
         f"{path}.weight" if path else "weight"
         for path, child in module.named_modules()
@@ -38,7 +39,7 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight], min
     def pack_one(names: list[str]) -> bool:
         layers = [name for name in names if name in linear]
         array = weights[names[0]]
-        if not layers or isinstance(array, PackedWeight) or array.nbytes < min_bytes:
+        if not layers or isinstance(array, PackedWeight) or array.nbytes < least:
             return False
         packed = packed_weight.pack(array, keeps_plain=len(layers) < len(names))
         weights.update(dict.fromkeys(layers, packed) if packed is not None else {})

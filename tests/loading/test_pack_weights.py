@@ -1,0 +1,93 @@
+"""A served model whose linear layers lie packed answers as one whose layers lie as they were."""
+
+import numpy as np
+import pytest
+import torch
+from loading_models import tiny_folder, tiny_model
+from transformers import GenerationConfig
+
+from model_adapters.bridge import extract_jax
+from model_adapters.loading import load_model, packing
+from model_adapters.ops.cpu import kernels
+from model_adapters.ops.packed_weight import PackedWeight
+from torchax_serve import EngineOptions, serve
+from torchax_serve.eager_twin import EagerTwin
+
+pytestmark = pytest.mark.skipif(
+    kernels.refuses_packing() is not None, reason=f"no packed weights on this processor: {kernels.refuses_packing()}"
+)
+PROMPTS = [[5, 9, 12], list(range(3, 33)), [7], [60, 2, 31, 8, 8]]
+
+
+@pytest.fixture(autouse=True)
+def however_small(monkeypatch):
+    monkeypatch.setattr(packing, "MIN_BYTES", 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("model"), "llama", torch.bfloat16)
+
+
+def packed_names(model):
+    return {name for name, weight in model._loaded.weights.items() if isinstance(weight, PackedWeight)}
+
+
+def answers(model):
+    config = GenerationConfig(max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    running = [model.iter_tokens(prompt, config) for prompt in PROMPTS]  # side by side
+    return [list(tokens) for tokens in running]
+
+
+def test_a_served_model_has_its_linear_layers_packed_and_the_same_tokens(folder):
+    options, eager = EngineOptions(batch_invariant=True), tiny_model("llama", torch.bfloat16)
+    with serve(folder, engine=options, pack_weights=False) as plain, serve(folder, engine=options) as model:
+        linear = {f"{n}.weight" for n, m in plain._loaded.module.named_modules() if isinstance(m, torch.nn.Linear)}
+        assert packed_names(plain) == set()
+        assert packed_names(model) == linear
+        assert answers(model) == answers(plain)
+        ids = torch.tensor([PROMPTS[3]])
+        np.testing.assert_allclose(model(ids).logits.float(), eager(ids).logits.detach().float(), atol=0.02)
+
+
+def test_eager_pytorch_beside_it_has_every_bit(folder):
+    loaded = load_model(folder)
+    assert packing.pack_linear_weights(loaded.module, loaded.weights)
+    twin = dict(EagerTwin(loaded).module.named_parameters())
+    for name, expected in tiny_model("llama", torch.bfloat16).named_parameters():
+        assert torch.equal(twin[name], expected), name
+
+
+def test_a_tied_head_is_packed_beside_the_table_that_is_looked_up_in(tmp_path):
+    tiny_model("llama", torch.bfloat16, tie_word_embeddings=True).save_pretrained(tmp_path)
+    with serve(tmp_path) as model:
+        weights = model._loaded.weights
+        assert weights["lm_head.weight"].plain is weights["model.embed_tokens.weight"]
+        got = answers(model)
+    with serve(tmp_path, engine=EngineOptions(batch_invariant=True), pack_weights=False) as plain:
+        assert got == answers(plain)
+
+
+def test_what_is_small_or_of_another_type_stays_as_it_is(folder, monkeypatch):
+    with serve(folder, dtype="float32") as model:
+        assert packed_names(model) == set()
+    monkeypatch.setattr(packing, "MIN_BYTES", 1 << 20)
+    with serve(folder) as model:
+        assert packed_names(model) == set()
+
+
+def test_an_object_keeps_the_weights_that_it_shares():
+    with serve(tiny_model("llama", torch.bfloat16)) as model:
+        assert packed_names(model) == set()
+
+
+def test_a_layer_that_computes_something_else_stays_as_it_is():
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), Scaled(64, 64)).to(torch.bfloat16)
+    weights, _ = extract_jax(module)
+    assert packing.pack_linear_weights(module, weights, min_bytes=0) == 1
+    assert isinstance(weights["0.weight"], PackedWeight)
+    assert not isinstance(weights["1.weight"], PackedWeight)

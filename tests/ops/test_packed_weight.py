@@ -1,0 +1,152 @@
+"""Packed weights: every bit comes back, and products with them are those with the weights as they were."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_oracle import assert_close
+
+from model_adapters.ops import linear, registry, use
+from model_adapters.ops.cpu import kernels, packing
+from model_adapters.ops.packed_weight import in_place, pack, packed_of
+
+pytestmark = pytest.mark.skipif(
+    kernels.refuses_packing() is not None, reason=f"no packed weights on this processor: {kernels.refuses_packing()}"
+)
+BF16 = np.dtype(jnp.bfloat16)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(BF16)
+
+
+def bits(array):
+    return np.asarray(array).view(np.uint16)
+
+
+def taken_apart(groups, index):
+    """The matrix, by numpy: what the layout is said to be in packed.h."""
+    num_blocks, num_groups, _ = groups.shape
+    table = index[:4].view(np.uint8)
+    first = index[4 : 5 + num_blocks]
+    at = index[5 + num_blocks : 5 + num_blocks + first[-1]]
+    plain = index[5 + num_blocks + first[-1] :].view(np.uint16).reshape(-1, 4, 16, 2)
+    low, codes = groups[..., :128].reshape(num_blocks, num_groups, 2, 4, 2, 8), groups[..., 128:]
+    codes = np.stack([codes & 15, codes >> 4], 2).reshape(low.shape)
+    numbers = low.astype(np.uint16) | table[codes].astype(np.uint16) << 8
+    # [block, group, half, quarter of the rows, word of the half, 4 rows x 2 columns]
+    words = numbers.transpose(0, 1, 2, 4, 3, 5).reshape(num_blocks, num_groups, 4, 16, 2)
+    for block in range(num_blocks):
+        listed = slice(first[block], first[block + 1])
+        words[block, at[listed]] = plain[listed]
+    return words.transpose(0, 3, 1, 2, 4).reshape(num_blocks * 16, num_groups * 8)
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 8), (48, 40), (64, 1032), (160, 4104), (1024, 1024)])
+def test_every_bit_comes_back_of_three_quarters_of_the_bytes(n, k):
+    weight = normal(n + k, n, k)
+    groups, index = packing.pack(weight)
+    np.testing.assert_array_equal(taken_apart(groups, index), bits(weight))
+    np.testing.assert_array_equal(bits(kernels.unpack(jnp.asarray(groups), jnp.asarray(index))), bits(weight))
+    if weight.nbytes > 1 << 16:
+        assert groups.nbytes + index.nbytes < 0.77 * weight.nbytes
+
+
+@given(seed=st.integers(0, 2**32 - 1), blocks=st.integers(1, 4), columns=st.integers(1, 9), spread=st.integers(0, 40))
+def test_numbers_of_any_kind_come_back_or_are_left_as_they_are(seed, blocks, columns, spread):
+    rng = np.random.default_rng(seed)
+    weight = normal(seed, blocks * 16, columns * 8)
+    odd = rng.integers(0, weight.size, spread)
+    weight.reshape(-1).view(np.uint16)[odd] = rng.integers(0, 1 << 16, spread)  # NaN, infinities, subnormals among them
+    packed = packing.pack(weight)
+    if packed is None:
+        assert len({*(odd // weight.shape[1] // 16 * columns + odd % weight.shape[1] // 8)}) > blocks * columns / 8
+    else:
+        np.testing.assert_array_equal(taken_apart(*packed), bits(weight))
+
+
+def test_weights_without_common_exponents_are_left_as_they_are():
+    anything = np.random.default_rng(0).integers(0, 1 << 16, (64, 64)).astype(np.uint16).view(BF16)
+    assert pack(jnp.asarray(anything)) is None
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (np.zeros((16, 8), np.float32), "float32"),
+        (np.zeros((24, 8), BF16), r"\[24, 8\]"),
+        (np.zeros((16, 12), BF16), r"\[16, 12\]"),
+        (np.zeros((0, 8), BF16), r"\[0, 8\]"),
+        (np.zeros(16, BF16), r"\[16\]"),
+    ],
+)
+def test_what_cannot_be_packed_is_left_as_it_is(weight, reason):
+    assert pack(jnp.asarray(weight)) is None
+    assert re.search(reason, packing.refuses(jnp.asarray(weight)))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(16, 520), (112, 1032), (64, 3080)])
+def test_products_are_those_with_the_weight_as_it_was_to_the_last_bit(n, k, with_bias):
+    weight = normal(1, n, k)
+    weight[::16, [0, k - 1]] = 1e-30  # so some groups of every block lie in the list
+    packed = pack(jnp.asarray(weight))
+    assert packed.index.size > 4 + n // 16 + 1
+    bias = jnp.asarray(normal(2, n)) if with_bias else None
+    for rows in (*range(1, 20), 32, 33, 80):
+        x = jnp.asarray(normal(rows, rows, k))
+        out = kernels.packed_linear(x, packed.groups, packed.index, bias)
+        with kernels.one_order():
+            np.testing.assert_array_equal(bits(out), bits(kernels.linear(x, jnp.asarray(weight), bias, x.dtype)))
+    expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    assert_close(out, expected + (0 if bias is None else np.asarray(bias, np.float64)))
+
+
+def products(weights, x):
+    with in_place(weights) as arrays:
+        return linear(x, arrays["a"]), x @ arrays["b"].T
+
+
+def test_code_that_multiplies_gets_the_packed_weight_and_other_code_the_whole():
+    plain = {"a": jnp.asarray(normal(1, 64, 48)), "b": jnp.asarray(normal(2, 32, 48))}
+    weights = {name: pack(array) for name, array in plain.items()}
+    x = jnp.asarray(normal(3, 5, 48))
+    with registry.recorded() as record:
+        program = jax.jit(products).lower(weights, x).compile()
+    assert record == {("linear", "cpu-packed")}
+    calls = [line for line in program.as_text().splitlines() if "custom-call(" in line]
+    assert sum("tas_packed_linear" in line for line in calls) == 1
+    assert sum("tas_unpack" in line for line in calls) == 1  # for b alone
+    got = program(weights, x)
+    with kernels.one_order():
+        np.testing.assert_array_equal(bits(got[0]), bits(linear(x, plain["a"])))
+    assert_close(got[1], np.asarray(x, np.float64) @ np.asarray(plain["b"], np.float64).T)
+
+
+def test_another_implementation_can_be_asked_for():
+    weights = {"a": pack(jnp.asarray(normal(1, 64, 48))), "b": jnp.asarray(normal(2, 32, 48))}
+    x = jnp.asarray(normal(3, 5, 48))
+    with use("linear", "reference"), registry.recorded() as record:
+        got = jax.jit(products)(weights, x)
+    assert record == {("linear", "reference")}
+    assert_close(got[0], np.asarray(x, np.float64) @ np.asarray(weights["a"].unpacked(), np.float64).T)
+
+
+def test_a_weight_is_known_by_itself_and_in_its_trace_alone():
+    weights = {"a": pack(jnp.asarray(normal(1, 64, 48)))}
+    with in_place(weights) as arrays:
+        assert packed_of(arrays["a"]) is weights["a"]
+        assert packed_of(arrays["a"] + 0) is None
+    assert packed_of(arrays["a"]) is None
+    assert weights["a"].shape == (64, 48)
+    assert weights["a"].ndim == 2
+    assert weights["a"].dtype == jnp.bfloat16
+
+
+def test_no_rows_are_no_rows():
+    weights = {"a": pack(jnp.asarray(normal(1, 64, 48))), "b": jnp.asarray(normal(2, 32, 48))}
+    assert products(weights, jnp.zeros((0, 48), jnp.bfloat16))[0].shape == (0, 64)
