@@ -9,6 +9,7 @@ import jax
 import torch
 
 from model_adapters.ops import packed_weight
+from model_adapters.ops.cpu import packing
 from model_adapters.ops.packed_weight import PackedWeight, Weight
 
 MIN_BYTES = 1 << 17
@@ -36,16 +37,24 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight], min
     for name, array in weights.items():
         names_of.setdefault(id(array), []).append(name)
 
-    def pack_one(names: list[str]) -> bool:
-        layers = [name for name in names if name in linear]
+    def is_packable(names: list[str]) -> bool:
         array = weights[names[0]]
-        if not layers or isinstance(array, PackedWeight) or array.nbytes < least:
+        if isinstance(array, PackedWeight) or array.nbytes < least or linear.isdisjoint(names):
             return False
-        packed = packed_weight.pack(array, keeps_plain=len(layers) < len(names))
-        weights.update(dict.fromkeys(layers, packed) if packed is not None else {})
-        return packed is not None
+        return packing.refuses(array) is None
 
     if jax.default_backend() != "cpu":
         return 0
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None) as threads:
-        return sum(threads.map(pack_one, names_of.values()))
+    chosen = [names for names in names_of.values() if is_packable(names)]
+    memory = packing.HugePages(sum(packing.group_bytes(weights[names[0]].shape) for names in chosen))
+
+    def pack_one(names: list[str]) -> bool:
+        layers = [name for name in names if name in linear]
+        array = weights[names[0]]
+        assert not isinstance(array, PackedWeight)
+        packed = packed_weight.pack(array, memory, keeps_plain=len(layers) < len(names))
+        weights.update(dict.fromkeys(layers, packed) if packed is not None else {})
+        return packed is not None
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return sum(threads.map(pack_one, chosen))
