@@ -55,7 +55,7 @@ class Roofline:
         )
 
     def decode_rate(self, num_requests: int, prompt_len: int, new_tokens: int) -> float:
-        """Tokens/s of requests that run together, behind the first token of each."""
+        """Tokens/s of requests that run together, behind the first token of each; weights as they are, not packed."""
         num_steps = new_tokens - 1
         cached = num_requests * sum(range(prompt_len, prompt_len + num_steps)) * self.kv_token_bytes
         weights = self.num_multiplied + self.num_of_head

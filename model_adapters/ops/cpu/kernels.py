@@ -45,7 +45,6 @@ def _open(path: Path) -> ctypes.CDLL:
     for target in TARGETS:
         getattr(library, target)
     library.tas_pack.restype = ctypes.c_int64
-    library.tas_pack_list.restype = None
     return library
 
 

@@ -61,22 +61,14 @@ extern "C" int tas_packs() {
 #endif
 }
 
-// Packs weight[n, k] (n of whole 16s, k of whole 8s): table[16], groups[n / 16, k / 8, 192], first[n / 16 + 1]. Returns how
-// many groups go to the list.
-extern "C" int64_t tas_pack(const uint16_t* weight, int64_t n, int64_t k, uint8_t* table, uint8_t* groups, int32_t* first) {
+// Packs weight[n, k] (n of whole 16s, k of whole 8s): table[16], groups[n / 16, k / 8, 192], first[n / 16 + 1], and the list,
+// at[most] and list[most, 256]. Returns how many groups go to the list; more than `most` are not written.
+extern "C" int64_t tas_pack(const uint16_t* weight, int64_t n, int64_t k, int64_t most, uint8_t* table, uint8_t* groups, int32_t* first, int32_t* at, uint8_t* list) {
 #if defined(TAS_PACKS)
   tas::Packer::choose_table(weight, n, k, table);
-  tas::Packer(weight, n, k, table).write_groups(groups, first);
-  return first[n / tas::kLanes];
+  return tas::Packer(weight, n, k, table).pack(groups, first, most, at, list);
 #else
-  return -1;
-#endif
-}
-
-// The list: of each group in it, which of its block it is, and its words.
-extern "C" void tas_pack_list(const uint16_t* weight, int64_t n, int64_t k, const uint8_t* table, int32_t* at, uint8_t* list) {
-#if defined(TAS_PACKS)
-  tas::Packer(weight, n, k, table).write_list(at, list);
+  return most + 1;
 #endif
 }
 

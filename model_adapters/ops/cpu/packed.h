@@ -129,7 +129,7 @@ class PackedProduct {
   const float* bias_;
 };
 
-// The other way: packs 16 rows at a time. A matrix is packed in two calls, because only the first knows how long the list is.
+// The other way.
 class Packer {
  public:
   Packer(const uint16_t* weight, int64_t n, int64_t k, const uint8_t* table) : weight_(weight), n_(n), k_(k), table_(table) {}
@@ -146,29 +146,24 @@ class Packer {
     }
   }
 
-  // Writes the groups and, in first[1 ... n / 16], how many of each block and those before it go to the list.
-  void write_groups(uint8_t* groups, int32_t* first) const {
+  // Writes the groups and the list, of up to `most`: in first[b] how many of it are of blocks before b, in `at` which of
+  // their block they are. Returns how many there are; of more than `most`, the list has the first ones.
+  int64_t pack(uint8_t* groups, int32_t* first, int64_t most, int32_t* at, uint8_t* list) const {
     int32_t count = 0;
     first[0] = 0;
-    each_group([&](int64_t block, int64_t, const __m512i* v) {
+    each_group([&](int64_t block, int64_t g, const __m512i* v) {
       __m512i low[2], codes[2];
-      const bool fits = split(v, low, codes);
+      if (!split(v, low, codes) && count++ < most) {
+        at[count - 1] = int32_t(g);
+        std::memcpy(list + (count - 1) * kGroupPlainBytes, v, kGroupPlainBytes);
+      }
       _mm512_storeu_si512(groups, low[0]);
       _mm512_storeu_si512(groups + 64, low[1]);
       _mm512_storeu_si512(groups + 128, _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4)));
       groups += kGroupBytes;
-      first[block + 1] = count += !fits;
+      first[block + 1] = count;
     });
-  }
-
-  void write_list(int32_t* at, uint8_t* list) const {
-    each_group([&](int64_t, int64_t g, const __m512i* v) {
-      __m512i low[2], codes[2];
-      if (split(v, low, codes)) return;
-      *at++ = int32_t(g);
-      std::memcpy(list, v, kGroupPlainBytes);
-      list += kGroupPlainBytes;
-    });
+    return count;
   }
 
  private:

@@ -20,8 +20,8 @@ ROWS, COLUMNS = 16, 8
 GROUP_BYTES = 192
 CODES = 16
 _HUGE_PAGE = 2 << 20
-_MOST_IN_LIST = 1 / 8
-"""Of groups. With more of them as they were, little is gained."""
+_LISTED = 8
+"""Of so many groups one may stay as it was. With more of them, little is gained."""
 
 
 def refuses(weight: jax.Array) -> str | None:
@@ -71,14 +71,14 @@ def pack(weight: np.ndarray, memory: HugePages | None = None) -> tuple[np.ndarra
     shape = (n // ROWS, k // COLUMNS, GROUP_BYTES)
     groups = np.empty(shape, np.uint8) if memory is None else memory.take(math.prod(shape)).reshape(shape)
     table, first = np.empty(CODES, np.uint8), np.empty(n // ROWS + 1, np.int32)
-    library = kernels.library()
-    size = ctypes.c_int64(n), ctypes.c_int64(k)
-    listed = int(library.tas_pack(_pointer(plain), *size, _pointer(table), _pointer(groups), _pointer(first)))
-    if listed > groups.shape[0] * groups.shape[1] * _MOST_IN_LIST:
+    most = shape[0] * shape[1] // _LISTED
+    at, words = np.empty(most, np.int32), np.empty((most, ROWS * COLUMNS // 2), np.int32)
+    sizes = [ctypes.c_int64(size) for size in (n, k, most)]
+    arrays = [_pointer(array) for array in (table, groups, first, at, words)]
+    count = int(kernels.library().tas_pack(_pointer(plain), *sizes, *arrays))
+    if count > most:
         return None
-    at, words = np.empty(listed, np.int32), np.empty((listed, ROWS * COLUMNS // 2), np.int32)
-    library.tas_pack_list(_pointer(plain), *size, _pointer(table), _pointer(at), _pointer(words))
-    return groups, np.concatenate([table.view(np.int32), first, at, words.ravel()])
+    return groups, np.concatenate([table.view(np.int32), first, at[:count], words[:count].ravel()])
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:
