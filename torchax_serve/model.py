@@ -14,7 +14,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, Progress, has_own_generate, load_model
-from model_adapters.loading.packing import pack_linear_weights
+from model_adapters.loading.packing import pack_weights_of
 from torchax_serve import collector
 from torchax_serve.alone import tokens_alone
 from torchax_serve.class_generate import has_class_generate
@@ -105,8 +105,8 @@ def serve(
     with collector.paused():
         if hosts is None:
             loaded = load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading)
-            if pack_weights and loaded.sharding is None and loaded.source.kind != "object":
-                pack_linear_weights(loaded.module, loaded.weights)
+            if pack_weights:
+                pack_weights_of(loaded)
             return class_for(loaded.module)(loaded, engine)
         with joined(hosts, model, in_common(loading, mesh, tensor_parallel)) as followers:
             loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)

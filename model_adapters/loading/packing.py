@@ -8,12 +8,24 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import torch
 
+from model_adapters.loading.loaded import LoadedModel
 from model_adapters.ops import packed_weight
 from model_adapters.ops.cpu import packing
 from model_adapters.ops.packed_weight import PackedWeight, Weight
 
 MIN_BYTES = 1 << 17
 """Of a weight. A smaller one stays in the processor's cache anyway."""
+
+
+def pack_weights_of(loaded: LoadedModel) -> int:
+    """Packs the weights of a model on one device that were read from files or made up, not those of a caller's object.
+
+    Returns:
+        How many arrays are packed now.
+    """
+    if loaded.sharding is not None or loaded.source.kind == "object":
+        return 0
+    return pack_linear_weights(loaded.module, loaded.weights)
 
 
 def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight], min_bytes: int | None = None) -> int:

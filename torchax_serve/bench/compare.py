@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel, load_model, require_causal_lm
+from model_adapters.loading.packing import pack_weights_of
 from torchax_serve.bench.engine import Call, Engine, JaxMemory, TorchMemory
 from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth, num_cores
 from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, same_part
@@ -118,6 +119,8 @@ class _Run:
         if settings.against == "hf":
             self._twin = EagerTwin(loaded)
             self.peer = _hf(self._twin.module)
+        self._weights = {"hf": dict(loaded.weights) if self._twin is not None else {}, OURS: loaded.weights}
+        pack_weights_of(loaded)
         self._served = ServedModel(loaded)
         runtime: Any = self._served.torch_model._jax_runtime
         self._has_cache = runtime.can_cache
@@ -163,7 +166,7 @@ class _Run:
         settings, first = self._settings, calls[0]
         traffic = None
         if self._layers is not None:
-            weights = weight_bytes_per_step(self._loaded.module, self._loaded.weights, batch)
+            weights = weight_bytes_per_step(self._loaded.module, self._weights[engine.name], batch)
             traffic = step_bytes(
                 weights, self._layers, batch=batch, prompt_len=settings.prompt_len, new_tokens=settings.new_tokens
             )
