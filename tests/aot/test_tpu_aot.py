@@ -33,13 +33,15 @@ RAGGED = (
     Shape(heads=2, group=2, dim=256, dtype="float32", options={"softcap": 50.0}),
     Shape(heads=2, group=4, pool_dtype="int8", page=32),
 )
-# At most this share of the time that reading a block takes. Half as many bytes mean as many products: with heads of 64
-# every register must be turned once, and int8 must become bfloat16, since no unit of tpu7x multiplies int8; what of
-# its time is then hidden is less than a quarter, or a tenth, but the memory still sets the pace.
+# At most this share of the time that reading a block takes. Half as many bytes mean as many products, which tells on
+# tpu7x, whose memory is the fastest for its clock. No unit of it multiplies int8: as bfloat16, an int8 block takes 2048
+# registers of keys and values into its two MXUs, each of which takes two in three cycles, and that alone is 62 % of the
+# time. Of heads of 64 every second register must be turned, and no schedule found turns more than one in two cycles
+# beside products: 41 % of the time, before any product with values.
 LIMIT = 0.7
 LIMITS = {
-    ("tpu7x", str(Shape(heads=8, group=8, dim=64))): 0.95,
-    ("tpu7x", str(Shape(pool_dtype="int8"))): 0.99,
+    ("tpu7x", str(Shape(heads=8, group=8, dim=64))): 0.77,
+    ("tpu7x", str(Shape(pool_dtype="int8"))): 0.81,
 }
 
 
@@ -87,7 +89,7 @@ TWO_LOOPS = """
  0x1 LB: > { %2 = nop }
  0x2   : > { %3 = nop }
  0x3 LB: >> { %4 = vmatpush3 }
- 0x4   :  {}
+ 0x4   :  {} /* End region 7 */
  0x5   : >> { %5 = dma.general }
  0x6 LB: >>> { %6 = dma.general  ;;  %7 = nop }
  0x7   : >>> { %8 = dma.general }

@@ -31,6 +31,7 @@ SHAPES = (
 )
 BUNDLE = re.compile(r"^\s*0x[0-9a-f]+\s+((?:[A-Z]{2}\s*)*):\s*(>*)\s*\{(.*)$")
 DMA = re.compile(r"dma\.(?:general|hbm_to_vmem)")
+NOTHING = re.compile(r"/\*.*?\*/|[}\s]")
 PRODUCT = re.compile(r"vmatpush|vmatmul")
 LOOKAHEAD = 20
 
@@ -41,7 +42,7 @@ def read_bundles(text):
     for line in text.splitlines():
         if found := BUNDLE.match(line):
             marks, depth, body = found.groups()
-            is_empty = not body.replace("}", "").strip()
+            is_empty = not NOTHING.sub("", body)
             # Empty bundles carry no depth.
             bundles.append(["LB" in marks, bundles[-1][1] if is_empty and bundles else len(depth), body])
     for i in range(1, len(bundles) - 1):  # neither do some that copy values between iterations

@@ -107,16 +107,27 @@ def test_ragged_over_head_sizes_groups_pages_and_dtypes(options, capfd):
     "options",
     [
         {"page": 64, "pool_dtype": None},
-        {"page": 64, "pool_dtype": None, "window": 2300, "free_behind_window": True},
-        {"page": 64, "pool_dtype": "int8", "window": 1500},
+        {"page": 64, "pool_dtype": None, "window": 4300, "free_behind_window": True},
+        {"page": 64, "pool_dtype": "int8", "window": 3000},
     ],
     ids=str,
 )
 def test_decode_of_several_blocks(options, capfd):
-    # Blocks are 2048 keys at most: rows of a part of one, of one and a part, and of one.
+    # Blocks are 4096 keys at most: rows of a part of one, of one and a part, and of one.
     # The first two leave much of either half of the buffer as it was.
     case = paged_case(
-        q_lens=(1,) * 4, kv_lens=(5, 9, 2500, 2048), heads=1, group=2, dim=64, sinks=True, seed=3, **options
+        q_lens=(1,) * 4, kv_lens=(5, 9, 4600, 4096), heads=1, group=2, dim=64, sinks=True, seed=3, **options
+    )
+    check(run_decode(case), case, capfd)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("heads", "group"), [(4, 4), (6, 2)])
+def test_decode_of_heads_side_by_side(heads, group, dim, capfd):
+    # Pairs of heads whose rows are whole tiles have a softmax each; those of the second case share tiles.
+    options = {"dtype": "bfloat16", "pool_dtype": "int8" if heads == 4 else None, "sinks": True, "alibi": True}
+    case = paged_case(
+        q_lens=(1,) * 3, kv_lens=(70, 33, 64), heads=heads, group=group, dim=dim, page=32, seed=9, **options
     )
     check(run_decode(case), case, capfd)
 

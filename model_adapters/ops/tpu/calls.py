@@ -87,12 +87,18 @@ def product(rows: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
     )
 
 
-def compiler_params(blocks: Blocks, pool: jax.Array) -> pltpu.CompilerParams:
+def flat_table(page_table: jax.Array, pool: jax.Array) -> jax.Array:
+    """The page table as the kernels read it: flat, and without pages outside of the pool."""
+    return jnp.clip(page_table.reshape(-1), 0, pool.shape[0] - 1)
+
+
+def compiler_params(blocks: Blocks, pool: jax.Array, flags: dict[str, Any] | None = None) -> pltpu.CompilerParams:
     """One core, blocks one after the other, and memory for the double buffer."""
     return pltpu.CompilerParams(
         dimension_semantics=("arbitrary",),
         vmem_limit_bytes=buffer_bytes(blocks, pool) + WORKING_BYTES,
         disable_bounds_checks=True,
+        flags=flags,
     )
 
 

@@ -20,10 +20,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
 from model_adapters.ops.decode_attention import OP
-from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, product, row_constants, why_not
+from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
 from model_adapters.ops.tpu.pages import LANES, MASKED, SUBLANES, BlockBuffer, Blocks, Lanes, across, round_up
 from model_adapters.ops.tpu.write import write_tokens
 
+SCHEDULER = {"XLA_TPU_FORCE_LP_LLO_SCHEDULER": True}  # fits a block's work into fewer cycles than the usual one
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights [R, 128], weighted values [R, lanes]
 
 
@@ -116,22 +117,23 @@ class _Decode:
         def _back() -> None:
             self.buffer.keep(slot, last, 0, row.end % piece, self.lanes.values_read)
 
-    def tiles_of(self, head: int) -> tuple[int, int]:
-        """Begin and end of the rows of query heads, in whole tiles of 8, that hold those of kv head `head`."""
-        begin = head * self.group // SUBLANES * SUBLANES
-        return begin, round_up((head + 1) * self.group, SUBLANES)
+    @property
+    def unit(self) -> int:
+        """The fewest heads whose rows are whole tiles of 8, of which the softmax is done at once; else all heads."""
+        sizes = (n for n in range(1, self.heads) if self.heads % n == 0 and n * self.group % SUBLANES == 0)
+        return next(sizes, self.heads)
 
-    def by_head(self, rows: jax.Array, other: Any, contract: int) -> jax.Array:
-        """Row i of ``rows[R, n]`` times the matrix ``other(kv head of i)``, summed in float32.
+    def by_head(self, rows: jax.Array, first: int, other: Any, contract: int) -> jax.Array:
+        """Row i of ``rows[R, n]`` times the matrix ``other(kv head of i)``, summed in float32; `first` is row 0's head.
 
         The tiles that hold a head's rows are multiplied whole, and of a tile of several heads each keeps its rows:
         nothing moves between sublanes.
         """
         tiles: dict[int, jax.Array] = {}
         head_of = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0) // self.group
-        for head in range(self.heads):
-            begin, end = self.tiles_of(head)
-            made = product(rows[begin:end].astype(self.features.dtype), other(head), contract)
+        for head in range(self.unit):
+            begin, end = head * self.group // SUBLANES * SUBLANES, round_up((head + 1) * self.group, SUBLANES)
+            made = product(rows[begin:end].astype(self.features.dtype), other(first + head), contract)
             for at in range(begin, end, SUBLANES):
                 new = made[at - begin : at - begin + SUBLANES]
                 if at in tiles:
@@ -142,20 +144,39 @@ class _Decode:
     def attend(
         self, q: jax.Array, constants: jax.Array, row: _Row, first: Any, slot: Any, place: Any, size: int, carry: Carry
     ) -> Carry:
-        """`carry` with `size` pieces from place `place` of `slot` on, the row's pieces from `first` on."""
-        top, total, out = carry
-        num_keys = size * self.blocks.piece
+        """`carry` with `size` pieces from place `place` of `slot` on, the row's pieces from `first` on.
+
+        The scores of all units come first: products of one are then done beside the softmax of another.
+        """
         dtype = self.features.dtype
-        scores = self.by_head(q, lambda h: self.buffer.keys(slot, h, place, size, self.lanes, dtype), 1)
+        num_keys = size * self.blocks.piece
         position = (row.first + first) * self.blocks.piece + lax.broadcasted_iota(jnp.int32, (1, num_keys), 1)
-        scores = self.features.score(scores, constants[:, 1:2], constants[:, 2:3], position - row.end + 1)
-        scores = jnp.where((position >= row.begin) & (position < row.end), scores, MASKED)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.exp2(scores - across(new_top, num_keys))
-        shrink = jnp.exp2(top - new_top)
-        total = shrink * total + jnp.sum(weights, axis=1, keepdims=True)
-        values = self.by_head(weights, lambda h: self.buffer.values(slot, h, place, size, self.lanes, dtype), 0)
-        return new_top, total, across(shrink, out.shape[1]) * out + values
+        seen = (position >= row.begin) & (position < row.end)
+
+        def keys(head: int) -> jax.Array:
+            return self.buffer.keys(slot, head, place, size, self.lanes, dtype)
+
+        def values(head: int) -> jax.Array:
+            return self.buffer.values(slot, head, place, size, self.lanes, dtype)
+
+        units = range(0, self.heads, self.unit)
+        num_query_rows = q.shape[0] // len(units)
+        rows_of = [slice(i * num_query_rows, (i + 1) * num_query_rows) for i in range(len(units))]
+        products = [self.by_head(q[rows], head, keys, 1) for head, rows in zip(units, rows_of, strict=True)]
+        made = []
+        for head, rows, scores in zip(units, rows_of, products, strict=True):
+            top, total, out = (part[rows] for part in carry)
+            factor, slope = constants[rows, 1:2], constants[rows, 2:3]
+            scores = self.features.score(scores, factor, slope, position - row.end + 1)
+            scores = jnp.where(seen, scores, MASKED)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
+            weights = jnp.exp2(scores - across(new_top, num_keys))
+            shrink = jnp.exp2(top - new_top)
+            total = shrink * total + jnp.sum(weights, axis=1, keepdims=True)
+            sums = self.by_head(weights, head, values, 0)
+            made.append((new_top, total, across(shrink, out.shape[1]) * out + sums))
+        top, total, out = (jnp.concatenate(parts, axis=0) for parts in zip(*made, strict=True))
+        return top, total, out
 
     def run(self, q: jax.Array, constants: jax.Array, index: Any, slot_ref: Any) -> Carry:
         """All blocks of row `index`; while each is computed with, the next one is read, of this row or the next."""
@@ -194,14 +215,13 @@ class _Decode:
         num_query_rows = q.shape[0]
         sink = jnp.broadcast_to(constants[:, :1], (num_query_rows, LANES))
         total = jnp.where(sink > MASKED / 2, 1.0, 0.0)
-        width = self.lanes.value_end - self.lanes.value_begin
-        carry = (sink, total, jnp.zeros((num_query_rows, width), jnp.float32))
+        carry = (sink, total, jnp.zeros((num_query_rows, self.lanes.sums_width), jnp.float32))
         carry = lax.fori_loop(0, num_whole, whole, carry)
         return lax.cond(num_blocks > num_whole, rest, lambda c: c, carry)
 
     def spread(self, q: jax.Array) -> jax.Array:
         """Queries ``[R, D]`` in the lanes of their keys, zero in the others."""
-        zeros = jnp.zeros((q.shape[0], self.lanes.key_end - self.lanes.dim), q.dtype)
+        zeros = jnp.zeros((q.shape[0], self.lanes.query_width - self.lanes.dim), q.dtype)
         first = jnp.concatenate([q, zeros], axis=1) if zeros.size else q
         if self.lanes.num_packed == 1:
             return first
@@ -310,7 +330,7 @@ def decode_attention(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        compiler_params=compiler_params(blocks, pool),
+        compiler_params=compiler_params(blocks, pool, SCHEDULER),
         name="decode_attention",
     )
-    return call(lens, starts, page_table.reshape(-1), q, constants, pool), pool
+    return call(lens, starts, flat_table(page_table, pool), q, constants, pool), pool

@@ -20,9 +20,9 @@ LANES = 128
 SUBLANES = 8
 MASKED = -1e30  # below every real score; finite, so that the difference of two is no NaN
 MAX_PIECE_LEN = 256
-MAX_BLOCK_LEN = 2048
-MAX_BLOCK_BYTES = 4 << 20
-MAX_UNROLLED = 16
+MAX_BLOCK_LEN = 4096
+MAX_BLOCK_BYTES = 8 << 20  # as they are multiplied
+MAX_UNROLLED = 32
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -57,8 +57,9 @@ class Lanes:
 
     @classmethod
     def packing(cls, dim: int, value_dim: int, heads: int) -> Lanes:
-        """Two heads at once where both keys and values of one fill half of the lanes."""
-        return cls(dim, value_dim, 2 if dim == value_dim == LANES // 2 and heads % 2 == 0 else 1)
+        """Two heads at once where both keys and values of one fill half of the lanes or all of them."""
+        is_fitting = dim == value_dim and dim in (LANES // 2, LANES)
+        return cls(dim, value_dim, 2 if is_fitting and heads % 2 == 0 else 1)
 
     @property
     def key_end(self) -> int:
@@ -74,6 +75,16 @@ class Lanes:
     def value_end(self) -> int:
         """End of the registers that hold values."""
         return round_up(self.dim + self.value_dim, LANES)
+
+    @property
+    def query_width(self) -> int:
+        """Lanes of a query that is multiplied with a matrix of keys."""
+        return self.key_end if self.num_packed == 1 else self.num_packed * self.dim
+
+    @property
+    def sums_width(self) -> int:
+        """Lanes of a product with a matrix of values."""
+        return self.value_end - self.value_begin if self.num_packed == 1 else self.num_packed * self.value_dim
 
     @property
     def values_read(self) -> slice:
@@ -99,14 +110,16 @@ class Blocks:
     num_pieces: int  # in a block
 
     @classmethod
-    def of(cls, pool: jax.Array, pages_per_seq: int, max_len: int = MAX_BLOCK_LEN) -> Blocks:
+    def of(
+        cls, pool: jax.Array, pages_per_seq: int, max_len: int = MAX_BLOCK_LEN, max_bytes: int = MAX_BLOCK_BYTES
+    ) -> Blocks:
         """Large enough that a block's fixed costs do not count, and no longer than a row."""
         _, heads, page, width = pool.shape
         piece = page
         while piece > MAX_PIECE_LEN and piece % (2 * tile_rows(pool.dtype)) == 0:
             piece //= 2
-        piece_bytes = heads * piece * width * pool.dtype.itemsize
-        most = min(MAX_BLOCK_BYTES // piece_bytes, max_len // piece, pages_per_seq * (page // piece))
+        piece_bytes = heads * piece * width * max(pool.dtype.itemsize, 2)  # int8 is multiplied as bfloat16
+        most = min(max_bytes // piece_bytes, max_len // piece, pages_per_seq * (page // piece))
         return cls(page, piece, max(1, most))
 
     @property
@@ -120,7 +133,8 @@ class BlockBuffer:
     """The double buffer ``buffer[2, pieces, H, piece, W]``, filled from ``pool[P, H, page, W]``.
 
     ``table`` is the page table in scalar memory, flat. Each :meth:`start` is followed by one :meth:`wait` with the same
-    `count` and `slot` before what it reads is used or that half is filled again.
+    `count` and `slot` before what it reads is used or that half is filled again. All entries of the table are pages of
+    the pool: a DMA outside of memory stops the device.
     """
 
     pool: Any
@@ -133,8 +147,7 @@ class BlockBuffer:
         """The DMA of piece `index`, counted through the flat table, to place `i` of half `slot`."""
         per_page = self.blocks.page // self.blocks.piece
         entry = index if per_page == 1 else index // per_page
-        page = jnp.clip(self.table[entry], 0, self.pool.shape[0] - 1)  # a DMA outside of memory stops the device
-        source = self.pool.at[page]
+        source = self.pool.at[self.table[entry]]
         if per_page > 1:
             begin = pl.multiple_of(index % per_page * self.blocks.piece, self.blocks.piece)
             source = source.at[:, pl.ds(begin, self.blocks.piece)]
@@ -176,23 +189,30 @@ class BlockBuffer:
         """Keys ``[n, key lanes]`` of `count` pieces from `first` on."""
         if lanes.num_packed == 1:
             return self._rows(slot, head, first, count, slice(0, lanes.key_end)).astype(dtype)
-        return self._packed(slot, head, first, count, dtype, keys=True)
+        return self._packed(slot, head, first, count, lanes, dtype, keys=True)
 
     def values(self, slot: Any, head: Any, first: Any, count: int, lanes: Lanes, dtype: Any) -> jax.Array:
         """Values ``[n, value lanes]`` of `count` pieces from `first` on."""
         if lanes.num_packed == 1:
             return self._rows(slot, head, first, count, lanes.values_read).astype(dtype)
-        return self._packed(slot, head, first, count, dtype, keys=False)
+        return self._packed(slot, head, first, count, lanes, dtype, keys=False)
 
     def _rows(self, slot: Any, head: Any, first: Any, count: int, lanes: slice) -> jax.Array:
         read = self.buffer[slot, pl.ds(first, count), head, :, lanes]
         return read.reshape(count * self.blocks.piece, -1)
 
-    def _packed(self, slot: Any, pair: Any, first: Any, count: int, dtype: Any, *, keys: bool) -> jax.Array:
-        """Keys of two heads side by side, or their values, those of the second head first: ``[n, 128]``.
+    def _packed(
+        self, slot: Any, pair: Any, first: Any, count: int, lanes: Lanes, dtype: Any, *, keys: bool
+    ) -> jax.Array:
+        """Keys of two heads side by side, or their values, those of the second head first: ``[n, 2 * dim]``.
 
-        Turned by half its lanes, the second head has its keys beside those of the first, and its values too.
+        Heads of 64 must be moved for that: turned by half its lanes, the second head has its keys beside those of the
+        first, and its values too.
         """
+        if lanes.dim == LANES:
+            half = slice(0, LANES) if keys else slice(LANES, 2 * LANES)
+            a, b = (self._rows(slot, 2 * pair + i, first, count, half) for i in range(2))
+            return jnp.concatenate([a, b] if keys else [b, a], axis=1).astype(dtype)
         a, b = (self._rows(slot, 2 * pair + i, first, count, slice(0, LANES)).astype(dtype) for i in range(2))
         if packs := jnp.dtype(dtype).itemsize == 2:  # lanes are turned and chosen 32 bits at a time
             a, b = pltpu.bitcast(a, jnp.int32), pltpu.bitcast(b, jnp.int32)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
 from model_adapters.ops.paged_attention import OP
-from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, product, row_constants, why_not
+from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
 from model_adapters.ops.tpu.items import FIELDS, Item, items_of, positions_of
 from model_adapters.ops.tpu.pages import LANES, MASKED, BlockBuffer, Blocks, Lanes, across, round_up
 from model_adapters.ops.tpu.write import write_tokens
@@ -27,6 +27,7 @@ NARROW = 16  # queries that an item is computed with where it has no more: rows 
 MAX_QUERIES = 128
 MAX_SUMS_BYTES = 4 << 20
 MAX_KEYS = 1024
+MAX_KEYS_BYTES = 4 << 20
 ROWS = 64  # of one product
 
 
@@ -322,7 +323,7 @@ def paged_attention(
     pool = write_tokens(pool, page_table, seqs, positions, k, v, k_scale, v_scale, in_runs=True)
     num_tokens, query_heads, dim = q.shape
     heads = pool.shape[1]
-    lanes, blocks = Lanes(dim, v.shape[2]), Blocks.of(pool, page_table.shape[1], MAX_KEYS)
+    lanes, blocks = Lanes(dim, v.shape[2]), Blocks.of(pool, page_table.shape[1], MAX_KEYS, MAX_KEYS_BYTES)
     features = Features(q.dtype, window, softcap, alibi is not None, pool.dtype == jnp.int8)
     constants = row_constants(query_heads, heads, sinks, alibi, k_scale, v_scale, scale=scale, softcap=softcap)
     num_queries = _num_queries(num_tokens, query_heads, lanes.value_end - lanes.value_begin)
@@ -340,7 +341,7 @@ def paged_attention(
         compiler_params=compiler_params(blocks, pool),
         name="paged_attention",
     )
-    out = call(items.reshape(-1), page_table.reshape(-1), constants.reshape(-1), q, pool)
+    out = call(items.reshape(-1), flat_table(page_table, pool), constants.reshape(-1), q, pool)
     return jnp.swapaxes(out[:, :num_tokens], 0, 1), pool
 
 
