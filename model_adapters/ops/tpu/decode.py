@@ -59,9 +59,9 @@ class _Decode:
 
     @property
     def part(self) -> int:
-        """Pieces that a block that is not full is computed with at a time: a quarter, where it can be cut so."""
+        """Pieces that a block that is not full is computed with at a time: an eighth, where it can be cut so."""
         size = self.blocks.num_pieces
-        return size // 4 if size % 4 == 0 else size
+        return next((size // count for count in (8, 4) if size % count == 0), size)
 
     def row(self, index: Any) -> _Row:
         """What row `index` sees."""
