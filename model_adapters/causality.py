@@ -18,6 +18,9 @@ has computed, which is a mean over the whole prompt and whatever pads it on the 
 NEIGHBOURS = frozenset({"mobilebert", "doge"})
 """Types whose code mixes tokens by other means than masked attention: embeddings of neighbours, masks by rank."""
 
+READ_ON_HOST = frozenset({"led"})
+"""Types whose encoder asks on the host what its mask hides: a program knows its mask, and is of one input's length."""
+
 
 def is_causal(module: torch.nn.Module) -> bool:
     """Whether padding on the right of `module`'s input changes nothing before it.
@@ -51,6 +54,8 @@ def ignores_masked(module: torch.nn.Module) -> bool:
     pooling along the sequence see what is masked, and of other code it is not known: exact lengths are slower, never
     different.
     """
+    if getattr(getattr(module, "config", None), "model_type", "") in READ_ON_HOST:
+        return False
     children = list(module.modules())
     own = [child for child in children if type(child).__module__ == type(module).__module__]  # and not an image's tower
     layers = [layer for child in own for layer in child.children()]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 TYPES = {
     "cpmant": "a prompt of embeddings stands in its cache before the text, which without a cache sees all of it",
@@ -15,10 +18,6 @@ TYPES = {
     **dict.fromkeys(
         ("musicgen_decoder", "musicgen_melody_decoder"),
         "its generation gives the last codes alone, with a cache or without, and rows are those of codebooks",
-    ),
-    **dict.fromkeys(
-        ("fsmt", "led"),
-        "its steps mask nothing, where a cache of fixed shapes has room that must be masked",
     ),
 }
 
@@ -35,6 +34,8 @@ def reason(module: torch.nn.Module) -> str | None:
     """Why `module` keeps transformers' own cache; None where it does not."""
     config = getattr(module, "config", None)
     known = TYPES.get(getattr(config, "model_type", ""))
+    if known is None and _stores_the_last(module):
+        return "its cache holds the last token of a prompt alone"
     if known is None and getattr(config, "is_decoder", False) and _masks_as_an_encoder(module):
         return "its masks are those of an encoder: a step shows all that its cache has room for"
     return known
@@ -44,3 +45,11 @@ def _masks_as_an_encoder(module: torch.nn.Module) -> bool:
     """Whether the file of `module` makes masks by transformers' function for encoders alone."""
     file = sys.modules.get(type(module).__module__)
     return hasattr(file, "create_bidirectional_mask") and not hasattr(file, "create_causal_mask")
+
+
+def _stores_the_last(module: torch.nn.Module) -> bool:
+    """Whether `module` is FSMT as on transformers 5.17, which counts no tokens that its cache has."""
+    if getattr(getattr(module, "config", None), "model_type", "") != "fsmt" or not isinstance(module, PreTrainedModel):
+        return False
+    table: Any = module.get_decoder().embed_positions
+    return "past_key_values_length" not in inspect.signature(table.forward).parameters

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading import has_own_generate
+from torchax_serve.class_generate import for_the_loop
 from torchax_serve.decode_loop import DecodeLoop, LoopRequest, Start, start_of
 
 
@@ -36,13 +37,24 @@ def tokens_alone(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], se
     if has_own_generate(model):
         yield from _tokens_of_own_generate(model, input_ids, kwargs, seed)
         return
-    request = model.generate(input_ids, custom_generate=_as_request, **kwargs)
-    start = start_of(model._jax_runtime, request) if isinstance(request, LoopRequest) else None
-    if isinstance(start, Start):
-        for token in DecodeLoop(model._jax_runtime, request, start, seed).tokens():
+    if (found := prepared(model, input_ids, kwargs)) is not None:
+        for token in DecodeLoop(model._jax_runtime, *found, seed).tokens():
             yield int(token[0])
     else:
         yield from tokens_of_generate(model, {"input_ids": input_ids}, kwargs, seed)
+
+
+def prepared(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tuple[LoopRequest, Start] | None:
+    """What ``generate`` prepares for its loop, an encoder's output among it; None where the fast loop cannot take it.
+
+    Args:
+        model: what `torchax_serve.drop_in.attach` returned.
+        input_ids: int64[1, prompt_len].
+        kwargs: of ``generate``.
+    """
+    request = model.generate(input_ids, custom_generate=_as_request, **kwargs)
+    start = start_of(model._jax_runtime, request) if isinstance(request, LoopRequest) else None
+    return (request, start) if isinstance(start, Start) else None
 
 
 def _as_request(
@@ -57,7 +69,8 @@ def _as_request(
     for name in ("synced_gpus", "tokenizer", "assistant_model", "streamer"):
         model_kwargs.pop(name, None)
     model_kwargs = {name: value for name, value in model_kwargs.items() if not (isinstance(value, dict) and not value)}
-    return LoopRequest(input_ids, logits_processor, stopping_criteria, generation_config, None, model_kwargs)
+    config = for_the_loop(model, generation_config)
+    return LoopRequest(input_ids, logits_processor, stopping_criteria, config, None, model_kwargs)
 
 
 @contextlib.contextmanager

@@ -7,11 +7,12 @@ defaults, errors and return types are transformers' by construction.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -47,6 +48,16 @@ RowsElsewhere = Callable[[Any, LoopRequest, Start], torch.Tensor | None]
 """From a model and a request that the fast loop can take to its sequences, or None to leave it to the loop."""
 ROWS_ELSEWHERE: contextvars.ContextVar[RowsElsewhere | None] = contextvars.ContextVar("rows_elsewhere", default=None)
 """Where the rows of ``generate`` run inside of a call, in the place of a loop of its own."""
+
+
+@contextlib.contextmanager
+def rows_elsewhere(rows: RowsElsewhere | None) -> Iterator[None]:
+    """Inside, `rows` may take what a ``generate`` has prepared for its loop."""
+    before = ROWS_ELSEWHERE.set(rows)
+    try:
+        yield
+    finally:
+        ROWS_ELSEWHERE.reset(before)
 
 
 def to_jax(model: PreTrainedModel) -> PreTrainedModel:

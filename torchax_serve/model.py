@@ -17,19 +17,19 @@ from model_adapters.loading import LoadedModel, Progress, has_own_generate, load
 from model_adapters.loading.packing import pack_weights_of
 from torchax_serve import collector
 from torchax_serve.alone import tokens_alone
-from torchax_serve.class_generate import has_class_generate
+from torchax_serve.class_generate import for_the_loop, has_class_generate
 from torchax_serve.compile_cache import enable_compile_cache
+from torchax_serve.drop_in import rows_elsewhere
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.replicas import Replicas
-from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.sampler_params import ENGINE_OPTIONS
-from torchax_serve.engine.sources import decoder_prompt
 from torchax_serve.engine.tokens import TokenStream
 from torchax_serve.hosts.mirror import Mirror
 from torchax_serve.hosts.options import Hosts
 from torchax_serve.hosts.start import check_alike, facts_of, in_common, joined, mesh_of_hosts
 from torchax_serve.images.placeholders import check_has_media
+from torchax_serve.loop_rows import LoopRows, row_of
 from torchax_serve.meshes import mesh_for
 from torchax_serve.open_model import OpenModel
 from torchax_serve.request import SamplingParams
@@ -174,12 +174,6 @@ class ServedModel(OpenModel):
 
     def _build_engine(self) -> Engine | Replicas:
         model = self._generator()
-        is_prepared = model._jax_runtime.length_heard is not None  # by the class itself, before rows go to the engine
-        if model._jax_runtime.encoder_part is not None and has_class_generate(model) and not is_prepared:
-            raise UnsupportedModelError(
-                f"the generate of {type(model).__name__} is not that of all models, and what it prepares for its "
-                "decoder the engine does not know; call generate()"
-            )
         if has_own_generate(model):
             raise UnsupportedModelError(
                 "the model's repository brings a generate of its own, which the engine cannot run; call generate(), "
@@ -207,10 +201,21 @@ class ServedModel(OpenModel):
             )
         return self.torch_model
 
+    @functools.cached_property
+    def _rows(self) -> LoopRows:
+        return LoopRows(self)
+
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' ``generate``: the same arguments, defaults and return types."""
-        return self._generator().generate(*args, **kwargs)
+        """As transformers' ``generate``: the same arguments, defaults and return types.
+
+        What a class's own ``generate`` prepares for a decoder beside an encoder, such as Whisper's, runs on the engine
+        where it can, side by side with rows of other threads.
+        """
+        model = self._generator()
+        is_prepared = model._jax_runtime.encoder_part is not None and has_class_generate(model)
+        with rows_elsewhere(self._rows if is_prepared else None):
+            return model.generate(*args, **kwargs)
 
     def iter_tokens(
         self,
@@ -237,15 +242,12 @@ class ServedModel(OpenModel):
         config = model.generation_config if generation_config is None else generation_config
         why = self._why_not_engine(config, stop_strings, len(prompt_ids))
         if why is None:
-            runtime = model._jax_runtime
             if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
                 seed = int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
-            source_ids: Sequence[int] = ()
-            if runtime.program.names.has_encoder:
-                source_ids, prompt_ids = prompt_ids, decoder_prompt(config, params)
-            known = {"vocab_size": runtime.vocab_size, "seed": seed}
-            request = RowRequest.of(prompt_ids, config, params, source_ids=source_ids, **known)
-            return TokenStream(self.engine.submit(request))
+            request = row_of(model, prompt_ids, config, params, seed)
+            if request is not None:
+                return TokenStream(self.engine.submit(request))
+            why = "its generate does more than it prepares for the loop over tokens"
         if params is not None and (unknown := params.engine_only()):
             raise UnsupportedArgumentError(
                 f"{', '.join(unknown)}: expected a request that the engine takes, and this one is not ({why}); "
@@ -258,9 +260,11 @@ class ServedModel(OpenModel):
     ) -> str | None:
         if stop_strings:
             return "it has stop strings that may begin in the prompt"
-        if options := unsupported_by_fast_path(config, ENGINE_OPTIONS):
+        model = self._generator()
+        runtime = model._jax_runtime
+        read = for_the_loop(model, config) if runtime.encodes_before else config  # the class itself reads the rest
+        if options := unsupported_by_fast_path(read, ENGINE_OPTIONS):
             return f"{', '.join(options)} is set"
-        runtime = self._generator()._jax_runtime
         if runtime.program.names.has_encoder and not runtime.masks_encoder:
             return "its encoder reads no tokens"
         try:

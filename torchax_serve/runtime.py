@@ -19,14 +19,16 @@ from model_adapters import own_cache, quirks
 from model_adapters.arrays import from_host
 from model_adapters.bridge import to_torch_tensor
 from model_adapters.caches import DeviceCache
-from model_adapters.causality import is_causal
+from model_adapters.causality import ignores_masked, is_causal
 from model_adapters.compressed_layer import CompressedLayer
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.ops.packed_weight import PackedWeight, Weights
 from model_adapters.program import CONDITIONS, CallSpec, MethodSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
+from model_adapters.source_mask import SourceMask, mask_over_sounds
 from model_adapters.tables import learned_positions, name_in, word_table
 from torchax_serve.buckets import bucket
+from torchax_serve.class_generate import has_class_generate
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.heard import length_heard
 from torchax_serve.images.placeholders import unmet
@@ -79,6 +81,23 @@ class Runtime:
             return False
         encoder = self.program.module.get_submodule(self.encoder_part)
         return getattr(encoder, "main_input_name", "input_ids") == "input_ids"
+
+    @functools.cached_property
+    def source_mask(self) -> SourceMask | None:
+        """How the decoder is told what to see of the encoder's output; None where it sees all, or it is not known."""
+        return SourceMask() if self.masks_encoder else mask_over_sounds(self.program.module)
+
+    @functools.cached_property
+    def encodes_before(self) -> bool:
+        """Whether the encoder has run before a request goes to the engine.
+
+        Its class has a ``generate`` that prepares the rest, or it hears, or inputs of several lengths cannot be padded
+        for it.
+        """
+        if self.encoder_part is None:
+            return False
+        reads = self.masks_encoder and ignores_masked(self.part(self.encoder_part).program.called)
+        return not reads or has_class_generate(self.program.module)
 
     @functools.cached_property
     def length_heard(self) -> int | None:

@@ -9,16 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoFeatureExtractor, FeatureExtractionMixin, GenerationMixin, PreTrainedModel
+from transformers import AutoFeatureExtractor, FeatureExtractionMixin, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from model_adapters.own_cache import takes_fixed_shapes
-from torchax_serve.drop_in import ROWS_ELSEWHERE
 from torchax_serve.images.processor import processor_of
 from torchax_serve.model import ServedModel
 from torchax_serve.sounds import check_rate, checked_samples
-from torchax_serve.speech_rows import SpeechRows
 
 
 def is_speech_model(module: PreTrainedModel) -> bool:
@@ -38,19 +36,6 @@ def _modalities(said: str | Sequence[str]) -> tuple[str, ...]:
 
 class SpeechModel(ServedModel):
     """A model that writes down what it hears; made by `serve`."""
-
-    @functools.cached_property
-    def _rows(self) -> SpeechRows:
-        return SpeechRows(self)
-
-    @functools.wraps(GenerationMixin.generate)
-    def generate(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As transformers' ``generate``; rows of many threads run side by side on the engine where they can."""
-        before = ROWS_ELSEWHERE.set(self._rows)
-        try:
-            return super().generate(*args, **kwargs)
-        finally:
-            ROWS_ELSEWHERE.reset(before)
 
     @functools.cached_property
     def feature_extractor(self) -> FeatureExtractionMixin:

@@ -7,6 +7,7 @@ common (`SHARED`). It may have:
   are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
 * ``LEANS = True``: the code counts from the end of the keys, so the cache must lean (`model_adapters.cache_layers`).
 * ``FORGETS = True``: its masks show all tokens, and what its cache has kept of them decides what is seen.
+* ``ONE_BY_ONE = True``: tokens of one forward see those behind them, so that an answer goes on token by token alone.
 * ``UNREAD``: arguments that the forward takes and never reads, so that their shapes need not be compiled for.
 """
 
@@ -54,6 +55,11 @@ def leans(module: torch.nn.Module) -> bool:
 def forgets(module: torch.nn.Module) -> bool:
     """Whether a quirk says that what the cache of `module` has forgotten is not masked otherwise."""
     return bool(getattr(_module(_architecture(module)), "FORGETS", False))
+
+
+def one_by_one(module: torch.nn.Module) -> bool:
+    """Whether a quirk says that tokens of one forward see those behind them."""
+    return bool(getattr(_module(_architecture(module)), "ONE_BY_ONE", False))
 
 
 def unread(module: torch.nn.Module) -> frozenset[str]:

@@ -17,7 +17,6 @@ from torchax_serve import (
     RequestError,
     SamplingParams,
     UnsupportedArgumentError,
-    UnsupportedModelError,
     serve,
     to_jax,
 )
@@ -244,15 +243,30 @@ def test_inputs_of_all_slots_take_half_of_the_memory_where_nobody_says_how_long_
         engine.close()
 
 
-def test_a_class_with_a_generate_of_its_own_has_no_engine():
-    class OwnGenerate(type(tiny("bart"))):
+def test_what_a_generate_of_the_class_prepares_goes_to_the_engine():
+    class Second(type(tiny("bart"))):
         def generate(self, *args, **kwargs):
-            return super().generate(*args, **kwargs)
+            return super().generate(*args, **{"decoder_input_ids": torch.tensor([[START, 7]]), **kwargs})
 
+    class Changed(type(tiny("bart"))):
+        def generate(self, *args, **kwargs):
+            return super().generate(*args, **kwargs).tolist()
+
+    ids = sources()[:4]
     model = tiny("bart")
-    model.__class__ = OwnGenerate
-    with (
-        serve(model) as served_model,
-        pytest.raises(UnsupportedModelError, match="the generate of OwnGenerate is not"),
-    ):
-        _ = served_model.engine
+    model.__class__ = Second
+    wanted = [model.generate(torch.tensor([source]), max_new_tokens=NEW)[0, 2:].tolist() for source in ids]
+    assert wanted != alone("bart", ids)
+    with serve(model, engine=OPTIONS) as served_model:
+        streams = [served_model.iter_tokens(source, config_of(served_model)) for source in ids]
+        assert [list(stream) for stream in streams] == wanted
+        before = served_model.stats().num_steps
+        assert 0 < before < NEW * len(ids)
+        found = served_model.generate(torch.tensor([ids[0]]), max_new_tokens=NEW)
+        assert found[0, 2:].tolist() == wanted[0]
+        assert served_model.stats().num_steps > before
+    model = tiny("bart")
+    model.__class__ = Changed
+    with serve(model, engine=OPTIONS) as served_model:
+        found = served_model.generate(torch.tensor([ids[0]]), max_new_tokens=NEW)
+        assert found[0][1:] == alone("bart", ids[:1])[0]

@@ -218,7 +218,7 @@ def test_slots_are_as_many_as_memory_has_room_for():
 
 def test_bad_input(served):
     output = encoded()[0]
-    with pytest.raises(InvalidArgumentError, match=r"expected the output \[1, 40, 32\] of the encoder of sounds, got"):
+    with pytest.raises(InvalidArgumentError, match=r"expected the output \[1, 40, 32\] of the encoder, got"):
         served.engine.submit(request(output[:30]))
     with pytest.raises(InvalidArgumentError, match="got 2 token ids; call transcribe"):
         config = transformers.GenerationConfig(max_new_tokens=2)

@@ -15,7 +15,7 @@ from torchax_serve.engine.gathered_layout import LONGEST, StateLayout
 from torchax_serve.engine.gathered_rows import TRIAL_LEN, RowForward, as_unsupported
 from torchax_serve.engine.gathered_trial import find_block_len
 from torchax_serve.engine.road import Road, Sizes, free_bytes
-from torchax_serve.engine.sources import SMALLEST_SOURCE_LEN, Sounds, Sources, Texts
+from torchax_serve.engine.sources import SMALLEST_SOURCE_LEN, Outputs, Sources, Texts, rungs_of
 from torchax_serve.runtime import Runtime
 
 EXACT_CHUNKS = (256, 64, 16, 4, 1)
@@ -40,11 +40,13 @@ def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
         layout = programs.remembered("gathered layout", "", forward.layout)
         sources: Sources | None = None
         if sizes.source_len is not None:
-            sources, layout = Sounds(runtime, sizes.source_len), layout.for_sources(sizes.source_len)
+            sources, layout = Outputs(runtime, (sizes.source_len,)), layout.for_sources(sizes.source_len)
             sizes = _with_fitting_slots(sizes, layout)
         elif runtime.encoder_part is not None:
             sizes = _with_source_len(sizes, layout)
-            sources, layout = Texts(runtime, sizes.max_source_len), layout.for_sources(sizes.max_source_len)
+            max_len = sizes.max_source_len
+            sources = Outputs(runtime, rungs_of(max_len)) if runtime.encodes_before else Texts(runtime, max_len)
+            layout = layout.for_sources(max_len)
         parts = GatheredParts(runtime, forward, layout, sizes, sources)
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
@@ -168,4 +170,5 @@ class GatheredParts:
                 num_slots=self.sizes.num_slots,
                 vocab_size=self.runtime.vocab_size,
                 is_float32=self.runtime.program.is_float32,
+                is_one_by_one=self.forward.is_one_by_one,
             )

@@ -17,12 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model_adapters import quirks
 from model_adapters.caches import AttentionLayer, LayerStates
 from model_adapters.cross_attention import CrossLayer
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.ops import list_ops, registry
 from model_adapters.ops.packed_weight import Weights
 from model_adapters.program import CallSpec
+from model_adapters.source_mask import SourceMask
 from torchax_serve.engine.cache import PageShape
 from torchax_serve.engine.gathered_layout import LONGEST, Leaves, StateLayout, StateRow
 from torchax_serve.engine.sources import HIDDEN, context
@@ -52,7 +54,9 @@ class RowForward:
         self.program, self._weights = runtime.program, runtime.weights
         self._new_cache = runtime.new_cache
         self._trial_context = runtime.trial_context()
+        self._source_mask = runtime.source_mask or SourceMask()
         self.positions_end = runtime.learned_positions
+        self.is_one_by_one = quirks.one_by_one(runtime.program.called)
 
     @property
     def counts_by_itself(self) -> bool:
@@ -117,7 +121,7 @@ class RowForward:
             raise UnsupportedModelError("what the model keeps of a prompt of one token has another form than of more")
         growth = (size - short_size) / (TRIAL_LEN - 1)
         block_len = LONGEST if growth < 1 else 1 + int((MAX_GROWTH - 1) * short_size / growth)
-        found = StateLayout(tuple(leaves), block_len=block_len)
+        found = StateLayout(tuple(leaves), block_len=1 if self.is_one_by_one else block_len)
 
         def step(weights: Any, leaves: Any, offset: Any, ids: Any) -> Any:
             return self.extend(weights, leaves, offset, ids, 1, found, offset)
@@ -296,7 +300,7 @@ class RowForward:
         """What is said of the encoder, `source_len` of whose output ``[1, padded_len, width]`` is real."""
         if hidden is None:
             return {}
-        return context(hidden, (jnp.arange(hidden.shape[1]) < source_len).astype(jnp.int32)[None])
+        return context(hidden, self._source_mask.argument(hidden.shape[1], source_len))
 
     def _inputs(self, ids: jax.Array, offset: Any, length: Any, all_logits: bool) -> dict[str, Any]:
         names = self.program.names

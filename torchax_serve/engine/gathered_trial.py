@@ -26,7 +26,13 @@ takes twice, is of the order of 1."""
 
 
 def find_block_len(
-    make: Callable[[int], GatheredModel], wanted: int, *, num_slots: int, vocab_size: int, is_float32: bool
+    make: Callable[[int], GatheredModel],
+    wanted: int,
+    *,
+    num_slots: int,
+    vocab_size: int,
+    is_float32: bool,
+    is_one_by_one: bool = False,
 ) -> int:
     """How many tokens of a chunk can be one forward: `wanted`, or 1. Leaves its traces in slot 0 and its pages.
 
@@ -37,12 +43,13 @@ def find_block_len(
         num_slots: of the model.
         vocab_size: of the model.
         is_float32: whether it computes in float32, else in 16 bits.
+        is_one_by_one: whether it is known that only tokens that come one by one are what an answer's are.
 
     Raises:
         UnsupportedModelError: with a cache, the model gives other logits than without.
     """
     trial = _Trial(num_slots, vocab_size, TOLERANCE_FLOAT32 if is_float32 else TOLERANCE_HALF)
-    whole = trial.in_chunks(make(max(wanted, TRIAL_LEN)), TRIAL_LEN)
+    whole = trial.in_chunks(make(1 if is_one_by_one else max(wanted, TRIAL_LEN)), TRIAL_LEN)
     if not np.isfinite(whole).all():
         raise UnsupportedModelError("expected logits that are numbers for a trial prompt, got some that are not")
     if not trial.agrees(whole, trial.token_by_token(make(wanted))):

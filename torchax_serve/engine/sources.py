@@ -1,8 +1,8 @@
 """The encoder beside a decoder: each request has an input of its own, which is encoded when the request begins.
 
 The decoder's first forward makes keys and values of the encoder's output, which are kept by slot; of the input nothing
-but its length is needed from then on. A request that had to make room is encoded anew. An encoder of sounds that hears
-one length alone has run before the request comes, which brings its output along.
+but its length is needed from then on. A request that had to make room is encoded anew. Where inputs cannot be padded,
+or the model's class prepares more than tokens, the encoder has run before the request comes, which brings its output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from transformers.modeling_outputs import MoEModelOutput
 
 from model_adapters.arrays import from_host
-from model_adapters.causality import ignores_masked
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program import CallSpec
 from torchax_serve.buckets import ladder
@@ -67,22 +66,13 @@ class Texts:
     Args:
         runtime: of the whole model.
         max_len: tokens of an input at the most.
-
-    Raises:
-        UnsupportedModelError: the encoder sees what its mask hides, or reads no tokens: inputs cannot be padded.
     """
 
     def __init__(self, runtime: Runtime, max_len: int) -> None:
         assert runtime.encoder_part is not None
         self._runtime = runtime.part(runtime.encoder_part)
-        if not runtime.masks_encoder or not ignores_masked(self._runtime.program.called):
-            raise UnsupportedModelError(
-                "expected an encoder of texts that does not see what its mask hides, so that inputs may be padded, or "
-                "one of sounds of a single length, got "
-                f"{type(self._runtime.program.called).__name__}; generate runs it, one batch at a time"
-            )
         self.max_len = max_len
-        self.rungs = ladder(max_len, 4, SMALLEST_SOURCE_LEN)
+        self.rungs = rungs_of(max_len)
         self._ids: dict[int, tuple[int, ...]] = {}
 
     @property
@@ -132,12 +122,15 @@ class Texts:
         return hidden
 
 
-class Sounds:
-    """Outputs of an encoder of sounds that hears one length alone, made before their requests come.
+class Outputs:
+    """Outputs of an encoder, made before their requests come.
 
     Args:
         runtime: of the whole model.
-        length: of every output.
+        rungs: lengths that outputs are padded to, ascending; of one length alone are those of some encoders of sounds.
+
+    Raises:
+        UnsupportedModelError: it is not known how the decoder is told what is padded.
     """
 
     @property
@@ -145,26 +138,34 @@ class Sounds:
         """None: the encoder has run before."""
         return 0
 
-    def __init__(self, runtime: Runtime, length: int) -> None:
+    def __init__(self, runtime: Runtime, rungs: tuple[int, ...]) -> None:
+        if runtime.source_mask is None and runtime.length_heard is None:
+            raise UnsupportedModelError(
+                "expected a decoder that is known to see no more of its encoder's output than a mask says, or an "
+                f"encoder of sounds of a single length, got {type(runtime.program.module).__name__}; generate runs it, "
+                "one batch at a time"
+            )
         hidden: Any = runtime.trial_context()[HIDDEN][0]  # a shape
-        self.max_len = length
-        self.rungs: tuple[int, ...] = (length,)
-        self._shape, self._dtype = (1, length, hidden.shape[2]), hidden.dtype
+        self.max_len, self.rungs = rungs[-1], rungs
+        self._shortest = rungs[-1] if runtime.length_heard is not None else 1
+        self._width, self._dtype = hidden.shape[2], hidden.dtype
         self._outputs: dict[int, np.ndarray] = {}
 
     @property
     def trial(self) -> np.ndarray:
         """Noise, of the size of what a normalised output has."""
-        return np.random.default_rng(1).standard_normal(self._shape).astype(self._dtype)
+        shape = (1, max(self._shortest, min(8, self.max_len)), self._width)
+        return np.random.default_rng(1).standard_normal(shape).astype(self._dtype)
 
     def check(self, name: str, source: Source) -> None:
         """Raises InvalidArgumentError, naming `name`, for anything but an output of the encoder."""
-        got = source.shape if isinstance(source, np.ndarray) else f"{len(source)} token ids"
-        if got != self._shape:
-            raise InvalidArgumentError(
-                f"{name}: expected the output {list(self._shape)} of the encoder of sounds, got {got}; call "
-                "transcribe(), or generate() with features"
-            )
+        lens = f"{self._shortest} to {self.max_len}" if self._shortest < self.max_len else f"{self.max_len}"
+        wanted = f"{name}: expected the output [1, {lens}, {self._width}] of the encoder"
+        if not isinstance(source, np.ndarray):
+            raise InvalidArgumentError(f"{wanted}, got {len(source)} token ids; call transcribe() or generate()")
+        fitting = min(max(source.shape[1], self._shortest), self.max_len) if source.ndim == 3 else 0
+        if source.shape != (1, fitting, self._width):
+            raise InvalidArgumentError(f"{wanted}, got {list(source.shape)}; call transcribe() or generate()")
 
     def take(self, slot: int, source: Source) -> None:
         """Gives `slot` to a request with this output."""
@@ -173,15 +174,21 @@ class Sounds:
 
     def length(self, slot: int) -> int:
         """Of the output in `slot`; 0 for nobody's."""
-        return self.max_len if slot in self._outputs else 0
+        return self._outputs[slot].shape[1] if slot in self._outputs else 0
 
     def encoded(self, slot: int, padded_len: int) -> jax.Array:
         """The output in `slot`, on the device."""
-        return from_host(self._outputs[slot], self._dtype)
+        output = self._outputs[slot]
+        return from_host(np.pad(output, ((0, 0), (0, padded_len - output.shape[1]), (0, 0))), self._dtype)
 
     def blank(self, padded_len: int) -> jax.Array:
-        """The output for nobody's sound, to compile with."""
-        return from_host(np.zeros(self._shape), self._dtype)
+        """An output for nobody, to compile with."""
+        return from_host(np.zeros((1, padded_len, self._width)), self._dtype)
+
+
+def rungs_of(max_len: int) -> tuple[int, ...]:
+    """Lengths that outputs of at most `max_len` are padded to, ascending."""
+    return tuple(ladder(max_len, 4, SMALLEST_SOURCE_LEN))
 
 
 def decoder_prompt(config: GenerationConfig, params: SamplingParams | None) -> list[int]:

@@ -1,0 +1,120 @@
+"""FSMT and LED, whose code makes no masks for steps: tokens of the fast loop, and of requests that share steps."""
+
+import copy
+import functools
+import inspect
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+from transformers.models.fsmt import modeling_fsmt
+
+from model_adapters import own_cache
+from torchax_serve import EngineOptions, serve, to_jax
+from torchax_serve.engine.build import build_engine
+from torchax_serve.engine.request import RowRequest
+from torchax_serve.parity.tiny_config import tiny_config
+from torchax_serve.parity.tiny_model import random_model
+
+NEW = 12
+COUNTS = "past_key_values_length" in inspect.signature(modeling_fsmt.SinusoidalPositionalEmbedding.forward).parameters
+"""Whether FSMT knows how many tokens its cache has, as it does not on transformers 5.17."""
+CLASSES = {"fsmt": "FSMTForConditionalGeneration", "led": "LEDForConditionalGeneration"}
+ON_ENGINE = [model_type for model_type in CLASSES if model_type != "fsmt" or COUNTS]
+OVERRIDES = {"fsmt": {}, "led": {"attention_window": [8, 8]}}
+LENGTHS = (5, 13, 40, 2, 31, 9)
+OPTIONS = {"max_len": 40, "num_slots": 4, "page_len": 4, "token_budget": 20, "max_source_len": 48}
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+@functools.cache
+def eager(model_type):
+    config = tiny_config(model_type, as_decoder=False, overrides=OVERRIDES[model_type])
+    model = random_model(getattr(transformers, CLASSES[model_type]), config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.4, generator=torch.Generator().manual_seed(parameter.numel()))
+    for name in ("eos_token_id", "forced_eos_token_id", "num_beams", "max_length"):
+        setattr(model.generation_config, name, None)
+    return model
+
+
+def sources():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 96, (1, length), generator=generator) for length in LENGTHS]
+
+
+def alone(model_type, source, **options):
+    mask = torch.ones_like(source)
+    return eager(model_type).generate(source, attention_mask=mask, **{"max_new_tokens": NEW, **options})
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"decoder_input_ids": torch.tensor([[2, 7, 30, 11]])},
+        {"num_beams": 3},
+        {"min_new_tokens": 30, "max_new_tokens": 30},
+    ],
+)
+def test_generate_has_the_tokens_of_a_cache_that_grows(model_type, options):
+    served = to_jax(copy.deepcopy(eager(model_type)))
+    for source in sources()[:2]:
+        found = served.generate(source, attention_mask=torch.ones_like(source), **{"max_new_tokens": NEW, **options})
+        assert torch.equal(found, alone(model_type, source, **options))
+    has_cache = model_type in ON_ENGINE
+    assert served._jax_runtime.can_cache == has_cache
+    assert served._jax_runtime.steps.num_traces["decode"] == (1 if has_cache and "num_beams" not in options else 0)
+
+
+def test_a_cache_that_has_the_last_token_of_a_prompt_alone_is_kept(monkeypatch):
+    monkeypatch.setattr(modeling_fsmt.SinusoidalPositionalEmbedding, "forward", lambda self, input: None)
+    assert own_cache.reason(eager("fsmt")) == "its cache holds the last token of a prompt alone"
+
+
+@pytest.mark.parametrize("model_type", ON_ENGINE)
+def test_each_request_has_the_tokens_it_has_alone(model_type):
+    model = copy.deepcopy(eager(model_type))
+    wanted = [alone(model_type, source)[0, 1:].tolist() for source in sources()]
+    assert len({tuple(tokens) for tokens in wanted}) > 4
+    with serve(model, engine=EngineOptions(**OPTIONS)) as served:
+        served.engine.check_integrity = True
+        config = copy.deepcopy(served.generation_config)
+        config.update(max_new_tokens=NEW)
+        for _ in range(2):  # slots that others have had
+            before = served.stats().num_steps
+            streams = [served.iter_tokens(source[0].tolist(), config) for source in sources()]
+            assert [list(stream) for stream in streams] == wanted
+            assert 0 < served.stats().num_steps - before < NEW * len(wanted)
+        longer = torch.cat(sources()[1:3], 1)
+        before = served.stats().num_steps
+        assert list(served.iter_tokens(longer[0].tolist(), config)) == alone(model_type, longer)[0, 1:].tolist()
+        assert served.stats().num_steps == before
+
+
+@pytest.mark.parametrize("model_type", ON_ENGINE)
+def test_answers_are_computed_anew_after_they_made_room(model_type):
+    long = 30
+    runtime = to_jax(copy.deepcopy(eager(model_type)))._jax_runtime
+    state_bytes, page_bytes = 5 * 4 * 48 * 32 * 4, 4 * 4 * 32 * 4
+    engine = build_engine(runtime, EngineOptions(**OPTIONS, kv_cache_bytes=state_bytes + 12 * page_bytes))
+    engine.check_integrity = True
+    start = eager(model_type).generation_config.decoder_start_token_id
+    requests = []
+    for source in sources():
+        with torch.no_grad():
+            hidden = eager(model_type).get_encoder()(source, attention_mask=torch.ones_like(source))[0]
+        config = GenerationConfig(max_new_tokens=long)
+        known = {"vocab_size": runtime.vocab_size, "seed": 0, "encoded": hidden.numpy()}
+        requests.append(RowRequest.of([start], config, **known))
+    try:
+        tickets = [engine.submit(request) for request in requests]
+        wanted = [alone(model_type, source, max_new_tokens=long)[0, 1:].tolist() for source in sources()]
+        assert [ticket.result() for ticket in tickets] == wanted
+        assert engine.stats().scheduler.num_preemptions > 0
+    finally:
+        engine.close()

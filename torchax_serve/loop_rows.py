@@ -1,0 +1,163 @@
+"""Rows of ``generate`` as requests on the engine: what many threads transcribe or translate at once runs side by side.
+
+A class's own ``generate`` prepares everything, and goes on with what comes back: windows of long sounds, languages,
+prompts. Only the loop over tokens that it would end in is the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
+from torchax_serve.alone import prepared
+from torchax_serve.decode_loop import LoopRequest, Start
+from torchax_serve.encoder_output import CONTEXT, EncoderOutput
+from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.sources import decoder_prompt
+from torchax_serve.padding import Padding
+from torchax_serve.request import SamplingParams
+from torchax_serve.sampling.options import PLAN_OPTIONS
+
+if TYPE_CHECKING:
+    from torchax_serve.engine.engine import Engine
+    from torchax_serve.engine.replicas import Replicas
+    from torchax_serve.model import ServedModel
+    from torchax_serve.runtime import Runtime
+
+logger = logging.getLogger("torchax_serve")
+
+
+class LoopRows:
+    """Runs rows of a served model's ``generate`` on its engine, where their tokens are the same as in the loop.
+
+    Args:
+        model: the served one; its engine is made when a first request can go there.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._has_no_engine = False
+
+    def __call__(self, torch_model: Any, request: LoopRequest, start: Start) -> torch.Tensor | None:
+        """int64[batch, len], prompts and new tokens, padded behind their ends; None to leave it to the loop."""
+        if torch_model is not self._model.torch_model or self._has_no_engine or not _is_greedy(request):
+            return None
+        if start.encoder is None:  # sounds among words
+            return None
+        names = torch_model._jax_runtime.program.names
+        if Padding.of(request.model_kwargs.get(names.mask), request.input_ids.shape[1]) != Padding():
+            return None
+        outputs = outputs_of(torch_model._jax_runtime, start.encoder)
+        engine = None if outputs is None else self._engine()
+        max_length = request.stopping_criteria.max_length
+        if engine is None or outputs is None or max_length is None or not engine.fits(max_length):
+            return None
+        longest = max(output.shape[1] for output in outputs)
+        if longest > (engine.max_source_len or 0) or len(outputs) != len(request.input_ids):
+            return None
+        return _run(engine, request, outputs, max_length, torch_model._jax_runtime.vocab_size)
+
+    def _engine(self) -> Engine | Replicas | None:
+        try:
+            return self._model.engine
+        except (UnsupportedModelError, OutOfMemoryError) as error:
+            logger.warning("rows of generate run by themselves, one call at a time: %s", error)
+            self._has_no_engine = True
+            return None
+
+
+def outputs_of(runtime: Runtime, encoder: EncoderOutput) -> list[np.ndarray] | None:
+    """By row what the decoder sees of the encoder's output, ``[1, len, width]``; None where that is not its beginning.
+
+    Args:
+        runtime: of the model.
+        encoder: arguments of its steps.
+    """
+    encoded = np.asarray(encoder.arguments[CONTEXT[0]][0])[:, : encoder.length]
+    if runtime.length_heard is not None:
+        return list(encoded[:, None]) if encoded.shape[1] == runtime.length_heard else None
+    if runtime.source_mask is None:
+        return None
+    lens = np.full(len(encoded), encoder.length)
+    if (mask := encoder.arguments.get(CONTEXT[1])) is not None:
+        ones = np.asarray(mask) != 0
+        num_ones = ones.sum(1)
+        if (ones != (np.arange(ones.shape[1]) < num_ones[:, None])).any():
+            return None
+        lens = np.minimum(lens, runtime.source_mask.seen(num_ones))
+    return [row[None, :length] for row, length in zip(encoded, lens, strict=True)] if lens.all() else None
+
+
+def _is_greedy(request: LoopRequest) -> bool:
+    """Whether nothing is drawn, nothing but tokens is asked for, and nobody looks on from the host."""
+    config = request.config
+    criteria = {type(criterion) for criterion in request.stopping_criteria}
+    return not (
+        config.do_sample
+        or config.return_dict_in_generate
+        or request.streamer is not None
+        or criteria - {MaxLengthCriteria, EosTokenCriteria}
+    )
+
+
+def plain(config: GenerationConfig, max_length: int, prompt_len: int) -> GenerationConfig:
+    """`config` without what is no loop's business, of an answer that ends at `max_length`."""
+    options = {name: getattr(config, name) for name in PLAN_OPTIONS}
+    return GenerationConfig(**options | {"max_length": max_length, "max_new_tokens": max_length - prompt_len})
+
+
+def _run(
+    engine: Engine | Replicas, request: LoopRequest, outputs: list[np.ndarray], max_length: int, vocab_size: int
+) -> torch.Tensor:
+    prompt_len = request.input_ids.shape[1]
+    config = plain(request.config, max_length, prompt_len)
+    tickets = []
+    try:
+        for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True):
+            row = RowRequest.of(prompt, config, vocab_size=vocab_size, seed=0, encoded=output)
+            tickets.append(engine.submit(row))
+        rows = [ticket.result() for ticket in tickets]
+    except BaseException:  # the caller's interrupt, too: nobody will read what the others bring
+        for ticket in tickets:
+            ticket.cancel()
+        raise
+    longest = max(len(row) for row in rows)
+    pad = 0 if request.config._pad_token_tensor is None else int(request.config._pad_token_tensor)
+    padded = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], dtype=torch.long)
+    return torch.cat([request.input_ids, padded], 1)
+
+
+def row_of(
+    model: Any, prompt_ids: Sequence[int], config: GenerationConfig, params: SamplingParams | None, seed: int
+) -> RowRequest | None:
+    """A prompt as the engine takes it, for an encoder where there is one; None where only ``generate`` can.
+
+    Args:
+        model: what `torchax_serve.drop_in.attach` returned.
+        prompt_ids: checked token ids.
+        config: of ``generate``.
+        params: what the caller asked, for options that only the engine knows.
+        seed: of the draws.
+    """
+    runtime = model._jax_runtime
+    known: dict[str, Any] = {"vocab_size": runtime.vocab_size, "seed": seed}
+    if not runtime.program.names.has_encoder:
+        return RowRequest.of(prompt_ids, config, params, **known)
+    begins_with = decoder_prompt(config, params)
+    if not runtime.encodes_before:
+        return RowRequest.of(begins_with, config, params, source_ids=prompt_ids, **known)
+    ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
+    request, start = prepared(model, ids, {"generation_config": config}) or (None, None)
+    outputs = None if start is None or start.encoder is None else outputs_of(runtime, start.encoder)
+    if request is None or outputs is None or request.stopping_criteria.max_length is None:
+        return None
+    begins_with = request.input_ids[0].tolist()
+    config = plain(request.config, request.stopping_criteria.max_length, len(begins_with))
+    return RowRequest.of(begins_with, config, params, encoded=outputs[0], **known)
