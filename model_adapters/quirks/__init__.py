@@ -7,7 +7,8 @@ common (`SHARED`). It may have:
   are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
 * ``LEANS = True``: the code counts from the end of the keys, so the cache must lean (`model_adapters.cache_layers`).
 * ``FORGETS = True``: its masks show all tokens, and what its cache has kept of them decides what is seen.
-* ``ONE_BY_ONE = True``: tokens of one forward see those behind them, so that an answer goes on token by token alone.
+* ``ONE_BY_ONE``: architectures where tokens of one forward see those behind them, so that an answer goes on token by
+  token alone.
 * ``UNREAD``: arguments that the forward takes and never reads, so that their shapes need not be compiled for.
 """
 
@@ -28,6 +29,7 @@ SHARED = {
     "kyutai_speech_to_text": "moshi",
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "idefics"),
     **dict.fromkeys(("gpt_neo", "mpt"), "counts_keys"),
+    **dict.fromkeys(("fsmt", "led"), "unmasked_steps"),
 }
 """Architectures whose code is another's, copied, or needs the same as others': the quirk that is theirs as well."""
 
@@ -59,7 +61,7 @@ def forgets(module: torch.nn.Module) -> bool:
 
 def one_by_one(module: torch.nn.Module) -> bool:
     """Whether a quirk says that tokens of one forward see those behind them."""
-    return bool(getattr(_module(_architecture(module)), "ONE_BY_ONE", False))
+    return _folder(module) in getattr(_module(_architecture(module)), "ONE_BY_ONE", ())
 
 
 def unread(module: torch.nn.Module) -> frozenset[str]:
@@ -67,9 +69,13 @@ def unread(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(getattr(_module(_architecture(module)), "UNREAD", ()))
 
 
-def _architecture(module: torch.nn.Module) -> str:
+def _folder(module: torch.nn.Module) -> str:
     path = next((c.__module__ for c in type(module).__mro__ if c.__module__.startswith(_MODELS)), "")
-    name = path.removeprefix(_MODELS).partition(".")[0]
+    return path.removeprefix(_MODELS).partition(".")[0]
+
+
+def _architecture(module: torch.nn.Module) -> str:
+    name = _folder(module)
     return SHARED.get(name, name)
 
 
