@@ -28,6 +28,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import statistics
 import sys
 import tempfile
@@ -367,6 +368,7 @@ def write_results(bench: Bench, command: str) -> None:
 def main() -> None:
     options = parse()
     sys.path.insert(0, str(REPOSITORY))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that systems are ended, too
     for command in options.commands:
         with tempfile.TemporaryDirectory(prefix="serving") as scratch:
             bench = Bench(options, Path(scratch))
