@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from steps_taken import steps_taken
 from transformers import GenerationConfig
 
 from model_adapters.source_mask import SourceMask, mask_over_sounds
@@ -85,8 +86,8 @@ def served(request):
 
 def ours(model, call, **options):
     """Tokens, and how many steps the engine took for them."""
-    before = model.stats().num_steps
-    return model.generate(**call, **{"max_new_tokens": NEW, **options}), model.stats().num_steps - before
+    before = steps_taken(model)
+    return model.generate(**call, **{"max_new_tokens": NEW, **options}), steps_taken(model) - before
 
 
 def test_calls_of_many_threads_share_steps_and_pages(served):

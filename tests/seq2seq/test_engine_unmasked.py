@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from steps_taken import steps_taken
 from transformers import GenerationConfig
 from transformers.models.fsmt import modeling_fsmt
 
@@ -86,14 +87,14 @@ def test_each_request_has_the_tokens_it_has_alone(model_type):
         config = copy.deepcopy(served.generation_config)
         config.update(max_new_tokens=NEW)
         for _ in range(2):  # slots that others have had
-            before = served.stats().num_steps
+            before = steps_taken(served)
             streams = [served.iter_tokens(source[0].tolist(), config) for source in sources()]
             assert [list(stream) for stream in streams] == wanted
-            assert 0 < served.stats().num_steps - before < NEW * len(wanted)
+            assert 0 < steps_taken(served) - before < NEW * len(wanted)
         longer = torch.cat(sources()[1:3], 1)
-        before = served.stats().num_steps
+        before = steps_taken(served)
         assert list(served.iter_tokens(longer[0].tolist(), config)) == alone(model_type, longer)[0, 1:].tolist()
-        assert served.stats().num_steps == before
+        assert steps_taken(served) == before
 
 
 @pytest.mark.parametrize("model_type", ON_ENGINE)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from steps_taken import steps_taken
 from tiny_whisper import VOCAB_SIZE, WIDTH, tiny_whisper
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
@@ -61,9 +62,9 @@ def served():
 
 def ours(model, sound=slice(None), **options):
     """Tokens, and how many steps the engine took for them."""
-    before = model.stats().num_steps
+    before = steps_taken(model)
     options = {"max_new_tokens": NEW, "language": "en", **options}
-    return model.generate(input_features=features()[sound], **options), model.stats().num_steps - before
+    return model.generate(input_features=features()[sound], **options), steps_taken(model) - before
 
 
 @pytest.mark.parametrize(
@@ -144,14 +145,14 @@ def test_threads_share_steps(served):
     def transcribe(i):
         found[i] = served.generate(input_features=features()[i : i + 1], max_new_tokens=NEW, language="en")
 
-    before = served.stats().num_steps
+    before = steps_taken(served)
     threads = [threading.Thread(target=transcribe, args=(i,)) for i in range(NUM_SOUNDS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert all(torch.equal(tokens, wanted) for tokens, wanted in zip(found, alone, strict=True))
-    assert served.stats().num_steps - before > 0
+    assert steps_taken(served) - before > 0
     assert len({tuple(tokens.flatten().tolist()) for tokens in alone}) > 1
 
 

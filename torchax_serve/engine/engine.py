@@ -249,8 +249,8 @@ class Engine:
         duration = None if has_compiled else now - max(launched_s, self._landed_s)
         self._landed_s = now
         self._deliveries.note_prompts(flight)
-        outcomes = self._scheduler.commit(flight.plan, tokens, now, duration)
         self._num_steps += 1
+        outcomes = self._scheduler.commit(flight.plan, tokens, now, duration)
         self._rate.append((now, sum(len(outcome.token_ids) for outcome in outcomes)))
         for outcome in outcomes:
             try:
