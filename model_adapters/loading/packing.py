@@ -28,18 +28,18 @@ def pack_weights_of(loaded: LoadedModel) -> int:
     return pack_linear_weights(loaded.module, loaded.weights)
 
 
-def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight], min_bytes: int | None = None) -> int:
+def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> int:
     """Puts packed weights in the place of those of `module`'s linear layers, where the processor is made for it.
 
     Args:
         module: whose code reads the weights.
         weights: by name, tied names sharing one array; changed in place.
-        min_bytes: of a weight that is packed; None: `MIN_BYTES`.
 
     Returns:
         How many arrays are packed now.
     """
-    least = MIN_BYTES if min_bytes is None else min_bytes
+    if jax.default_backend() != "cpu":
+        return 0
     linear = {
         f"{path}.weight" if path else "weight"
         for path, child in module.named_modules()
@@ -51,13 +51,13 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight], min
 
     def is_packable(names: list[str]) -> bool:
         array = weights[names[0]]
-        if isinstance(array, PackedWeight) or array.nbytes < least or linear.isdisjoint(names):
+        if isinstance(array, PackedWeight) or array.nbytes < MIN_BYTES or linear.isdisjoint(names):
             return False
         return packing.refuses(array) is None
 
-    if jax.default_backend() != "cpu":
-        return 0
     chosen = [names for names in names_of.values() if is_packable(names)]
+    if not chosen:
+        return 0
     memory = packing.HugePages(sum(packing.group_bytes(weights[names[0]].shape) for names in chosen))
 
     def pack_one(names: list[str]) -> bool:

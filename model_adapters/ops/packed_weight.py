@@ -39,7 +39,7 @@ class PackedWeight:
     @property
     def shape(self) -> tuple[int, int]:
         """Of the matrix."""
-        return self.groups.shape[0] * packing.ROWS, self.groups.shape[1] * packing.COLUMNS
+        return self.groups.shape[0] * kernels.GROUP_ROWS, self.groups.shape[1] * kernels.GROUP_COLUMNS
 
     @property
     def ndim(self) -> int:

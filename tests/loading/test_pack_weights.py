@@ -88,6 +88,6 @@ def test_a_layer_that_computes_something_else_stays_as_it_is():
 
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), Scaled(64, 64)).to(torch.bfloat16)
     weights, _ = extract_jax(module)
-    assert packing.pack_linear_weights(module, weights, min_bytes=0) == 1
+    assert packing.pack_linear_weights(module, weights) == 1
     assert isinstance(weights["0.weight"], PackedWeight)
     assert not isinstance(weights["1.weight"], PackedWeight)

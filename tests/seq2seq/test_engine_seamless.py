@@ -90,25 +90,31 @@ def ours(model, call, **options):
     return model.generate(**call, **{"max_new_tokens": NEW, **options}), steps_taken(model) - before
 
 
+def of_threads(model, calls, max_new_tokens):
+    """Tokens of each call, all of them at once."""
+    found = [None] * len(calls)
+
+    def run(i):
+        found[i] = model.generate(**calls[i], max_new_tokens=max_new_tokens)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
 def test_calls_of_many_threads_share_steps_and_pages(served):
     name, model = served
     calls = [{**call, "tgt_lang": lang} for call, lang in zip(inputs(name), LANGUAGES, strict=True)]
     wanted = [expected(name, call) for call in calls]
-    found = [None] * len(calls)
-
-    def run(i):
-        found[i] = model.generate(**calls[i], max_new_tokens=NEW)
-
     for _ in range(2):  # the first time their encoders are compiled
-        before = model.stats()
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        before = steps_taken(model)
+        found = of_threads(model, calls, NEW)
         assert all(torch.equal(tokens, want) for tokens, want in zip(found, wanted, strict=True))
+    assert 0 < steps_taken(model) - before < NEW * len(calls)
     stats = model.stats()
-    assert 0 < stats.num_steps - before.num_steps < NEW * len(calls)
     assert stats.scheduler.num_hit_tokens == 0  # the same prompt stands behind other inputs
     assert [group.num_used for group in stats.scheduler.pages] == [0]
     assert len({tuple(tokens.flatten().tolist()) for tokens in wanted}) > 3
@@ -134,17 +140,8 @@ def test_requests_that_made_room_for_others_go_on_as_before(served):
     name, model = served
     calls = inputs(name)[:4]
     wanted = [expected(name, call, max_new_tokens=30) for call in calls]
-    found = [None] * len(calls)
-
-    def run(i):
-        found[i] = model.generate(**calls[i], max_new_tokens=30)
-
     before = model.stats().scheduler.num_preemptions
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = of_threads(model, calls, 30)
     assert all(torch.equal(tokens, want) for tokens, want in zip(found, wanted, strict=True))
     assert model.stats().scheduler.num_preemptions > before
 

@@ -26,6 +26,8 @@ logger = logging.getLogger("torchax_serve")
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8))
+GROUP_ROWS, GROUP_COLUMNS = 16, 8
+"""Of a weight, whose numbers are packed together."""
 TARGETS = (
     "tas_activation",
     "tas_decode_attention",
@@ -234,13 +236,13 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.d
 
 def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array | None) -> jax.Array:
     """`linear` of bfloat16, its weight packed. Summed as in :func:`one_order`, to the last bit."""
-    result = jax.ShapeDtypeStruct((x.shape[0], groups.shape[0] * 16), x.dtype)
+    result = jax.ShapeDtypeStruct((x.shape[0], groups.shape[0] * GROUP_ROWS), x.dtype)
     return _call("tas_packed_linear", result)(x, groups, index, _or_empty(bias))
 
 
 def unpack(groups: jax.Array, index: jax.Array) -> jax.Array:
     """The weight bfloat16[N, K] that was packed."""
-    result = jax.ShapeDtypeStruct((groups.shape[0] * 16, groups.shape[1] * 8), jnp.bfloat16)
+    result = jax.ShapeDtypeStruct((groups.shape[0] * GROUP_ROWS, groups.shape[1] * GROUP_COLUMNS), jnp.bfloat16)
     return _call("tas_unpack", result)(groups, index)
 
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from model_adapters.arrays import XLA_CPU_ALIGNMENT
 from model_adapters.ops.cpu import kernels
+from model_adapters.ops.cpu.kernels import GROUP_COLUMNS, GROUP_ROWS
 
-ROWS, COLUMNS = 16, 8
-"""Of a group, whose numbers are packed together."""
 GROUP_BYTES = 192
 CODES = 16
 _HUGE_PAGE = 2 << 20
@@ -28,8 +27,8 @@ def refuses(weight: jax.Array) -> str | None:
     """Why a weight is left as it is, or None."""
     if weight.dtype != jnp.bfloat16:
         return f"it is {weight.dtype}; only the high bytes of bfloat16 are much alike"
-    if weight.ndim != 2 or weight.shape[0] % ROWS or weight.shape[1] % COLUMNS or not weight.size:
-        return f"its shape is {list(weight.shape)}, not [n, k] of whole {ROWS}s and {COLUMNS}s"
+    if weight.ndim != 2 or weight.shape[0] % GROUP_ROWS or weight.shape[1] % GROUP_COLUMNS or not weight.size:
+        return f"its shape is {list(weight.shape)}, not [n, k] of whole {GROUP_ROWS}s and {GROUP_COLUMNS}s"
     return kernels.refuses_packing()
 
 
@@ -57,7 +56,7 @@ class HugePages:
 
 def group_bytes(shape: tuple[int, ...]) -> int:
     """Of the groups of a weight of `shape`, and of what lies between them and the next weight's."""
-    size = math.prod(shape) * GROUP_BYTES // (ROWS * COLUMNS)
+    size = math.prod(shape) * GROUP_BYTES // (GROUP_ROWS * GROUP_COLUMNS)
     return size + -size % XLA_CPU_ALIGNMENT
 
 
@@ -68,11 +67,11 @@ def pack(weight: np.ndarray, memory: HugePages | None = None) -> tuple[np.ndarra
     """
     n, k = weight.shape
     plain = np.ascontiguousarray(weight)
-    shape = (n // ROWS, k // COLUMNS, GROUP_BYTES)
+    shape = (n // GROUP_ROWS, k // GROUP_COLUMNS, GROUP_BYTES)
     groups = np.empty(shape, np.uint8) if memory is None else memory.take(math.prod(shape)).reshape(shape)
-    table, first = np.empty(CODES, np.uint8), np.empty(n // ROWS + 1, np.int32)
+    table, first = np.empty(CODES, np.uint8), np.empty(n // GROUP_ROWS + 1, np.int32)
     most = shape[0] * shape[1] // _LISTED
-    at, words = np.empty(most, np.int32), np.empty((most, ROWS * COLUMNS // 2), np.int32)
+    at, words = np.empty(most, np.int32), np.empty((most, GROUP_ROWS * GROUP_COLUMNS // 2), np.int32)
     sizes = [ctypes.c_int64(size) for size in (n, k, most)]
     arrays = [_pointer(array) for array in (table, groups, first, at, words)]
     count = int(kernels.library().tas_pack(_pointer(plain), *sizes, *arrays))

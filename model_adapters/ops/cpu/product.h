@@ -102,14 +102,6 @@ class HeldRows {
   std::unique_ptr<float, Free> words_;  // no vector of them crosses a line of the cache
 };
 
-template <class Out>
-inline void put(Vec v, int64_t count, Out* out) {
-  if (count == kLanes) return store(out, v);
-  Out all[kLanes];
-  store(all, v);
-  std::copy(all, all + count, out);
-}
-
 // Weight rows as words: as they lie where a number is a word or half of one, else as floats of a scratch.
 template <class T>
 class Product {
@@ -277,6 +269,14 @@ class Product {
     transpose_square(v);
     const int64_t begin = g * kLanes, rows = std::min<int64_t>(kLanes, rows_ - begin);
     for (int64_t r = 0; r < rows; r++) put(v[r], count, out + (begin + r) * n_ + i);
+  }
+
+  template <class Out>
+  static void put(Vec v, int64_t count, Out* out) {
+    if (count == kLanes) return store(out, v);
+    Out all[kLanes];
+    store(all, v);
+    std::copy(all, all + count, out);
   }
 
   const float* x_;
