@@ -6,7 +6,7 @@
 # sbatch examples/multihost/slurm.sh: one process a node, which has all of its GPUs.
 set -euo pipefail
 
-leader=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export TORCHAX_SERVE_COORDINATOR="$leader:8476" TORCHAX_SERVE_NUM_HOSTS="$SLURM_NNODES"
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") # one a line; "head" would end scontrol by SIGPIPE
+export TORCHAX_SERVE_COORDINATOR="${nodes%%$'\n'*}:8476" TORCHAX_SERVE_NUM_HOSTS="$SLURM_NNODES"
 # shellcheck disable=SC2016  # each node has a number of its own
 srun bash -c 'TORCHAX_SERVE_HOST_ID=$SLURM_NODEID exec torchax-serve run qwen3-32b -p "What is JAX?"'

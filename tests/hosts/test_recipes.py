@@ -64,11 +64,11 @@ def called(script, tmp_path, stands_for, arguments=(), **environment):
 def test_slurm_starts_one_process_a_node(tmp_path):
     say = 'echo "$TORCHAX_SERVE_COORDINATOR $TORCHAX_SERVE_NUM_HOSTS $TORCHAX_SERVE_HOST_ID $*" >> "$CALLS"'
     stands_for = {
-        "scontrol": "echo node7; echo node8",
+        "scontrol": "seq -f node%g 7 50000",  # more than a pipe holds
         "srun": 'SLURM_NODEID=0 "$@"; SLURM_NODEID=1 "$@"',
         "torchax-serve": say,
     }
-    lines = called("slurm.sh", tmp_path, stands_for, SLURM_JOB_NODELIST="node[7-8]", SLURM_NNODES="2")
+    lines = called("slurm.sh", tmp_path, stands_for, SLURM_JOB_NODELIST="node[7-50000]", SLURM_NNODES="2")
     assert [line.split()[:4] for line in lines] == [["node7:8476", "2", str(n), "run"] for n in (0, 1)]
 
 
