@@ -6,11 +6,13 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import numpy as np
 import torch
 
 from model_adapters.loading.loaded import LoadedModel
 from model_adapters.ops import packed_weight
 from model_adapters.ops.cpu import packing
+from model_adapters.ops.cpu.huge_pages import HugePages
 from model_adapters.ops.packed_weight import PackedWeight, Weight
 
 MIN_BYTES = 1 << 17
@@ -40,33 +42,33 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
     """
     if jax.default_backend() != "cpu":
         return 0
-    linear = {
+    linear = [
         f"{path}.weight" if path else "weight"
         for path, child in module.named_modules()
         if isinstance(child, torch.nn.Linear) and type(child).forward is torch.nn.Linear.forward
-    }
+    ]
     names_of: dict[int, list[str]] = {}
     for name, array in weights.items():
         names_of.setdefault(id(array), []).append(name)
 
-    def is_packable(names: list[str]) -> bool:
-        array = weights[names[0]]
-        if isinstance(array, PackedWeight) or array.nbytes < MIN_BYTES or linear.isdisjoint(names):
-            return False
-        return packing.refuses(array) is None
+    def is_packable(array: Weight) -> bool:
+        return not isinstance(array, PackedWeight) and array.nbytes >= MIN_BYTES and packing.refuses(array) is None
 
-    chosen = [names for names in names_of.values() if is_packable(names)]
+    # In the order in which layers run, nearly: what lies behind a weight is what is read after it.
+    arrays = {id(weights[name]): weights[name] for name in linear if name in weights}
+    chosen = [names_of[key] for key, array in arrays.items() if is_packable(array)]
     if not chosen:
         return 0
-    memory = packing.HugePages(sum(packing.group_bytes(weights[names[0]].shape) for names in chosen))
+    sizes = [packing.group_bytes(weights[names[0]].shape) for names in chosen]
+    memory = HugePages(sum(sizes))
 
-    def pack_one(names: list[str]) -> bool:
+    def pack_one(names: list[str], place: np.ndarray) -> bool:
         layers = [name for name in names if name in linear]
         array = weights[names[0]]
         assert not isinstance(array, PackedWeight)
-        packed = packed_weight.pack(array, memory, keeps_plain=len(layers) < len(names))
+        packed = packed_weight.pack(array, place, keeps_plain=len(layers) < len(names))
         weights.update(dict.fromkeys(layers, packed) if packed is not None else {})
         return packed is not None
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return sum(threads.map(pack_one, chosen))
+        return sum(threads.map(pack_one, chosen, map(memory.take, sizes)))

@@ -66,11 +66,9 @@ Weights = Mapping[str, Weight]
 """Of a model, by qualified name."""
 
 
-def pack(
-    weight: jax.Array, memory: packing.HugePages | None = None, *, keeps_plain: bool = False
-) -> PackedWeight | None:
+def pack(weight: jax.Array, place: np.ndarray | None = None, *, keeps_plain: bool = False) -> PackedWeight | None:
     """`weight` packed, or None where it is left as it is: see `packing.refuses`, or little would be gained."""
-    if packing.refuses(weight) is not None or (packed := packing.pack(np.asarray(weight), memory)) is None:
+    if packing.refuses(weight) is not None or (packed := packing.pack(np.asarray(weight), place)) is None:
         return None
     groups, index = (jax.device_put(part, may_alias=True) for part in packed)
     return PackedWeight(groups, index, weight if keeps_plain else None)

@@ -69,15 +69,6 @@ def test_numbers_of_any_kind_come_back_or_are_left_as_they_are(seed, blocks, col
         np.testing.assert_array_equal(taken_apart(*packed), bits(weight))
 
 
-def test_memory_is_handed_out_by_the_line_and_once():
-    memory = packing.HugePages(3 * 192)
-    parts = [memory.take(size) for size in (192, 100, 192)]
-    assert [part.ctypes.data % 64 for part in parts] == [0, 0, 0]
-    for value, part in enumerate(parts):
-        part[:] = value
-    assert [set(part.tolist()) for part in parts] == [{0}, {1}, {2}]
-
-
 def test_weights_without_common_exponents_are_left_as_they_are():
     anything = np.random.default_rng(0).integers(0, 1 << 16, (64, 64)).astype(np.uint16).view(BF16)
     assert pack(jnp.asarray(anything)) is None

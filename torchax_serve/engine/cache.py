@@ -12,6 +12,7 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops.cpu.huge_pages import in_huge_pages
 from model_adapters.paged import Int8Pool, PagedLayout, Pool, laid_out, pages_of, with_pages
 from torchax_serve.scheduling import CacheGroup, PageCopy
 
@@ -139,9 +140,10 @@ class Pages:
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> jax.Array:
         """A pool ``[num_pages, num_heads, page_len, width]``."""
-        if self._sharding is None:
-            return jax.device_put(jnp.zeros(shape, dtype), jax.local_devices()[0])
-        return jnp.zeros(shape, dtype, device=self._sharding(shape[1]))
+        if self._sharding is not None:
+            return jnp.zeros(shape, dtype, device=self._sharding(shape[1]))
+        pool = jax.device_put(jnp.zeros(shape, dtype), jax.local_devices()[0])
+        return in_huge_pages(pool) if pool.platform() == "cpu" else pool
 
     def rows(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         """A state of one shape for each slot ``[num_slots + 1, ...]``."""

@@ -67,7 +67,7 @@ class Fetch {
 
   void lines(int n) {
     for (; n > 0 && left_ > 0; n--) {
-      __builtin_prefetch(*rows_ + at_);
+      __builtin_prefetch(*rows_ + at_, 0, 2);
       if ((at_ += 64) >= row_bytes_) at_ = 0, rows_++, left_--;
     }
   }

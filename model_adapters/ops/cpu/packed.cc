@@ -20,7 +20,7 @@ ffi::Error packed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuff
   const HeldRows<bf16> held(&threads, (const bf16*)x.untyped_data(), rows, packed.k, PackedProduct::lanes(rows));
   const PackedProduct product(held, rows, packed, bias.element_count() ? (const float*)bias.untyped_data() : nullptr);
   const auto call = [&](auto* result) {
-    parallel_for(threads, product.num_chunks(), num_workers(rows, packed.n, packed.k, sizeof(bf16)), [&](int64_t c, int64_t) { product.run(c, result); });
+    parallel_for(threads, product.num_chunks(), num_workers(rows, packed.n, packed.k, sizeof(bf16)), [&](int64_t c, int64_t next) { product.run(c, next, result); });
     return ffi::Error::Success();
   };
   return out->element_type() == ffi::F32 ? call((float*)out->untyped_data()) : call((bf16*)out->untyped_data());
@@ -31,9 +31,9 @@ ffi::Error unpack_weight(ffi::ThreadPool threads, ffi::AnyBuffer groups, ffi::An
   const PackedWeights weights(packed);
   auto* words = (float*)out->untyped_data();
   const int64_t stride = packed.k / 2;
-  parallel_for(threads, packed.num_blocks(), num_workers(0, packed.n, packed.k, sizeof(bf16)), [&](int64_t block, int64_t) {
+  parallel_for(threads, packed.num_blocks(), num_workers(0, packed.n, packed.k, sizeof(bf16)), [&](int64_t block, int64_t next) {
     float* rows = words + block * kLanes * stride;
-    weights.walk<true>(block, [&](int64_t w, const Vec* v) {
+    weights.walk<true>(block, {block + 1, next}, [&](int64_t w, const Vec* v) {
       float turned[kGroupWords][kLanes];
       for (int j = 0; j < kGroupWords; j++) store(turned[j], v[j]);
       for (int r = 0; r < kLanes; r++)

@@ -37,19 +37,28 @@ class PackedWeights {
  public:
   explicit PackedWeights(const Packed& packed) : packed_(packed), table_(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)packed.index))) {}
 
-  // Calls f(w, vectors) for each group of a block: words w to w + 3 of its 16 rows. Memory is asked for what comes later.
+  // Blocks that a thread takes apart one behind the other, up to `stop`, and the block that it goes on with from there.
+  struct Stretch {
+    int64_t stop, next;
+  };
+
+  // Calls f(w, vectors) for each group of a block: words w to w + 3 of its 16 rows. Memory is asked for what comes later in
+  // the stretch, and behind it.
   template <bool kFetches, class F>
-  void walk(int64_t block, const F& f) const {
+  void walk(int64_t block, const Stretch& stretch, const F& f) const {
     const int32_t *first = packed_.first(), *at = packed_.at();
     const int64_t num_groups = packed_.num_groups(), last = first[block + 1];
     const uint8_t *list = packed_.list(), *p = packed_.groups + block * num_groups * kGroupBytes;
+    const uint8_t* last_fetched = packed_.groups + stretch.stop * num_groups * kGroupBytes - kAhead;
+    const int64_t behind = kAhead + (stretch.next - stretch.stop) * num_groups * kGroupBytes;
     int64_t g = 0;
     for (int64_t e = first[block];; e++) {
       for (const int64_t stop = e < last ? at[e] : num_groups; g < stop; g++, p += kGroupBytes) {
         if (kFetches) {
-          __builtin_prefetch(p + kAhead, 0, 2);
-          __builtin_prefetch(p + kAhead + 64, 0, 2);
-          __builtin_prefetch(p + kAhead + 128, 0, 2);
+          const uint8_t* later = p + (p < last_fetched ? kAhead : behind);
+          __builtin_prefetch(later, 0, 2);
+          __builtin_prefetch(later + 64, 0, 2);
+          __builtin_prefetch(later + 128, 0, 2);
         }
         Vec v[kGroupWords];
         take_apart(p, v);
@@ -95,22 +104,31 @@ class PackedProduct {
 
   int64_t num_chunks() const { return (packed_.num_blocks() + kChunkBlocks - 1) / kChunkBlocks; }
 
+  // The outputs of chunk c; `next` is what this thread takes after it. Behind the last chunk lie the next weights.
   template <class Out>
-  void run(int64_t c, Out* out) const {
-    for (int64_t block = c * kChunkBlocks; block < std::min(packed_.num_blocks(), (c + 1) * kChunkBlocks); block++)
+  void run(int64_t c, int64_t next, Out* out) const {
+    const Stretch stretch{first_block(c + 1), first_block(next)};
+    for (int64_t block = first_block(c); block < stretch.stop; block++)
       for_count<kLanes>(lanes(rows_), [&](auto lanes) {
-        multiply<lanes, true>(block, 0, out);
-        for (int64_t row = lanes; row < rows_; row += lanes) multiply<lanes, false>(block, row, out);
+        multiply<lanes, true>(block, 0, stretch, out);
+        for (int64_t row = lanes; row < rows_; row += lanes) multiply<lanes, false>(block, row, stretch, out);
       });
   }
 
  private:
+  using Stretch = PackedWeights::Stretch;
+
+  int64_t first_block(int64_t c) const {
+    const int64_t missing = std::max<int64_t>(0, num_chunks() * kChunkBlocks - packed_.num_blocks());  // in the last chunk
+    return c * kChunkBlocks - (c < num_chunks() ? 0 : missing);
+  }
+
   // The outputs of a block of weights and R rows of x from `row` on; of those there are.
   template <int R, bool kFetches, class Out>
-  void multiply(int64_t block, int64_t row, Out* out) const {
+  void multiply(int64_t block, int64_t row, const Stretch& stretch, Out* out) const {
     Vec sums[R] = {};
     const float* x = x_ + row * num_words_;
-    weights_.walk<kFetches>(block, [&](int64_t w, const Vec* v) __attribute__((always_inline)) {
+    weights_.walk<kFetches>(block, stretch, [&](int64_t w, const Vec* v) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int j = 0; j < kGroupWords; j++)
 #pragma GCC unroll 16

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
-import mmap
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +15,6 @@ from model_adapters.ops.cpu.kernels import GROUP_COLUMNS, GROUP_ROWS
 
 GROUP_BYTES = 192
 CODES = 16
-_HUGE_PAGE = 2 << 20
 _LISTED = 8
 """Of so many groups one may stay as it was. With more of them, little is gained."""
 
@@ -32,43 +28,21 @@ def refuses(weight: jax.Array) -> str | None:
     return kernels.refuses_packing()
 
 
-class HugePages:
-    """Memory for `num_bytes` bytes of packed weights, in pages of 2 MiB where the system has them.
-
-    A stream of memory stops at the end of each page to look the next one up, which costs a tenth of the time with pages
-    of 4 KiB (2 cores of Zen 4).
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(AttributeError, OSError):  # no Linux, or pages of one size alone
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = np.frombuffer(memory, np.uint8)
-        self._next = -self._bytes.ctypes.data % _HUGE_PAGE
-        self._lock = threading.Lock()
-
-    def take(self, num_bytes: int) -> np.ndarray:
-        """The next uint8[num_bytes], at the beginning of a line of the cache."""
-        with self._lock:
-            begin, self._next = self._next, self._next + num_bytes + -num_bytes % XLA_CPU_ALIGNMENT
-        return self._bytes[begin : begin + num_bytes]
-
-
 def group_bytes(shape: tuple[int, ...]) -> int:
     """Of the groups of a weight of `shape`, and of what lies between them and the next weight's."""
     size = math.prod(shape) * GROUP_BYTES // (GROUP_ROWS * GROUP_COLUMNS)
     return size + -size % XLA_CPU_ALIGNMENT
 
 
-def pack(weight: np.ndarray, memory: HugePages | None = None) -> tuple[np.ndarray, np.ndarray] | None:
+def pack(weight: np.ndarray, place: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray] | None:
     """Groups uint8[n / 16, k / 8, 192] and index int32[...] of `weight` bfloat16[n, k]; None where little is gained.
 
-    The groups lie in `memory` if there is some.
+    The groups lie in `place`, uint8[group_bytes(weight.shape)], if there is one.
     """
     n, k = weight.shape
     plain = np.ascontiguousarray(weight)
     shape = (n // GROUP_ROWS, k // GROUP_COLUMNS, GROUP_BYTES)
-    groups = np.empty(shape, np.uint8) if memory is None else memory.take(math.prod(shape)).reshape(shape)
+    groups = (np.empty(math.prod(shape), np.uint8) if place is None else place[: math.prod(shape)]).reshape(shape)
     table, first = np.empty(CODES, np.uint8), np.empty(n // GROUP_ROWS + 1, np.int32)
     most = shape[0] * shape[1] // _LISTED
     at, words = np.empty(most, np.int32), np.empty((most, GROUP_ROWS * GROUP_COLUMNS // 2), np.int32)

@@ -73,9 +73,13 @@ inline Vec load(const float* p) {
   return v;
 }
 inline Vec load(const bf16* p) {
+#if defined(__AVX512F__)  // a compiler widens it in halves
+  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
   HVec h;
   std::memcpy(&h, p, sizeof h);
   return bit_cast<Vec>(__builtin_convertvector(h, UVec) << 16);
+#endif
 }
 inline Vec load(const f16* p) {
 #if defined(__AVX512F__)

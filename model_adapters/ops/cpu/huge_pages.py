@@ -1,0 +1,46 @@
+"""Memory in pages of 2 MiB, where the system has them.
+
+A stream of memory stops at the end of each page to look the next one up, which costs a tenth of the time with pages of
+4 KiB (2 cores of Zen 4, reading weights or keys and values).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import sys
+
+import jax
+import numpy as np
+
+from model_adapters.arrays import XLA_CPU_ALIGNMENT
+
+HUGE_PAGE_BYTES = 2 << 20
+_MADV_COLLAPSE = 25  # of Linux 6.1 and later: copies what is there into huge pages, at once
+
+
+class HugePages:
+    """Memory for `num_bytes` bytes of weights that are read one behind the other, in such pages."""
+
+    def __init__(self, num_bytes: int) -> None:
+        memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(AttributeError, OSError):  # no Linux, or pages of one size alone
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._next = -self._bytes.ctypes.data % HUGE_PAGE_BYTES
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """The next uint8[num_bytes], at the beginning of a line of the cache."""
+        begin, self._next = self._next, self._next + num_bytes + -num_bytes % XLA_CPU_ALIGNMENT
+        return self._bytes[begin : begin + num_bytes]
+
+
+def in_huge_pages(array: jax.Array) -> jax.Array:
+    """`array`, on one CPU device, moved into such pages at its own addresses; as it was, where the system refuses."""
+    begin = array.unsafe_buffer_pointer()
+    first = begin + -begin % HUGE_PAGE_BYTES
+    num_bytes = (begin + array.nbytes - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if sys.platform == "linux" and num_bytes > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), _MADV_COLLAPSE)
+    return array

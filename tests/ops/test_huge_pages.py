@@ -1,0 +1,45 @@
+"""Memory in pages of 2 MiB: whoever gets some may write it, and arrays stay what and where they are."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model_adapters.ops.cpu import huge_pages
+from model_adapters.ops.cpu.huge_pages import HUGE_PAGE_BYTES, HugePages, in_huge_pages
+
+
+def test_memory_is_handed_out_by_the_line_and_once():
+    memory = HugePages(3 * 192)
+    parts = [memory.take(size) for size in (192, 100, 192)]
+    assert [part.ctypes.data % 64 for part in parts] == [0, 0, 0]
+    for value, part in enumerate(parts):
+        part[:] = value
+    assert [set(part.tolist()) for part in parts] == [{0}, {1}, {2}]
+
+
+@pytest.mark.parametrize("num_bytes", [1, HUGE_PAGE_BYTES, 5 * HUGE_PAGE_BYTES + 4])
+def test_an_array_keeps_its_numbers_and_its_place(num_bytes):
+    array = jnp.asarray(np.arange(num_bytes, dtype=np.uint32).astype(np.uint8))
+    address, expected = array.unsafe_buffer_pointer(), np.array(array)
+    moved = in_huge_pages(array)
+    assert moved.unsafe_buffer_pointer() == address
+    np.testing.assert_array_equal(moved, expected)
+
+
+def test_pages_lie_within_the_array(monkeypatch):
+    calls = []
+
+    class System:
+        def madvise(self, begin, size, advice):
+            calls.append((begin.value, size.value))
+            return -1  # refused: nothing changes
+
+    monkeypatch.setattr(huge_pages.ctypes, "CDLL", lambda name: System())
+    monkeypatch.setattr(huge_pages.sys, "platform", "linux")
+    array = jnp.zeros(3 * HUGE_PAGE_BYTES, jnp.uint8)
+    in_huge_pages(array)
+    ((begin, size),) = calls
+    assert begin % HUGE_PAGE_BYTES == size % HUGE_PAGE_BYTES == 0
+    assert array.unsafe_buffer_pointer() <= begin
+    assert begin + size <= array.unsafe_buffer_pointer() + array.nbytes
+    assert size >= 2 * HUGE_PAGE_BYTES
