@@ -9,6 +9,7 @@ from scheduling_device import Oracle, make_loop, request, truth
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.scheduling import INVALID_TOKEN, CacheGroup, Request, Status
+from torchax_serve.scheduling.planner import BURST_HOLD
 
 
 def test_neither_jax_nor_torch_is_imported():
@@ -77,6 +78,7 @@ def test_prefill_is_cut_into_chunks_beside_decode_rows_under_the_budget():
     loop = make_loop(token_budget=12)
     loop.scheduler.add(request(0, max_new=30))
     loop.step()
+    loop.step()  # what comes now is not of its burst
     loop.scheduler.add(request(1, prompt_len=25))
     loop.drain()
     mixed = [plan for plan in loop.plans if plan.decode_rows and plan.prefill_rows]
@@ -92,6 +94,7 @@ def test_a_chunk_fills_what_the_step_would_be_padded_with():
     loop = make_loop(num_slots=4, max_len=128, token_budget=64, token_rungs=(16, 32, 64))
     loop.scheduler.add(request(1, prompt_len=3, max_new=40))
     loop.step()
+    loop.step()  # what comes now is not of its burst
     loop.scheduler.add(request(2, prompt_len=80, max_new=2))
     loop.drain()
     beside = [plan for plan in loop.plans if plan.num_decode and plan.num_prefill_tokens]
@@ -99,6 +102,36 @@ def test_a_chunk_fills_what_the_step_would_be_padded_with():
     assert full
     assert set(full) <= {16, 32, 64}
     assert sum(plan.num_prefill_tokens for plan in loop.plans) == 83
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_requests_of_one_burst_begin_to_decode_together(depth):
+    loop = make_loop(num_slots=8, token_budget=16, depth=depth)
+    asked = [request(i, prompt_len=10, max_new=6) for i in range(8)]
+    for each in asked:
+        loop.scheduler.add(each)
+    loop.drain()
+    assert [plan.num_decode for plan in loop.plans] == [0] * 5 + [8] * 5  # prompts of 80 tokens, then tokens 2 to 6
+    assert loop.tokens == {each.request_id: truth(loop, each) for each in asked}
+
+
+def test_a_burst_decodes_beside_prompts_once_it_has_waited():
+    loop = make_loop(CacheGroup("full", None, 129), num_slots=8, token_budget=16)
+    for i in range(8):
+        loop.scheduler.add(request(i, prompt_len=32, max_new=6))
+    loop.drain()
+    assert not any(plan.num_decode for plan in loop.plans[: 2 + BURST_HOLD])  # the first prompt takes two steps
+    after = loop.plans[2 + BURST_HOLD]
+    assert after.num_decode == (2 + BURST_HOLD) // 2
+    assert after.num_decode + after.num_prefill_tokens == 16
+
+
+def test_a_burst_decodes_while_the_others_wait_for_a_slot():
+    loop = make_loop(num_slots=2, token_budget=16, depth=0)
+    for i in range(4):
+        loop.scheduler.add(request(i, prompt_len=8, max_new=3))
+    loop.drain()
+    assert [plan.num_decode for plan in loop.plans] == [0, 2, 2, 0, 2, 2]
 
 
 @pytest.mark.parametrize("rungs", [(32, 16, 64), (16, 32)])

@@ -11,6 +11,9 @@ from torchax_serve.scheduling.plan import PageCopy, PlanRow, StepPlan
 from torchax_serve.scheduling.request import RequestState, Status
 from torchax_serve.scheduling.roster import Roster
 
+BURST_HOLD = 8
+"""Steps in which requests of one burst wait for the prompts of the others, before they decode beside them."""
+
 
 @dataclasses.dataclass(slots=True)
 class _Draft:
@@ -45,11 +48,15 @@ class StepPlanner:
         """The next plan and the states of its rows; None if no row can be planned now."""
         num_decode = sum(state.wants_decode for state in self._roster.running)
         budget = self._config.token_budget - num_decode
-        is_burst = num_decode > 0 and self._is_burst()
-        limit = budget if is_burst else self._filled_up(num_decode, self._pacer.limit(num_decode, budget), budget)
-        draft = self._fill(limit)
-        if not draft.decode and not draft.prefill and limit < budget:
-            draft = self._fill(budget)  # nobody decodes after all: nobody's pace to keep
+        age = self._burst_age() if num_decode else None
+        is_burst = age is not None
+        if age is not None and age < BURST_HOLD:
+            draft = self._fill(self._config.token_budget, holds_decode=True)
+        else:
+            limit = budget if is_burst else self._filled_up(num_decode, self._pacer.limit(num_decode, budget), budget)
+            draft = self._fill(limit)
+        if not draft.decode and not draft.prefill:
+            draft = self._fill(budget)  # nobody decodes after all: nobody's pace to keep; or no prompt fits in
         if not draft.decode and not draft.prefill:
             return None
         num_steps = 1 if draft.prefill else self._stretch(draft.decode)
@@ -75,23 +82,24 @@ class StepPlanner:
         fits = next((rung for rung in self._config.token_rungs if rung >= num_decode + limit), num_decode + limit)
         return min(fits - num_decode, budget)
 
-    def _is_burst(self) -> bool:
-        """Whether the next prompt came before any running request was given a token: they are of one burst.
+    def _burst_age(self) -> int | None:
+        """Steps since the first running request was given a token, if the next prompt came before; None if not.
 
-        Nobody's pace is kept then, for a batch that fills up sooner is over sooner. That lasts for as many steps as
-        requests run at once, so that who starts early in a long queue does not wait for all of it.
+        They are of one burst then, and nobody's pace is kept: a batch that fills up sooner is over sooner. In the first
+        steps nobody decodes, so that rows that begin together end together and all steps between are full. That lasts
+        for as many steps as requests run at once: who starts early in a long queue does not wait for all of it.
         """
         started = [state.started_step for state in self._roster.running if state.started_step is not None]
         prompts = [state for state in self._roster.running if state.wants_prefill]
         first = prompts[0] if prompts else next(iter(self._roster.waiting), None)
         if first is None:
-            return False
+            return None
         if not started:
-            return True
-        is_fresh = self.num_planned - min(started) <= self._config.max_running
-        return is_fresh and first.arrived_step <= min(started)
+            return 0
+        age = self.num_planned - min(started)
+        return age if age <= self._config.max_running and first.arrived_step <= min(started) else None
 
-    def _fill(self, prefill_limit: int) -> _Draft:
+    def _fill(self, prefill_limit: int, holds_decode: bool = False) -> _Draft:
         draft = _Draft(prefill_limit, [0] * len(self._config.groups))
         page_len = self._config.page_len
         for state in tuple(self._roster.running):
@@ -99,7 +107,7 @@ class StepPlanner:
                 continue  # it had to make room
             if state.wants_prefill:
                 self._continue_prefill(draft, state)
-            elif state.wants_decode:
+            elif state.wants_decode and not holds_decode:
                 pages, start = state.pages, state.num_planned
                 assert pages is not None
                 if start >= pages.num_pages * page_len and not self._grow(state, start + 1):
