@@ -54,6 +54,8 @@ class LoopRows:
         names = torch_model._jax_runtime.program.names
         if Padding.of(request.model_kwargs.get(names.mask), request.input_ids.shape[1]) != Padding():
             return None
+        if (request.input_ids == _left_out(torch_model)).any():
+            return None  # a prompt's positions depend on what it is computed with
         outputs = outputs_of(torch_model._jax_runtime, start.encoder)
         engine = None if outputs is None else self._engine()
         max_length = request.stopping_criteria.max_length
@@ -93,6 +95,16 @@ def outputs_of(runtime: Runtime, encoder: EncoderOutput) -> list[np.ndarray] | N
             return None
         lens = np.minimum(lens, runtime.source_mask.seen(num_ones))
     return [row[None, :length] for row, length in zip(encoded, lens, strict=True)] if lens.all() else None
+
+
+_COUNTERS = ("create_position_ids_from_input_ids", "make_positions")
+
+
+def _left_out(model: Any) -> int:
+    """The padding that a decoder such as M2M100's counts positions without, over the tokens of a step; -1: none."""
+    counters = (part for part in model.modules() if any(hasattr(part, name) for name in _COUNTERS))
+    found = {part.padding_idx for part in counters if getattr(part, "padding_idx", None) is not None}
+    return next(iter(found), -1)
 
 
 def _is_greedy(request: LoopRequest) -> bool:

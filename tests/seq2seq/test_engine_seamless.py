@@ -146,6 +146,18 @@ def test_requests_that_made_room_for_others_go_on_as_before(served):
     assert model.stats().scheduler.num_preemptions > before
 
 
+def test_prompts_with_padding_inside_run_in_the_loop(served):
+    name, model = served  # padding has no position, and those behind it count only the tokens of their step
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 100, (6, 1, 16), generator=generator)
+    prompts[:, :, [3, 5, 6]] = eager(name).config.pad_token_id
+    for prompt in prompts:
+        call = {**inputs(name)[2], "decoder_input_ids": prompt}
+        tokens, num_steps = ours(model, call)
+        assert torch.equal(tokens, expected(name, call))
+        assert num_steps == 0
+
+
 def test_rows_end_where_they_end(served):
     name, model = served
     ends = expected(name, together(name))[:, 4:6].flatten().tolist()
