@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchax_serve")
 
+_COUNTERS = ("create_position_ids_from_input_ids", "make_positions")  # methods, of embeddings
+
 
 class LoopRows:
     """Runs rows of a served model's ``generate`` on its engine, where their tokens are the same as in the loop.
@@ -54,7 +57,7 @@ class LoopRows:
         names = torch_model._jax_runtime.program.names
         if Padding.of(request.model_kwargs.get(names.mask), request.input_ids.shape[1]) != Padding():
             return None
-        if (request.input_ids == _left_out(torch_model)).any():
+        if (request.input_ids == self._left_out).any():
             return None  # a prompt's positions depend on what it is computed with
         outputs = outputs_of(torch_model._jax_runtime, start.encoder)
         engine = None if outputs is None else self._engine()
@@ -65,6 +68,14 @@ class LoopRows:
         if longest > (engine.max_source_len or 0) or len(outputs) != len(request.input_ids):
             return None
         return _run(engine, request, outputs, max_length, torch_model._jax_runtime.vocab_size)
+
+    @cached_property
+    def _left_out(self) -> int:
+        """The padding that a decoder such as M2M100's counts positions without, over the tokens of a step; -1: none."""
+        parts = self._model.torch_model.get_decoder().modules()
+        counters = [part for part in parts if any(hasattr(part, name) for name in _COUNTERS)]
+        found = (getattr(part, "padding_idx", None) for part in counters)
+        return next((padding_idx for padding_idx in found if padding_idx is not None), -1)
 
     def _engine(self) -> Engine | Replicas | None:
         try:
@@ -95,16 +106,6 @@ def outputs_of(runtime: Runtime, encoder: EncoderOutput) -> list[np.ndarray] | N
             return None
         lens = np.minimum(lens, runtime.source_mask.seen(num_ones))
     return [row[None, :length] for row, length in zip(encoded, lens, strict=True)] if lens.all() else None
-
-
-_COUNTERS = ("create_position_ids_from_input_ids", "make_positions")
-
-
-def _left_out(model: Any) -> int:
-    """The padding that a decoder such as M2M100's counts positions without, over the tokens of a step; -1: none."""
-    counters = (part for part in model.modules() if any(hasattr(part, name) for name in _COUNTERS))
-    found = {part.padding_idx for part in counters if getattr(part, "padding_idx", None) is not None}
-    return next(iter(found), -1)
 
 
 def _is_greedy(request: LoopRequest) -> bool:

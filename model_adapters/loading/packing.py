@@ -42,11 +42,11 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
     """
     if jax.default_backend() != "cpu":
         return 0
-    linear = [
+    linear = dict.fromkeys(
         f"{path}.weight" if path else "weight"
         for path, child in module.named_modules()
         if isinstance(child, torch.nn.Linear) and type(child).forward is torch.nn.Linear.forward
-    ]
+    )
     names_of: dict[int, list[str]] = {}
     for name, array in weights.items():
         names_of.setdefault(id(array), []).append(name)

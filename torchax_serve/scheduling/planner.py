@@ -50,13 +50,14 @@ class StepPlanner:
         budget = self._config.token_budget - num_decode
         age = self._burst_age() if num_decode else None
         is_burst = age is not None
-        if age is not None and age < BURST_HOLD:
-            draft = self._fill(self._config.token_budget, holds_decode=True)
+        holds_decode = age is not None and age < BURST_HOLD
+        if is_burst:
+            limit = self._config.token_budget if holds_decode else budget
         else:
-            limit = budget if is_burst else self._filled_up(num_decode, self._pacer.limit(num_decode, budget), budget)
-            draft = self._fill(limit)
-        if not draft.decode and not draft.prefill:
-            draft = self._fill(budget)  # nobody decodes after all: nobody's pace to keep; or no prompt fits in
+            limit = self._filled_up(num_decode, self._pacer.limit(num_decode, budget), budget)
+        draft = self._fill(limit, holds_decode)
+        if not draft.decode and not draft.prefill and (holds_decode or limit < budget):
+            draft = self._fill(budget)  # no prompt fits in; or nobody decodes after all: nobody's pace to keep
         if not draft.decode and not draft.prefill:
             return None
         num_steps = 1 if draft.prefill else self._stretch(draft.decode)
