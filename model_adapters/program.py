@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 import pytree_registry
-from model_adapters import conditions, experts, folding, lowerings, quirks
+from model_adapters import conditions, experts, folding, lowerings, norms, quirks
 from model_adapters.attention import goes_through_interface, implementation_of, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view, views_of
 from model_adapters.cache_layers import AttentionLayer
@@ -378,6 +378,7 @@ class ModelProgram:
             on_devices,
             torch_mode(self.module, state),
             quirks.applied(self.module),
+            norms.intercepted(self.module),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):
             yield

@@ -7,6 +7,7 @@ from model_adapters.ops.grouped_matmul import grouped_matmul
 from model_adapters.ops.linear import addmm, baddbmm, bmm, einsum, linear, matmul
 from model_adapters.ops.paged_attention import paged_attention
 from model_adapters.ops.registry import list_ops, on_platform, provide, use
+from model_adapters.ops.rms_norm import rms_norm
 from model_adapters.ops.row_sum import layer_norm, row_sum, softmax
 
 for op in ("decode_attention", "paged_attention"):
@@ -30,6 +31,7 @@ __all__ = [
     "matmul",
     "on_platform",
     "paged_attention",
+    "rms_norm",
     "row_sum",
     "silu",
     "softmax",

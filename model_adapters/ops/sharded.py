@@ -31,6 +31,8 @@ from model_adapters.ops.linear import OP as LINEAR
 from model_adapters.ops.linear import reference as linear_reference
 from model_adapters.ops.paged_attention import OP as PAGED
 from model_adapters.ops.paged_attention import paged_attention
+from model_adapters.ops.rms_norm import OP as RMS_NORM
+from model_adapters.ops.rms_norm import reference as rms_norm_reference
 from model_adapters.ops.row_sum import OP as ROW_SUM
 from model_adapters.ops.row_sum import reference as row_sum_reference
 
@@ -204,6 +206,7 @@ for _op, _reference in (
     (LINEAR, linear_reference),
     (GROUPED, grouped_reference),
     (ACTIVATION, activation_reference),
+    (RMS_NORM, rms_norm_reference),
     (ROW_SUM, row_sum_reference),
 ):
     registry.register(_op, NAME, ("cpu",), refuses=_refuses_product, before_all=True)(_reference)

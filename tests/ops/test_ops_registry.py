@@ -55,7 +55,7 @@ def test_unknown_names_list_the_known_ones(op):
 
 def test_every_op_has_a_reference_for_every_platform():
     ops = {op.name: op for op in list_ops()}
-    names = "activation decode_attention dense_attention grouped_matmul linear paged_attention row_sum"
+    names = "activation decode_attention dense_attention grouped_matmul linear paged_attention rms_norm row_sum"
     assert list(ops) == names.split()
     for op in ops.values():
         assert op.summary

@@ -122,10 +122,8 @@ class PackedModel:
         numbers: jax.Array,
         spec: PackedSpec,
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
-        """float32[S, vocab] (or [T, vocab]) logits, and the pools."""
-        batch = spec.unpack(numbers, last_tokens)
-        logits, pools = self._forward(weights, pools, batch, spec)
-        return logits.astype(jnp.float32), pools
+        """Logits [S, vocab] (or [T, vocab]) in the model's dtype, and the pools."""
+        return self._forward(weights, pools, spec.unpack(numbers, last_tokens), spec)
 
     def _decode(
         self,
@@ -150,7 +148,7 @@ class PackedModel:
                 kv_lens=batch.kv_lens + jnp.where(in_use, index, 0),
             )
             logits, pools = self._forward(weights, pools, now, spec.packed)
-            sampled, state = sample(SamplerSpec(spec.level), options.after(index), state, logits.astype(jnp.float32))
+            sampled, state = sample(SamplerSpec(spec.level), options.after(index), state, logits)
             return tokens.at[index].set(sampled.tokens), pools, state
 
         tokens = jnp.zeros((spec.num_steps, spec.packed.num_rows), jnp.int32)
@@ -203,14 +201,14 @@ class PackedModel:
         ahead: int = 0,
         all_logits: bool = False,
     ) -> jax.Array:
-        """Computes `rows` of a plan; the first ``len(rows)`` rows of the logits float32[S, vocab] are theirs.
+        """Computes `rows` of a plan; the first ``len(rows)`` rows of the logits [S, vocab] are theirs.
 
         Args:
             rows: at most `num_slots`, of `token_budget` tokens at most.
             tables: by group, int32[num_slots, pages_per_seq].
             last_tokens: int32[num_slots], sampled last in each slot.
             ahead: decode steps since the plan's first one.
-            all_logits: logits of every token, float32[T, vocab], in the order of the rows.
+            all_logits: logits of every token, [T, vocab], in the order of the rows.
         """
         spec = self._spec(rows, all_logits)
         numbers = self._numbers(spec, rows, tables, ahead)

@@ -135,20 +135,19 @@ def sample(
         spec: covers every row (`SlotOptions.rows` gives it).
         options: of the n rows.
         state: of all slots.
-        logits: float32[n, vocab], of each row's last token.
+        logits: float[n, vocab], of each row's last token.
     """
-    logits, tables = logits.astype(jnp.float32), state.tables
+    tables = state.tables
 
     def tokens_of(options: RowOptions, logits: jax.Array) -> jax.Array:
-        scores = logits
+        scores = logits.astype(jnp.float32)
         if spec.level == "full":
             assert tables is not None, "rows of the level full come with their tables"
-            scores = adjust(options, tables, logits)
-        tokens = greedy_tokens(scores)
-        return tokens if spec.level == "greedy" else _draw_some(options, scores, tokens, full=spec.level == "full")
+            scores = adjust(options, tables, scores)
+        return _draw_some(options, scores, greedy_tokens(scores), full=spec.level == "full")
 
-    # A maximum is the same in any order.
-    tokens = tokens_of(options, logits) if spec.level == "greedy" else row_by_row(tokens_of, options, logits)
+    # A maximum is the same in any order, and in the dtype the logits come in.
+    tokens = greedy_tokens(logits) if spec.level == "greedy" else row_by_row(tokens_of, options, logits)
     slot = options.int_column("slot")
     # The next step embeds the last token, so even a failed row's must be one.
     last_tokens = state.last_tokens.at[slot].set(jnp.maximum(tokens, 0), mode="drop")

@@ -69,7 +69,7 @@ class LoneSampler:
         self._state, self._counts = jax.device_put((state, from_host(counts, np.int32)), sharding)
 
     def pick(self, logits: jax.Array) -> jax.Array:
-        """The next token, int32[1], for `logits` float32[1, vocab]; `INVALID_TOKEN` if there is none to choose."""
+        """The next token, int32[1], for `logits` [1, vocab]; `INVALID_TOKEN` if there is none to choose."""
         token, self._state, self._counts = _pick(self._plan, self._extras, self._state, self._counts, logits)
         return token
 

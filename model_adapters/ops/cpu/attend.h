@@ -58,25 +58,48 @@ struct Sums {
   }
 };
 
-// Asks memory for the rows of a block, a few lines of the cache at a time and in the order in which they lie, while another
-// block is computed: pages lie anywhere, the hardware follows no list of them, and it takes only so many requests at once.
+// Asks memory for the rows of the blocks that come next, a few lines of the cache at a time and in the order in which they
+// lie, while another block is computed: pages lie anywhere, the hardware follows no list of them, and it takes only so many
+// requests at once. Two blocks are known ahead, because one may be too short to be computed for as long as the next takes.
 class Fetch {
  public:
-  Fetch() = default;
-  Fetch(const char* const* rows, int count, int64_t row_bytes) : rows_(rows), left_(count), row_bytes_(row_bytes) {}
+  struct Rows {
+    const char* const* begin;
+    int count;
+  };
+
+  explicit Fetch(int64_t row_bytes) : row_bytes_(row_bytes) {}
+
+  // Behind those that are not yet asked for, of one block at most.
+  void add(const Rows& rows) {
+    is_behind_ = rows_.count > 0;
+    (is_behind_ ? behind_ : rows_) = rows;
+  }
 
   void lines(int n) {
-    for (; n > 0 && left_ > 0; n--) {
-      __builtin_prefetch(*rows_ + at_, 0, 2);
-      if ((at_ += 64) >= row_bytes_) at_ = 0, rows_++, left_--;
+    for (; n > 0; n--) {
+      if (rows_.count == 0 && is_behind_) take_behind();
+      if (rows_.count == 0) return;
+      ask();
     }
+  }
+
+  // What is left of those before the last that were added; of all.
+  void all_but_last() {
+    while (is_behind_) rows_.count > 0 ? ask() : take_behind();
   }
   void rest() { lines(std::numeric_limits<int>::max()); }
 
  private:
-  const char* const* rows_ = nullptr;
-  int left_ = 0;
-  int64_t row_bytes_ = 0, at_ = 0;
+  void ask() {
+    __builtin_prefetch(*rows_.begin + at_, 0, 2);
+    if ((at_ += 64) >= row_bytes_) at_ = 0, rows_.begin++, rows_.count--;
+  }
+  void take_behind() { rows_ = behind_, is_behind_ = false; }
+
+  Rows rows_{}, behind_{};
+  bool is_behind_ = false;
+  int64_t row_bytes_, at_ = 0;
 };
 
 // Numbers of T that share a 32-bit word. Keys are transposed by the word, as they are; products unpack them.
@@ -207,7 +230,7 @@ struct Block {
     for (int t = 0; t < kBlock; t++) values[t] = keys[t] + shape.key_dim;
   }
 
-  Fetch fetch(int known, const Shape& shape) const { return {(const char* const*)keys, known, (shape.key_dim + shape.value_dim) * int64_t(sizeof(T))}; }
+  Fetch::Rows rows(int known) const { return {(const char* const*)keys, known}; }
 };
 
 template <int R, class K, class V>
@@ -286,10 +309,10 @@ class Walk {
   int64_t begin_, stop_, lowest_, highest_;
 };
 
-// The sums of a tile over a walk. `then` is asked for while the last block is computed, as the first one of `walk` was by
-// whoever came before.
+// The sums of a tile over a walk. `then` is asked for behind its blocks, as the first one of `walk` was by whoever came
+// before.
 template <class T>
-void attend_span(Walk<T> walk, const Shape& shape, const Tile& tile, const Sums& sums, Fetch then) {
+void attend_span(Walk<T> walk, const Shape& shape, const Tile& tile, const Sums& sums, const Fetch::Rows& then) {
   static thread_local std::vector<float> scratch;
   const int64_t value_stride = padded(shape.value_dim);
   const int64_t words = num_words<T>(shape.key_dim);
@@ -299,12 +322,17 @@ void attend_span(Walk<T> walk, const Shape& shape, const Tile& tile, const Sums&
   const float* converted_rows[kBlock];
   for (int t = 0; t < kBlock; t++) converted_rows[t] = converted + t * value_stride;
   sums.clear(tile.rows, shape.value_dim);
-  Visit<T> visits[2];
-  bool is_left = walk.next(visits[0]);
-  for (int current = 0; is_left; current ^= 1) {
-    const Visit<T>& visit = visits[current];
-    is_left = walk.next(visits[current ^ 1]);
-    Fetch fetch = is_left ? visits[current ^ 1].block.fetch(visits[current ^ 1].known, shape) : then;
+  Fetch fetch((shape.key_dim + shape.value_dim) * int64_t(sizeof(T)));
+  Visit<T> visits[3];  // what is computed, and two that come next
+  const auto find = [&](int i) {
+    const bool is_there = walk.next(visits[i % 3]);
+    fetch.add(is_there ? visits[i % 3].block.rows(visits[i % 3].known) : then);
+    return is_there;
+  };
+  bool is_left = walk.next(visits[0]), is_next = is_left && find(1);
+  for (int i = 0; is_left; i++) {
+    const bool is_behind = is_next && find(i + 2);
+    const Visit<T>& visit = visits[i % 3];
     const Block<T>& block = visit.block;
     for (int t = 0; t < visit.known; t += kLanes) transpose(block.keys + t, shape.key_dim, keys + t, fetch);
     if (tile.rows <= kRowTile) {
@@ -315,8 +343,10 @@ void attend_span(Walk<T> walk, const Shape& shape, const Tile& tile, const Sums&
           store(converted + t * value_stride + d, d + kLanes <= shape.value_dim ? load(block.values[t] + d) : load_first(block.values[t] + d, int(shape.value_dim - d)));
       attend_tile<T>(tile, visit.begin, keys, converted_rows, shape.value_dim, sums, words, fetch);
     }
-    fetch.rest();
+    fetch.all_but_last();
+    is_left = is_next, is_next = is_behind;
   }
+  fetch.rest();
 }
 
 // Adds the sums of the next span to those before it. A span in which a row sees nothing changes nothing.

@@ -35,6 +35,7 @@ TARGETS = (
     "tas_linear",
     "tas_packed_linear",
     "tas_paged_attention",
+    "tas_rms_norm",
     "tas_row_sum",
     "tas_unpack",
 )
@@ -262,4 +263,11 @@ def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:
 def row_sum(x: jax.Array) -> jax.Array:
     """float32[rows]: the sums of the rows of ``x[rows, n]``."""
     out: jax.Array = _call("tas_row_sum", jax.ShapeDtypeStruct(x.shape[:1], jnp.float32))(x)
+    return out
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, rounds_first: bool) -> jax.Array:
+    """`model_adapters.ops.rms_norm` of ``x[rows, n]``."""
+    call = _call("tas_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    out: jax.Array = call(x, weight, eps=np.float32(eps), rounds_first=np.int64(rounds_first))
     return out

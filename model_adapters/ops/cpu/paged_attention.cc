@@ -201,12 +201,12 @@ class Attention {
       call_.q.read(((piece.token + r / shape_.group) * call_.query_heads + head * shape_.group + r % shape_.group) * shape_.key_dim, shape_.key_dim, &queries[r * stride]);
     tile.q = queries.data();
     Visit<T> first;
-    Fetch fetch;
+    Fetch::Rows rows{};
     if (then.piece != nullptr) {
       const Tile next = tile_of(call_, shape_, then.piece->seq, then.piece->token, then.piece->count);
-      if (walk_of(then, next).next(first)) fetch = first.block.fetch(first.known, shape_);
+      if (walk_of(then, next).next(first)) rows = first.block.rows(first.known);
     }
-    attend_span(walk_of(unit, tile), shape_, tile, sums, fetch);
+    attend_span(walk_of(unit, tile), shape_, tile, sums, rows);
   }
 
   // Each span of each item on whatever thread is free; then they are joined in order.

@@ -1,0 +1,99 @@
+// Root-mean-square norms of rows, each the same to the last bit however many rows come along.
+#include <cmath>
+
+#include "parallel.h"
+#include "simd.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace tas {
+namespace {
+
+constexpr int64_t kNumbersPerChunk = 8 << 10;
+constexpr int64_t kNumbersPerWorker = 32 << 10;  // less is done before another thread is awake
+
+template <class T, class W>
+struct Norm {
+  const T* x;
+  const W* weight;
+  T* out;
+  int64_t n;
+  float eps;
+  bool rounds_first;
+
+  void row(int64_t r) const {
+    const T* from = x + r * n;
+    T* to = out + r * n;
+    const float scale = 1.f / std::sqrt(sum_of_squares(from) / float(n) + eps);
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(to + i, normed(load(from + i), load(weight + i), scale));
+    if (i < n) {
+      T last[kLanes];
+      store(last, normed(load_first(from + i, n - i), load_first(weight + i, n - i), scale));
+      std::copy(last, last + (n - i), to + i);
+    }
+  }
+
+ private:
+  float sum_of_squares(const T* row) const {
+    Vec sums[4] = {};  // a chain of additions alone would wait for each
+    const auto add = [](Vec& sum, Vec v) { sum += v * v; };
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+      for (int j = 0; j < 4; j++) add(sums[j], load(row + i + j * kLanes));
+    for (; i + kLanes <= n; i += kLanes) add(sums[0], load(row + i));
+    if (i < n) add(sums[1], load_first(row + i, n - i));
+    return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+
+  Vec normed(Vec v, Vec w, float scale) const {
+    v = v * scale;
+    if (rounds_first) {
+      T rounded[kLanes];
+      store(rounded, v);
+      v = load(rounded);
+    }
+    return v * w;
+  }
+};
+
+template <class T, class W>
+ffi::Error run(ffi::ThreadPool& threads, const Norm<T, W>& norm, int64_t rows) {
+  const int64_t per_chunk = std::max<int64_t>(1, kNumbersPerChunk / std::max<int64_t>(norm.n, 1));
+  parallel_for(threads, (rows + per_chunk - 1) / per_chunk, 1 + rows * norm.n / kNumbersPerWorker, [&](int64_t c, int64_t) {
+    for (int64_t r = c * per_chunk; r < std::min(rows, (c + 1) * per_chunk); r++) norm.row(r);
+  });
+  return ffi::Error::Success();
+}
+
+// x[rows, n], weight[n] of its dtype or float -> out[rows, n].
+ffi::Error rms_norm(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out, float eps, int64_t rounds_first) {
+  const int64_t rows = x.dimensions()[0], n = x.dimensions()[1];
+  const auto of = [&](const auto* data) {
+    using T = std::decay_t<decltype(*data)>;
+    const auto with = [&](const auto* w) {
+      return run(threads, Norm<T, std::decay_t<decltype(*w)>>{data, w, (T*)out->untyped_data(), n, eps, rounds_first != 0}, rows);
+    };
+    return weight.element_type() == ffi::F32 ? with((const float*)weight.untyped_data()) : with((const T*)weight.untyped_data());
+  };
+  if (weight.element_type() != ffi::F32 && weight.element_type() != x.element_type()) return ffi::Error::InvalidArgument("rms_norm: weight must be float32 or of the dtype of x");
+  switch (x.element_type()) {
+    case ffi::BF16: return of((const bf16*)x.untyped_data());
+    case ffi::F16: return of((const f16*)x.untyped_data());
+    case ffi::F32: return of((const float*)x.untyped_data());
+    default: return ffi::Error::InvalidArgument("rms_norm: x must be bfloat16, float16 or float32");
+  }
+}
+
+}  // namespace
+}  // namespace tas
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_rms_norm, tas::rms_norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("eps")
+                                  .Attr<int64_t>("rounds_first"));
