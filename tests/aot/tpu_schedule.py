@@ -3,7 +3,10 @@
 As a script: ``python tpu_schedule.py CHIP`` prints a JSON object, percent by shape. A process of its own, because the
 compiler is asked for its schedules when it is loaded.
 
-A schedule is a list of bundles, one a cycle where nothing stalls; latencies of DMAs and stalls are not in it.
+A schedule is a list of bundles, one a cycle where nothing stalls; latencies of DMAs and stalls on memory are not in it.
+It is read as it is after registers are allocated: a cycle in which nothing starts, because a unit is busy or a result
+not there yet, is an empty bundle in it. In the final one most of these are gone, merged into delays, so that its length
+is no number of cycles: on v6e and tpu7x, where products wait for their units, up to half of them would be missing.
 """
 
 import json
@@ -90,7 +93,7 @@ def inner_loop_cycles(text, num_pieces):
 def share_of_dma_time(shape, chip, dumps):
     """The loop's cycles over those that reading its block takes."""
     compile_call("decode_attention", shape, chip)
-    (path,) = Path(dumps).glob("*decode_attention*-final_bundles.txt")
+    (path,) = Path(dumps).glob("*decode_attention*-packed-bundles-post-ra.txt")
     blocks = Blocks.of(shape.pool, shape.capacity // shape.page)
     cycles = inner_loop_cycles(path.read_text(), blocks.num_pieces)
     for dump in Path(dumps).iterdir():
