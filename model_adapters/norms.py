@@ -7,8 +7,7 @@ last instruction, that of Llama's or Gemma's, our op computes the norm while a m
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,24 +15,18 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from model_adapters.bridge import is_view, jax_view, torch_view
+from model_adapters.module_state import methods_replaced
 from model_adapters.ops import registry
 from model_adapters.ops.rms_norm import OP, rms_norm
 
 
-@contextlib.contextmanager
-def intercepted(module: torch.nn.Module) -> Iterator[None]:
+def intercepted(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Norms of `module` and its parts reach our op inside."""
-    changed = []
-    try:
-        for child in module.modules():
-            replacement = _replacement(type(child))
-            if replacement is not None and "forward" not in vars(child):
-                vars(child)["forward"] = types.MethodType(replacement, child)
-                changed.append(child)
-        yield
-    finally:
-        for child in changed:
-            vars(child).pop("forward", None)
+    return methods_replaced(
+        (child, "forward", replacement)
+        for child in module.modules()
+        if (replacement := _replacement(type(child))) is not None and "forward" not in vars(child)
+    )
 
 
 def _replacement(kind: type[torch.nn.Module]) -> Callable[..., Any] | None:

@@ -19,10 +19,12 @@ import functools
 import importlib
 import pkgutil
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from model_adapters.module_state import methods_replaced
 
 _MODELS = "transformers.models."
 SHARED = {
@@ -79,20 +81,12 @@ def _architecture(module: torch.nn.Module) -> str:
     return SHARED.get(name, name)
 
 
-@contextlib.contextmanager
-def applied(module: torch.nn.Module) -> Iterator[None]:
+def applied(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """The methods of quirks stand in the place of those of `module` and its parts inside."""
-    changed: list[tuple[torch.nn.Module, str, Any]] = []
-    try:
-        for child in module.modules():
-            for name, function in _replaced(_architecture(child)).items():
-                class_name, _, method = name.partition(".")
-                if any(base.__name__ == class_name for base in type(child).__mro__):
-                    changed.append((child, method, vars(child).get(method)))
-                    vars(child)[method] = types.MethodType(function, child)
-        yield
-    finally:
-        for child, method, before in reversed(changed):
-            vars(child).pop(method, None)
-            if before is not None:
-                vars(child)[method] = before
+    return methods_replaced(
+        (child, method, function)
+        for child in module.modules()
+        for name, function in _replaced(_architecture(child)).items()
+        for class_name, _, method in (name.partition("."),)
+        if any(base.__name__ == class_name for base in type(child).__mro__)
+    )
