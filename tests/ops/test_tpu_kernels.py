@@ -6,11 +6,13 @@ Memory begins as NaN, a DMA happens no sooner than somebody waits for it, and ac
 import functools
 import itertools
 from contextlib import contextmanager
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from ops_oracle import assert_close
 from paged_oracle import exact_paged, paged_case
@@ -18,6 +20,7 @@ from paged_oracle import exact_paged, paged_case
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import decode_attention, paged_attention, use
 from model_adapters.ops.pool import write_at
+from model_adapters.ops.tpu import fixed_point
 from model_adapters.ops.tpu.write import write_tokens
 
 PARAMS = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
@@ -48,12 +51,12 @@ def run_paged(case):
         return jax.block_until_ready(jax.jit(functools.partial(paged_attention, **static))(*case.args, **traced))
 
 
-def run_decode(case, starts=None):
-    """`case`, whose sequences have one new token each, as decode_attention."""
+def run_decode(case, starts=None, multiplies_int8=False):
+    """`case`, whose sequences have one new token each, as decode_attention where int8 is multiplied or not."""
     static, traced = options_of(case)
     starts = jnp.zeros_like(case.kv_lens) if starts is None else starts
     args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, starts, case.sinks)
-    with interpreted("decode_attention"):
+    with interpreted("decode_attention"), mock.patch.object(fixed_point, "multiplies_int8", lambda: multiplies_int8):
         return jax.block_until_ready(jax.jit(functools.partial(decode_attention, **static))(*args, **traced))
 
 
@@ -68,6 +71,11 @@ def check(made, case, capfd):
         assert_close(out, expected)
     np.testing.assert_array_equal(np.asarray(pool, np.float64), np.asarray(expected_pool, np.float64))
     assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def check_decode(case, capfd):
+    for multiplies_int8 in (False, True) if case.pool.dtype == jnp.int8 else (False,):
+        check(run_decode(case, multiplies_int8=multiplies_int8), case, capfd)
 
 
 def spare_of(dim, value_dim=None):
@@ -91,7 +99,7 @@ def grid(offset, num_variants):
 def test_decode_over_head_sizes_groups_pages_and_dtypes(options, capfd):
     page = options["page"]
     case = paged_case(q_lens=(1,) * 5, kv_lens=(1, page, page + 1, 3 * page - 1, 0), seed=7, **options)
-    check(run_decode(case), case, capfd)
+    check_decode(case, capfd)
 
 
 @pytest.mark.parametrize("options", list(grid(3, 1)))
@@ -118,7 +126,7 @@ def test_decode_of_several_blocks(options, capfd):
     case = paged_case(
         q_lens=(1,) * 4, kv_lens=(5, 9, 4600, 4096), heads=1, group=2, dim=64, sinks=True, seed=3, **options
     )
-    check(run_decode(case), case, capfd)
+    check_decode(case, capfd)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -129,7 +137,27 @@ def test_decode_of_heads_side_by_side(heads, group, dim, capfd):
     case = paged_case(
         q_lens=(1,) * 3, kv_lens=(70, 33, 64), heads=heads, group=group, dim=dim, page=32, seed=9, **options
     )
-    check(run_decode(case), case, capfd)
+    check_decode(case, capfd)
+
+
+def test_products_of_rows_and_int8_keep_20_bits():
+    # Weights that together are a tenth of the largest one, beside it; queries over many powers of two.
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((8, 128)) * 2.0 ** -rng.integers(0, 12, (8, 128))
+    weights = np.full((8, 4096), 0.1 / 4096)
+    weights[:, 7] = 1
+    matrix = rng.integers(-127, 128, (4096, 128))
+
+    def kernel(q, weights, matrix, products, sums):
+        products[...] = fixed_point.times_keys(q[...], matrix[...])
+        sums[...] = fixed_point.times_values(weights[...], matrix[...])
+
+    shapes = [jax.ShapeDtypeStruct((8, n), jnp.float32) for n in (4096, 128)]
+    q, weights = (np.asarray(x, np.float32) for x in (q, weights))
+    with pltpu.force_tpu_interpret_mode(PARAMS):
+        products, sums = pl.pallas_call(kernel, out_shape=shapes)(q, weights, matrix.astype(np.int8))
+    np.testing.assert_allclose(products, q.astype(np.float64) @ matrix.T, rtol=0, atol=2**-20 * np.abs(products).max())
+    np.testing.assert_allclose(sums, weights.astype(np.float64) @ matrix, rtol=0, atol=2**-20 * np.abs(sums).max())
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -170,13 +198,13 @@ def test_more_int8_tokens_than_are_written_at_once(in_runs, capfd):
 
 def test_values_of_another_size(capfd):
     case = paged_case(q_lens=(1, 1), kv_lens=(30, 7), dim=192, value_dim=128, spare=spare_of(192, 128))
-    check(run_decode(case), case, capfd)
+    check_decode(case, capfd)
     check(run_paged(case), case, capfd)
 
 
 def test_a_pool_with_one_page_per_row(capfd):
     case = paged_case(q_lens=(1, 1, 1), kv_lens=(500, 257, 256), dim=64, page=512)
-    check(run_decode(case), case, capfd)
+    check_decode(case, capfd)
 
 
 def test_starts_hide_what_is_before_them(capfd):
@@ -192,15 +220,15 @@ def test_starts_hide_what_is_before_them(capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("pool_dtype", [None, "int8"])
-def test_nothing_is_written_or_read_outside(pool_dtype, capfd):
+@pytest.mark.parametrize(("pool_dtype", "multiplies_int8"), [(None, False), ("int8", False), ("int8", True)])
+def test_nothing_is_written_or_read_outside(pool_dtype, multiplies_int8, capfd):
     # Lengths beyond the pages, negative ones, pages outside of the pool: as the reference has it.
     page = 32
     case = paged_case(q_lens=(1,) * 4, kv_lens=(3, 40, 64, 7), dim=64, page=page, pool_dtype=pool_dtype, seed=2)
     case = case.with_(pool=jnp.nan_to_num(case.pool))
     table = case.page_table.at[0, 0].set(-1).at[3, 0].set(10**6)
     case = case.with_(page_table=table, kv_lens=jnp.array([3, 10**6, -2, 7], jnp.int32))
-    out, pool = run_decode(case)
+    out, pool = run_decode(case, multiplies_int8=multiplies_int8)
     static, traced = options_of(case)
     with use("decode_attention", "reference"):
         args = (case.q, case.k, case.v, case.pool, table, case.kv_lens, jnp.zeros(4, jnp.int32), case.sinks)

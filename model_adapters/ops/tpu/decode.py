@@ -4,7 +4,7 @@ The method is attention with a running softmax over blocks (Milakov and Gimelshe
 2205.14135) on pages (Kwon et al., arXiv 2309.06180), as a kernel that is to take no longer than reading the pages (int8
 on tpu7x does, see tests/aot): blocks are read ahead across rows, keys and values are the stationary operand of the
 products, and the scores of all heads lie in one array without padding between groups, so that the softmax is done once
-a block.
+a block. Pages of int8 are multiplied as they are where the chip can, else as the queries' dtype.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
 from model_adapters.ops.decode_attention import OP
+from model_adapters.ops.tpu import fixed_point
 from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
 from model_adapters.ops.tpu.pages import LANES, MASKED, SUBLANES, BlockBuffer, Blocks, Lanes, across, round_up
 from model_adapters.ops.tpu.write import write_tokens
@@ -124,8 +125,8 @@ class _Decode:
         sizes = (n for n in range(1, self.heads) if self.heads % n == 0 and n * self.group % SUBLANES == 0)
         return next(sizes, self.heads)
 
-    def by_head(self, rows: jax.Array, first: int, other: Any, contract: int) -> jax.Array:
-        """Row i of ``rows[R, n]`` times the matrix ``other(kv head of i)``, summed in float32; `first` is row 0's head.
+    def by_head(self, rows: jax.Array, first: int, other: Any, times: Any) -> jax.Array:
+        """`times` of row i of ``rows[R, n]`` and the matrix ``other(kv head of i)``; `first` is row 0's head.
 
         The tiles that hold a head's rows are multiplied whole, and of a tile of several heads each keeps its rows:
         nothing moves between sublanes.
@@ -134,7 +135,7 @@ class _Decode:
         head_of = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0) // self.group
         for head in range(self.unit):
             begin, end = head * self.group // SUBLANES * SUBLANES, round_up((head + 1) * self.group, SUBLANES)
-            made = product(rows[begin:end].astype(self.features.dtype), other(first + head), contract)
+            made = times(rows[begin:end], other(first + head))
             for at in range(begin, end, SUBLANES):
                 new = made[at - begin : at - begin + SUBLANES]
                 if at in tiles:
@@ -163,7 +164,7 @@ class _Decode:
         units = range(0, self.heads, self.unit)
         num_query_rows = q.shape[0] // len(units)
         rows_of = [slice(i * num_query_rows, (i + 1) * num_query_rows) for i in range(len(units))]
-        products = [self.by_head(q[rows], head, keys, 1) for head, rows in zip(units, rows_of, strict=True)]
+        products = [self.by_head(q[rows], head, keys, _times_keys) for head, rows in zip(units, rows_of, strict=True)]
         made = []
         for head, rows, scores in zip(units, rows_of, products, strict=True):
             top, total, out = (part[rows] for part in carry)
@@ -174,7 +175,7 @@ class _Decode:
             weights = jnp.exp2(scores - across(new_top, num_keys))
             shrink = jnp.exp2(top - new_top)
             total = shrink * total + jnp.sum(weights, axis=1, keepdims=True)
-            sums = self.by_head(weights, head, values, 0)
+            sums = self.by_head(weights, head, values, _times_values)
             made.append((new_top, total, across(shrink, out.shape[1]) * out + sums))
         top, total, out = (jnp.concatenate(parts, axis=0) for parts in zip(*made, strict=True))
         return top, total, out
@@ -241,6 +242,18 @@ class _Decode:
         """Which rows belong to the second of two packed heads, ``[R, 1]``."""
         row = lax.broadcasted_iota(jnp.int32, (num_query_rows, 1), 0)
         return row // (self.group // 2) % 2 == 1
+
+
+def _times_keys(q: jax.Array, keys: jax.Array) -> jax.Array:
+    """``q[R, n]`` times ``keys[n, lanes]``, summed in float32."""
+    return fixed_point.times_keys(q, keys) if keys.dtype == jnp.int8 else product(q.astype(keys.dtype), keys, 1)
+
+
+def _times_values(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """``weights[R, n]`` times ``values[n, lanes]``, summed in float32."""
+    if values.dtype == jnp.int8:
+        return fixed_point.times_values(weights, values)
+    return product(weights.astype(values.dtype), values, 0)
 
 
 def _kernel(
@@ -311,7 +324,9 @@ def decode_attention(
     num_rows, query_heads, dim = q.shape
     _, heads, _, width = pool.shape
     lanes, blocks = Lanes.packing(dim, v.shape[2], heads), Blocks.of(pool, page_table.shape[1])
-    features = Features(q.dtype, window, softcap, alibi is not None, pool.dtype == jnp.int8)
+    is_int8 = pool.dtype == jnp.int8
+    dtype = jnp.int8 if is_int8 and fixed_point.multiplies_int8() else q.dtype
+    features = Features(dtype, window, softcap, alibi is not None, is_int8)
     constants = row_constants(query_heads, heads, sinks, alibi, k_scale, v_scale, scale=scale, softcap=softcap)
     call = pl.pallas_call(
         functools.partial(_kernel, lanes=lanes, features=features, blocks=blocks),

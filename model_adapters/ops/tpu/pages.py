@@ -118,7 +118,7 @@ class Blocks:
         piece = page
         while piece > MAX_PIECE_LEN and piece % (2 * tile_rows(pool.dtype)) == 0:
             piece //= 2
-        piece_bytes = heads * piece * width * max(pool.dtype.itemsize, 2)  # int8 is multiplied as bfloat16
+        piece_bytes = heads * piece * width * max(pool.dtype.itemsize, 2)  # int8 may be multiplied as bfloat16
         most = min(max_bytes // piece_bytes, max_len // piece, pages_per_seq * (page // piece))
         return cls(page, piece, max(1, most))
 
@@ -214,7 +214,7 @@ class BlockBuffer:
             a, b = (self._rows(slot, 2 * pair + i, first, count, half) for i in range(2))
             return jnp.concatenate([a, b] if keys else [b, a], axis=1).astype(dtype)
         a, b = (self._rows(slot, 2 * pair + i, first, count, slice(0, LANES)).astype(dtype) for i in range(2))
-        if packs := jnp.dtype(dtype).itemsize == 2:  # lanes are turned and chosen 32 bits at a time
+        if packs := jnp.dtype(dtype).itemsize < 4:  # lanes are turned and chosen 32 bits at a time
             a, b = pltpu.bitcast(a, jnp.int32), pltpu.bitcast(b, jnp.int32)
         b = pltpu.roll(b, LANES // 2, 1)
         is_low = lax.broadcasted_iota(jnp.int32, a.shape, 1) < LANES // 2
