@@ -42,8 +42,8 @@ RAGGED = (
 LIMIT = 0.7
 LIMITS = {
     ("tpu7x", str(Shape())): 0.79,
-    ("tpu7x", str(Shape(heads=8, group=1))): 0.85,
-    ("tpu7x", str(Shape(heads=4, group=2, dim=256))): 0.85,
+    ("tpu7x", str(Shape(heads=8, group=1))): 0.79,
+    ("tpu7x", str(Shape(heads=4, group=2, dim=256))): 0.79,
     ("tpu7x", str(Shape(heads=8, group=8, dim=64))): 0.84,
     ("tpu7x", str(Shape(pool_dtype="int8"))): 1.39,
 }

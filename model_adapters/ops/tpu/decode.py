@@ -143,33 +143,62 @@ class _Decode:
                 tiles[at] = new
         return jnp.concatenate([tiles[at] for at in sorted(tiles)], axis=0)
 
+    @property
+    def units(self) -> list[tuple[int, slice]]:
+        """First head and query rows of each unit."""
+        num_rows = round_up(self.unit * self.group, SUBLANES)
+        heads = range(0, self.heads, self.unit)
+        return [(head, slice(i * num_rows, (i + 1) * num_rows)) for i, head in enumerate(heads)]
+
     def attend(
         self, q: jax.Array, constants: jax.Array, row: _Row, first: Any, slot: Any, place: Any, size: int, carry: Carry
     ) -> Carry:
         """`carry` with `size` pieces from place `place` of `slot` on, the row's pieces from `first` on.
 
-        The scores of all units come first: products of one are then done beside the softmax of another.
+        Products with keys come first, of all units and, where there is one alone, of both halves of the pieces: some
+        are then done beside the softmax of others.
         """
-        dtype = self.features.dtype
-        num_keys = size * self.blocks.piece
-        position = (row.first + first) * self.blocks.piece + lax.broadcasted_iota(jnp.int32, (1, num_keys), 1)
-        seen = (position >= row.begin) & (position < row.end)
+        count = size // 2 if self.unit == self.heads and size % 2 == 0 else size
+        parts = range(0, size, count)
+        keys = lax.broadcasted_iota(jnp.int32, (1, count * self.blocks.piece), 1)
+        positions = [(row.first + first + part) * self.blocks.piece + keys for part in parts]
+        seen = [(position >= row.begin) & (position < row.end) for position in positions]
+        products = [self.times_keys(q, slot, place + part, count) for part in parts]
+        for part, scores, position, mask in zip(parts, products, positions, seen, strict=True):
+            distance = position - row.end + 1
+            carry = self.weigh(scores, constants, distance, mask, slot, place + part, count, carry)
+        return carry
+
+    def times_keys(self, q: jax.Array, slot: Any, place: Any, size: int) -> list[jax.Array]:
+        """Each unit's queries times the keys of `size` pieces from place `place` of `slot` on."""
 
         def keys(head: int) -> jax.Array:
-            return self.buffer.keys(slot, head, place, size, self.lanes, dtype)
+            return self.buffer.keys(slot, head, place, size, self.lanes, self.features.dtype)
+
+        return [self.by_head(q[rows], head, keys, _times_keys) for head, rows in self.units]
+
+    def weigh(
+        self,
+        products: list[jax.Array],
+        constants: jax.Array,
+        distance: jax.Array,
+        seen: jax.Array,
+        slot: Any,
+        place: Any,
+        size: int,
+        carry: Carry,
+    ) -> Carry:
+        """`carry` with the values of the pieces whose keys gave `products`, lie at `distance` and are `seen` or not."""
+        num_keys = seen.shape[1]
 
         def values(head: int) -> jax.Array:
-            return self.buffer.values(slot, head, place, size, self.lanes, dtype)
+            return self.buffer.values(slot, head, place, size, self.lanes, self.features.dtype)
 
-        units = range(0, self.heads, self.unit)
-        num_query_rows = q.shape[0] // len(units)
-        rows_of = [slice(i * num_query_rows, (i + 1) * num_query_rows) for i in range(len(units))]
-        products = [self.by_head(q[rows], head, keys, _times_keys) for head, rows in zip(units, rows_of, strict=True)]
         made = []
-        for head, rows, scores in zip(units, rows_of, products, strict=True):
+        for (head, rows), scores in zip(self.units, products, strict=True):
             top, total, out = (part[rows] for part in carry)
             factor, slope = constants[rows, 1:2], constants[rows, 2:3]
-            scores = self.features.score(scores, factor, slope, position - row.end + 1)
+            scores = self.features.score(scores, factor, slope, distance)
             scores = jnp.where(seen, scores, MASKED)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
             weights = jnp.exp2(scores - across(new_top, num_keys))
