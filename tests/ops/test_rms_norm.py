@@ -17,6 +17,7 @@ from model_adapters.ops import registry, use
 lowerings.install()
 EPS = 1e-6
 ROUNDING = {"float32": 2**-22, "bfloat16": 2**-7, "float16": 2**-10}  # of the quotient and of the result
+SUM = 2**-22  # of the root of a float32 sum in XLA's order: 128 in a row for 1024 squares with eight lanes
 
 
 def exact(x, weight):
@@ -40,7 +41,8 @@ def test_it_is_the_quotient_times_the_weight(shape, dtype, rounds_first, impleme
         out = ops.rms_norm(x, weight, EPS, rounds_first=rounds_first)
     assert (out.shape, out.dtype) == (x.shape, x.dtype)
     steps = 2**-24 if dtype == "float16" else 0  # of the smallest numbers that float16 has
-    np.testing.assert_allclose(np.asarray(out, np.float64), exact(x, weight), rtol=ROUNDING[dtype], atol=steps)
+    rounding = ROUNDING[dtype] + (SUM if implementation == "reference" else 0)
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact(x, weight), rtol=rounding, atol=steps)
 
 
 @pytest.mark.parametrize("rounds_first", [True, False])

@@ -140,7 +140,7 @@ void dot_keys(const float* keys, const float* q, int64_t words, float* scores, F
         for (int w = 0; w < kWide; w++) k[w] = unpack<T>(load(keys + i * kBlock + t + w * kLanes), j);
         for (int r = 0; r < R; r++) {
           const Vec x = splat(q[(r * words + i) * kPerWord<T> + j]);
-          for (int w = 0; w < kWide; w++) sum[r][w] += x * k[w];
+          for (int w = 0; w < kWide; w++) sum[r][w] = fma(x, k[w], sum[r][w]);
         }
       }
     }
@@ -162,7 +162,7 @@ void add_values(const T* const* values, int first, int last, int64_t d, int64_t 
     for (int w = 0; w < W; w++) v[w] = kPartial ? load_first(row, int(dim - d)) : load(row + w * kLanes);
     for (int r = 0; r < R; r++) {
       const Vec x = splat(weights[r * kBlock + t]);
-      for (int w = 0; w < W; w++) sum[r][w] += x * v[w];
+      for (int w = 0; w < W; w++) sum[r][w] = fma(x, v[w], sum[r][w]);
     }
   }
   for (int r = 0; r < R; r++)

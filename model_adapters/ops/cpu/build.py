@@ -23,7 +23,7 @@ import jaxlib.version
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
-FLAGS = ("-O3", "-std=c++17", "-fPIC")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off")
 COMPILE_LIMIT_S = 300.0
 
 

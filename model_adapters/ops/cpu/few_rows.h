@@ -29,6 +29,8 @@ class FewRows {
     chunk_rows_ = std::max<int64_t>(kLanes, std::min(n / kMinChunks, fitting) / kLanes * kLanes);
   }
 
+  static int64_t lanes(int64_t) { return 0; }  // that it wants x in: the rows as they lie
+
   int64_t num_chunks() const { return (n_ + chunk_rows_ - 1) / chunk_rows_; }
 
   // out[r * n + i] for all rows and the weight rows i of chunk c.

@@ -22,9 +22,10 @@ bool in_lanes(int64_t rows, bool in_order) {
 
 template <class T, class Out>
 ffi::Error run(ffi::ThreadPool& threads, const T* x, const T* weight, const float* bias, Out* out, int64_t rows, int64_t n, int64_t k, bool in_order) {
-  const HeldRows<T> held(&threads, x, rows, k, Product<T>::lanes(rows));
+  const bool is_few = in_lanes<T>(rows, in_order);
+  const HeldRows<T> held(&threads, x, rows, k, is_few ? FewRows<T>::lanes(rows) : Product<T>::lanes(rows));
   const int64_t workers = num_workers(rows, n, k, sizeof(T));
-  if (in_lanes<T>(rows, in_order)) {
+  if (is_few) {
     const FewRows<T> few(held, rows, weight, n, k, bias);
     parallel_for(threads, few.num_chunks(), workers, [&](int64_t c, int64_t) { few.run(c, out); });
   } else {
@@ -60,14 +61,14 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weig
 template <class T>
 ffi::Error run_grouped(ffi::ThreadPool& threads, const T* x, const T* weight, const int32_t* sizes, T* out, int64_t rows, int64_t num_groups, int64_t n, int64_t k, bool in_order) {
   struct Group {
+    bool is_few;
     HeldRows<T> held;
     FewRows<T> few;
     Product<T> product;
-    bool is_few;
     T* out;
     int64_t first_chunk;
     Group(const T* x, int64_t rows, const T* weight, int64_t n, int64_t k, T* out, int64_t first_chunk, bool in_order)
-        : held(nullptr, x, rows, k, Product<T>::lanes(rows)), few(held, rows, weight, n, k, nullptr), product(held, rows, weight, n, k, nullptr), is_few(in_lanes<T>(rows, in_order)), out(out), first_chunk(first_chunk) {}
+        : is_few(in_lanes<T>(rows, in_order)), held(nullptr, x, rows, k, is_few ? FewRows<T>::lanes(rows) : Product<T>::lanes(rows)), few(held, rows, weight, n, k, nullptr), product(held, rows, weight, n, k, nullptr), out(out), first_chunk(first_chunk) {}
     int64_t num_chunks() const { return is_few ? few.num_chunks() : product.num_chunks(); }
     void run(int64_t c, int64_t next) const {
       if (is_few) few.run(c - first_chunk, out);

@@ -20,7 +20,7 @@
 
 namespace tas {
 
-constexpr int kFewRows = 8;                         // of x, up to which the weights are turned
+constexpr int kFewRows = kManyRegisters ? 8 : 2;    // of x, up to which the weights are turned
 constexpr int kMaxGroups = kManyRegisters ? 4 : 2;  // groups of kLanes rows of x that a tile takes together
 constexpr int kChunkRows = 48;                      // weight rows that a thread takes at a time: whole tiles of every shape
 constexpr int64_t kBlockWords = 1536;               // of K: x of kMaxGroups groups stays in the second-level cache
@@ -29,7 +29,7 @@ constexpr std::align_val_t kLine{64};               // of the cache
 constexpr int kWordsPerLine = 64 / sizeof(float);
 
 // Weight rows of a tile: its sums, and what they are made of, stay in registers.
-constexpr int tile_rows(int groups) { return kManyRegisters ? (groups == 1 ? 16 : groups == 2 ? 8 : 6) : (groups == 1 ? 8 : 4); }
+constexpr int tile_rows(int groups) { return kManyRegisters ? (groups == 1 ? 16 : groups == 2 ? 8 : 6) : (groups == 1 ? 12 : 6); }
 
 // Threads worth waking: each takes some microseconds, in which one streams a quarter of a megabyte or does millions of products.
 inline int64_t num_workers(int64_t rows, int64_t n, int64_t k, int64_t itemsize) {
@@ -109,6 +109,10 @@ class Product {
   using Word = decltype(P::load((const T*)nullptr));
   static constexpr int64_t kPerWord = P::kStep / kLanes;
   static constexpr bool kAsTheyLie = sizeof(T) * kPerWord == sizeof(float);
+  // A tile meets a copy of its weights as floats, whose rows are no power of two apart: as they lie, a small first-level
+  // cache would keep them in one set, and lose them.
+  static constexpr bool kCopies = !kAsTheyLie || !kManyRegisters;
+  static constexpr int64_t kCopyColumns = 256, kCopyStride = kCopyColumns + kWordsPerLine;
 
  public:
   Product(const HeldRows<T>& x, int64_t rows, const T* weight, int64_t n, int64_t k, const float* bias)
@@ -214,21 +218,35 @@ class Product {
   // Adds the products of R weight rows from `begin` on; the first columns set the sums.
   template <int R, int G>
   void tile(int64_t begin, int64_t d, int64_t columns, int64_t g, const Sums& sums, int64_t row, const T* next) const {
-    int64_t stride = k_ * int64_t(sizeof(T));
-    const char* w = (const char*)(weight_ + begin * k_ + d);
-    static thread_local std::vector<float> floats;
-    if constexpr (!kAsTheyLie) {
-      stride = columns * int64_t(sizeof(float));
-      floats.resize(R * columns);
-      for (int i = 0; i < R; i++)
-        for (int64_t j = 0; j < columns; j++) floats[i * columns + j] = to_float(weight_[(begin + i) * k_ + d + j]);
-      w = (const char*)floats.data();
-    }
+    const T* w = weight_ + begin * k_ + d;
     Vec sum[R][G];
     for (int i = 0; i < R; i++)
       for (int h = 0; h < G; h++) sum[i][h] = d == 0 ? Vec{} : load(sums.at(row + i, g + h));
     const float* x[G];
     for (int h = 0; h < G; h++) x[h] = x_ + ((g + h) * num_words_ + d / kPerWord) * kLanes;
+    if constexpr (kCopies) {
+      alignas(64) float copy[R * kCopyStride];
+      for (int64_t j = 0; j < columns; j += kCopyColumns) {
+        const int64_t here = std::min(kCopyColumns, columns - j);
+        for (int i = 0; i < R; i++) copy_row(w + i * k_ + j, here, copy + i * kCopyStride);
+        add<R, G>((const char*)copy, kCopyStride * int64_t(sizeof(float)), here, x, next == nullptr ? nullptr : next + j, sum);
+      }
+    } else {
+      add<R, G>((const char*)w, k_ * int64_t(sizeof(T)), columns, x, next, sum);
+    }
+    for (int i = 0; i < R; i++)
+      for (int h = 0; h < G; h++) store(sums.at(row + i, g + h), sum[i][h]);
+  }
+
+  static void copy_row(const T* from, int64_t count, float* to) {
+    int64_t j = 0;
+    for (; j + kLanes <= count; j += kLanes) store(to + j, load(from + j));
+    for (; j < count; j++) to[j] = to_float(from[j]);
+  }
+
+  // Adds the products of R rows of words, `stride` bytes apart, with G groups of x, whose pointers move on.
+  template <int R, int G>
+  void add(const char* w, int64_t stride, int64_t columns, const float* (&x)[G], const T* next, Vec (&sum)[R][G]) const {
     const char* rows[(R + 3) / 4];  // a pointer for four rows: more would not stay in registers
     for (int i = 0; i < R; i += 4) rows[i / 4] = w + i * stride;
     const auto step = [&](auto word_of) {
@@ -257,8 +275,6 @@ class Product {
         std::memcpy(&half, p, sizeof half);
         return (Word)(UVec{} + uint32_t(half));
       });
-    for (int i = 0; i < R; i++)
-      for (int h = 0; h < G; h++) store(sums.at(row + i, g + h), sum[i][h]);
   }
 
   // Writes the sums of group g and `count` weight rows from i on, which are rows from `row` on of the chunk.

@@ -38,7 +38,7 @@ struct Norm {
  private:
   float sum_of_squares(const T* row) const {
     Vec sums[4] = {};  // a chain of additions alone would wait for each
-    const auto add = [](Vec& sum, Vec v) { sum += v * v; };
+    const auto add = [](Vec& sum, Vec v) { sum = fma(v, v, sum); };
     int64_t i = 0;
     for (; i + 4 * kLanes <= n; i += 4 * kLanes)
       for (int j = 0; j < 4; j++) add(sums[j], load(row + i + j * kLanes));

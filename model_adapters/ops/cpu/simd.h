@@ -3,9 +3,12 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__AVX__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace tas {
@@ -102,7 +105,9 @@ inline void store(bf16* p, Vec v) {
 #if defined(__AVX512BF16__)
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
 #else
-  for (int i = 0; i < kLanes; i++) from_float(v[i], p + i);
+  const UVec u = bit_cast<UVec>(v), rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  const HVec h = __builtin_convertvector(v != v ? u >> 16 | 0x40 : rounded, HVec);
+  std::memcpy(p, &h, sizeof h);
 #endif
 }
 inline void store(f16* p, Vec v) {
@@ -120,6 +125,21 @@ inline Vec load_first(const T* p, int n) {
   std::memcpy(padded, p, n * sizeof(T));
   return load(padded);
 }
+
+// a * b + c, rounded once where the processor can. Always said in words, and compiled with -ffp-contract=off: left to itself
+// GCC fuses here and not there, on AMD's processors not in a chain of additions, and a row alone would get other bits.
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+inline Vec fma(Vec a, Vec b, float c) { return fma(a, b, splat(c)); }
 
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
@@ -264,17 +284,11 @@ inline Vec exp(Vec x) {
   x = x < splat(-87.3f) ? splat(-87.3f) : x;
   x = x > splat(88.3f) ? splat(88.3f) : x;
   const Vec magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  const Vec shifted = x * 1.44269504f + magic;
+  const Vec shifted = fma(x, splat(1.44269504f), magic);
   const Vec n = shifted - magic;
-  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  const Vec r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
   Vec p = splat(1.f / 5040);
-  p = p * r + 1.f / 720;
-  p = p * r + 1.f / 120;
-  p = p * r + 1.f / 24;
-  p = p * r + 1.f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.f;
-  p = p * r + 1.f;
+  for (const float coefficient : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) p = fma(p, r, coefficient);
   const IVec exponent = (bit_cast<IVec>(shifted) - bit_cast<IVec>(magic) + 127) << 23;
   return p * bit_cast<Vec>(exponent);
 }
@@ -288,7 +302,7 @@ struct Pair {
   static constexpr int kStep = kLanes;
   static Vec load(const T* p) { return tas::load(p); }
   static Vec load(const T* p, int n) { return load_first(p, n); }
-  static void accumulate(Vec& acc, Vec a, Vec b) { acc += a * b; }
+  static void accumulate(Vec& acc, Vec a, Vec b) { acc = fma(a, b, acc); }
 };
 
 #if defined(__AVX512BF16__)
