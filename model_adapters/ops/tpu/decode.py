@@ -274,7 +274,7 @@ class _Decode:
 
 
 def _times_keys(q: jax.Array, keys: jax.Array) -> jax.Array:
-    """``q[R, n]`` times ``keys[n, lanes]``, summed in float32."""
+    """``q[R, lanes]`` times each row of ``keys[n, lanes]``, summed in float32."""
     return fixed_point.times_keys(q, keys) if keys.dtype == jnp.int8 else product(q.astype(keys.dtype), keys, 1)
 
 

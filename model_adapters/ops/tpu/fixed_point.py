@@ -24,7 +24,7 @@ def multiplies_int8() -> bool:
 
 
 def times_keys(q: jax.Array, keys: jax.Array) -> jax.Array:
-    """``q[R, n]`` times ``int8[keys, n]``, in float32; of the four bytes of a query the lowest is left out."""
+    """``q[R, lanes]`` times each row of ``int8[n, lanes]``, in float32; the lowest byte of a query is left out."""
     q = q.astype(jnp.float32)
     largest = jnp.maximum(jnp.max(jnp.abs(q), axis=1, keepdims=True), TINY)
     words = _words(q / largest)
