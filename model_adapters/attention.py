@@ -193,20 +193,35 @@ def served_attention(
         bias = None if position_bias is None else jax_view(position_bias)
         if alibi is not None:
             bias = _linear_bias(alibi, q.shape[2], key.shape[2]) + (0 if bias is None else bias)
-        is_square = q.shape[2] == key.shape[2]
-        if note is not None and note.window is None and is_square and bias is None:
-            # Said this way, the keys behind each query are skipped rather than masked.
-            mask, causal = note.key_mask(q.shape[2]), True
-        else:
-            causal = mask is None and q.shape[2] > 1
-            causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        if bias is not None:
-            mask = bias if mask is None else bias + _additive(mask, bias.dtype)
+        hides = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask, causal = _dense_mask(mask, bias, note, q.shape[2], key.shape[2], hides_later=hides)
         keys, values = jax_view(key), jax_view(value)
         if q.shape[0] == 1:  # queries that a model has learned, the same for all
             q = jnp.broadcast_to(q, (keys.shape[0], *q.shape[1:]))
         out = dense_attention(q, keys, values, mask, sinks, scale=scale, softcap=softcap, causal=causal)
     return torch_view(jnp.swapaxes(out, 1, 2)), None
+
+
+def _dense_mask(
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    note: CausalMask | None,
+    q_len: int,
+    kv_len: int,
+    *,
+    hides_later: bool,
+) -> tuple[jax.Array | None, bool]:
+    """What `dense_attention` is given: a mask with `bias` in it, and whether each query sees its own key at last.
+
+    `hides_later` says that many queries without a mask see no later keys.
+    """
+    if note is not None and note.window is None and q_len == kv_len and bias is None:
+        # Said this way, the keys behind each query are skipped rather than masked.
+        return note.key_mask(q_len), True
+    causal = mask is None and q_len > 1 and hides_later
+    if bias is not None:
+        mask = bias if mask is None else bias + _additive(mask, bias.dtype)
+    return mask, causal
 
 
 def _linear_bias(slopes: jax.Array, q_len: int, kv_len: int) -> jax.Array:

@@ -16,6 +16,13 @@ def word_table(module: torch.nn.Module) -> torch.nn.Module | None:
         return None
 
 
+def num_words(module: torch.nn.Module) -> int | None:
+    """Rows of the table of tokens of `module`, the fewest where codebooks have one each; None where it has none."""
+    embeddings = word_table(module)
+    tables = embeddings if isinstance(embeddings, torch.nn.ModuleList) else [embeddings]
+    return min((table.num_embeddings for table in tables if isinstance(table, torch.nn.Embedding)), default=None)
+
+
 def name_in(module: torch.nn.Module, part: Any) -> str | None:
     """The name of `part` among the parts of `module`."""
     return next((name for name, child in module.named_modules() if child is part and name), None)

@@ -84,7 +84,9 @@ def start_of(runtime: Runtime, request: LoopRequest) -> Start | str:
         return f"{', '.join(options)} is set"
     if isinstance(prepared := _prepared(runtime, request), str):
         return prepared
-    encoder = EncoderOutput.of(kwargs, is_masked=runtime.masks_encoder) if names.has_encoder else None
+    beside = runtime.encoder
+    is_masked = beside is not None and beside.is_masked
+    encoder = EncoderOutput.of(kwargs, is_masked=is_masked) if names.has_encoder else None
     if names.has_encoder and encoder is None:
         return "the encoder's output is no array"
     return Start(prepared, encoder)

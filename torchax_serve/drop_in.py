@@ -165,11 +165,11 @@ class JaxModel:
                 "device"
             )
         name = runtime.program.cache_name or ""
-        if runtime.can_cache and generation_config.use_cache is not False and model_kwargs.get(name) is None:
-            model_kwargs[name] = runtime.new_cache(1)
+        if runtime.caches.can_make and generation_config.use_cache is not False and model_kwargs.get(name) is None:
+            model_kwargs[name] = runtime.caches.new(1)
             return None
         generation_config.cache_implementation = None
-        if name and not (runtime.can_cache or runtime.keeps_own_cache) and model_kwargs.get(name) is None:
+        if name and not (runtime.caches.can_make or runtime.caches.keeps_own) and model_kwargs.get(name) is None:
             generation_config.use_cache = model_kwargs["use_cache"] = False  # every token anew
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -271,15 +271,15 @@ def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]
     asked = {name: value for name, value in given.items() if not isinstance(value, DeviceCache)}
     return_dict = given.pop("return_dict", model.config.return_dict)
     use_cache = given.pop("use_cache", getattr(runtime.text_config, "use_cache", False))
-    if (cache_name is None or runtime.keeps_own_cache) and runtime.program.accepts("use_cache"):
+    if (cache_name is None or runtime.caches.keeps_own) and runtime.program.accepts("use_cache"):
         given["use_cache"] = bool(use_cache)  # what such a model keeps are arguments and fields as any other
     cache = given.pop(cache_name, None) if cache_name is not None else None
-    if cache_name is not None and runtime.keeps_own_cache:
+    if cache_name is not None and runtime.caches.keeps_own:
         if cache is not None and jax.tree.leaves(cache):
             given[cache_name] = cache  # one that holds nothing is left to the model's code, which makes its own
         cache = None
-    if cache is None and use_cache and runtime.can_cache and "labels" not in given:
-        cache = runtime.new_cache(1)
+    if cache is None and use_cache and runtime.caches.can_make and "labels" not in given:
+        cache = runtime.caches.new(1)
     if (positions := positions_on_host(model, given, cache)) is not None:
         given["position_ids"] = positions
     hidden, attentions = (bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS)

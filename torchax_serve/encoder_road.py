@@ -32,7 +32,8 @@ class EncoderOnJax:
 
     def __init__(self, runtime: Runtime, encoder: torch.nn.Module) -> None:
         whole = runtime.program.module
-        name = runtime.encoder_part or next((name for name, child in whole.named_modules() if child is encoder), None)
+        found = (name for name, child in whole.named_modules() if child is encoder)
+        name = next(found, None) if runtime.encoder is None else runtime.encoder.name
         if name is None:
             raise UnsupportedModelError(
                 f"expected an encoder that is a part of {type(whole).__name__}, got {type(encoder).__name__}"
@@ -83,8 +84,8 @@ def encode(runtime: Runtime, given: dict[str, Any], spec: CallSpec) -> dict[str,
     assert ids is not None
     length = ids.shape[1]
     padded_len = bucket(length)
-    if runtime.learned_positions is not None:
-        padded_len = max(length, min(padded_len, runtime.learned_positions))
+    if runtime.limits.learned_positions is not None:
+        padded_len = max(length, min(padded_len, runtime.limits.learned_positions))
 
     def call(known: Known) -> Call:
         if known is Known.NOTHING:

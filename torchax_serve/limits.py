@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.tables import learned_positions, num_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,23 @@ class Limits:
     vocab_size: int
     max_positions: int | None
     learned_positions: int | None
+
+    @classmethod
+    def of(cls, decoder: torch.nn.Module, around: Sequence[torch.nn.Module], config: Any) -> Limits:
+        """Those of a model.
+
+        Args:
+            decoder: the part whose tokens are decoded; the model itself where it has no such part.
+            around: modules that may have the table of tokens where `decoder` has none.
+            config: of the decoder's text.
+        """
+        sizes = (num_words(module) for module in (decoder, *around))
+        vocab_size = next((size for size in sizes if size is not None), None)
+        if vocab_size is None:
+            vocab_size = int(getattr(config, "vocab_size", 2**31 - 1))  # characters, all there are
+        positions = getattr(config, "max_position_embeddings", None)
+        positions = positions if positions is not None and positions > 0 else None  # -1: no end
+        return cls(vocab_size, positions, learned_positions(decoder, positions))
 
     def check_prompt(self, ids: torch.Tensor | None) -> None:
         """Raises InvalidArgumentError for a prompt [batch, len] that is empty or has more tokens than positions."""

@@ -27,10 +27,10 @@ from torchax_serve.request import SamplingParams
 from torchax_serve.sampling.options import PLAN_OPTIONS
 
 if TYPE_CHECKING:
+    from torchax_serve.encoder_beside import EncoderBeside
     from torchax_serve.engine.engine import Engine
     from torchax_serve.engine.replicas import Replicas
     from torchax_serve.model import ServedModel
-    from torchax_serve.runtime import Runtime
 
 logger = logging.getLogger("torchax_serve")
 
@@ -54,12 +54,13 @@ class LoopRows:
             return None
         if start.encoder is None:  # sounds among words
             return None
-        names = torch_model._jax_runtime.program.names
+        runtime = torch_model._jax_runtime
+        names = runtime.program.names
         if Padding.of(request.model_kwargs.get(names.mask), request.input_ids.shape[1]) != Padding():
             return None
         if (request.input_ids == self._left_out).any():
             return None  # a prompt's positions depend on what it is computed with
-        outputs = outputs_of(torch_model._jax_runtime, start.encoder)
+        outputs = None if runtime.encoder is None else outputs_of(runtime.encoder, start.encoder)
         engine = None if outputs is None else self._engine()
         max_length = request.stopping_criteria.max_length
         if engine is None or outputs is None or max_length is None or not engine.fits(max_length):
@@ -67,7 +68,7 @@ class LoopRows:
         longest = max(output.shape[1] for output in outputs)
         if longest > (engine.max_source_len or 0) or len(outputs) != len(request.input_ids):
             return None
-        return _run(engine, request, outputs, max_length, torch_model._jax_runtime.vocab_size)
+        return _run(engine, request, outputs, max_length, runtime.limits.vocab_size)
 
     @cached_property
     def _left_out(self) -> int:
@@ -86,25 +87,25 @@ class LoopRows:
             return None
 
 
-def outputs_of(runtime: Runtime, encoder: EncoderOutput) -> list[np.ndarray] | None:
-    """By row what the decoder sees of the encoder's output, ``[1, len, width]``; None where that is not its beginning.
+def outputs_of(encoder: EncoderBeside, output: EncoderOutput) -> list[np.ndarray] | None:
+    """By row what the decoder sees of its encoder's output, ``[1, len, width]``; None where that is not its beginning.
 
     Args:
-        runtime: of the model.
-        encoder: arguments of its steps.
+        encoder: beside the decoder.
+        output: of the encoder, as arguments of the decoder's steps.
     """
-    encoded = np.asarray(encoder.arguments[CONTEXT[0]][0])[:, : encoder.length]
-    if runtime.length_heard is not None:
-        return list(encoded[:, None]) if encoded.shape[1] == runtime.length_heard else None
-    if runtime.source_mask is None:
+    encoded = np.asarray(output.arguments[CONTEXT[0]][0])[:, : output.length]
+    if encoder.length_heard is not None:
+        return list(encoded[:, None]) if encoded.shape[1] == encoder.length_heard else None
+    if encoder.source_mask is None:
         return None
-    lens = np.full(len(encoded), encoder.length)
-    if (mask := encoder.arguments.get(CONTEXT[1])) is not None:
+    lens = np.full(len(encoded), output.length)
+    if (mask := output.arguments.get(CONTEXT[1])) is not None:
         ones = np.asarray(mask) != 0
         num_ones = ones.sum(1)
         if (ones != (np.arange(ones.shape[1]) < num_ones[:, None])).any():
             return None
-        lens = np.minimum(lens, runtime.source_mask.seen(num_ones))
+        lens = np.minimum(lens, encoder.source_mask.seen(num_ones))
     return [row[None, :length] for row, length in zip(encoded, lens, strict=True)] if lens.all() else None
 
 
@@ -160,15 +161,15 @@ def row_of(
         seed: of the draws.
     """
     runtime = model._jax_runtime
-    known: dict[str, Any] = {"vocab_size": runtime.vocab_size, "seed": seed}
+    known: dict[str, Any] = {"vocab_size": runtime.limits.vocab_size, "seed": seed}
     if not runtime.program.names.has_encoder:
         return RowRequest.of(prompt_ids, config, params, **known)
     begins_with = decoder_prompt(config, params)
-    if not runtime.encodes_before:
+    if runtime.encoder is None or not runtime.encoder.runs_before:
         return RowRequest.of(begins_with, config, params, source_ids=prompt_ids, **known)
     ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
     request, start = prepared(model, ids, {"generation_config": config}) or (None, None)
-    outputs = None if start is None or start.encoder is None else outputs_of(runtime, start.encoder)
+    outputs = None if start is None or start.encoder is None else outputs_of(runtime.encoder, start.encoder)
     if request is None or outputs is None or request.stopping_criteria.max_length is None:
         return None
     begins_with = request.input_ids[0].tolist()

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, Progress, has_own_generate, load_model
-from model_adapters.loading.packing import pack_weights_of
+from model_adapters.loading.packing import lay_out_weights
 from torchax_serve import collector
 from torchax_serve.alone import tokens_alone
 from torchax_serve.class_generate import for_the_loop, has_class_generate
@@ -106,7 +106,7 @@ def serve(
         if hosts is None:
             loaded = load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading)
             if pack_weights:
-                pack_weights_of(loaded)
+                lay_out_weights(loaded)
             return class_for(loaded.module)(loaded, engine)
         with joined(hosts, model, in_common(loading, mesh, tensor_parallel)) as followers:
             loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
@@ -213,7 +213,7 @@ class ServedModel(OpenModel):
         where it can, side by side with rows of other threads.
         """
         model = self._generator()
-        is_prepared = model._jax_runtime.encoder_part is not None and has_class_generate(model)
+        is_prepared = model._jax_runtime.encoder is not None and has_class_generate(model)
         with rows_elsewhere(self._rows if is_prepared else None):
             return model.generate(*args, **kwargs)
 
@@ -262,10 +262,12 @@ class ServedModel(OpenModel):
             return "it has stop strings that may begin in the prompt"
         model = self._generator()
         runtime = model._jax_runtime
-        read = for_the_loop(model, config) if runtime.encodes_before else config  # the class itself reads the rest
+        encoder = runtime.encoder
+        runs_before = encoder is not None and encoder.runs_before
+        read = for_the_loop(model, config) if runs_before else config  # the class itself reads the rest
         if options := unsupported_by_fast_path(read, ENGINE_OPTIONS):
             return f"{', '.join(options)} is set"
-        if runtime.program.names.has_encoder and not runtime.masks_encoder:
+        if runtime.program.names.has_encoder and (encoder is None or not encoder.is_masked):
             return "its encoder reads no tokens"
         try:
             longest = self.engine.max_source_len

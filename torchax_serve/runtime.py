@@ -8,36 +8,32 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
-from transformers.modeling_outputs import MoEModelOutput
+from transformers.cache_utils import Cache
 
-from model_adapters import own_cache, quirks
+from model_adapters import quirks
 from model_adapters.arrays import from_host
 from model_adapters.bridge import to_torch_tensor
 from model_adapters.caches import DeviceCache
-from model_adapters.causality import ignores_masked, is_causal
-from model_adapters.compressed_layer import CompressedLayer
-from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from model_adapters.causality import is_causal
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.packed_weight import PackedWeight, Weights
 from model_adapters.program import CONDITIONS, CallSpec, MethodSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
-from model_adapters.source_mask import SourceMask, mask_over_sounds
-from model_adapters.tables import learned_positions, name_in, word_table
+from model_adapters.tables import name_in
 from torchax_serve.buckets import bucket
-from torchax_serve.class_generate import has_class_generate
+from torchax_serve.cache_maker import CacheMaker
+from torchax_serve.encoder_beside import EncoderBeside
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
-from torchax_serve.heard import length_heard
 from torchax_serve.images.placeholders import unmet
 from torchax_serve.known_inputs import Known, KnownCalls, all_met, arrays_and_rest
 from torchax_serve.limits import Limits
 from torchax_serve.padding import Padding
 from torchax_serve.program_cache import ProgramCache
 from torchax_serve.query import Query, cut, pad_positions, pad_tokens
-from torchax_serve.steps import Carry, DecodeSpec, Steps
+from torchax_serve.steps import Steps
 
 Call = tuple[tuple[Any, Any, dict[str, jax.Array]], CallSpec]
 """Cache, offset and arrays of a step, and what is static of it."""
@@ -61,12 +57,10 @@ class Runtime:
         self.steps = Steps(self.program, programs or ProgramCache())
         self.config = getattr(called, "config", module.config)  # a part need not have one of its own
         has_encoder = self.program.names.has_encoder
-        self.encoder_part = name_in(module, called.get_encoder()) if has_encoder else None
-        decoder = called.get_decoder() if has_encoder else called  # whose layers are those that the cache has
-        self.text_config = getattr(decoder, "config", self.config).get_text_config(decoder=True)
-        positions = getattr(self.text_config, "max_position_embeddings", None)
-        self.max_positions: int | None = positions if positions is not None and positions > 0 else None  # -1: no end
-        self.learned_positions = learned_positions(decoder, self.max_positions)
+        self._encoder = name_in(module, called.get_encoder()) if has_encoder else None
+        self._decoder = called.get_decoder() if has_encoder else called  # whose layers are those that the cache has
+        self.text_config = getattr(self._decoder, "config", self.config).get_text_config(decoder=True)
+        self.caches = CacheMaker(self.steps, self.weights, self.config, self.text_config)
         # A part's file has its decoder, too; and a head that reads the last token would read what is padded.
         has_token_outputs = called is module and (module.can_generate() or module.base_model is module)
         self.is_causal = not has_encoder and has_token_outputs and is_causal(called)
@@ -75,52 +69,14 @@ class Runtime:
         self._known = KnownCalls(self.program.names.sequence, self.steps.cache, self.weights)
 
     @functools.cached_property
-    def masks_encoder(self) -> bool:
-        """Whether the decoder masks positions of the encoder's output, as it does for an encoder of texts."""
-        if self.encoder_part is None or not self.program.accepts("attention_mask"):
-            return False
-        encoder = self.program.module.get_submodule(self.encoder_part)
-        return getattr(encoder, "main_input_name", "input_ids") == "input_ids"
-
-    @functools.cached_property
-    def source_mask(self) -> SourceMask | None:
-        """How the decoder is told what to see of the encoder's output; None where it sees all, or it is not known."""
-        return SourceMask() if self.masks_encoder else mask_over_sounds(self.program.module)
-
-    @functools.cached_property
-    def encodes_before(self) -> bool:
-        """Whether the encoder has run before a request goes to the engine.
-
-        Its class has a ``generate`` that prepares the rest, or it hears, or inputs of several lengths cannot be padded
-        for it.
-        """
-        if self.encoder_part is None:
-            return False
-        reads = self.masks_encoder and ignores_masked(self.part(self.encoder_part).program.called)
-        return not reads or has_class_generate(self.program.module)
-
-    @functools.cached_property
-    def length_heard(self) -> int | None:
-        """The length of every output of the encoder, where it hears sounds of one length alone."""
-        return None if self.encoder_part is None else length_heard(self.part(self.encoder_part))
-
-    @functools.cached_property
-    def vocab_size(self) -> int:
-        """Rows of the table of tokens: of those that are decoded, where there is an encoder beside."""
-        called = self.program.called
-        decoder = called.get_decoder() if self.program.names.has_encoder else called
-        for module in (decoder, called, self.program.module):
-            embeddings = word_table(module)
-            tables = embeddings if isinstance(embeddings, torch.nn.ModuleList) else [embeddings]  # one for a codebook
-            sizes = [table.num_embeddings for table in tables if isinstance(table, torch.nn.Embedding)]
-            if sizes:
-                return min(sizes)
-        return int(getattr(self.text_config, "vocab_size", 2**31 - 1))  # characters, all there are
-
-    @functools.cached_property
     def limits(self) -> Limits:
         """What tokens the model can be given."""
-        return Limits(self.vocab_size, self.max_positions, self.learned_positions)
+        return Limits.of(self._decoder, (self.program.called, self.program.module), self.text_config)
+
+    @functools.cached_property
+    def encoder(self) -> EncoderBeside | None:
+        """The encoder beside the decoder; None where there is none among the model's parts."""
+        return None if self._encoder is None else EncoderBeside(self.program, self.part(self._encoder))
 
     def part(self, name: str) -> Runtime:
         """The part `name` of the model, such as its encoder, over the same weights; "" is the model itself."""
@@ -131,88 +87,16 @@ class Runtime:
             self._parts[name] = made
         return self._parts[name]
 
-    @functools.cached_property
-    def why_no_cache(self) -> str | None:
-        """Why this model runs without a cache here, every token anew; None if it has one."""
-        if self.program.cache_name is None or (self.config.is_encoder_decoder and not self.program.names.has_encoder):
-            return "its forward takes no cache that transformers' other models take"
-        if (reason := own_cache.reason(self.program.module)) is not None:
-            return reason
-        try:
-            self.new_cache(16)
-        except (UnsupportedModelError, AttributeError, KeyError, TypeError) as error:
-            return f"its cache has no static form: {type(error).__name__}: {error}"
-        module = self.program.module
-        if getattr(module, "_can_compile_fullgraph", False) or own_cache.takes_fixed_shapes(module):
-            return None  # transformers itself compiles it on a cache of fixed shapes, or it is known to run there
-        return self.steps.cache.remembered("cache", "", self._try_cache)
-
-    def _try_cache(self) -> str | None:
-        """Traces a first forward and a step after it."""
-        states, one = self.new_cache(16).states, jax.ShapeDtypeStruct((1,), np.int32)
-        names = self.program.names
-        spec = DecodeSpec(CallSpec(), self.program.accepts(names.positions))
-
-        def both(weights: Any, ids: jax.Array, token: jax.Array, context: Any) -> Any:
-            given = {names.ids: ids, **context}
-            _, after = self.program.forward(weights, states, jnp.int32(0), given, CallSpec())
-            carry = Carry(jnp.full(1, 3, jnp.int32), jnp.int32(3), jnp.zeros(1, jnp.int32))
-            for _ in range(2):
-                assert after is not None
-                _, after, carry = self.steps.decode_once(weights, after, token, carry, context, spec)
-            return after
-
-        try:
-            ids = jax.ShapeDtypeStruct((1, 3), np.int32)
-            jax.eval_shape(both, self.weights, ids, one, self.trial_context())
-            self.program.check_keeps_nothing()
-        except Exception as error:  # whatever model code raises on a cache that is not its own
-            return f"on a cache of fixed shapes, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return None
-
-    def trial_context(self) -> dict[str, Any]:
-        """Shapes of an encoder's output, to trace with."""
-        if not self.program.names.has_encoder:
-            return {}
-        width = self.config.get_text_config(encoder=True)
-        width = getattr(width, "hidden_size", None) or self.text_config.hidden_size
-        dtype = str(self.program.module.dtype).removeprefix("torch.")
-        hidden: Any = jax.ShapeDtypeStruct((1, 8, width), dtype)
-        context: dict[str, Any] = {"encoder_outputs": MoEModelOutput(last_hidden_state=hidden)}
-        if self.program.accepts("attention_mask"):
-            context["attention_mask"] = jax.ShapeDtypeStruct((1, 8), np.int32)
-        return context
-
-    @property
-    def can_cache(self) -> bool:
-        """Whether a device cache can be made for this model."""
-        return self.why_no_cache is None
-
-    @functools.cached_property
-    def keeps_own_cache(self) -> bool:
-        """Whether the cache that transformers makes goes in and out of programs, one for each length it has."""
-        return self.program.cache_name is not None and own_cache.reason(self.program.module) is not None
-
-    @functools.cached_property
-    def is_recurrent(self) -> bool:
-        """Whether the cache of this model has recurrent layers."""
-        states = self.new_cache(16).states if self.can_cache else ()
-        return any(isinstance(layer, LinearAttentionCacheLayerMixin | CompressedLayer) for layer in states)
-
-    def new_cache(self, capacity: int) -> DeviceCache:
-        """An empty cache with room for `capacity` tokens per row."""
-        return DeviceCache(self.text_config, capacity, with_encoder=self.program.names.has_encoder)
-
     def padded_len(self, length: int, past: int, *, is_kept: bool) -> int:
         """Length a query of `length` tokens is padded to: a rung of the ladder, or the same where padding is seen.
 
         `is_kept` says that there is a cache: a recurrent state would go on through padding on the right.
         """
-        if length == 1 or not self.is_causal or (is_kept and self.is_recurrent):
+        if length == 1 or not self.is_causal or (is_kept and self.caches.is_recurrent):
             return length
         rung = bucket(length)
         # Nor may padding reach behind the end of a table of positions: what is read there is no number.
-        fits = self.learned_positions is None or past + rung <= self.learned_positions
+        fits = self.limits.learned_positions is None or past + rung <= self.limits.learned_positions
         return rung if fits else length
 
     def forward(self, given: dict[str, Any], spec: CallSpec, cache: Cache | None) -> dict[str, Any]:
@@ -227,7 +111,7 @@ class Runtime:
             Output fields by name, tensors on the CPU at their true lengths.
         """
         given = dict(given)
-        device_cache = None if cache is None else self._on_device(cache)
+        device_cache = None if cache is None else self.caches.on_device(cache)
         fields = self.forward_arrays(given, spec, device_cache)
         if cache is not None and device_cache is not cache:
             assert device_cache is not None
@@ -241,7 +125,7 @@ class Runtime:
             InvalidArgumentError: values that the model's code has checked are not as it needs them.
         """
         fields = self._forward_arrays(given, spec, cache)
-        self._check(fields.pop(CONDITIONS, None), given)
+        _check(fields.pop(CONDITIONS, None), given, self.config)
         return fields
 
     def _forward_arrays(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None) -> dict[str, Any]:
@@ -261,19 +145,6 @@ class Runtime:
         query = Query(name, tensor, length if exact else self.padded_len(length, past, is_kept=cache is not None))
         return self._forward_padded(query, given, spec, cache)
 
-    def _on_device(self, cache: Cache) -> DeviceCache:
-        """The device's form of a cache that the caller holds."""
-        if isinstance(cache, DeviceCache):
-            return cache
-        wanted = EncoderDecoderCache if self.program.names.has_encoder else DynamicCache
-        own = cache.self_attention_cache if type(cache) is EncoderDecoderCache else cache
-        if type(cache) is not wanted or type(own) is not DynamicCache:
-            raise UnsupportedArgumentError(
-                f"past_key_values: expected a {wanted.__name__} or a cache that this model returned, "
-                f"got {type(cache).__name__}" + (f" of a {type(own).__name__}" if own is not cache else "")
-            )
-        return DeviceCache.from_dynamic(cache, self.text_config)
-
     def forward_as_is(self, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
         """As `forward_arrays` without a cache, the arguments at the lengths that they have."""
 
@@ -290,7 +161,7 @@ class Runtime:
             InvalidArgumentError: values that the model's code has checked are not as it needs them.
         """
         fields, _ = self._known.run(given, call, self.program.forward, self.steps.forward, _conditions)
-        self._check(fields.pop(CONDITIONS, None), given)
+        _check(fields.pop(CONDITIONS, None), given, self.config)
         return fields
 
     def _forward_padded(
@@ -363,24 +234,26 @@ class Runtime:
             return (arrays,), MethodSpec(path, rest)
 
         output, met = self._known.run(given, call, self.program.method, self.steps.method, lambda result: result[1])
-        self._check(met, given)
+        _check(met, given, self.config)
         return jax.tree.map(to_torch_tensor, output)
-
-    def _check(self, met: jax.Array | None, given: dict[str, Any]) -> None:
-        if not all_met(met):
-            raise InvalidArgumentError(unmet(self.config, given))
 
     def _context(self, given: dict[str, Any], cache: DeviceCache) -> dict[str, Any]:
         """Takes an encoder's output and its mask out of `given`, padded; the cache learns their length."""
         output = given.get(CONTEXT[0])
         if not isinstance(output, EncoderOutput):
-            output = EncoderOutput.of(given, is_masked=self.masks_encoder)
+            output = EncoderOutput.of(given, is_masked=self.encoder is not None and self.encoder.is_masked)
         if output is None:
             return {}
         cache.encoder_len = output.length
         for name in CONTEXT:
             given.pop(name, None)
         return dict(output.arguments)
+
+
+def _check(met: jax.Array | None, given: dict[str, Any], config: Any) -> None:
+    """Raises InvalidArgumentError if conditions on the values of `given` are not met."""
+    if not all_met(met):
+        raise InvalidArgumentError(unmet(config, given))
 
 
 def _conditions(result: tuple[dict[str, Any], Any]) -> jax.Array | None:

@@ -194,7 +194,7 @@ def _run_both(
         runtime = Runtime(module, loaded.weights)
         on_jax = attach(module, runtime)
         # An encoder's code may name a cache as well, which only its decoder siblings use.
-        cache_name = runtime.program.cache_name if runtime.can_cache and module.can_generate() else None
+        cache_name = runtime.program.cache_name if runtime.caches.can_make and module.can_generate() else None
         ours = _trace(on_jax, ids, new_tokens, cache_name)
         del on_jax, runtime
     finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +82,7 @@ def load_model(
         raise InvalidArgumentError("mesh and device_put: expected one of them, got both; leave one out")
     shown, torch_dtype = progress or SilentProgress(), torch_dtype_of(dtype)
     if isinstance(model, PreTrainedModel):
-        given = {"revision": revision, "random_weights": random_weights or None, "dtype": torch_dtype}
-        wrong = [name for name, value in given.items() if value is not None]
-        if wrong:
-            raise InvalidArgumentError(f"{wrong[0]} was given with a loaded model, which has its own: leave it out")
+        _refuse(revision=revision, random_weights=random_weights or None, dtype=torch_dtype)
         sharding = None if mesh is None else ModelSharding.of(model, mesh, refuse_uneven=refuse_uneven)
         return _share(model, Placement(device_put if sharding is None else sharding.put), sharding)
     source = resolve(
@@ -101,7 +100,7 @@ def load_model(
         raise InvalidArgumentError(
             f"{source.name} is a configuration without weights: pass its folder, or random_weights=True"
         )
-    try:
+    with _memory_running_out(source.name):
         builder = _Builder(source, torch_dtype, trust_remote_code, device_put is None and mesh is None)
         if mesh is not None:
             builder.sharding = ModelSharding.of(builder.empty_module(), mesh, refuse_uneven=refuse_uneven)
@@ -110,13 +109,24 @@ def load_model(
         if random_weights:
             return builder.with_random_weights(place, seed, shown)
         return builder.from_checkpoint(place, allow_pickle, allow_extra_tensors, shown)
+
+
+def _refuse(**given: Any) -> None:
+    """Raises InvalidArgumentError for an argument that goes with no loaded model; None is one that was not given."""
+    if wrong := [name for name, value in given.items() if value is not None]:
+        raise InvalidArgumentError(f"{wrong[0]} was given with a loaded model, which has its own: leave it out")
+
+
+@contextlib.contextmanager
+def _memory_running_out(name: str) -> Iterator[None]:
+    """Whatever says inside that there is no more memory becomes an OutOfMemoryError that names `name`."""
+    try:
+        yield
     except TorchaxServeError:
         raise
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            raise OutOfMemoryError(
-                f"memory ran out while loading {source.name}: {str(error).splitlines()[0]}"
-            ) from error
+            raise OutOfMemoryError(f"memory ran out while loading {name}: {str(error).splitlines()[0]}") from error
         raise
 
 

@@ -1,4 +1,4 @@
-"""The weights of a model's linear layers, packed as they lie in memory."""
+"""How the weights of a model lie in memory: those of linear layers packed, the others in large pages."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ import torch
 from model_adapters.loading.loaded import LoadedModel
 from model_adapters.ops import packed_weight
 from model_adapters.ops.cpu import packing
-from model_adapters.ops.cpu.huge_pages import HugePages
+from model_adapters.ops.cpu.huge_pages import HugePages, in_huge_pages
 from model_adapters.ops.packed_weight import PackedWeight, Weight
 
 MIN_BYTES = 1 << 17
 """Of a weight. A smaller one stays in the processor's cache anyway."""
 
 
-def pack_weights_of(loaded: LoadedModel) -> int:
-    """Packs the weights of a model on one device that were read from files or made up, not those of a caller's object.
+def lay_out_weights(loaded: LoadedModel) -> int:
+    """Lays out for a CPU's memory what one device read from files or made up, not the weights of a caller's object.
+
+    Those of linear layers are packed where the processor is made for it, the others lie in large pages of memory.
 
     Returns:
         How many arrays are packed now.
     """
-    if loaded.sharding is not None or loaded.source.kind == "object":
+    if loaded.sharding is not None or loaded.source.kind == "object" or jax.default_backend() != "cpu":
         return 0
-    return pack_linear_weights(loaded.module, loaded.weights)
+    num_packed = pack_linear_weights(loaded.module, loaded.weights)
+    for array in loaded.weights.values():
+        if not isinstance(array, PackedWeight):
+            in_huge_pages(array)
+    return num_packed
 
 
 def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> int:

@@ -14,17 +14,17 @@ import tpu_schedule
 from tpu_shapes import CHIPS, Shape, compile_call
 
 DECODE = (
-    Shape(),
+    Shape(capacity=16384),
     Shape(heads=1, group=16, dim=64, sinks=True, options={"window": 128}),
     Shape(heads=2, group=8, dim=64, sinks=True, page=32),
-    Shape(heads=5, group=3, dim=80, page=16, alibi=True),
+    Shape(heads=5, group=3, dim=80, page=16, alibi=True, capacity=16384),
     Shape(heads=8, group=1, dim=96, page=32, dtype="float32", options={"window": 1000}),
-    Shape(heads=4, group=2, dim=256, options={"softcap": 50.0}),
+    Shape(heads=4, group=2, dim=256, options={"softcap": 50.0}, capacity=16384),
     Shape(heads=2, group=4, dim=192, value_dim=128),
-    Shape(heads=8, group=4, dim=128, dtype="float32", pool_dtype="bfloat16"),
+    Shape(heads=8, group=4, dim=128, dtype="float32", pool_dtype="bfloat16", capacity=16384),
     Shape(heads=2, group=4, dim=128, pool_dtype="int8", page=32, sinks=True),
     Shape(heads=4, group=7, dim=64, pool_dtype="int8", options={"window": 512}),
-    Shape(heads=5, group=3, dim=80, page=32, dtype="float32", pool_dtype="int8"),
+    Shape(heads=5, group=3, dim=80, page=32, dtype="float32", pool_dtype="int8", capacity=16384),
     Shape(heads=2, group=4, page=4096, num_pages=33),
 )
 RAGGED = (
@@ -40,12 +40,16 @@ RAGGED = (
 # bfloat16, 4 MiB of it are as many registers: 123 % there, so that int8 takes longer than its memory. Those of v5e and
 # v6e do, 32 keys a register: 34 % on v6e. Keys that stream past the queries instead take 4 cycles a register as well.
 LIMIT = 0.7
+# Heads of 64 are turned by half of their lanes before they are multiplied; the first products of a block wait for that.
 LIMITS = {
-    ("tpu7x", str(Shape())): 0.79,
-    ("tpu7x", str(Shape(heads=8, group=1))): 0.79,
-    ("tpu7x", str(Shape(heads=4, group=2, dim=256))): 0.79,
-    ("tpu7x", str(Shape(heads=8, group=8, dim=64))): 0.84,
-    ("tpu7x", str(Shape(pool_dtype="int8"))): 1.39,
+    ("tpu7x", "long rows", str(Shape(heads=8, group=8, dim=64))): 0.73,
+    ("tpu7x", "long rows", str(Shape(pool_dtype="int8"))): 1.31,
+    # Branches keep products and starts of DMAs apart here, where the next but one block may be of another row.
+    ("tpu7x", "ends", str(Shape())): 0.79,
+    ("tpu7x", "ends", str(Shape(heads=8, group=1))): 0.79,
+    ("tpu7x", "ends", str(Shape(heads=4, group=2, dim=256))): 0.79,
+    ("tpu7x", "ends", str(Shape(heads=8, group=8, dim=64))): 0.79,
+    ("tpu7x", "ends", str(Shape(pool_dtype="int8"))): 1.39,
 }
 
 
@@ -74,7 +78,7 @@ def test_ragged_attention_compiles_and_copies_its_queries_at_most(shape, chip):
 
 @functools.cache
 def schedule(chip):
-    """The share of DMA time of each shape, out of a process of its own."""
+    """The shares of DMA time of each shape, out of a process of its own."""
     script = Path(tpu_schedule.__file__)
     made = subprocess.run([sys.executable, str(script), chip], capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr[-4000:]
@@ -82,10 +86,11 @@ def schedule(chip):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("loop", ["long rows", "ends"])
 @pytest.mark.parametrize("shape", tpu_schedule.SHAPES, ids=str)
-def test_decode_takes_its_share_of_the_time_it_reads_at_most(shape, chip):
-    share = schedule(chip)[str(shape)]
-    assert 0.05 < share <= LIMITS.get((chip, str(shape)), LIMIT)
+def test_decode_takes_its_share_of_the_time_it_reads_at_most(shape, loop, chip):
+    share = schedule(chip)[str(shape)][loop]
+    assert 0.05 < share <= LIMITS.get((chip, loop, str(shape)), LIMIT)
 
 
 TWO_LOOPS = """
@@ -104,4 +109,4 @@ TWO_LOOPS = """
 
 def test_the_loop_is_found_and_its_dmas_are_counted_as_often_as_they_run():
     # Six bundles, and the two that start two DMAs run twice more for six pieces.
-    assert tpu_schedule.inner_loop_cycles(TWO_LOOPS, 6) == 6 + 2 * 2
+    assert tpu_schedule.inner_loop_cycles(TWO_LOOPS, 6) == [6 + 2 * 2]

@@ -1,7 +1,10 @@
-"""What the inner loop of decode attention costs by the compiler's own schedule, against the time that its pages take.
+"""What the inner loops of decode attention cost by the compiler's own schedule, against the time that its pages take.
 
-As a script: ``python tpu_schedule.py CHIP`` prints a JSON object, percent by shape. A process of its own, because the
-compiler is asked for its schedules when it is loaded.
+As a script: ``python tpu_schedule.py CHIP`` prints a JSON object, the shares of both loops by shape. A process of its
+own, because the compiler is asked for its schedules when it is loaded.
+
+There is a loop over whole blocks for all of a long row but its last three blocks, and one for those and for rows of
+fewer: a block is 2048 positions of the shapes here, 4096 of those with heads of 64.
 
 A schedule is a list of bundles, one a cycle where nothing stalls; latencies of DMAs and stalls on memory are not in it.
 It is read as it is after registers are allocated: a cycle in which nothing starts, because a unit is busy or a result
@@ -26,11 +29,11 @@ from tpu_shapes import CHIPS, Shape, compile_call
 from model_adapters.ops.tpu.pages import Blocks
 
 SHAPES = (
-    Shape(),
-    Shape(heads=8, group=1),
-    Shape(heads=4, group=2, dim=256),
-    Shape(heads=8, group=8, dim=64),
-    Shape(pool_dtype="int8"),
+    Shape(capacity=16384),
+    Shape(heads=8, group=1, capacity=16384),
+    Shape(heads=4, group=2, dim=256, capacity=16384),
+    Shape(heads=8, group=8, dim=64, capacity=16384),
+    Shape(pool_dtype="int8", capacity=16384),
 )
 BUNDLE = re.compile(r"^\s*0x[0-9a-f]+\s+((?:[A-Z]{2}\s*)*):\s*(>*)\s*\{(.*)$")
 DMA = re.compile(r"dma\.(?:general|hbm_to_vmem)")
@@ -70,10 +73,10 @@ def loops_of(bundles):
 
 
 def inner_loop_cycles(text, num_pieces):
-    """Cycles of the loop over whole blocks, every branch of it counted, those for the ends of rows too.
+    """Cycles of each loop over whole blocks, every branch of it counted, those for the ends of rows too.
 
-    Loops inside of it run for the ends of rows and count once, but for the one that starts the DMAs of a whole block
-    several at a time.
+    These loops have the most products, all of them as many. Loops inside of one run for the ends of rows and count
+    once, but for the one that starts the DMAs of a whole block several at a time.
     """
     bundles = read_bundles(text)
 
@@ -81,27 +84,30 @@ def inner_loop_cycles(text, num_pieces):
         return sum(len(pattern.findall(body)) for _, _, body in bundles[loop[0] : loop[1]])
 
     loops = [loop for loop in loops_of(bundles) if loop[2] >= 2]
-    begin, end, depth = max(loops, key=lambda loop: count(PRODUCT, loop))
-    cycles = end - begin
-    for loop in loops:
-        if begin < loop[0] and loop[1] <= end and loop[2] > depth and (dmas := count(DMA, loop)) > 1:
-            cycles += (num_pieces // dmas - 1) * (loop[1] - loop[0])
-    assert count(DMA, (begin, end)) > 0, "the loop reads nothing: the wrong one was found"
-    return cycles
+    most = max(count(PRODUCT, loop) for loop in loops)
+    made = []
+    for begin, end, depth in [loop for loop in loops if count(PRODUCT, loop) == most]:
+        assert count(DMA, (begin, end)) > 0, "the loop reads nothing: the wrong one was found"
+        inside = [loop for loop in loops if begin < loop[0] and loop[1] <= end and loop[2] > depth]
+        started = [(count(DMA, loop), loop) for loop in inside]
+        again = sum((num_pieces // dmas - 1) * (loop[1] - loop[0]) for dmas, loop in started if dmas > 1)
+        made.append(end - begin + again)
+    return made
 
 
-def share_of_dma_time(shape, chip, dumps):
-    """The loop's cycles over those that reading its block takes."""
+def shares_of_dma_time(shape, chip, dumps):
+    """The cycles of the loops for long rows and for ends over those that reading a block takes."""
     compile_call("decode_attention", shape, chip)
     (path,) = Path(dumps).glob("*decode_attention*-packed-bundles-post-ra.txt")
     blocks = Blocks.of(shape.pool, shape.capacity // shape.page)
-    cycles = inner_loop_cycles(path.read_text(), blocks.num_pieces)
+    long_rows, ends = inner_loop_cycles(path.read_text(), blocks.num_pieces)
     for dump in Path(dumps).iterdir():
         dump.unlink()
     block_bytes = blocks.length * shape.heads * shape.width * shape.pool.dtype.itemsize
-    return cycles / (block_bytes / CHIPS[chip].hbm_gb_per_s * CHIPS[chip].clock_ghz)
+    dma_cycles = block_bytes / CHIPS[chip].hbm_gb_per_s * CHIPS[chip].clock_ghz
+    return {"long rows": long_rows / dma_cycles, "ends": ends / dma_cycles}
 
 
 if __name__ == "__main__":
-    shares = {str(shape): share_of_dma_time(shape, sys.argv[1], DUMPS.name) for shape in SHAPES}
+    shares = {str(shape): shares_of_dma_time(shape, sys.argv[1], DUMPS.name) for shape in SHAPES}
     print(json.dumps(shares))

@@ -9,7 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 from torchax_serve.cli.bench import bench
-from torchax_serve.cli.options import LoadOptions, load_options
+from torchax_serve.cli.decoding import DecodingOptions
+from torchax_serve.cli.options import LoadOptions, option_groups
 from torchax_serve.cli.run import run
 from torchax_serve.cli.verify import VerifyLoadOptions, verify
 
@@ -28,7 +29,7 @@ def called(options_class, *arguments):
     """What a command with one argument of its own gets from the command line."""
     seen = []
 
-    @load_options
+    @option_groups
     def command(name: str, *, load: options_class, last: int = 3) -> None:
         seen.append((name, load, last))
 
@@ -45,6 +46,23 @@ def test_options_arrive_as_one_object(options_class):
     assert called(options_class) == ("model", options_class(), 3)
     for name, (flag, value) in GIVEN.items():
         assert called(options_class, flag, "--last=4") == ("model", options_class(**{name: value}), 4)
+
+
+def test_two_groups_of_one_command():
+    seen = []
+
+    @option_groups
+    def command(*, decoding: DecodingOptions, load: LoadOptions) -> None:
+        seen.append((decoding, load))
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, ["--dtype=bfloat16", "--stop=a", "--stop=b", "--greedy"], env={"HF_TOKEN": None})
+    assert result.exit_code == 0, result.output
+    ((decoding, load),) = seen
+    assert decoding == DecodingOptions(stop=["a", "b"], greedy=True)
+    assert load.dtype == "bfloat16"
+    assert (decoding.params().stop, decoding.params().do_sample) == (("a", "b"), False)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import functools
 
 import torch
 import transformers
+from weights import draw_matrices
 
 VOCAB_SIZE = 97
 
@@ -38,9 +39,7 @@ def _shared(model_type: str, dtype: torch.dtype) -> transformers.PreTrainedModel
     config = transformers.AutoConfig.for_model(model_type, **{**common, **ARCHITECTURES[model_type]})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
+    draw_matrices(model, std=0.2)
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model

@@ -1,6 +1,7 @@
-"""Every command of the documents runs, by bash and the console script; the few that cannot are checked by parts."""
+"""Every command of the documents runs, by bash and the console script or in this process; few are checked by parts."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tomllib
 import pytest
 import typer
 from documents import ROOT, commands
+from typer.testing import CliRunner
 
 from model_adapters.loading.names import short_name
 from torchax_serve.cli.main import app
@@ -28,6 +30,8 @@ FROM_THE_HUB = {
 }
 # At a terminal these talk to a person; here they read from a pipe.
 TYPED = {"torchax-serve run": "Hello!\n"}
+# Ask nothing of bash and no devices of their own: the process that has imported torch and jax runs them as well.
+IN_PROCESS = re.compile(r"torchax-serve (?:models|ops|embed)\b[^|&;<>$]*|torchax-serve plan --sharding [^|&;<>$]*")
 # Runs these tests itself; tests/docs/test_ci_run.py is about it.
 RUNS_THE_TESTS = {".ci/run"}
 
@@ -77,7 +81,17 @@ def test_every_command_is_run_or_checked():
     assert len(RUN) >= 3
 
 
-@pytest.mark.parametrize("command", RUN)
+@pytest.mark.parametrize("command", [command for command in RUN if IN_PROCESS.fullmatch(command)])
+def test_command_runs_in_process(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+    done = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", [command for command in RUN if not IN_PROCESS.fullmatch(command)])
 def test_command_runs(shell, command):
     done = shell(command, TYPED.get(command, ""))
     assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from weights import draw_matrices
 
 WORDS = "the a cat dog sat ran on in mat rain red blue small big slowly fast home away and or".split()  # noqa: SIM905
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
@@ -45,9 +46,7 @@ def model(class_name, **options):
     )
     torch.manual_seed(0)
     made = getattr(transformers, class_name)(config).eval()
-    for parameter in made.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
+    draw_matrices(made, std=0.2)
     return made
 
 

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import transformers
-from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
+from weights import draw_matrices
 
 from torchax_serve import EngineOptions, serve
 
@@ -56,9 +56,7 @@ def eager():
     model = transformers.LlamaForCausalLM(config).eval()
     for index, layer in enumerate(model.model.layers):
         layer.self_attn = AlibiAttention(config, index)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=0.3)
+    draw_matrices(model, std=0.3)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
     return model
 

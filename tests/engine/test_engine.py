@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
+from threads import at_once
 
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, TorchaxServeError
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
@@ -341,17 +342,9 @@ def test_the_samplers_tables_are_part_of_what_the_engine_takes(monkeypatch):
 def test_many_threads_on_one_model(llama):
     rng = random.Random(6)
     prompts = [random_prompt(rng, 20) for _ in range(24)]
-    found = {}
-
-    def call(index):
-        found[index] = list(llama.iter_tokens(prompts[index], transformers.GenerationConfig(max_new_tokens=6)))
-
-    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert [found[index] for index in range(len(prompts))] == [expected_tokens("llama", p, 6) for p in prompts]
+    config = transformers.GenerationConfig(max_new_tokens=6)
+    found = at_once(lambda prompt: list(llama.iter_tokens(prompt, config)), prompts)
+    assert found == [expected_tokens("llama", prompt, 6) for prompt in prompts]
 
 
 def test_async_iteration_and_leaving_it_early(llama):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from weights import draw_matrices
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve import to_jax
@@ -76,9 +77,7 @@ def tiny(model_type):
     config = transformers.AutoConfig.for_model(model_type, **{**common, **MODELS[model_type]})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
+    draw_matrices(model, std=0.2)
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model
@@ -105,7 +104,8 @@ def prompts():
 def answers(engine, ids, runtime, params=None):
     config = transformers.GenerationConfig(max_new_tokens=NEW)
     tickets = [
-        engine.submit(RowRequest.of(prompt, config, params, vocab_size=runtime.vocab_size, seed=0)) for prompt in ids
+        engine.submit(RowRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0))
+        for prompt in ids
     ]
     return [list(ticket.result()) for ticket in tickets]
 
@@ -121,7 +121,7 @@ def alone(model, ids):
 def prompt_logprobs(engine, prompt, runtime):
     params = SamplingParams(max_new_tokens=2, prompt_logprobs=0)
     config = transformers.GenerationConfig(max_new_tokens=2)
-    request = RowRequest.of(prompt, config, params, vocab_size=runtime.vocab_size, seed=0)
+    request = RowRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0)
     found = next(new.prompt_logprobs for new in engine.submit(request) if new.prompt_logprobs is not None)
     assert found[0] is None
     return [entry.logprob for entry in found[1:]]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
+from threads import at_once
 
 from model_adapters.program import CallSpec
 from torchax_serve import EngineOptions, serve, to_jax
@@ -26,8 +27,6 @@ def prompts():
 @pytest.mark.parametrize("name", ["opt", "bloom"])
 def test_generate_and_the_engine_at_once(name):
     """From the first call on: programs of both are traced while those of the other are traced and run."""
-    found, errors = {}, []
-    start = threading.Barrier(len(prompts()))
     with serve(tiny_model(name), engine=SMALL) as model:
 
         def generate(prompt):
@@ -40,21 +39,12 @@ def test_generate_and_the_engine_at_once(name):
         def stream(prompt):
             return list(model.iter_tokens(prompt, transformers.GenerationConfig(max_new_tokens=NEW)))
 
-        def call(index, prompt):
-            start.wait()
+        def four_times(item):
+            index, prompt = item
             ways = (generate, stream) if index % 2 else (stream, generate)
-            try:
-                for turn in range(4):
-                    found[index, turn] = ways[turn % 2](prompt)
-            except BaseException as error:
-                errors.append(error)
+            return [ways[turn % 2](prompt) for turn in range(4)]
 
-        threads = [threading.Thread(target=call, args=each) for each in enumerate(prompts())]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(300)
-        assert not errors
+        found = at_once(four_times, list(enumerate(prompts())))
         left = [
             f"{part}.{key}"
             for part, module in model.torch_model.named_modules()
@@ -62,8 +52,7 @@ def test_generate_and_the_engine_at_once(name):
             if isinstance(value, torch.Tensor) and hasattr(value, "jax")
         ]
         assert left == []
-    expected = [expected_tokens(name, prompt, NEW) for prompt in prompts()]
-    assert found == {(index, turn): tokens for index, tokens in enumerate(expected) for turn in range(4)}
+    assert found == [[expected_tokens(name, prompt, NEW)] * 4 for prompt in prompts()]
 
 
 def test_a_trace_that_another_one_waits_for_leaves_nothing_on_the_module(monkeypatch):

@@ -76,6 +76,17 @@ def test_what_is_small_or_of_another_type_stays_as_it_is(folder, monkeypatch):
         assert packed_names(model) == set()
 
 
+def test_what_is_not_packed_lies_in_large_pages(folder, monkeypatch):
+    moved = []
+    monkeypatch.setattr(packing, "in_huge_pages", moved.append)
+    with serve(folder) as model:
+        weights = model._loaded.weights
+        assert {id(array) for array in moved} == {id(weights[name]) for name in weights.keys() - packed_names(model)}
+    moved.clear()
+    with serve(tiny_model("llama", torch.bfloat16)):
+        assert moved == []  # a caller's memory is left alone
+
+
 def test_an_object_keeps_the_weights_that_it_shares():
     with serve(tiny_model("llama", torch.bfloat16)) as model:
         assert packed_names(model) == set()

@@ -21,6 +21,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import decode_attention, paged_attention, use
 from model_adapters.ops.pool import write_at
 from model_adapters.ops.tpu import fixed_point
+from model_adapters.ops.tpu.pages import Blocks
 from model_adapters.ops.tpu.write import write_tokens
 
 PARAMS = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
@@ -127,6 +128,25 @@ def test_decode_of_several_blocks(options, capfd):
         q_lens=(1,) * 4, kv_lens=(5, 9, 4600, 4096), heads=1, group=2, dim=64, sinks=True, seed=3, **options
     )
     check_decode(case, capfd)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16", "heads": 2, "sinks": True},
+        {"window": 272, "free_behind_window": True},  # rows longer than that begin with a page, but for one
+        {"pool_dtype": "int8", "page": 32, "alibi": True},
+    ],
+    ids=str,
+)
+def test_decode_of_rows_of_many_blocks(options, capfd):
+    # Blocks are 64 keys here: in rows of more than three, all but three are computed with before what a row's end needs
+    # is asked for. Rows end in whole blocks, in parts of one, and before rows that see nothing.
+    kv_lens = (448, 336, 301, 272, 0, 5, 256, 0, 150)
+    options = {"page": 16, "heads": 1, "group": 2, "dim": 64, **options}
+    case = paged_case(q_lens=(1,) * len(kv_lens), kv_lens=kv_lens, seed=11, **options)
+    with mock.patch.object(Blocks, "of", functools.partial(Blocks.of, max_len=64)):
+        check_decode(case, capfd)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

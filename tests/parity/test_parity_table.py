@@ -43,14 +43,20 @@ def test_what_passed_was_compared_and_was_clear(version):
 
 def test_types_that_a_change_names():
     diff = """\
+diff --git a/model_adapters/quirks/counts_keys.py b/model_adapters/quirks/counts_keys.py
 --- a/model_adapters/quirks/counts_keys.py
 +++ b/model_adapters/quirks/counts_keys.py
 @@ -1 +1 @@
 -LEANS = True
 +LEANS = "llama"  # and not mistral
  "gemma2"
+diff --git a/model_adapters/quirks/xlm_roberta.py b/model_adapters/quirks/xlm_roberta.py
 --- a/model_adapters/quirks/xlm_roberta.py
 +++ /dev/null
+diff --git a/torchax_serve/parity/results/one.json b/torchax_serve/parity/results/one.json
+--- a/torchax_serve/parity/results/one.json
++++ b/torchax_serve/parity/results/one.json
++ "t5"
 """
     types = ("gpt_neo", "mpt", "llama", "mistral", "gemma2", "xlm-roberta", "t5")
     assert touched.named_in(diff, types) == ["gpt_neo", "llama", "mpt", "xlm-roberta"]

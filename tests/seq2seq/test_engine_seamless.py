@@ -2,13 +2,13 @@
 
 import copy
 import functools
-import threading
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from steps_taken import steps_taken
+from threads import at_once
 from transformers import GenerationConfig
 
 from model_adapters.source_mask import SourceMask, mask_over_sounds
@@ -92,17 +92,7 @@ def ours(model, call, **options):
 
 def of_threads(model, calls, max_new_tokens):
     """Tokens of each call, all of them at once."""
-    found = [None] * len(calls)
-
-    def run(i):
-        found[i] = model.generate(**calls[i], max_new_tokens=max_new_tokens)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return at_once(lambda call: model.generate(**call, max_new_tokens=max_new_tokens), calls)
 
 
 def test_calls_of_many_threads_share_steps_and_pages(served):

@@ -10,6 +10,7 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from weights import draw_matrices
 
 from torchax_serve import (
     EngineOptions,
@@ -55,9 +56,7 @@ def _made(model_type):
     config = transformers.AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **SPECIAL, **CONFIGS[model_type])
     torch.manual_seed(0)
     model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.4)
+    draw_matrices(model, std=0.4)
     model.generation_config.eos_token_id = None
     model.generation_config.num_beams = None
     return model

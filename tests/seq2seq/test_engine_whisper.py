@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from steps_taken import steps_taken
+from threads import at_once
 from tiny_whisper import VOCAB_SIZE, WIDTH, tiny_whisper
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
@@ -140,17 +141,12 @@ def test_rows_end_where_they_end(served):
 
 def test_threads_share_steps(served):
     alone = [expected(slice(i, i + 1)) for i in range(NUM_SOUNDS)]
-    found = [None] * NUM_SOUNDS
 
     def transcribe(i):
-        found[i] = served.generate(input_features=features()[i : i + 1], max_new_tokens=NEW, language="en")
+        return served.generate(input_features=features()[i : i + 1], max_new_tokens=NEW, language="en")
 
     before = steps_taken(served)
-    threads = [threading.Thread(target=transcribe, args=(i,)) for i in range(NUM_SOUNDS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = at_once(transcribe, range(NUM_SOUNDS))
     assert all(torch.equal(tokens, wanted) for tokens, wanted in zip(found, alone, strict=True))
     assert steps_taken(served) - before > 0
     assert len({tuple(tokens.flatten().tolist()) for tokens in alone}) > 1

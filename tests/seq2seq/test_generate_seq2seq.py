@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from weights import draw_matrices
 
 from torchax_serve import InvalidArgumentError, UnsupportedArgumentError, serve, to_jax
 
@@ -40,9 +41,7 @@ def tiny(name):
     }[name]
     torch.manual_seed(0)
     model = model_class(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
+    draw_matrices(model, std=0.3)
     return model
 
 

@@ -2,6 +2,7 @@
 
 import torch
 import transformers
+from weights import draw_matrices
 
 VOCAB_SIZE, WIDTH = 60, 32
 
@@ -27,9 +28,7 @@ def tiny_whisper(*, encoder_layers=2, num_mel_bins=80, max_source_positions=100,
     )
     torch.manual_seed(0)
     model = transformers.WhisperForConditionalGeneration(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
+    draw_matrices(model, std=0.3)
     model.generation_config.update(pad_token_id=0, max_length=40)
     for name, value in generation.items():
         setattr(model.generation_config, name, value)

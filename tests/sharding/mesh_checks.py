@@ -1,17 +1,20 @@
 """Run as a program, with eight CPU devices: tiny models on meshes, against the same model on one device.
 
-``python mesh_checks.py tokens FAMILY MESH,MESH...`` and the other functions below; each prints what it found. The
-environment sets JAX_NUM_CPU_DEVICES.
+Each line of stdin is a call as JSON, ``["tokens", FAMILY, "MESH,MESH"]`` or another function below; what it finds is
+printed, and a last line says whether it ended well. The environment sets JAX_NUM_CPU_DEVICES.
 """
 
 import dataclasses
+import json
 import subprocess
 import sys
+import traceback
 
 import jax
 import numpy as np
 import torch
 import transformers
+from weights import draw_matrices
 
 from model_adapters.errors import TorchaxServeError
 from model_adapters.loading import load_model
@@ -93,9 +96,7 @@ DECODING = [
 def model_of(family):
     torch.manual_seed(0)
     module = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
-    for parameter in module.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
+    draw_matrices(module, std=0.2)
     return module
 
 
@@ -111,8 +112,8 @@ def shape_of(mesh):
 
 def tokens(family, meshes, kv_cache_dtype=None):
     options = EngineOptions(max_len=64, num_slots=4, kv_cache_dtype=kv_cache_dtype)
-    single = serve(model_of(family), engine=options)
-    wanted = tokens_of(single)
+    with serve(model_of(family), engine=options) as single:
+        wanted = tokens_of(single)
     assert len({token for row in wanted for token in row}) > 6, wanted
     for mesh in meshes.split(","):
         with serve(model_of(family), engine=options, mesh=shape_of(mesh)) as served:
@@ -274,5 +275,18 @@ def refused(arguments):
         print(" ".join(str(error).split()))
 
 
+def answer_calls():
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        try:
+            globals()[name](*arguments)
+            end = "== done"
+        except Exception:
+            traceback.print_exc()
+            end = "== failed"
+        print(end, flush=True)
+        jax.clear_caches()
+
+
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    answer_calls()

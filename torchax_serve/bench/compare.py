@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel, load_model, require_causal_lm
-from model_adapters.loading.packing import pack_weights_of
+from model_adapters.loading.packing import lay_out_weights
 from torchax_serve.bench.engine import Call, Engine, JaxMemory, TorchMemory
 from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth, num_cores
 from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, same_part
@@ -120,10 +120,10 @@ class _Run:
             self._twin = EagerTwin(loaded)
             self.peer = _hf(self._twin.module)
         self._weights = {"hf": dict(loaded.weights) if self._twin is not None else {}, OURS: loaded.weights}
-        pack_weights_of(loaded)
+        lay_out_weights(loaded)
         self._served = ServedModel(loaded)
         runtime: Any = self._served.torch_model._jax_runtime
-        self._has_cache = runtime.can_cache
+        self._has_cache = runtime.caches.can_make
         self.ours = Engine(
             OURS, "this project", self._served.torch_model, JaxMemory(), has_compile_cache=has_compile_cache
         )

@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchax_serve.cli.options import LoadOptions, load_options
+from torchax_serve.cli.options import LoadOptions, option_groups
 from torchax_serve.cli.terminal import note
+
+if TYPE_CHECKING:
+    from torchax_serve.bench import Settings
 
 _DEFAULT_BATCHES = (1, 8)
 
 
-@load_options
-def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            show_default=False, help="Short name, hub id or folder; without it the small model of the package."
-        ),
-    ] = None,
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What is measured, beside which peer."""
+
     against: Annotated[
         str | None,
         typer.Option(
@@ -31,14 +31,38 @@ def bench(
             show_default=False,
             help="A peer to run in turns with: hf, the generate of transformers on the same weights.",
         ),
-    ] = None,
+    ] = None
     batch: Annotated[
         list[int] | None,
         typer.Option("--batch", show_default=False, help="Rows of a batch; may be given several times (1 and 8)."),
+    ] = None
+    prompt_len: Annotated[int, typer.Option("--prompt-len", help="Tokens of each prompt.")] = 128
+    new_tokens: Annotated[int, typer.Option("--new-tokens", help="Tokens generated behind it.")] = 64
+    repeats: Annotated[int, typer.Option("--repeats", help="Timed calls of each side; medians are shown.")] = 5
+
+    def settings(self) -> Settings:
+        """What they stand for.
+
+        Raises:
+            InvalidArgumentError: a number that cannot be, or a peer that nobody knows.
+        """
+        from torchax_serve.bench import Settings
+
+        return Settings(
+            tuple(self.batch or _DEFAULT_BATCHES), self.prompt_len, self.new_tokens, self.repeats, self.against
+        )
+
+
+@option_groups
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            show_default=False, help="Short name, hub id or folder; without it the small model of the package."
+        ),
     ] = None,
-    prompt_len: Annotated[int, typer.Option("--prompt-len", help="Tokens of each prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", help="Tokens generated behind it.")] = 64,
-    repeats: Annotated[int, typer.Option("--repeats", help="Timed calls of each side; medians are shown.")] = 5,
+    *,
+    measured: MeasureOptions,
     random_weights: Annotated[
         Path | None,
         typer.Option(
@@ -51,7 +75,6 @@ def bench(
         Path | None, typer.Option("--plot", show_default=False, help="Write a picture of the rates to this file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
-    *,
     load: LoadOptions,
 ) -> None:
     """Measure time to first token, tokens/s, memory and use of the memory's bandwidth.
@@ -64,14 +87,13 @@ def bench(
 
     with prompt_interrupts(leave_at=1):
         from torchax_serve import InvalidArgumentError
-        from torchax_serve.bench import Settings
         from torchax_serve.bench import bench as measure
         from torchax_serve.bench.plot import check_plot
         from torchax_serve.bench.plot import plot as draw
 
         if random_weights is not None and model is not None:
             raise InvalidArgumentError(f"--random-weights makes its own model; leave {model} out")
-        settings = Settings(tuple(batch or _DEFAULT_BATCHES), prompt_len, new_tokens, repeats, against)
+        settings = measured.settings()
         if plot is not None:
             check_plot(plot)
         report = measure(

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.cli.options import LoadOptions, load_options
+from torchax_serve.cli.options import LoadOptions, option_groups
 
 ENDINGS = (".npy", ".json")
 
 
-@load_options
+@option_groups
 def embed(
     model: Annotated[str, typer.Argument(help="Short name, hub id or folder.")],
     texts: Annotated[

@@ -1,4 +1,4 @@
-"""The options that say which model to load and how, shared by every command that loads one."""
+"""Options in groups, and those that say which model to load and how, shared by every command that loads one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _hosts_option = functools.partial(typer.Option, rich_help_panel="Several hosts, 
 
 @dataclass(frozen=True)
 class ConfigOptions:
-    """Where a model's configuration and code come from. Each field is an option of the commands; see `load_options`."""
+    """Where a model's configuration and code come from; each field is an option of the commands (`option_groups`)."""
 
     revision: Annotated[str | None, _option("--revision", help="Branch, tag or commit of a hub model.")] = None
     dtype: Annotated[str, _option("--dtype", help="auto (that of the checkpoint), float32, bfloat16 or float16.")] = (
@@ -148,33 +148,42 @@ class DeviceOptions(LoadOptions):
         )
 
 
-def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command one option for each field of its parameter `load` (`ConfigOptions`), in that parameter's place.
+def option_groups(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command one option for each field of each parameter that is a dataclass, in that parameter's place.
 
     The command line is read from a function's signature, so this is a function with another signature: it takes the
-    options one by one and hands them on as one object.
+    options one by one and hands them on as one object for each group.
     """
     signature = inspect.signature(command, eval_str=True)
-    options: type[ConfigOptions] = signature.parameters["load"].annotation
-    hints = get_type_hints(options, include_extras=True)
-    names = [field.name for field in dataclasses.fields(options)]
+    groups = {each.name: each.annotation for each in signature.parameters.values() if _is_group(each)}
 
     @functools.wraps(command)
     def with_options(**given: Any) -> Any:
-        load = options(**{name: given.pop(name) for name in names if name in given})
-        return command(load=load, **given)
+        for name, group in groups.items():
+            fields = [field.name for field in dataclasses.fields(group) if field.name in given]
+            given[name] = group(**{field: given.pop(field) for field in fields})
+        return command(**given)
 
     parameters: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
-        if parameter.name == "load":
-            parameters += [
-                inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-                )
-                for field in dataclasses.fields(options)
-            ]
+        if parameter.name in groups:
+            parameters += _options_of(groups[parameter.name])
         else:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {each.name: each.annotation for each in parameters}
     return with_options
+
+
+def _is_group(parameter: inspect.Parameter) -> bool:
+    return isinstance(parameter.annotation, type) and dataclasses.is_dataclass(parameter.annotation)
+
+
+def _options_of(group: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(group)
+    ]

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.cli.options import ConfigOptions, load_options
+from torchax_serve.cli.options import ConfigOptions, option_groups
 
 
-@load_options
+@option_groups
 def plan(
     model: Annotated[
         str | None, typer.Argument(help="Hub id, short name, folder or config file; without it the embedded model.")

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from torchax_serve.cli.loading import followed
-from torchax_serve.cli.options import DeviceOptions, LoadOptions, load_options
+from torchax_serve.cli.decoding import DecodingOptions
+from torchax_serve.cli.loading import followed, loaded_model
+from torchax_serve.cli.options import DeviceOptions, option_groups
 from torchax_serve.cli.terminal import is_terminal, note
 
-_SAMPLING = "Decoding (default: what the model's generation_config says)"
+if TYPE_CHECKING:
+    from torchax_serve.cli.conversation import Conversation
+    from torchax_serve.request import SamplingParams
+
 STDIN = "-"
 
 
-def _sampling(flag: str, text: str) -> Any:
-    return typer.Option(flag, help=text, show_default=False, rich_help_panel=_SAMPLING)
+@dataclass(frozen=True)
+class ChatOptions:
+    """What an answer is given to beside the prompt, and how it is printed."""
+
+    system: Annotated[str | None, typer.Option(show_default=False, help="System prompt of the chat.")] = None
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(show_default=False, help="A picture to go with the (first) prompt; may be given several times."),
+    ] = None
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, without chat template.")] = (
+        False
+    )
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per answer: text, token_ids, stats, model.")
+    ] = False
 
 
-@load_options
+@option_groups
 def run(
     model: Annotated[
         str | None,
@@ -38,46 +56,9 @@ def run(
         str | None,
         typer.Option("--prompt", "-p", show_default=False, help="PROMPT; with - as PROMPT it stands before stdin."),
     ] = None,
-    system: Annotated[str | None, typer.Option(show_default=False, help="System prompt of the chat.")] = None,
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(show_default=False, help="A picture to go with the (first) prompt; may be given several times."),
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as plain text, without chat template.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per answer: text, token_ids, stats, model.")
-    ] = False,
-    max_new_tokens: Annotated[
-        int | None,
-        _sampling(
-            "--max-new-tokens", "Longest answer, in tokens; 1024 in a chat and 256 raw where the model says none."
-        ),
-    ] = None,
-    min_new_tokens: Annotated[int | None, _sampling("--min-new-tokens", "Shortest answer, in tokens.")] = None,
-    temperature: Annotated[
-        float | None, _sampling("--temperature", "Above 1 more varied, below 1 less; 0 is greedy.")
-    ] = None,
-    top_k: Annotated[int | None, _sampling("--top-k", "Draw from the k likeliest tokens; 0 is off.")] = None,
-    top_p: Annotated[
-        float | None, _sampling("--top-p", "Draw from the likeliest tokens that have this probability together.")
-    ] = None,
-    min_p: Annotated[
-        float | None, _sampling("--min-p", "Leave out tokens below this fraction of the likeliest one's probability.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, _sampling("--repetition-penalty", "Above 1 makes tokens that were said less likely.")
-    ] = None,
-    no_repeat_ngram_size: Annotated[
-        int | None, _sampling("--no-repeat-ngram-size", "Never say the same n tokens twice; 0 is off.")
-    ] = None,
-    seed: Annotated[int | None, _sampling("--seed", "Same seed, same prompt, same answer.")] = None,
-    stop: Annotated[list[str] | None, _sampling("--stop", "End before this text; may be given several times.")] = None,
-    greedy: Annotated[
-        bool, typer.Option("--greedy", help="Always the likeliest token.", rich_help_panel=_SAMPLING)
-    ] = False,
     *,
+    chat: ChatOptions,
+    decoding: DecodingOptions,
     load: DeviceOptions,
 ) -> None:
     """Chat with a model in the terminal, or get one answer.
@@ -93,64 +74,56 @@ def run(
 
     torchax-serve run gemma-3-4b-it "What is in this picture?" --image cat.png
     """
-    from torchax_serve.request import SamplingParams
-
-    if followed(None if model is not None and prompt is None and _is_prompt(model) else model, load):
+    model, prompt = _model_first(model, prompt)
+    if followed(model, load):
         return
-    model, text = _model_and_prompt(model, prompt, prompt_option)
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        do_sample=False if greedy else None,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        no_repeat_ngram_size=no_repeat_ngram_size,
-        seed=seed,
-        stop=tuple(stop) if stop else None,
-    )
-    _run(model, text, load, params, system=system, images=image or [], raw=raw, as_json=as_json)
-
-
-def _run(
-    name: str | None,
-    text: str | None,
-    load: LoadOptions,
-    params: Any,
-    *,
-    system: str | None,
-    images: list[Path],
-    raw: bool,
-    as_json: bool,
-) -> None:
-    from torchax_serve.cli.loading import loaded_model
-
-    with loaded_model(name, load) as model:
-        # Behind the loading, so that importing torch counts as loading and Ctrl-C ends it as well.
-        from torchax_serve.cli.answers import write_answer
-        from torchax_serve.cli.conversation import Conversation
-        from torchax_serve.cli.interactive import InteractiveChat
-        from torchax_serve.cli.interrupts import prompt_interrupts
-        from torchax_serve.cli.reader import terminal_reader
-        from torchax_serve.text.chat import has_chat_template
-
-        if not raw and model.tokenizer is not None and not has_chat_template(model):
-            note(f"{model.name} has no chat template: it continues your text (--raw, without this note)")
-            raw = True
-        conversation = Conversation(model, params, raw=raw)
-        conversation.set_system(system)
-        for image in images:
-            conversation.attach(image)
+    text = _text(prompt, prompt_option)
+    params = decoding.params()
+    with loaded_model(model, load) as served:
+        conversation = _conversation(served, params, chat)
         if text is None:
-            _say_what_fits(model)
-            InteractiveChat(conversation, terminal_reader(), as_json=as_json).run()
-            return
-        if not text.strip():
-            raise _empty_prompt()
-        with prompt_interrupts(leave_at=1):
-            write_answer(conversation.answer(text), model_name=model.name, as_json=as_json)
+            _talk(conversation, as_json=chat.as_json)
+        else:
+            _answer(conversation, text, as_json=chat.as_json)
+
+
+# What follows is imported behind the loading, so that importing torch counts as loading and Ctrl-C ends it as well.
+
+
+def _conversation(model: Any, params: SamplingParams, options: ChatOptions) -> Conversation:
+    """A conversation in which nothing has been said."""
+    from torchax_serve.cli.conversation import Conversation
+    from torchax_serve.text.chat import has_chat_template
+
+    is_raw = options.raw
+    if not is_raw and model.tokenizer is not None and not has_chat_template(model):
+        note(f"{model.name} has no chat template: it continues your text (--raw, without this note)")
+        is_raw = True
+    conversation = Conversation(model, params, raw=is_raw)
+    conversation.set_system(options.system)
+    for image in options.image or []:
+        conversation.attach(image)
+    return conversation
+
+
+def _talk(conversation: Conversation, *, as_json: bool) -> None:
+    """A chat at the terminal."""
+    from torchax_serve.cli.interactive import InteractiveChat
+    from torchax_serve.cli.reader import terminal_reader
+
+    _say_what_fits(conversation.model)
+    InteractiveChat(conversation, terminal_reader(), as_json=as_json).run()
+
+
+def _answer(conversation: Conversation, text: str, *, as_json: bool) -> None:
+    """One answer on stdout."""
+    from torchax_serve.cli.answers import write_answer
+    from torchax_serve.cli.interrupts import prompt_interrupts
+
+    if not text.strip():
+        raise _empty_prompt()
+    with prompt_interrupts(leave_at=1):
+        write_answer(conversation.answer(text), model_name=conversation.model.name, as_json=as_json)
 
 
 def _say_what_fits(model: Any) -> None:
@@ -160,16 +133,17 @@ def _say_what_fits(model: Any) -> None:
         note(f"one request at a time: {error}")
 
 
-def _model_and_prompt(
-    model: str | None, prompt: str | None, prompt_option: str | None
-) -> tuple[str | None, str | None]:
-    """Which argument is which; the prompt is None where the user is to be asked.
+def _model_first(model: str | None, prompt: str | None) -> tuple[str | None, str | None]:
+    """Which argument is which: a lone one may be the prompt."""
+    return (None, model) if model is not None and prompt is None and _is_prompt(model) else (model, prompt)
+
+
+def _text(prompt: str | None, prompt_option: str | None) -> str | None:
+    """The text to answer; None where the user is to be asked.
 
     Raises:
         InvalidArgumentError: two prompts, or an empty one.
     """
-    if model is not None and prompt is None and _is_prompt(model):
-        model, prompt = None, model
     if prompt == STDIN:
         prompt = _read_stdin()
         if prompt_option is not None:
@@ -181,7 +155,7 @@ def _model_and_prompt(
         raise _empty_prompt()
     if text is None and not is_terminal(sys.stdin):
         text = _read_stdin()  # if nothing comes, a wrong name of the model is the better complaint
-    return model, text
+    return text
 
 
 def _empty_prompt() -> InvalidArgumentError:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchax_serve.cli.options import LoadOptions, load_options
+from torchax_serve.cli.options import LoadOptions, option_groups
 from torchax_serve.cli.terminal import note
 
 DIFFERENT = 1
@@ -29,7 +29,7 @@ class VerifyLoadOptions(LoadOptions):
     ] = "float32"
 
 
-@load_options
+@option_groups
 def verify(
     model: Annotated[
         str | None,

@@ -129,7 +129,7 @@ def run(runtime: Runtime, rows: Sequence[Row], *, pad_id: int | None) -> Iterato
 
 def _width(runtime: Runtime, length: int) -> int:
     """The rung for rows of `length` tokens, within the positions that there are."""
-    rung, limit = bucket(length), runtime.max_positions
+    rung, limit = bucket(length), runtime.limits.max_positions
     return rung if limit is None else max(length, min(rung, limit))
 
 
@@ -153,7 +153,7 @@ def _forward(runtime: Runtime, rows: list[Row], indices: list[int], width: int, 
 
 def limit_of(loaded: LoadedModel, runtime: Runtime) -> int | None:
     """The most tokens that the model reads; None where nothing says."""
-    limit = runtime.max_positions
+    limit = runtime.limits.max_positions
     padding_idx = getattr(runtime.config, "pad_token_id", None)
     tables = [m for m in runtime.program.called.modules() if isinstance(m, torch.nn.Embedding)]
     if (

@@ -75,8 +75,8 @@ def embed(
 
 def part_of(runtime: Runtime) -> str:
     """The part of a model that makes hidden states of tokens: its encoder, or what is under its head."""
-    if runtime.encoder_part is not None:
-        return runtime.encoder_part
+    if runtime.encoder is not None:
+        return runtime.encoder.name
     module = runtime.program.module
     base = module.base_model
     return next((name for name, child in module.named_modules() if child is base), "")
@@ -86,7 +86,7 @@ def pad_id_of(loaded: LoadedModel, runtime: Runtime) -> int:
     """What rows are filled up with; masked, so any token does."""
     for holder in (runtime.config.get_text_config(), loaded.tokenizer()):
         found = getattr(holder, "pad_token_id", None)
-        if isinstance(found, int) and 0 <= found < runtime.vocab_size:
+        if isinstance(found, int) and 0 <= found < runtime.limits.vocab_size:
             return found
     return 0
 

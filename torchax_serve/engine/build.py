@@ -107,10 +107,10 @@ def build_engine(
         kv_cache_bytes=options.kv_cache_bytes,
         batch_invariant=options.batch_invariant,
         kv_cache_dtype=options.kv_cache_dtype,
-        tables_bytes=tables_bytes(options.num_slots, runtime.vocab_size),
+        tables_bytes=tables_bytes(options.num_slots, runtime.limits.vocab_size),
         max_source_len=_max_source_len(runtime, options),
         may_shorten_sources=options.max_source_len is None,
-        source_len=runtime.length_heard,
+        source_len=None if runtime.encoder is None else runtime.encoder.length_heard,
     )
     try:
         road = packed_road(runtime, sizes)
@@ -141,7 +141,7 @@ def build_engine(
     )
     road = dataclasses.replace(road, tables_bytes=sizes.tables_bytes)
     logger.info("%s", road)
-    runner = ModelRunner(road.model, road.cache, num_slots=sizes.num_slots, vocab_size=runtime.vocab_size)
+    runner = ModelRunner(road.model, road.cache, num_slots=sizes.num_slots, vocab_size=runtime.limits.vocab_size)
     return Engine(Scheduler(config), runner, str(road), ids)
 
 
@@ -160,38 +160,39 @@ def _max_num_steps(options: EngineOptions) -> int:
 
 
 def _max_source_len(runtime: Runtime, options: EngineOptions) -> int:
-    if runtime.length_heard is not None:
-        if options.max_source_len is not None:
+    asked, encoder = options.max_source_len, runtime.encoder
+    if encoder is None:
+        if asked is not None:
             raise InvalidArgumentError(
-                f"max_source_len: expected None for a model whose encoder hears sounds of one length, got "
-                f"{options.max_source_len}; leave it out"
-            )
-        return runtime.length_heard
-    if runtime.encoder_part is None:
-        if options.max_source_len is not None:
-            raise InvalidArgumentError(
-                f"max_source_len: expected None for a model without an encoder, got {options.max_source_len}; max_len "
-                "limits its requests"
+                f"max_source_len: expected None for a model without an encoder, got {asked}; max_len limits its "
+                "requests"
             )
         return 0
-    encoder = runtime.part(runtime.encoder_part)
-    asked = options.max_source_len
+    if encoder.length_heard is not None:
+        if asked is not None:
+            raise InvalidArgumentError(
+                f"max_source_len: expected None for a model whose encoder hears sounds of one length, got {asked}; "
+                "leave it out"
+            )
+        return encoder.length_heard
+    limits = encoder.runtime.limits
     if asked is None:
-        return min(MAX_SOURCE_LEN, encoder.learned_positions or encoder.max_positions or MAX_SOURCE_LEN // 2)
-    if encoder.learned_positions is not None and asked > encoder.learned_positions:
+        return min(MAX_SOURCE_LEN, limits.learned_positions or limits.max_positions or MAX_SOURCE_LEN // 2)
+    if limits.learned_positions is not None and asked > limits.learned_positions:
         raise InvalidArgumentError(
-            f"max_source_len: expected at most {encoder.learned_positions}, the positions of this model's encoder, got "
+            f"max_source_len: expected at most {limits.learned_positions}, the positions of this model's encoder, got "
             f"{asked}; lower it"
         )
     return asked
 
 
 def _max_len(runtime: Runtime, options: EngineOptions) -> int:
-    limit = runtime.max_positions or getattr(runtime.text_config, "max_target_positions", None)
+    limits = runtime.limits
+    limit = limits.max_positions or getattr(runtime.text_config, "max_target_positions", None)
     if options.max_len is None:
-        most = MAX_LEN if runtime.encoder_part is None else MAX_ANSWER_LEN
+        most = MAX_LEN if runtime.encoder is None else MAX_ANSWER_LEN
         return min(most, limit or most)
-    end = runtime.learned_positions if runtime.max_positions else limit
+    end = limits.learned_positions if limits.max_positions else limit
     if end is not None and options.max_len > end:
         raise InvalidArgumentError(
             f"max_len: expected at most {end}, the positions this model has, got {options.max_len}; lower it"

@@ -42,10 +42,11 @@ def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
         if sizes.source_len is not None:
             sources, layout = Outputs(runtime, (sizes.source_len,)), layout.for_sources(sizes.source_len)
             sizes = _with_fitting_slots(sizes, layout)
-        elif runtime.encoder_part is not None:
+        elif runtime.encoder is not None:
             sizes = _with_source_len(sizes, layout)
             max_len = sizes.max_source_len
-            sources = Outputs(runtime, rungs_of(max_len)) if runtime.encodes_before else Texts(runtime, max_len)
+            runs_before = runtime.encoder.runs_before
+            sources = Outputs(runtime, rungs_of(max_len)) if runs_before else Texts(runtime.encoder.runtime, max_len)
             layout = layout.for_sources(max_len)
         parts = GatheredParts(runtime, forward, layout, sizes, sources)
         cache = parts.cache()
@@ -111,7 +112,9 @@ class GatheredParts:
 
     def model(self, cache: GatheredCache, block_len: int) -> GatheredModel:
         """A model on `cache`. A chunk is padded only where the model neither keeps it nor counts it."""
-        is_exact = self.runtime.is_recurrent or self.forward.counts_by_itself or block_len < self.sizes.token_budget
+        is_exact = (
+            self.runtime.caches.is_recurrent or self.forward.counts_by_itself or block_len < self.sizes.token_budget
+        )
         is_exact = is_exact or self.sources is not None
         budget = self.sizes.token_budget
         exact = tuple(size for size in EXACT_CHUNKS if size <= budget)
@@ -168,7 +171,7 @@ class GatheredParts:
                 make,
                 self.wanted_block_len,
                 num_slots=self.sizes.num_slots,
-                vocab_size=self.runtime.vocab_size,
+                vocab_size=self.runtime.limits.vocab_size,
                 is_float32=self.runtime.program.is_float32,
                 is_one_by_one=self.forward.is_one_by_one,
             )

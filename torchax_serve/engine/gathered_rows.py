@@ -46,16 +46,17 @@ class RowForward:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        if not runtime.can_cache:
+        if not runtime.caches.can_make:
             raise UnsupportedModelError(
                 f"expected a decoder with a cache of fixed shapes, got {type(runtime.program.module).__name__}: "
-                f"{runtime.why_no_cache}; generate runs it, one batch at a time"
+                f"{runtime.caches.why_none}; generate runs it, one batch at a time"
             )
         self.program, self._weights = runtime.program, runtime.weights
-        self._new_cache = runtime.new_cache
-        self._trial_context = runtime.trial_context()
-        self._source_mask = runtime.source_mask or SourceMask()
-        self.positions_end = runtime.learned_positions
+        self._new_cache = runtime.caches.new
+        self._trial_context = runtime.caches.trial_context()
+        mask = None if runtime.encoder is None else runtime.encoder.source_mask
+        self._source_mask = mask or SourceMask()
+        self.positions_end = runtime.limits.learned_positions
         self.is_one_by_one = quirks.one_by_one(runtime.program.called)
 
     @property

@@ -38,18 +38,18 @@ def head_scales(runtime: Runtime) -> tuple[HeadScales, ...]:
     Raises:
         InvalidArgumentError: the trial prompt has keys or values that are no finite numbers.
     """
-    length = min(TRIAL_LEN, runtime.learned_positions or TRIAL_LEN)
+    length = min(TRIAL_LEN, runtime.limits.learned_positions or TRIAL_LEN)
 
     def largest(weights: Weights, ids: jax.Array, spec: None) -> Any:
         inputs = {runtime.program.names.ids: ids}
-        states = runtime.new_cache(length).states
+        states = runtime.caches.new(length).states
         _, after = runtime.program.forward(weights, states, jnp.int32(0), inputs, CallSpec())
         assert after is not None
         return [_largest(layer.pool, layer.k_dim) for layer in after]
 
     facts = runtime.program
     kept = KeptFunction(runtime.steps.cache, "int8_trial", largest, facts=facts.found_out, recall=facts.recall)
-    ids = np.random.default_rng(0).integers(0, runtime.vocab_size, (TRIAL_ROWS, length))
+    ids = np.random.default_rng(0).integers(0, runtime.limits.vocab_size, (TRIAL_ROWS, length))
     found = kept(runtime.weights, from_host(ids, np.int32), spec=None)
     return tuple((_scale(keys), _scale(values)) for keys, values in found)
 

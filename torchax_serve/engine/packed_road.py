@@ -125,9 +125,9 @@ def page_shapes(runtime: Runtime) -> tuple[PageShape, ...]:
     """
     if runtime.program.names.has_encoder:
         raise NotPackableError("there is an encoder beside the decoder")
-    if not runtime.can_cache or runtime.is_recurrent:
+    if not runtime.caches.can_make or runtime.caches.is_recurrent:
         raise NotPackableError("a layer keeps a recurrent state, or the model has no cache that could be paged")
-    cache = runtime.new_cache(16)
+    cache = runtime.caches.new(16)
     inputs = {"input_ids": jax.ShapeDtypeStruct((1, 16), np.int32)}
 
     def prompt(weights: Weights, inputs: dict[str, jax.Array]) -> object:

@@ -64,13 +64,12 @@ class Texts:
     """Inputs of an encoder of texts.
 
     Args:
-        runtime: of the whole model.
+        runtime: of the encoder.
         max_len: tokens of an input at the most.
     """
 
     def __init__(self, runtime: Runtime, max_len: int) -> None:
-        assert runtime.encoder_part is not None
-        self._runtime = runtime.part(runtime.encoder_part)
+        self._runtime = runtime
         self.max_len = max_len
         self.rungs = rungs_of(max_len)
         self._ids: dict[int, tuple[int, ...]] = {}
@@ -78,7 +77,9 @@ class Texts:
     @property
     def trial(self) -> tuple[int, ...]:
         """An input to try the model with."""
-        return tuple(np.random.default_rng(1).integers(1, self._runtime.vocab_size, min(8, self.max_len)).tolist())
+        return tuple(
+            np.random.default_rng(1).integers(1, self._runtime.limits.vocab_size, min(8, self.max_len)).tolist()
+        )
 
     @property
     def num_programs(self) -> int:
@@ -139,15 +140,17 @@ class Outputs:
         return 0
 
     def __init__(self, runtime: Runtime, rungs: tuple[int, ...]) -> None:
-        if runtime.source_mask is None and runtime.length_heard is None:
+        encoder = runtime.encoder
+        assert encoder is not None
+        if encoder.source_mask is None and encoder.length_heard is None:
             raise UnsupportedModelError(
                 "expected a decoder that is known to see no more of its encoder's output than a mask says, or an "
                 f"encoder of sounds of a single length, got {type(runtime.program.module).__name__}; generate runs it, "
                 "one batch at a time"
             )
-        hidden: Any = runtime.trial_context()[HIDDEN][0]  # a shape
+        hidden: Any = runtime.caches.trial_context()[HIDDEN][0]  # a shape
         self.max_len, self.rungs = rungs[-1], rungs
-        self._shortest = rungs[-1] if runtime.length_heard is not None else 1
+        self._shortest = rungs[-1] if encoder.length_heard is not None else 1
         self._width, self._dtype = hidden.shape[2], hidden.dtype
         self._outputs: dict[int, np.ndarray] = {}
 

@@ -156,10 +156,10 @@ def _together(served: ServedModel) -> list[torch.Tensor]:
 
 def cache_kinds(runtime: Runtime) -> list[str]:
     """What the layers of the model keep, each kind once."""
-    if not runtime.can_cache:
+    if not runtime.caches.can_make:
         return []
     kinds = []
-    for layer in runtime.new_cache(16).states:
+    for layer in runtime.caches.new(16).states:
         if isinstance(layer, AttentionLayer):
             kinds.append("full" if layer.window is None else "window")
         if isinstance(layer, CompressedLayer):

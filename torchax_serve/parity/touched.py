@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from fnmatch import fnmatch
 
 from model_adapters import quirks
+
+READ = ("model_adapters/*", "torchax_serve/parity/*.py")
+"""The code that serves and checks types; in folders inside, too."""
 
 
 def named_in(diff: str, types: Collection[str]) -> list[str]:
     """Types that a change names, sorted.
 
     Args:
-        diff: as ``git diff`` prints it; its changed lines count, and the names of the files. A quirk that several
-            architectures share names them all.
+        diff: as ``git diff`` prints it; its changed lines count, and the names of the files, of those that `READ`
+            names. A quirk that several architectures share names them all.
         types: as transformers names them. ``a_b`` in a file's name is ``a-b`` as well.
     """
     found: set[str] = set()
+    is_read = False
     for line in diff.splitlines():
-        if line.startswith(("+++ ", "--- ")):
+        if line.startswith("diff --git "):
+            name = re.sub(r"^\w/", "", line.rpartition(" ")[2])  # behind git's prefix, where it is told to put one
+            is_read = any(fnmatch(name, pattern) for pattern in READ)
+        elif not is_read:
+            continue
+        elif line.startswith(("+++ ", "--- ")):
             stem = line.rpartition("/")[2].partition(".")[0]
             found |= {stem, stem.replace("_", "-")}
         elif line.startswith(("+", "-")):

@@ -45,8 +45,8 @@ class _Batch:
         states, offset = None, None
         names = runtime.program.names
         inputs = {names.ids: ids, "last": last}
-        if runtime.can_cache:
-            states, offset = runtime.new_cache(self.capacity).states, jnp.int32(0)
+        if runtime.caches.can_make:
+            states, offset = runtime.caches.new(self.capacity).states, jnp.int32(0)
             if runtime.program.accepts(names.positions):  # without a cache code counts them itself, and may read them
                 inputs[names.positions] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
         fields, states = runtime.program.forward(weights, states, offset, inputs, CallSpec())
@@ -120,7 +120,7 @@ def generate_road(runtime: Runtime, sharding: ModelSharding, max_len: int, num_s
             f"expected a forward that can be traced, got {' '.join(said.split())[:300]}; {why}"
         ) from error
     if states is None:
-        return GenerateRoad(runtime, sharding, (), (), f"{why}; without a cache: {runtime.why_no_cache}", None)
+        return GenerateRoad(runtime, sharding, (), (), f"{why}; without a cache: {runtime.caches.why_none}", None)
     pools = _pools(states)
     known = {id(leaf) for leaf in pools}
     pages = tuple(PageShape(leaf.shape[1], leaf.shape[3], np.dtype(leaf.dtype), None) for leaf in pools)

@@ -186,12 +186,13 @@ def make_plan(module: PreTrainedModel, name: str, request: PlanRequest, *, save:
 
 
 def _max_len(runtime: Runtime, request: PlanRequest) -> int:
-    limit = runtime.max_positions
+    limits = runtime.limits
+    limit = limits.max_positions
     if request.max_len is None:
         return min(8192, limit or 8192)
-    if runtime.learned_positions is not None and request.max_len > runtime.learned_positions:
+    if limits.learned_positions is not None and request.max_len > limits.learned_positions:
         raise InvalidArgumentError(
-            f"max_len: expected at most {runtime.learned_positions}, the positions this model has, got "
+            f"max_len: expected at most {limits.learned_positions}, the positions this model has, got "
             f"{request.max_len}; lower it"
         )
     return request.max_len

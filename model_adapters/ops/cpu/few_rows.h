@@ -37,21 +37,26 @@ class FewRows {
   template <class Out>
   void run(int64_t c, Out* out) const {
     for_count<kMaxRows>(rows_, [&](auto count) {
-      constexpr int R = count, kTogether = 2 * R <= kLanes ? 2 : 1;
+      constexpr int R = count, kTogether = 2 * R <= kLanes ? 2 : 1, kGroup = kLanes / R / kTogether * kTogether;
       const int64_t end = std::min(n_, (c + 1) * chunk_rows_);
-      int64_t i = c * chunk_rows_;
-      for (; i + kTogether <= end; i += kTogether) pass<R, kTogether>(i, out);
-      for (; i < end; i++) pass<R, 1>(i, out);
+      for (int64_t begin = c * chunk_rows_; begin < end; begin += kGroup) {
+        const int num = int(std::min<int64_t>(kGroup, end - begin));
+        Vec sums[kLanes] = {};  // of all rows of x and weight row `begin`, and so on
+        int i = 0;
+        for (; i + kTogether <= num; i += kTogether) add<R, kTogether>(begin + i, sums + i * R);
+        for (; i < num; i++) add<R, 1>(begin + i, sums + i * R);
+        finish<R>(sums, begin, num, out);
+      }
     });
   }
 
  private:
-  // The outputs of W weight rows that lie behind one another, from `begin` on.
-  template <int R, int W, class Out>
-  void pass(int64_t begin, Out* out) const {
+  // Sums in lanes of W weight rows that lie behind one another, from `begin` on, and R rows of x.
+  template <int R, int W>
+  void add(int64_t begin, Vec* sums) const {
     const T *first = weight_ + begin * k_, *w = first;
     const float* x = x_;
-    Vec sums[kLanes] = {};
+    Vec sum[W][R] = {};
     const auto step = [&](auto load_weights) {
       Word weights[W];
 #pragma GCC unroll 2
@@ -60,7 +65,7 @@ class FewRows {
       for (int r = 0; r < R; r++) {
         const Word v = (Word)load(x + r * num_words_);
 #pragma GCC unroll 2
-        for (int i = 0; i < W; i++) P::accumulate(sums[r * W + i], weights[i], v);
+        for (int i = 0; i < W; i++) P::accumulate(sum[i][r], weights[i], v);
       }
       w += P::kStep;
       x += kLanes;
@@ -68,15 +73,21 @@ class FewRows {
     int64_t d = 0;
     for (; d + P::kStep <= k_; d += P::kStep) {
 #pragma GCC unroll 2
-      for (int i = 0; i < W; i++) __builtin_prefetch((const char*)(first + W * d + i * P::kStep) + kAhead, 0, 0);
+      for (int i = 0; i < W; i++) __builtin_prefetch((const char*)(first + W * d + i * P::kStep) + kAhead, 0, 2);
       step([](const T* p) { return P::load(p); });
     }
     if (d < k_) step([&](const T* p) { return P::load(p, int(k_ - d)); });
+    std::memcpy(sums, sum, sizeof sum);
+  }
+
+  // The outputs of `num` weight rows from `begin` on.
+  template <int R, class Out>
+  void finish(Vec* sums, int64_t begin, int num, Out* out) const {
     transpose_square(sums);
     Vec sum = sums[0];
     for (int j = 1; j < kLanes; j++) sum += sums[j];
-    for (int r = 0; r < R; r++)
-      for (int i = 0; i < W; i++) from_float(sum[r * W + i] + (bias_ ? bias_[begin + i] : 0.f), out + r * n_ + begin + i);
+    for (int i = 0; i < num; i++)
+      for (int r = 0; r < R; r++) from_float(sum[i * R + r] + (bias_ ? bias_[begin + i] : 0.f), out + r * n_ + begin + i);
   }
 
   const float* x_;

@@ -38,6 +38,7 @@ class HugePages:
 
 def in_huge_pages(array: jax.Array) -> jax.Array:
     """`array`, on one CPU device, moved into such pages at its own addresses; as it was, where the system refuses."""
+    array.block_until_ready()  # there is nothing to collapse before it is written
     begin = array.unsafe_buffer_pointer()
     first = begin + -begin % HUGE_PAGE_BYTES
     num_bytes = (begin + array.nbytes - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

@@ -11,7 +11,7 @@
 #include "product.h"
 
 // With tiles for matrix products (AMX) many rows are better left to XLA, which wants the weights as they were.
-#if defined(__AVX512BW__) && defined(__AVX512BF16__) && !defined(__AMX_TILE__)
+#if defined(__AVX512BW__) && !defined(__AMX_TILE__)
 #define TAS_PACKS 1
 
 namespace tas {
@@ -94,7 +94,10 @@ class PackedWeights {
 // many rows of x, which the processor does beside the products. Every sum is that of `Product`, to the last bit.
 class PackedProduct {
   using P = Pair<bf16>;
+  using Word = decltype(P::load((const bf16*)nullptr));
+  static constexpr int kPartsOfWord = 2 * kLanes / P::kStep;  // what a word of two numbers is multiplied in: itself, or floats
   static constexpr int64_t kChunkBlocks = 3;  // that a thread takes at a time
+  static constexpr int64_t kManyRows = 64;    // of x, for which it pays to keep weights as floats for a while
 
  public:
   PackedProduct(const HeldRows<bf16>& x, int64_t rows, const Packed& packed, const float* bias)
@@ -108,7 +111,11 @@ class PackedProduct {
   template <class Out>
   void run(int64_t c, int64_t next, Out* out) const {
     const Stretch stretch{first_block(c + 1), first_block(next)};
-    for (int64_t block = first_block(c); block < stretch.stop; block++)
+    const int64_t begin = first_block(c);
+    if constexpr (kPartsOfWord == 2)
+      if (rows_ >= kManyRows)
+        return for_count<kChunkBlocks>(stretch.stop - begin, [&](auto count) { multiply_many<count>(begin, stretch, out); });
+    for (int64_t block = begin; block < stretch.stop; block++)
       for_count<kLanes>(lanes(rows_), [&](auto lanes) {
         multiply<lanes, true>(block, 0, stretch, out);
         for (int64_t row = lanes; row < rows_; row += lanes) multiply<lanes, false>(block, row, stretch, out);
@@ -131,9 +138,50 @@ class PackedProduct {
     weights_.walk<kFetches>(block, stretch, [&](int64_t w, const Vec* v) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int j = 0; j < kGroupWords; j++)
+#pragma GCC unroll 2
+        for (int i = 0; i < kPartsOfWord; i++) {
+          const Word weights = (Word)(kPartsOfWord == 1 ? v[j] : unpack<bf16>(v[j], i));
+          const float* words = x + ((w + j) * kPartsOfWord + i) * R;
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) P::accumulate(sums[r], (__m512i)v[j], _mm512_set1_epi32(bit_cast<int32_t>(x[(w + j) * R + r])));
+          for (int r = 0; r < R; r++) P::accumulate(sums[r], weights, splat_word<Word>(words + r));
+        }
     });
+    put<R>(block, row, sums, out);
+  }
+
+  // The outputs of N blocks of weights and many rows of x: the weights are taken apart once, into the second-level cache, as
+  // floats, and tiles of them meet some rows of x at a time.
+  template <int N, class Out>
+  void multiply_many(int64_t begin, const Stretch& stretch, Out* out) const {
+    constexpr int kRows = 8;  // with N * 8 sums, nearly all registers
+    struct alignas(64) Numbers { float of_row[kLanes]; };
+    static thread_local std::vector<Numbers> numbers;  // [k][N]
+    numbers.resize(packed_.k * N);
+    for (int b = 0; b < N; b++)
+      weights_.walk<true>(begin + b, stretch, [&](int64_t w, const Vec* v) {
+        for (int j = 0; j < 2 * kGroupWords; j++) store(numbers[(2 * w + j) * N + b].of_row, unpack<bf16>(v[j / 2], j % 2));
+      });
+    for (int64_t row = 0; row < rows_; row += kRows) {
+      Vec sums[N][kRows] = {};
+      const float* x = x_ + row / kLanes * num_words_ * kLanes + row % kLanes;
+      const Numbers* weights = numbers.data();
+      for (int64_t d = 0; d < packed_.k; d++, x += kLanes, weights += N) {
+        Vec w[N];
+        for (int b = 0; b < N; b++) w[b] = load(weights[b].of_row);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++) {
+          const Vec v = splat_word<Vec>(x + r);
+#pragma GCC unroll 3
+          for (int b = 0; b < N; b++) sums[b][r] = fma(w[b], v, sums[b][r]);
+        }
+      }
+      for (int b = 0; b < N; b++) put<kRows>(begin + b, row, sums[b], out);
+    }
+  }
+
+  // Writes the sums of a block and R rows of x from `row` on; of those there are.
+  template <int R, class Out>
+  void put(int64_t block, int64_t row, const Vec (&sums)[R], Out* out) const {
     const Vec bias = bias_ ? load(bias_ + block * kLanes) : Vec{};
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
@@ -189,9 +237,9 @@ class Packer {
   template <class F>
   void each_group(const F& f) const {
     for (int64_t block = 0; block < n_ / kLanes; block++)
-      for (int64_t d = 0; d < k_; d += Pair<bf16>::kStep) {
+      for (int64_t d = 0; d < k_; d += 2 * kLanes) {
         Vec v[kLanes];
-        const int64_t left = std::min<int64_t>(k_ - d, Pair<bf16>::kStep) / 2;
+        const int64_t left = std::min<int64_t>(k_ - d, 2 * kLanes) / 2;
         for (int r = 0; r < kLanes; r++) v[r] = load_words(weight_ + (block * kLanes + r) * k_ + d, left * sizeof(float));
         transpose_square(v);
         for (int j = 0; j < left; j += kGroupWords) f(block, (d / 2 + j) / kGroupWords, (const __m512i*)(v + j));

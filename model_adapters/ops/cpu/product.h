@@ -43,6 +43,14 @@ void for_count(int64_t count, const Function& function) {
   if constexpr (N > 1) for_count<N - 1>(count, function);
 }
 
+// The 32 bits at p in each lane.
+template <class Word>
+inline Word splat_word(const void* p) {
+  uint32_t word;
+  std::memcpy(&word, p, sizeof word);
+  return (Word)(UVec{} + word);
+}
+
 // x[rows, k] in words, zeros behind each row. Without `lanes` the rows lie as they are; else they are turned in groups of
 // that many: group g holds its word w at data + (g * num_words + w) * lanes, with zeros for rows that are not there.
 template <class T>
@@ -158,12 +166,6 @@ class Product {
     float* at(int64_t i, int64_t g) const { return data + i * stride + g * kLanes; }
   };
 
-  static Word splat_word(const char* p) {
-    uint32_t word;
-    std::memcpy(&word, p, sizeof word);
-    return (Word)(UVec{} + word);
-  }
-
   // kLanes weight rows from `begin` on, one step of K at d, turned: v[j] holds word j of each. Rows behind the last repeat it.
   void load_square(int64_t begin, int64_t d, Vec* v) const {
     const T* w = weight_ + begin * k_ + d;
@@ -192,7 +194,7 @@ class Product {
 #pragma GCC unroll 16
       for (int j = 0; j < kLanes; j++)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) P::accumulate(sum[r], (Word)v[j], splat_word((const char*)(x_ + r * num_words_ + d / kPerWord + j)));
+        for (int r = 0; r < R; r++) P::accumulate(sum[r], (Word)v[j], splat_word<Word>(x_ + r * num_words_ + d / kPerWord + j));
     }
     const int64_t count = std::min<int64_t>(kLanes, n_ - begin);
     for (int r = 0; r < R; r++) {
@@ -267,7 +269,7 @@ class Product {
       if (next != nullptr)
         for (int i = 0; i < R; i++) __builtin_prefetch((const char*)(next + i * k_) + j * int64_t(sizeof(T)) * kPerWord, 0, 2);
       const int64_t here = std::min<int64_t>(kWordsPerLine, words - j);
-      for (int64_t l = 0; l < here; l++) step(splat_word);
+      for (int64_t l = 0; l < here; l++) step(splat_word<Word>);
     }
     if (words * kPerWord < columns)  // half a word: what lies behind it is another row
       step([](const char* p) {

@@ -47,6 +47,7 @@ class _Decode:
     lens: Any  # int32[B]
     starts: Any  # int32[B]
     pages_per_seq: int
+    state: Any  # int32[3]: the half of the buffer whose turn it is; the row and block of it to be read next
     buffer: BlockBuffer
     lanes: Lanes
     features: Features
@@ -64,6 +65,12 @@ class _Decode:
         """Pieces that a block that is not full is computed with at a time: an eighth, where it can be cut so."""
         size = self.blocks.num_pieces
         return next((size // count for count in (8, 4) if size % count == 0), size)
+
+    @property
+    def has_long_rows(self) -> bool:
+        """Whether a row that begins with a piece may have more than three blocks."""
+        length = self.pages_per_seq * self.blocks.page
+        return min(length, self.features.window or length) > 3 * self.blocks.length
 
     def row(self, index: Any) -> _Row:
         """What row `index` sees."""
@@ -84,24 +91,41 @@ class _Decode:
 
         return lax.while_loop(sees_nothing, lambda i: i + 1, index)
 
-    def fetch(self, index: Any, block: Any, slot: Any) -> Any:
-        """Starts to read block `block` of row `index`; returns its number of pieces, uncapped."""
-        row = self.row(index)
-        before = block * self.blocks.num_pieces
+    def source(self, index: Any, row: _Row, block: Any) -> Any:
+        """The piece of the flat table that block `block` of row `index` begins with."""
         per_seq = self.pages_per_seq * (self.blocks.page // self.blocks.piece)
-        self.buffer.start(index * per_seq + row.first + before, row.num_pieces - before, slot)
-        return row.num_pieces - before
+        return index * per_seq + row.first + block * self.blocks.num_pieces
+
+    def fetch_next(self, slot: Any) -> Any:
+        """Starts to read the next block of all rows, if there is one; returns its number of pieces, uncapped."""
+        index, block = self.state[1], self.state[2]
+        at = jnp.minimum(index, self.num_rows - 1)
+        row, size = self.row(at), self.blocks.num_pieces
+        count = jnp.where(index < self.num_rows, row.num_pieces - block * size, 0)
+        self.buffer.start(self.source(at, row, block), count, slot)
+        is_last = count <= size
+        self.state[1] = self.next_row(jnp.where(is_last, index + 1, index))
+        self.state[2] = jnp.where(is_last, 0, block + 1)
+        return count
 
     def fetch_very_first(self) -> None:
-        """Starts to read the first block of all and meanwhile empties what that leaves of the buffer."""
-        index = self.next_row(0)
+        """Starts to read the first two blocks of all and empties what they leave of the buffer."""
+        self.state[0] = 0
+        self.state[1] = self.next_row(0)
+        self.state[2] = 0
 
-        @pl.when(index < self.num_rows)
-        def _read() -> None:
-            count = self.fetch(index, 0, 0)
+        def one(slot: Any, _: None) -> None:
+            count = self.fetch_next(slot)
             if not self.features.is_int8:
-                self.buffer.clear(0, jnp.minimum(count, self.blocks.num_pieces), self.lanes.values_read)
-                self.buffer.clear(1, 0, self.lanes.values_read)
+                self.buffer.clear(slot, jnp.minimum(count, self.blocks.num_pieces), self.lanes.values_read)
+
+        lax.fori_loop(0, 2, one, None)
+
+    def take_turn(self) -> Any:
+        """The half of the buffer whose turn it is; the other one is next."""
+        slot = self.state[0]
+        self.state[0] = 1 - slot
+        return slot
 
     def clean_ends(self, row: _Row, block: Any, slot: Any) -> None:
         """Zeroes what lies in front of the row's first and behind its last position in their pieces."""
@@ -151,9 +175,21 @@ class _Decode:
         return [(head, slice(i * num_rows, (i + 1) * num_rows)) for i, head in enumerate(heads)]
 
     def attend(
-        self, q: jax.Array, constants: jax.Array, row: _Row, first: Any, slot: Any, place: Any, size: int, carry: Carry
+        self,
+        q: jax.Array,
+        constants: jax.Array,
+        row: _Row,
+        first: Any,
+        slot: Any,
+        place: Any,
+        size: int,
+        carry: Carry,
+        *,
+        sees_all: bool = False,
     ) -> Carry:
         """`carry` with `size` pieces from place `place` of `slot` on, the row's pieces from `first` on.
+
+        `sees_all`: the row is known to see all of their positions.
 
         Products with keys come first, of all units and, where there is one alone, of both halves of the pieces: some
         are then done beside the softmax of others.
@@ -162,7 +198,7 @@ class _Decode:
         parts = range(0, size, count)
         keys = lax.broadcasted_iota(jnp.int32, (1, count * self.blocks.piece), 1)
         positions = [(row.first + first + part) * self.blocks.piece + keys for part in parts]
-        seen = [(position >= row.begin) & (position < row.end) for position in positions]
+        seen = [None if sees_all else (position >= row.begin) & (position < row.end) for position in positions]
         products = [self.times_keys(q, slot, place + part, count) for part in parts]
         for part, scores, position, mask in zip(parts, products, positions, seen, strict=True):
             distance = position - row.end + 1
@@ -182,14 +218,14 @@ class _Decode:
         products: list[jax.Array],
         constants: jax.Array,
         distance: jax.Array,
-        seen: jax.Array,
+        seen: jax.Array | None,
         slot: Any,
         place: Any,
         size: int,
         carry: Carry,
     ) -> Carry:
-        """`carry` with the values of the pieces whose keys gave `products`, lie at `distance` and are `seen` or not."""
-        num_keys = seen.shape[1]
+        """`carry` with values of the pieces whose keys gave `products`, are at `distance` and `seen` (None: all)."""
+        num_keys = distance.shape[1]
 
         def values(head: int) -> jax.Array:
             return self.buffer.values(slot, head, place, size, self.lanes, self.features.dtype)
@@ -199,7 +235,8 @@ class _Decode:
             top, total, out = (part[rows] for part in carry)
             factor, slope = constants[rows, 1:2], constants[rows, 2:3]
             scores = self.features.score(scores, factor, slope, distance)
-            scores = jnp.where(seen, scores, MASKED)
+            if seen is not None:
+                scores = jnp.where(seen, scores, MASKED)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
             weights = jnp.exp2(scores - across(new_top, num_keys))
             shrink = jnp.exp2(top - new_top)
@@ -209,30 +246,37 @@ class _Decode:
         top, total, out = (jnp.concatenate(parts, axis=0) for parts in zip(*made, strict=True))
         return top, total, out
 
-    def run(self, q: jax.Array, constants: jax.Array, index: Any, slot_ref: Any) -> Carry:
-        """All blocks of row `index`; while each is computed with, the next one is read, of this row or the next."""
-        row, following = self.row(index), self.next_row(index + 1)
+    def run(self, q: jax.Array, constants: jax.Array, index: Any) -> Carry:
+        """All blocks of row `index`; behind each, the next but one is read into its half, of this row or a later one.
+
+        A block of a long row is wholly seen, and the next but one is whole and not the row's last, but for the last
+        three. That takes no branch, and without one the compiler puts the starts of DMAs beside products. A row that
+        begins within a piece has none of these: its first block has to be cleaned and masked.
+        """
+        row = self.row(index)
         size = self.blocks.num_pieces
         num_blocks = pl.cdiv(row.num_pieces, size)
         num_whole = row.num_pieces // size
 
+        def steady(block: Any, carry: Carry) -> Carry:
+            slot = self.take_turn()
+            self.buffer.wait_block(slot)
+            carry = self.attend(q, constants, row, block * size, slot, 0, size, carry, sees_all=True)
+            self.buffer.start_block(self.source(index, row, block + 2), slot)
+            return carry
+
         def receive(block: Any) -> Any:
             """The half of the buffer that has the block, once it is there."""
-            slot = slot_ref[0]
-            is_last = block + 1 == num_blocks
-            target = jnp.where(is_last, following, index)
-
-            @pl.when(target < self.num_rows)
-            def _ahead() -> None:
-                self.fetch(target, jnp.where(is_last, 0, block + 1), 1 - slot)
-
-            slot_ref[0] = 1 - slot
+            slot = self.take_turn()
             self.buffer.wait(row.num_pieces - block * size, slot)
             self.clean_ends(row, block, slot)
             return slot
 
         def whole(block: Any, carry: Carry) -> Carry:
-            return self.attend(q, constants, row, block * size, receive(block), 0, size, carry)
+            slot = receive(block)
+            carry = self.attend(q, constants, row, block * size, slot, 0, size, carry)
+            self.fetch_next(slot)
+            return carry
 
         def rest(carry: Carry) -> Carry:
             slot = receive(num_whole)
@@ -241,13 +285,20 @@ class _Decode:
                 place = i * self.part
                 return self.attend(q, constants, row, num_whole * size + place, slot, place, self.part, carry)
 
-            return lax.fori_loop(0, pl.cdiv(row.num_pieces - num_whole * size, self.part), one, carry)
+            carry = lax.fori_loop(0, pl.cdiv(row.num_pieces - num_whole * size, self.part), one, carry)
+            self.fetch_next(slot)
+            return carry
 
         num_query_rows = q.shape[0]
         sink = jnp.broadcast_to(constants[:, :1], (num_query_rows, LANES))
         total = jnp.where(sink > MASKED / 2, 1.0, 0.0)
         carry = (sink, total, jnp.zeros((num_query_rows, self.lanes.sums_width), jnp.float32))
-        carry = lax.fori_loop(0, num_whole, whole, carry)
+        num_steady: Any = 0
+        if self.has_long_rows:
+            num_steady = jnp.where(row.begin % self.blocks.piece == 0, jnp.maximum(num_blocks - 3, 0), 0)
+            carry = lax.fori_loop(0, num_steady, steady, carry)
+            self.state[2] += num_steady
+        carry = lax.fori_loop(num_steady, num_whole, whole, carry)
         return lax.cond(num_blocks > num_whole, rest, lambda c: c, carry)
 
     def spread(self, q: jax.Array) -> jax.Array:
@@ -293,7 +344,7 @@ def _kernel(
     constants_ref: Any,
     pool: Any,
     out_ref: Any,
-    slot_ref: Any,
+    state: Any,
     buffer: Any,
     semaphores: Any,
     *,
@@ -305,20 +356,18 @@ def _kernel(
     query_heads, heads = q_ref.shape[1], buffer.shape[2] // lanes.num_packed
     pages_per_seq = table.shape[0] // lens.shape[0]
     block_buffer = BlockBuffer(pool, buffer, semaphores, table, blocks)
-    decode = _Decode(
-        lens, starts, pages_per_seq, block_buffer, lanes, features, heads, query_heads // heads, lens.shape[0]
-    )
+    group, num_rows = query_heads // heads, lens.shape[0]
+    decode = _Decode(lens, starts, pages_per_seq, state, block_buffer, lanes, features, heads, group, num_rows)
 
     @pl.when(index == 0)
     def _begin() -> None:
-        slot_ref[0] = 0
         decode.fetch_very_first()
 
     q = q_ref[0]
     if missing := constants_ref.shape[0] - query_heads:
         q = jnp.concatenate([q, jnp.zeros((missing, q.shape[1]), q.dtype)], axis=0)
     constants = constants_ref[...]
-    _, total, sums = decode.run(decode.spread(q), constants, index, slot_ref)
+    _, total, sums = decode.run(decode.spread(q), constants, index)
     sums = sums * (constants[:, 3:] / jnp.where(total == 0, 1.0, total)[:, :1])
     out_ref[0] = decode.gather(sums)[:query_heads].astype(out_ref.dtype)
 
@@ -370,7 +419,7 @@ def decode_attention(
             ],
             out_specs=pl.BlockSpec((1, query_heads, v.shape[2]), lambda i, *_: (i, 0, 0)),
             scratch_shapes=[
-                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SMEM((3,), jnp.int32),
                 pltpu.VMEM((2, blocks.num_pieces, heads, blocks.piece, width), pool.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
             ],

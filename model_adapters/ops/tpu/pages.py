@@ -22,7 +22,7 @@ MASKED = -1e30  # below every real score; finite, so that the difference of two 
 MAX_PIECE_LEN = 256
 MAX_BLOCK_LEN = 4096
 MAX_BLOCK_BYTES = 8 << 20  # as they are multiplied
-MAX_UNROLLED = 32
+MAX_UNROLLED = 64
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -156,27 +156,32 @@ class BlockBuffer:
     def start(self, first: Any, count: Any, slot: Any) -> None:
         """Starts to read `count` pieces, or a block if that is less, from piece `first` of the flat table on."""
         size = self.blocks.num_pieces
-        step = math.gcd(size, MAX_UNROLLED)
 
         @pl.when(count >= size)
         def _whole() -> None:
-            def some(j: Any, _: None) -> None:
-                for i in range(step):
-                    self._copy(first + j * step + i, slot, j * step + i).start()
-
-            some(0, None) if step == size else lax.fori_loop(0, size // step, some, None)
+            self.start_block(first, slot)
 
         @pl.when(count < size)
         def _part() -> None:
             lax.fori_loop(0, count, lambda i, _: self._copy(first + i, slot, i).start(), None)
+
+    def start_block(self, first: Any, slot: Any) -> None:
+        """Starts to read a whole block from piece `first` of the flat table on; no branch if its pieces are few."""
+        size = self.blocks.num_pieces
+        step = math.gcd(size, MAX_UNROLLED)
+
+        def some(j: Any, _: None) -> None:
+            for i in range(step):
+                self._copy(first + j * step + i, slot, j * step + i).start()
+
+        some(0, None) if step == size else lax.fori_loop(0, size // step, some, None)
 
     def wait(self, count: Any, slot: Any) -> None:
         """Waits until `count` pieces, or a block if that is less, are there."""
 
         @pl.when(count >= self.blocks.num_pieces)
         def _whole() -> None:
-            here = self.buffer.at[slot]
-            pltpu.make_async_copy(here, here, self.semaphores.at[slot]).wait()  # one wait for the bytes of all
+            self.wait_block(slot)
 
         @pl.when(count < self.blocks.num_pieces)
         def _part() -> None:
@@ -184,6 +189,11 @@ class BlockBuffer:
             lax.fori_loop(
                 0, count, lambda i, _: pltpu.make_async_copy(here, here, self.semaphores.at[slot]).wait(), None
             )
+
+    def wait_block(self, slot: Any) -> None:
+        """Waits until a whole block is there."""
+        here = self.buffer.at[slot]
+        pltpu.make_async_copy(here, here, self.semaphores.at[slot]).wait()  # one wait for the bytes of all
 
     def keys(self, slot: Any, head: Any, first: Any, count: int, lanes: Lanes, dtype: Any) -> jax.Array:
         """Keys ``[n, key lanes]`` of `count` pieces from `first` on."""

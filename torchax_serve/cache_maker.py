@@ -1,0 +1,122 @@
+"""The device caches of a model, or why it has none."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
+from transformers.modeling_outputs import MoEModelOutput
+
+from model_adapters import own_cache
+from model_adapters.caches import DeviceCache
+from model_adapters.compressed_layer import CompressedLayer
+from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
+from model_adapters.ops.packed_weight import Weights
+from model_adapters.program import CallSpec
+from torchax_serve.steps import Carry, DecodeSpec, Steps
+
+
+class CacheMaker:
+    """Makes caches of fixed shapes for a model whose code runs on them.
+
+    Args:
+        steps: of the model.
+        weights: by name.
+        config: of the model.
+        text_config: of the layers that a cache is of.
+    """
+
+    def __init__(self, steps: Steps, weights: Weights, config: Any, text_config: Any) -> None:
+        self._steps, self._program, self._weights = steps, steps.program, weights
+        self._config, self._text_config = config, text_config
+
+    @functools.cached_property
+    def why_none(self) -> str | None:
+        """Why this model runs without a cache here, every token anew; None if it has one."""
+        if self._program.cache_name is None or (
+            self._config.is_encoder_decoder and not self._program.names.has_encoder
+        ):
+            return "its forward takes no cache that transformers' other models take"
+        if (reason := own_cache.reason(self._program.module)) is not None:
+            return reason
+        try:
+            self.new(16)
+        except (UnsupportedModelError, AttributeError, KeyError, TypeError) as error:
+            return f"its cache has no static form: {type(error).__name__}: {error}"
+        module = self._program.module
+        if getattr(module, "_can_compile_fullgraph", False) or own_cache.takes_fixed_shapes(module):
+            return None  # transformers itself compiles it on a cache of fixed shapes, or it is known to run there
+        return self._steps.cache.remembered("cache", "", self._tried)
+
+    def _tried(self) -> str | None:
+        """Traces a first forward and a step after it."""
+        states, one = self.new(16).states, jax.ShapeDtypeStruct((1,), np.int32)
+        names = self._program.names
+        spec = DecodeSpec(CallSpec(), self._program.accepts(names.positions))
+
+        def both(weights: Any, ids: jax.Array, token: jax.Array, context: Any) -> Any:
+            given = {names.ids: ids, **context}
+            _, after = self._program.forward(weights, states, jnp.int32(0), given, CallSpec())
+            carry = Carry(jnp.full(1, 3, jnp.int32), jnp.int32(3), jnp.zeros(1, jnp.int32))
+            for _ in range(2):
+                assert after is not None
+                _, after, carry = self._steps.decode_once(weights, after, token, carry, context, spec)
+            return after
+
+        try:
+            ids = jax.ShapeDtypeStruct((1, 3), np.int32)
+            jax.eval_shape(both, self._weights, ids, one, self.trial_context())
+            self._program.check_keeps_nothing()
+        except Exception as error:  # whatever model code raises on a cache that is not its own
+            return f"on a cache of fixed shapes, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return None
+
+    def trial_context(self) -> dict[str, Any]:
+        """Shapes of an encoder's output, to trace with."""
+        if not self._program.names.has_encoder:
+            return {}
+        width = self._config.get_text_config(encoder=True)
+        width = getattr(width, "hidden_size", None) or self._text_config.hidden_size
+        dtype = str(self._program.module.dtype).removeprefix("torch.")
+        hidden: Any = jax.ShapeDtypeStruct((1, 8, width), dtype)
+        context: dict[str, Any] = {"encoder_outputs": MoEModelOutput(last_hidden_state=hidden)}
+        if self._program.accepts("attention_mask"):
+            context["attention_mask"] = jax.ShapeDtypeStruct((1, 8), np.int32)
+        return context
+
+    @property
+    def can_make(self) -> bool:
+        """Whether a device cache can be made for this model."""
+        return self.why_none is None
+
+    @functools.cached_property
+    def keeps_own(self) -> bool:
+        """Whether the cache that transformers makes goes in and out of programs, one for each length it has."""
+        return self._program.cache_name is not None and own_cache.reason(self._program.module) is not None
+
+    @functools.cached_property
+    def is_recurrent(self) -> bool:
+        """Whether the cache of this model has recurrent layers."""
+        states = self.new(16).states if self.can_make else ()
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin | CompressedLayer) for layer in states)
+
+    def new(self, capacity: int) -> DeviceCache:
+        """An empty cache with room for `capacity` tokens per row."""
+        return DeviceCache(self._text_config, capacity, with_encoder=self._program.names.has_encoder)
+
+    def on_device(self, cache: Cache) -> DeviceCache:
+        """The device's form of a cache that the caller holds."""
+        if isinstance(cache, DeviceCache):
+            return cache
+        wanted = EncoderDecoderCache if self._program.names.has_encoder else DynamicCache
+        own = cache.self_attention_cache if type(cache) is EncoderDecoderCache else cache
+        if type(cache) is not wanted or type(own) is not DynamicCache:
+            raise UnsupportedArgumentError(
+                f"past_key_values: expected a {wanted.__name__} or a cache that this model returned, "
+                f"got {type(cache).__name__}" + (f" of a {type(own).__name__}" if own is not cache else "")
+            )
+        return DeviceCache.from_dynamic(cache, self._text_config)

@@ -1,0 +1,76 @@
+"""The options of ``torchax-serve run`` that say how the next token is chosen and when an answer ends."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from torchax_serve.request import SamplingParams
+
+_option = functools.partial(
+    typer.Option,
+    show_default=False,
+    rich_help_panel="Decoding (default: what the model's generation_config says)",
+)
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """What the decoding options said; each field is an option of the command (`option_groups`)."""
+
+    max_new_tokens: Annotated[
+        int | None,
+        _option(
+            "--max-new-tokens",
+            help="Longest answer, in tokens; 1024 in a chat and 256 raw where the model says none.",
+        ),
+    ] = None
+    min_new_tokens: Annotated[int | None, _option("--min-new-tokens", help="Shortest answer, in tokens.")] = None
+    temperature: Annotated[
+        float | None, _option("--temperature", help="Above 1 more varied, below 1 less; 0 is greedy.")
+    ] = None
+    top_k: Annotated[int | None, _option("--top-k", help="Draw from the k likeliest tokens; 0 is off.")] = None
+    top_p: Annotated[
+        float | None, _option("--top-p", help="Draw from the likeliest tokens that have this probability together.")
+    ] = None
+    min_p: Annotated[
+        float | None,
+        _option("--min-p", help="Leave out tokens below this fraction of the likeliest one's probability."),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _option("--repetition-penalty", help="Above 1 makes tokens that were said less likely.")
+    ] = None
+    no_repeat_ngram_size: Annotated[
+        int | None, _option("--no-repeat-ngram-size", help="Never say the same n tokens twice; 0 is off.")
+    ] = None
+    seed: Annotated[int | None, _option("--seed", help="Same seed, same prompt, same answer.")] = None
+    stop: Annotated[list[str] | None, _option("--stop", help="End before this text; may be given several times.")] = (
+        None
+    )
+    greedy: Annotated[bool, _option("--greedy", help="Always the likeliest token.")] = False
+
+    def params(self) -> SamplingParams:
+        """The parameters of a request that they stand for.
+
+        Raises:
+            InvalidArgumentError: a value that is none, or two that do not go together.
+        """
+        from torchax_serve.request import SamplingParams
+
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            do_sample=False if self.greedy else None,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
+            seed=self.seed,
+            stop=tuple(self.stop) if self.stop else None,
+        )
