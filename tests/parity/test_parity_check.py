@@ -126,3 +126,31 @@ def test_a_model_that_amplifies_rounding_is_not_clear():
     expected = tiny_model.expect(model)
     assert 0 < expected.rounding <= tiny_model.MOST_ROUNDING
     assert not dataclasses.replace(expected, rounding=2 * tiny_model.MOST_ROUNDING).is_clear
+
+
+def test_rounding_of_a_model_whose_code_has_no_float64():
+    model = tiny_model.tiny_model("llama")
+    ids = tiny_model.prompts()[0]
+
+    def forward(twin):
+        assert next(twin.parameters()).dtype == torch.float32, "no float64 here"
+        return twin(input_ids=ids).logits
+
+    with torch.no_grad():
+        logits = forward(model)
+        found = tiny_model.rounding_of(model, forward, logits)
+    assert 0 < found <= tiny_model.MOST_ROUNDING
+
+
+def test_of_models_that_amplify_rounding_the_one_that_does_so_least_is_taken():
+    model = tiny_model.tiny_model("llama")
+    clear = tiny_model.expect(model)
+    roundings = {0: 7.5, 1: 1.6, 2: 1.9, 3: 1.7}
+    gaps = {0: 0.9, 1: 0.01, 2: 0.03, 3: 0.02}
+
+    def expect(seed):
+        rounding = roundings[seed] * tiny_model.MOST_ROUNDING
+        return dataclasses.replace(clear, rounding=rounding, smallest_gap=gaps[seed])
+
+    chosen, _ = tiny_model.clearest(lambda seed: seed, expect, seeds=range(4))
+    assert chosen == 2  # 1, 2 and 3 are as good, and its choices are the clearest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -198,10 +199,10 @@ def clearest(
     return best
 
 
-def _quality(expected: Expected) -> tuple[bool, bool, bool, int, float]:
+def _quality(expected: Expected) -> tuple[int, bool, bool, int, float]:
     varied = min(expected.num_distinct, LEAST_DISTINCT)
     return (
-        expected.rounding <= MOST_ROUNDING,
+        -max(1, math.ceil(expected.rounding / MOST_ROUNDING)),
         expected.prompts_differ,
         expected.smallest_gap >= CLEAR_GAP / 10,
         varied,
@@ -252,15 +253,15 @@ def expect(model: PreTrainedModel) -> Expected:
 
 
 def rounding_of(model: PreTrainedModel, forward: Callable[[Any], torch.Tensor], logits: torch.Tensor) -> float:
-    """Largest difference of `logits` to those in float64; 0 where the model's code does not compute in that.
+    """Largest difference of `logits` to those in float64.
 
-    Where that gives no numbers, because masks of its smallest number add up to minus infinity, it is the difference to
-    logits of weights that are wrong in their last bit.
+    Where the model's code does not compute in that, or gives no numbers because masks of its smallest number add up to
+    minus infinity, it is the difference to logits of weights that are wrong in their last bit.
     """
     try:
         exact = forward(copy.deepcopy(model).double())
-    except Exception:
-        return 0.0
+    except Exception:  # grouped products have no float64, and some code writes float32 down
+        exact = torch.full_like(logits, torch.nan)
     if not torch.isfinite(exact).all():
         exact = forward(_wrong_in_the_last_bit(model))
     return float((exact - logits).abs().max())
