@@ -30,7 +30,7 @@ def lay_out_weights(loaded: LoadedModel) -> int:
     if loaded.sharding is not None or loaded.source.kind == "object" or jax.default_backend() != "cpu":
         return 0
     num_packed = pack_linear_weights(loaded.module, loaded.weights)
-    for array in loaded.weights.values():
+    for array in {id(array): array for array in loaded.weights.values()}.values():  # a tied one has several names
         if not isinstance(array, PackedWeight):
             in_huge_pages(array)
     return num_packed

@@ -81,6 +81,7 @@ def test_what_is_not_packed_lies_in_large_pages(folder, monkeypatch):
     monkeypatch.setattr(packing, "in_huge_pages", moved.append)
     with serve(folder) as model:
         weights = model._loaded.weights
+        assert len(moved) == len({id(array) for array in moved})
         assert {id(array) for array in moved} == {id(weights[name]) for name in weights.keys() - packed_names(model)}
     moved.clear()
     with serve(tiny_model("llama", torch.bfloat16)):

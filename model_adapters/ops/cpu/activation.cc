@@ -20,11 +20,7 @@ ffi::Error run(ffi::ThreadPool& threads, const T* x, T* out, int64_t n, Vec (*fu
     const int64_t end = std::min(n, (c + 1) * kNumbersPerChunk);
     int64_t i = c * kNumbersPerChunk;
     for (; i + kLanes <= end; i += kLanes) store(out + i, function(load(x + i)));
-    if (i < end) {
-      T last[kLanes];
-      store(last, function(load_first(x + i, end - i)));
-      std::copy(last, last + (end - i), out + i);
-    }
+    if (i < end) store_first(out + i, function(load_first(x + i, end - i)), end - i);
   });
   return ffi::Error::Success();
 }

@@ -21,15 +21,14 @@ class FewRows {
   static constexpr int kAhead = 8192;                // bytes between what is summed and what is fetched
 
  public:
-  static constexpr int kMaxRows = 4;  // with more, arithmetic takes as long as memory
+  static constexpr int kMaxRows = 4;    // with more, arithmetic takes as long as memory
+  static constexpr int64_t kXLanes = 0;  // that it wants x in: the rows as they lie
 
   FewRows(const HeldRows<T>& x, int64_t rows, const T* weight, int64_t n, int64_t k, const float* bias)
       : x_(x.data()), num_words_(x.num_words), rows_(rows), weight_(weight), n_(n), k_(k), bias_(bias) {
     const int64_t fitting = kChunkBytes / std::max<int64_t>(1, k * int64_t(sizeof(T)));
     chunk_rows_ = std::max<int64_t>(kLanes, std::min(n / kMinChunks, fitting) / kLanes * kLanes);
   }
-
-  static int64_t lanes(int64_t) { return 0; }  // that it wants x in: the rows as they lie
 
   int64_t num_chunks() const { return (n_ + chunk_rows_ - 1) / chunk_rows_; }
 

@@ -20,18 +20,33 @@ bool in_lanes(int64_t rows, bool in_order) {
   return rows <= FewRows<T>::kMaxRows && sizeof(T) < sizeof(float) && !in_order && is_quickest;
 }
 
+// x[rows, K] weight[N, K] -> [rows, N], in the way that is quickest for so many rows.
+template <class T>
+class RowProduct {
+ public:
+  RowProduct(ffi::ThreadPool* threads, const T* x, const T* weight, const float* bias, int64_t rows, int64_t n, int64_t k, bool in_order)
+      : is_few_(in_lanes<T>(rows, in_order)), held_(threads, x, rows, k, is_few_ ? FewRows<T>::kXLanes : Product<T>::lanes(rows)), few_(held_, rows, weight, n, k, bias), product_(held_, rows, weight, n, k, bias) {}
+
+  int64_t num_chunks() const { return is_few_ ? few_.num_chunks() : product_.num_chunks(); }
+
+  // Chunk c of the result; the thread goes on with `next`.
+  template <class Out>
+  void run(int64_t c, int64_t next, Out* out) const {
+    if (is_few_) few_.run(c, out);
+    else product_.run(c, next, out);
+  }
+
+ private:
+  bool is_few_;
+  HeldRows<T> held_;
+  FewRows<T> few_;
+  Product<T> product_;
+};
+
 template <class T, class Out>
 ffi::Error run(ffi::ThreadPool& threads, const T* x, const T* weight, const float* bias, Out* out, int64_t rows, int64_t n, int64_t k, bool in_order) {
-  const bool is_few = in_lanes<T>(rows, in_order);
-  const HeldRows<T> held(&threads, x, rows, k, is_few ? FewRows<T>::lanes(rows) : Product<T>::lanes(rows));
-  const int64_t workers = num_workers(rows, n, k, sizeof(T));
-  if (is_few) {
-    const FewRows<T> few(held, rows, weight, n, k, bias);
-    parallel_for(threads, few.num_chunks(), workers, [&](int64_t c, int64_t) { few.run(c, out); });
-  } else {
-    const Product<T> product(held, rows, weight, n, k, bias);
-    parallel_for(threads, product.num_chunks(), workers, [&](int64_t c, int64_t next) { product.run(c, next, out); });
-  }
+  const RowProduct<T> product(&threads, x, weight, bias, rows, n, k, in_order);
+  parallel_for(threads, product.num_chunks(), num_workers(rows, n, k, sizeof(T)), [&](int64_t c, int64_t next) { product.run(c, next, out); });
   return ffi::Error::Success();
 }
 
@@ -61,33 +76,24 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weig
 template <class T>
 ffi::Error run_grouped(ffi::ThreadPool& threads, const T* x, const T* weight, const int32_t* sizes, T* out, int64_t rows, int64_t num_groups, int64_t n, int64_t k, bool in_order) {
   struct Group {
-    bool is_few;
-    HeldRows<T> held;
-    FewRows<T> few;
-    Product<T> product;
+    RowProduct<T> product;
     T* out;
     int64_t first_chunk;
-    Group(const T* x, int64_t rows, const T* weight, int64_t n, int64_t k, T* out, int64_t first_chunk, bool in_order)
-        : is_few(in_lanes<T>(rows, in_order)), held(nullptr, x, rows, k, is_few ? FewRows<T>::lanes(rows) : Product<T>::lanes(rows)), few(held, rows, weight, n, k, nullptr), product(held, rows, weight, n, k, nullptr), out(out), first_chunk(first_chunk) {}
-    int64_t num_chunks() const { return is_few ? few.num_chunks() : product.num_chunks(); }
-    void run(int64_t c, int64_t next) const {
-      if (is_few) few.run(c - first_chunk, out);
-      else product.run(c - first_chunk, next - first_chunk, out);
-    }
   };
   std::vector<Group> groups;
   int64_t begin = 0, num_chunks = 0, workers = 0;
   for (int64_t e = 0; e < num_groups; e++) {
     const int64_t count = std::clamp<int64_t>(sizes[e], 0, rows - begin);
     if (count == 0) continue;
-    groups.emplace_back(x + begin * k, count, weight + e * n * k, n, k, out + begin * n, num_chunks, in_order);
-    num_chunks += groups.back().num_chunks();
+    groups.push_back({RowProduct<T>(nullptr, x + begin * k, weight + e * n * k, nullptr, count, n, k, in_order), out + begin * n, num_chunks});
+    num_chunks += groups.back().product.num_chunks();
     workers += num_workers(count, n, k, sizeof(T));
     begin += count;
   }
   std::fill(out + begin * n, out + rows * n, T{});
   parallel_for(threads, num_chunks, workers, [&](int64_t c, int64_t next) {
-    std::prev(std::upper_bound(groups.begin(), groups.end(), c, [](int64_t chunk, const Group& g) { return chunk < g.first_chunk; }))->run(c, next);
+    const Group& group = *std::prev(std::upper_bound(groups.begin(), groups.end(), c, [](int64_t chunk, const Group& g) { return chunk < g.first_chunk; }));
+    group.product.run(c - group.first_chunk, next - group.first_chunk, group.out);
   });
   return ffi::Error::Success();
 }

@@ -1,8 +1,7 @@
 // Root-mean-square norms of rows, each the same to the last bit however many rows come along.
 #include <cmath>
 
-#include "parallel.h"
-#include "simd.h"
+#include "rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -28,23 +27,12 @@ struct Norm {
     const float scale = 1.f / std::sqrt(sum_of_squares(from) / float(n) + eps);
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) store(to + i, normed(load(from + i), load(weight + i), scale));
-    if (i < n) {
-      T last[kLanes];
-      store(last, normed(load_first(from + i, n - i), load_first(weight + i, n - i), scale));
-      std::copy(last, last + (n - i), to + i);
-    }
+    if (i < n) store_first(to + i, normed(load_first(from + i, n - i), load_first(weight + i, n - i), scale), n - i);
   }
 
  private:
   float sum_of_squares(const T* row) const {
-    Vec sums[4] = {};  // a chain of additions alone would wait for each
-    const auto add = [](Vec& sum, Vec v) { sum = fma(v, v, sum); };
-    int64_t i = 0;
-    for (; i + 4 * kLanes <= n; i += 4 * kLanes)
-      for (int j = 0; j < 4; j++) add(sums[j], load(row + i + j * kLanes));
-    for (; i + kLanes <= n; i += kLanes) add(sums[0], load(row + i));
-    if (i < n) add(sums[1], load_first(row + i, n - i));
-    return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    return sum_of_row(row, n, [](Vec& sum, Vec v) { sum = fma(v, v, sum); });
   }
 
   Vec normed(Vec v, Vec w, float scale) const {
@@ -60,10 +48,7 @@ struct Norm {
 
 template <class T, class W>
 ffi::Error run(ffi::ThreadPool& threads, const Norm<T, W>& norm, int64_t rows) {
-  const int64_t per_chunk = std::max<int64_t>(1, kNumbersPerChunk / std::max<int64_t>(norm.n, 1));
-  parallel_for(threads, (rows + per_chunk - 1) / per_chunk, 1 + rows * norm.n / kNumbersPerWorker, [&](int64_t c, int64_t) {
-    for (int64_t r = c * per_chunk; r < std::min(rows, (c + 1) * per_chunk); r++) norm.row(r);
-  });
+  for_rows(threads, rows, norm.n, kNumbersPerChunk, kNumbersPerWorker, [&](int64_t r) { norm.row(r); });
   return ffi::Error::Success();
 }
 

@@ -126,6 +126,14 @@ inline Vec load_first(const T* p, int n) {
   return load(padded);
 }
 
+// The first n < kLanes numbers of v: never writes past p + n.
+template <class T>
+inline void store_first(T* p, Vec v, int n) {
+  T whole[kLanes];
+  store(whole, v);
+  std::memcpy(p, whole, n * sizeof(T));
+}
+
 // a * b + c, rounded once where the processor can. Always said in words, and compiled with -ffp-contract=off: left to itself
 // GCC fuses here and not there, on AMD's processors not in a chain of additions, and a row alone would get other bits.
 inline Vec fma(Vec a, Vec b, Vec c) {
