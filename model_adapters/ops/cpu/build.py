@@ -74,8 +74,16 @@ def processor() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
-def _architecture_flag() -> str:
-    return "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+def _processor_flags() -> list[str]:
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ["-mcpu=native"]
+    return ["-march=native", *(["-DTAS_SLOW_DPBF16"] if _is_intel() else [])]
+
+
+def _is_intel() -> bool:
+    with contextlib.suppress(OSError):
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    return False
 
 
 def sources() -> list[Path]:
@@ -129,7 +137,7 @@ def library_path(extra_flags: tuple[str, ...] | None = None, *, rebuild: bool = 
         BuildError: no compiler, a failed compilation, or a cache folder that cannot be written.
     """
     compiler = find_compiler()
-    flags = [*FLAGS, *((_architecture_flag(),) if extra_flags is None else extra_flags)]
+    flags = [*FLAGS, *(_processor_flags() if extra_flags is None else extra_flags)]
     folder = cache_folder()
     target = folder / f"kernels-{_key(compiler, flags)}.so"
     if target.exists() and not rebuild:
