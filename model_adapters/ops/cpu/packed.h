@@ -42,33 +42,42 @@ class PackedWeights {
     int64_t stop, next;
   };
 
-  // Calls f(w, vectors) for each group of a block: words w to w + 3 of its 16 rows. Memory is asked for what comes later in
-  // the stretch, and behind it.
-  template <bool kFetches, class F>
-  void walk(int64_t block, const Stretch& stretch, const F& f) const {
-    const int32_t *first = packed_.first(), *at = packed_.at();
-    const int64_t num_groups = packed_.num_groups(), last = first[block + 1];
-    const uint8_t *list = packed_.list(), *p = packed_.groups + block * num_groups * kGroupBytes;
-    const uint8_t* last_fetched = packed_.groups + stretch.stop * num_groups * kGroupBytes - kAhead;
-    const int64_t behind = kAhead + (stretch.next - stretch.stop) * num_groups * kGroupBytes;
-    int64_t g = 0;
-    for (int64_t e = first[block];; e++) {
-      for (const int64_t stop = e < last ? at[e] : num_groups; g < stop; g++, p += kGroupBytes) {
-        if (kFetches) {
-          const uint8_t* later = p + (p < last_fetched ? kAhead : behind);
-          __builtin_prefetch(later, 0, 2);
-          __builtin_prefetch(later + 64, 0, 2);
-          __builtin_prefetch(later + 128, 0, 2);
+  // Calls f(w, vectors) for each group of N blocks side by side: words w to w + 3 of their rows, 16 to a block. Memory is asked
+  // for what comes later in the stretch, and behind it. Inlined, sums that f adds to stay in registers.
+  template <int N, bool kFetches, class F>
+  __attribute__((always_inline)) void walk(int64_t block, const Stretch& stretch, const F& f) const {
+    const int32_t *first = packed_.first() + block, *at = packed_.at();
+    const int64_t num_groups = packed_.num_groups(), block_bytes = num_groups * kGroupBytes;
+    const uint8_t *list = packed_.list(), *p = packed_.groups + block * block_bytes;
+    const uint8_t* last_fetched = p + block_bytes - kAhead;
+    const int64_t behind = kAhead + ((block + N < stretch.stop ? block + N : stretch.next) - block - 1) * block_bytes;
+    int64_t listed[N];  // the next one of each block
+    for (int b = 0; b < N; b++) listed[b] = first[b];
+    for (int64_t g = 0;; g++, p += kGroupBytes) {
+      int64_t stop = num_groups;
+      for (int b = 0; b < N; b++)
+        if (listed[b] < first[b + 1]) stop = std::min<int64_t>(stop, at[listed[b]]);
+      for (; g < stop; g++, p += kGroupBytes) {
+        Vec v[N][kGroupWords];
+        const uint8_t* later = p + (p < last_fetched ? kAhead : behind);
+#pragma GCC unroll 3
+        for (int b = 0; b < N; b++, later += block_bytes) {
+          if (kFetches) {
+            __builtin_prefetch(later, 0, 2);
+            __builtin_prefetch(later + 64, 0, 2);
+            __builtin_prefetch(later + 128, 0, 2);
+          }
+          take_apart(p + b * block_bytes, v[b]);
         }
-        Vec v[kGroupWords];
-        take_apart(p, v);
         f(g * kGroupWords, v);
       }
       if (g == num_groups) return;
-      Vec v[kGroupWords];
-      std::memcpy(v, list + e * kGroupPlainBytes, sizeof v);
+      Vec v[N][kGroupWords];
+      for (int b = 0; b < N; b++) {
+        if (listed[b] < first[b + 1] && at[listed[b]] == g) std::memcpy(v[b], list + listed[b]++ * kGroupPlainBytes, sizeof v[b]);
+        else take_apart(p + b * block_bytes, v[b]);
+      }
       f(g * kGroupWords, v);
-      g++, p += kGroupBytes;
     }
   }
 
@@ -90,63 +99,87 @@ class PackedWeights {
   const __m512i table_;
 };
 
-// x times a packed matrix transposed: sixteen rows of each meet in registers, so that the weights are taken apart once for so
-// many rows of x, which the processor does beside the products. Every sum is that of `Product`, to the last bit.
+// x times a packed matrix transposed: some rows of x meet sixteen or 32 of the matrix in registers, so that the weights are
+// taken apart once for so many rows of x, which the processor does beside the products. Every sum is that of `Product`, to the
+// last bit.
 class PackedProduct {
   using P = Pair<bf16>;
   using Word = decltype(P::load((const bf16*)nullptr));
   static constexpr int kPartsOfWord = 2 * kLanes / P::kStep;  // what a word of two numbers is multiplied in: itself, or floats
-  static constexpr int64_t kChunkBlocks = 3;  // that a thread takes at a time
-  static constexpr int64_t kManyRows = 64;    // of x, for which it pays to keep weights as floats for a while
+  static constexpr int64_t kManyRows = 64;  // of x, for which it pays to keep weights as floats for a while
+  // As floats, two blocks side by side: a product for each number of x that is loaded takes longer for loads than for
+  // products. With more rows the sums of two are too many, and with a few more a second pass takes longer.
+  static constexpr int kPairRows = 8;
 
  public:
   PackedProduct(const HeldRows<bf16>& x, int64_t rows, const Packed& packed, const float* bias)
-      : x_(x.data()), num_words_(x.num_words), rows_(rows), packed_(packed), weights_(packed), bias_(bias) {}
+      : x_(x.data()), num_words_(x.num_words), rows_(rows), packed_(packed), weights_(packed), bias_(bias), in_pairs_(kPartsOfWord == 2 && (rows <= kPairRows || rows >= kLanes) && rows < kManyRows) {}
 
   static int64_t lanes(int64_t rows) { return std::min<int64_t>(rows, kLanes); }  // that it wants x in
 
-  int64_t num_chunks() const { return (packed_.num_blocks() + kChunkBlocks - 1) / kChunkBlocks; }
+  int64_t num_chunks() const { return (packed_.num_blocks() + chunk_blocks() - 1) / chunk_blocks(); }
 
   // The outputs of chunk c; `next` is what this thread takes after it. Behind the last chunk lie the next weights.
   template <class Out>
   void run(int64_t c, int64_t next, Out* out) const {
     const Stretch stretch{first_block(c + 1), first_block(next)};
     const int64_t begin = first_block(c);
-    if constexpr (kPartsOfWord == 2)
-      if (rows_ >= kManyRows)
-        return for_count<kChunkBlocks>(stretch.stop - begin, [&](auto count) { multiply_many<count>(begin, stretch, out); });
-    for (int64_t block = begin; block < stretch.stop; block++)
-      for_count<kLanes>(lanes(rows_), [&](auto lanes) {
-        multiply<lanes, true>(block, 0, stretch, out);
-        for (int64_t row = lanes; row < rows_; row += lanes) multiply<lanes, false>(block, row, stretch, out);
-      });
+    int64_t block = begin;
+    if constexpr (kPartsOfWord == 2) {
+      if (rows_ >= kManyRows) return for_count<kMostBlocks>(stretch.stop - begin, [&](auto count) { multiply_many<count>(begin, stretch, out); });
+      if (in_pairs_)
+        for (; block + 2 <= stretch.stop; block += 2) multiply_rows<2>(block, stretch, out);
+    }
+    for (; block < stretch.stop; block++) multiply_rows<1>(block, stretch, out);
   }
 
  private:
   using Stretch = PackedWeights::Stretch;
+  static constexpr int kMostBlocks = 3;
+
+  int64_t chunk_blocks() const { return in_pairs_ ? 4 : kMostBlocks; }  // that a thread takes at a time
 
   int64_t first_block(int64_t c) const {
-    const int64_t missing = std::max<int64_t>(0, num_chunks() * kChunkBlocks - packed_.num_blocks());  // in the last chunk
-    return c * kChunkBlocks - (c < num_chunks() ? 0 : missing);
+    const int64_t missing = std::max<int64_t>(0, num_chunks() * chunk_blocks() - packed_.num_blocks());  // in the last chunk
+    return c * chunk_blocks() - (c < num_chunks() ? 0 : missing);
   }
 
-  // The outputs of a block of weights and R rows of x from `row` on; of those there are.
-  template <int R, bool kFetches, class Out>
+  // The outputs of N blocks of weights and all rows of x.
+  template <int N, class Out>
+  void multiply_rows(int64_t block, const Stretch& stretch, Out* out) const {
+    const auto pass = [&](auto count, auto stride) {
+      multiply<count, N, stride, true>(block, 0, stretch, out);
+      for (int64_t row = count; row < rows_; row += count) multiply<count, N, stride, false>(block, row, stretch, out);
+    };
+    constexpr int kMost = N == 1 ? kLanes : kPairRows;
+    if (lanes(rows_) > kMost) pass(std::integral_constant<int, kMost>{}, std::integral_constant<int, kLanes>{});
+    else for_count<kMost>(lanes(rows_), [&](auto count) { pass(count, count); });
+  }
+
+  // The outputs of N blocks of weights and R rows of x from `row` on; of those there are.
+  // The rows of x lie in groups of kStride.
+  template <int R, int N, int kStride, bool kFetches, class Out>
   void multiply(int64_t block, int64_t row, const Stretch& stretch, Out* out) const {
-    Vec sums[R] = {};
-    const float* x = x_ + row * num_words_;
-    weights_.walk<kFetches>(block, stretch, [&](int64_t w, const Vec* v) __attribute__((always_inline)) {
+    Vec sums[N][R] = {};
+    const float* x = x_ + row / kStride * kStride * num_words_ + row % kStride;
+    weights_.walk<N, kFetches>(block, stretch, [&](int64_t w, const auto& v) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int j = 0; j < kGroupWords; j++)
 #pragma GCC unroll 2
         for (int i = 0; i < kPartsOfWord; i++) {
-          const Word weights = (Word)(kPartsOfWord == 1 ? v[j] : unpack<bf16>(v[j], i));
-          const float* words = x + ((w + j) * kPartsOfWord + i) * R;
+          Word weights[N];
+#pragma GCC unroll 2
+          for (int b = 0; b < N; b++) weights[b] = (Word)(kPartsOfWord == 1 ? v[b][j] : unpack<bf16>(v[b][j], i));
+          const float* words = x + ((w + j) * kPartsOfWord + i) * kStride;
 #pragma GCC unroll 16
-          for (int r = 0; r < R; r++) P::accumulate(sums[r], weights, splat_word<Word>(words + r));
+          for (int r = 0; r < R; r++) {
+            const Word word = splat_word<Word>(words + r);
+#pragma GCC unroll 2
+            for (int b = 0; b < N; b++) P::accumulate(sums[b][r], weights[b], word);
+          }
         }
     });
-    put<R>(block, row, sums, out);
+    for (int b = 0; b < N; b++) put<R>(block + b, row, sums[b], out);
   }
 
   // The outputs of N blocks of weights and many rows of x: the weights are taken apart once, into the second-level cache, as
@@ -158,8 +191,8 @@ class PackedProduct {
     static thread_local std::vector<Numbers> numbers;  // [k][N]
     numbers.resize(packed_.k * N);
     for (int b = 0; b < N; b++)
-      weights_.walk<true>(begin + b, stretch, [&](int64_t w, const Vec* v) {
-        for (int j = 0; j < 2 * kGroupWords; j++) store(numbers[(2 * w + j) * N + b].of_row, unpack<bf16>(v[j / 2], j % 2));
+      weights_.walk<1, true>(begin + b, stretch, [&](int64_t w, const auto& v) {
+        for (int j = 0; j < 2 * kGroupWords; j++) store(numbers[(2 * w + j) * N + b].of_row, unpack<bf16>(v[0][j / 2], j % 2));
       });
     for (int64_t row = 0; row < rows_; row += kRows) {
       Vec sums[N][kRows] = {};
@@ -193,6 +226,7 @@ class PackedProduct {
   const Packed packed_;
   const PackedWeights weights_;
   const float* bias_;
+  bool in_pairs_;
 };
 
 // The other way.

@@ -51,14 +51,16 @@ inline Word splat_word(const void* p) {
   return (Word)(UVec{} + word);
 }
 
-// x[rows, k] in words, zeros behind each row. Without `lanes` the rows lie as they are; else they are turned in groups of
-// that many: group g holds its word w at data + (g * num_words + w) * lanes, with zeros for rows that are not there.
+// x[rows, k] in words, zeros behind each row. Without `lanes` the rows lie as they are, as one row does in any case; else they
+// are turned in groups of that many: group g holds its word w at data + (g * num_words + w) * lanes, with zeros for rows that
+// are not there.
 template <class T>
 class HeldRows {
   using P = Pair<T>;
 
  public:
   HeldRows(xla::ffi::ThreadPool* threads, const T* x, int64_t rows, int64_t k, int64_t lanes) : x_(x), rows_(rows), k_(k) {
+    if (lanes == 1) lanes = 0;
     num_words = (k + P::kStep - 1) / P::kStep * kLanes;
     const int64_t num_groups = lanes ? (rows + lanes - 1) / lanes : 0;
     const int64_t count = lanes ? num_groups * lanes * num_words + kLanes : rows * num_words;
