@@ -137,7 +137,7 @@ class PackedProduct {
   using Stretch = PackedWeights::Stretch;
   static constexpr int kMostBlocks = 3;
 
-  int64_t chunk_blocks() const { return in_pairs_ ? 4 : kMostBlocks; }  // that a thread takes at a time
+  int64_t chunk_blocks() const { return in_pairs_ ? 2 : kMostBlocks; }  // that a thread takes at a time
 
   int64_t first_block(int64_t c) const {
     const int64_t missing = std::max<int64_t>(0, num_chunks() * chunk_blocks() - packed_.num_blocks());  // in the last chunk
