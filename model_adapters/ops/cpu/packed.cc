@@ -1,5 +1,6 @@
 // Products with packed weights, and packing and unpacking them; nothing of it where the processor does not pack.
-#include "packed.h"
+#include "packed_product.h"
+#include "packer.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
