@@ -65,25 +65,24 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
+def _cpuinfo() -> list[str]:
+    """The lines in which Linux describes the processor; none elsewhere."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    return []
+
+
 def processor() -> str:
     """What decides which instructions ``-march=native`` stands for."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.lower().startswith(("flags", "features")):
-                return line
-    return f"{platform.machine()} {platform.processor()}"
+    named = (line for line in _cpuinfo() if line.lower().startswith(("flags", "features")))
+    return next(named, f"{platform.machine()} {platform.processor()}")
 
 
 def _processor_flags() -> list[str]:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ["-mcpu=native"]
-    return ["-march=native", *(["-DTAS_SLOW_DPBF16"] if _is_intel() else [])]
-
-
-def _is_intel() -> bool:
-    with contextlib.suppress(OSError):
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    return False
+    is_intel = any("GenuineIntel" in line for line in _cpuinfo())
+    return ["-march=native", *(["-DTAS_SLOW_DPBF16"] if is_intel else [])]
 
 
 def sources() -> list[Path]:
