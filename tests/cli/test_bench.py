@@ -203,9 +203,11 @@ def test_the_twin_shares_memory_and_notices_writes():
 
 
 def test_memory_of_a_call_is_seen():
+    size = 2**26
     with JaxMemory().growth() as growth:
-        block = np.ones(2**25, np.uint8)
-    assert 2**25 <= growth[0] < 2**27
+        block = np.ones(size, np.uint8)
+    # Linux counts a thread's last pages late (proc(5), VmRSS: "this value is inaccurate").
+    assert 0.98 * size < growth[0] < 2 * size
     del block
     with JaxMemory().growth() as growth:
         pass
