@@ -46,8 +46,6 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
     Returns:
         How many arrays are packed now.
     """
-    if jax.default_backend() != "cpu":
-        return 0
     linear = dict.fromkeys(
         f"{path}.weight" if path else "weight"
         for path, child in module.named_modules()

@@ -54,7 +54,8 @@ class PackedProduct {
   void multiply_rows(int64_t block, const Stretch& stretch, Out* out) const {
     for_count<N == 1 ? kLanes : kPairRows>(lanes(rows_), [&](auto count) {
       multiply<count, N, true>(block, 0, stretch, out);
-      for (int64_t row = count; row < rows_; row += count) multiply<count, N, false>(block, row, stretch, out);
+      if constexpr (N == 1)  // pairs of blocks are for one pass
+        for (int64_t row = count; row < rows_; row += count) multiply<count, N, false>(block, row, stretch, out);
     });
   }
 

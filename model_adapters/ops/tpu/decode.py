@@ -23,6 +23,7 @@ from model_adapters.ops import registry
 from model_adapters.ops.decode_attention import OP
 from model_adapters.ops.tpu import fixed_point
 from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
+from model_adapters.ops.tpu.decode_rows import Reader, Row, Rows
 from model_adapters.ops.tpu.pages import LANES, MASKED, SUBLANES, BlockBuffer, Blocks, Lanes, across, round_up
 from model_adapters.ops.tpu.write import write_tokens
 
@@ -31,34 +32,25 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights 
 
 
 @dataclass(frozen=True)
-class _Row:
-    """What a row sees: positions ``[begin, end)``, in `num_pieces` pieces from `first` on; no piece: nothing."""
-
-    begin: Any
-    end: Any
-    first: Any
-    num_pieces: Any
-
-
-@dataclass(frozen=True)
 class _Decode:
     """One call's references and sizes; `heads` kv heads, or pairs of them, of `group` query heads each."""
 
-    lens: Any  # int32[B]
-    starts: Any  # int32[B]
-    pages_per_seq: int
-    state: Any  # int32[3]: the half of the buffer whose turn it is; the row and block of it to be read next
-    buffer: BlockBuffer
+    rows: Rows
+    reader: Reader
     lanes: Lanes
     features: Features
     heads: int
     group: int
-    num_rows: int
+
+    @property
+    def buffer(self) -> BlockBuffer:
+        """What the reader reads into."""
+        return self.reader.buffer
 
     @property
     def blocks(self) -> Blocks:
         """How rows are cut."""
-        return self.buffer.blocks
+        return self.rows.blocks
 
     @property
     def part(self) -> int:
@@ -66,68 +58,7 @@ class _Decode:
         size = self.blocks.num_pieces
         return next((size // count for count in (8, 4) if size % count == 0), size)
 
-    @property
-    def has_long_rows(self) -> bool:
-        """Whether a row that begins with a piece may have more than three blocks."""
-        length = self.pages_per_seq * self.blocks.page
-        return min(length, self.features.window or length) > 3 * self.blocks.length
-
-    def row(self, index: Any) -> _Row:
-        """What row `index` sees."""
-        length = self.lens[index]
-        end = jnp.clip(length, 0, self.pages_per_seq * self.blocks.page)
-        begin = jnp.maximum(self.starts[index], 0)
-        if self.features.window is not None:
-            begin = jnp.maximum(begin, length - self.features.window)
-        first = begin // self.blocks.piece
-        num_pieces = jnp.where(begin < end, pl.cdiv(end, self.blocks.piece) - first, 0)
-        return _Row(begin, end, first, num_pieces)
-
-    def next_row(self, index: Any) -> Any:
-        """The first row from `index` on that sees something; `num_rows` if none does."""
-
-        def sees_nothing(i: Any) -> Any:
-            return (i < self.num_rows) & (self.row(jnp.minimum(i, self.num_rows - 1)).num_pieces == 0)
-
-        return lax.while_loop(sees_nothing, lambda i: i + 1, index)
-
-    def source(self, index: Any, row: _Row, block: Any) -> Any:
-        """The piece of the flat table that block `block` of row `index` begins with."""
-        per_seq = self.pages_per_seq * (self.blocks.page // self.blocks.piece)
-        return index * per_seq + row.first + block * self.blocks.num_pieces
-
-    def fetch_next(self, slot: Any) -> Any:
-        """Starts to read the next block of all rows, if there is one; returns its number of pieces, uncapped."""
-        index, block = self.state[1], self.state[2]
-        at = jnp.minimum(index, self.num_rows - 1)
-        row, size = self.row(at), self.blocks.num_pieces
-        count = jnp.where(index < self.num_rows, row.num_pieces - block * size, 0)
-        self.buffer.start(self.source(at, row, block), count, slot)
-        is_last = count <= size
-        self.state[1] = self.next_row(jnp.where(is_last, index + 1, index))
-        self.state[2] = jnp.where(is_last, 0, block + 1)
-        return count
-
-    def fetch_very_first(self) -> None:
-        """Starts to read the first two blocks of all and empties what they leave of the buffer."""
-        self.state[0] = 0
-        self.state[1] = self.next_row(0)
-        self.state[2] = 0
-
-        def one(slot: Any, _: None) -> None:
-            count = self.fetch_next(slot)
-            if not self.features.is_int8:
-                self.buffer.clear(slot, jnp.minimum(count, self.blocks.num_pieces), self.lanes.values_read)
-
-        lax.fori_loop(0, 2, one, None)
-
-    def take_turn(self) -> Any:
-        """The half of the buffer whose turn it is; the other one is next."""
-        slot = self.state[0]
-        self.state[0] = 1 - slot
-        return slot
-
-    def clean_ends(self, row: _Row, block: Any, slot: Any) -> None:
+    def clean_ends(self, row: Row, block: Any, slot: Any) -> None:
         """Zeroes what lies in front of the row's first and behind its last position in their pieces."""
         if self.features.is_int8:  # has no NaN
             return
@@ -178,7 +109,7 @@ class _Decode:
         self,
         q: jax.Array,
         constants: jax.Array,
-        row: _Row,
+        row: Row,
         first: Any,
         slot: Any,
         place: Any,
@@ -253,21 +184,21 @@ class _Decode:
         three. That takes no branch, and without one the compiler puts the starts of DMAs beside products. A row that
         begins within a piece has none of these: its first block has to be cleaned and masked.
         """
-        row = self.row(index)
+        row = self.rows[index]
         size = self.blocks.num_pieces
         num_blocks = pl.cdiv(row.num_pieces, size)
         num_whole = row.num_pieces // size
 
         def steady(block: Any, carry: Carry) -> Carry:
-            slot = self.take_turn()
+            slot = self.reader.take_turn()
             self.buffer.wait_block(slot)
             carry = self.attend(q, constants, row, block * size, slot, 0, size, carry, sees_all=True)
-            self.buffer.start_block(self.source(index, row, block + 2), slot)
+            self.buffer.start_block(self.rows.source(index, row, block + 2), slot)
             return carry
 
         def receive(block: Any) -> Any:
             """The half of the buffer that has the block, once it is there."""
-            slot = self.take_turn()
+            slot = self.reader.take_turn()
             self.buffer.wait(row.num_pieces - block * size, slot)
             self.clean_ends(row, block, slot)
             return slot
@@ -275,7 +206,7 @@ class _Decode:
         def whole(block: Any, carry: Carry) -> Carry:
             slot = receive(block)
             carry = self.attend(q, constants, row, block * size, slot, 0, size, carry)
-            self.fetch_next(slot)
+            self.reader.read_next(slot)
             return carry
 
         def rest(carry: Carry) -> Carry:
@@ -286,7 +217,7 @@ class _Decode:
                 return self.attend(q, constants, row, num_whole * size + place, slot, place, self.part, carry)
 
             carry = lax.fori_loop(0, pl.cdiv(row.num_pieces - num_whole * size, self.part), one, carry)
-            self.fetch_next(slot)
+            self.reader.read_next(slot)
             return carry
 
         num_query_rows = q.shape[0]
@@ -294,10 +225,10 @@ class _Decode:
         total = jnp.where(sink > MASKED / 2, 1.0, 0.0)
         carry = (sink, total, jnp.zeros((num_query_rows, self.lanes.sums_width), jnp.float32))
         num_steady: Any = 0
-        if self.has_long_rows:
+        if self.rows.has_long:
             num_steady = jnp.where(row.begin % self.blocks.piece == 0, jnp.maximum(num_blocks - 3, 0), 0)
             carry = lax.fori_loop(0, num_steady, steady, carry)
-            self.state[2] += num_steady
+            self.reader.skip(num_steady)
         carry = lax.fori_loop(num_steady, num_whole, whole, carry)
         return lax.cond(num_blocks > num_whole, rest, lambda c: c, carry)
 
@@ -354,14 +285,13 @@ def _kernel(
 ) -> None:
     index = pl.program_id(0)
     query_heads, heads = q_ref.shape[1], buffer.shape[2] // lanes.num_packed
-    pages_per_seq = table.shape[0] // lens.shape[0]
-    block_buffer = BlockBuffer(pool, buffer, semaphores, table, blocks)
-    group, num_rows = query_heads // heads, lens.shape[0]
-    decode = _Decode(lens, starts, pages_per_seq, state, block_buffer, lanes, features, heads, group, num_rows)
+    rows = Rows(lens, starts, features.window, table.shape[0] // lens.shape[0], blocks)
+    reader = Reader(rows, BlockBuffer(pool, buffer, semaphores, table, blocks), state)
+    decode = _Decode(rows, reader, lanes, features, heads, query_heads // heads)
 
     @pl.when(index == 0)
     def _begin() -> None:
-        decode.fetch_very_first()
+        reader.begin(None if features.is_int8 else lanes.values_read)
 
     q = q_ref[0]
     if missing := constants_ref.shape[0] - query_heads:
