@@ -132,11 +132,13 @@ def _run(
 ) -> torch.Tensor:
     prompt_len = request.input_ids.shape[1]
     config = plain(request.config, max_length, prompt_len)
-    tickets = []
+    tickets = engine.submit_all(
+        [
+            RowRequest.of(prompt, config, vocab_size=vocab_size, seed=0, encoded=output)
+            for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True)
+        ]
+    )
     try:
-        for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True):
-            row = RowRequest.of(prompt, config, vocab_size=vocab_size, seed=0, encoded=output)
-            tickets.append(engine.submit(row))
         rows = [ticket.result() for ticket in tickets]
     except BaseException:  # the caller's interrupt, too: nobody will read what the others bring
         for ticket in tickets:

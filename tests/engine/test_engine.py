@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
+from steps_taken import steps_taken
 from threads import at_once
 
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, TorchaxServeError
@@ -55,6 +56,26 @@ def test_requests_get_the_tokens_they_get_alone(name):
         prompts = [random_prompt(rng) for _ in range(10)] + [[5], [6] * 8, [7] * 32, [8] * 56]
         tickets = [model.engine.submit(request(prompt)) for prompt in prompts]
         assert [ticket.result() for ticket in tickets] == [expected_tokens(name, prompt, 8) for prompt in prompts]
+
+
+def test_requests_submitted_together_share_every_step(llama):
+    prompts = [[first, 9, 8, 7, 6] for first in (10, 11, 12, 13)]
+    begun = steps_taken(llama)
+    llama.engine.submit(request([14, 9, 8, 7, 6])).result()
+    num_steps_alone = steps_taken(llama) - begun
+    tickets = llama.engine.submit_all([request(prompt) for prompt in prompts])
+    assert [ticket.result() for ticket in tickets] == [expected_tokens("llama", prompt, 8) for prompt in prompts]
+    assert steps_taken(llama) - begun == 2 * num_steps_alone
+
+
+def test_of_requests_submitted_together_all_are_taken_or_none(llama):
+    before = llama.stats().scheduler
+    with pytest.raises(InvalidArgumentError, match="a prompt of at most 63 tokens"):
+        llama.engine.submit_all([request([5, 6]), request([5] * 64)])
+    assert llama.engine.submit_all([]) == []
+    llama.engine.submit(request([7], 1)).result()
+    after = llama.stats().scheduler
+    assert after.num_prompt_tokens == before.num_prompt_tokens + 1
 
 
 def test_two_thousand_requests_a_third_of_them_aborted_with_few_pages():

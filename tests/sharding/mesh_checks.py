@@ -23,6 +23,7 @@ from model_adapters.paged import PackedBatch
 from torchax_serve import EngineOptions, serve
 from torchax_serve.engine.cache import CachePlan, PagedCache, Pages
 from torchax_serve.engine.packed_road import page_shapes
+from torchax_serve.engine.request import RowRequest
 from torchax_serve.meshes import mesh_for
 from torchax_serve.planning.plan import PlanRequest, make_plan
 from torchax_serve.runtime import Runtime
@@ -119,6 +120,8 @@ def tokens(family, meshes, kv_cache_dtype=None):
         with serve(model_of(family), engine=options, mesh=shape_of(mesh)) as served:
             got = tokens_of(served)
             assert got == wanted, f"{family} {mesh}: {got} is not {wanted}"
+            rows = [RowRequest.of(*row, vocab_size=61, seed=7) for row in zip(PROMPTS, DECODING, strict=True)]
+            assert [ticket.result() for ticket in served.engine.submit_all(rows)] == wanted
             print("same tokens", family, mesh, served.engine.description)
 
 

@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.engine.deliveries import Deliveries
@@ -89,6 +89,29 @@ class Engine:
             InvalidArgumentError: it can never run.
             TorchaxServeError: the engine is closed.
         """
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Sequence[RowRequest]) -> list[Ticket]:
+        """Takes requests that enter together, between the same two steps; all of them or, with an error, none.
+
+        Raises:
+            InvalidArgumentError: one can never run.
+            TorchaxServeError: the engine is closed.
+        """
+        entries = [self._entry(request) for request in requests]
+
+        def enter_all() -> None:
+            for enter, _ in entries:
+                enter()
+
+        def refuse() -> None:
+            raise TorchaxServeError(f"expected an open model, this one is closed ({self._closed}); call serve() again")
+
+        self._command(enter_all, refuse)
+        return [ticket for _, ticket in entries]
+
+    def _entry(self, request: RowRequest) -> tuple[Callable[[], None], Ticket]:
+        """What takes a request in, to be called by the engine's thread, and its ticket."""
         request_id = next(self._ids)
         ticket = Ticket(request_id, len(request.prompt_ids), lambda reason: self._cancel(request_id, reason))
         scheduled = request.to_scheduler(request_id, time.monotonic())
@@ -101,11 +124,7 @@ class Engine:
             self._scheduler.add(scheduled if parent else dataclasses.replace(scheduled, fork_of=None))
             self._deliveries.add(request_id, request, ticket)
 
-        def refuse() -> None:
-            raise TorchaxServeError(f"expected an open model, this one is closed ({self._closed}); call serve() again")
-
-        self._command(enter, refuse)
-        return ticket
+        return enter, ticket
 
     def _command(self, command: Callable[[], None], abandon: Callable[[], None] = lambda: None) -> None:
         """Has the engine's thread call `command` between two steps; `abandon` is called if there is no thread."""

@@ -81,13 +81,33 @@ class Replicas:
 
     def submit(self, request: RowRequest) -> Ticket:
         """As `Engine.submit`."""
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Sequence[RowRequest]) -> list[Ticket]:
+        """As `Engine.submit_all`; those of one engine enter together."""
+        by_engine: dict[int, list[int]] = {}
+        tickets: dict[int, Ticket] = {}
+        with self._lock:
+            loads = [self._load(index) for index in range(len(self.engines))]
+            for row, request in enumerate(requests):
+                index = self._engine_of(request, loads)
+                loads[index] += 1
+                by_engine.setdefault(index, []).append(row)
+            try:
+                for index, rows in by_engine.items():
+                    tickets |= zip(rows, self.engines[index].submit_all([requests[row] for row in rows]), strict=True)
+            except BaseException:
+                for ticket in tickets.values():
+                    ticket.cancel()
+                raise
+        return [tickets[row] for row in range(len(requests))]
+
+    def _engine_of(self, request: RowRequest, loads: Sequence[int]) -> int:
         number = len(self.engines)
         if isinstance(request.fork_of, int):  # shares the pages of its parent
-            return self.engines[request.fork_of % number].submit(request)
-        with self._lock:
-            turn = next(self._turns)
-            order = [(turn + step) % number for step in range(number)]
-            return self.engines[min(order, key=self._load)].submit(request)
+            return request.fork_of % number
+        turn = next(self._turns)
+        return min(((turn + step) % number for step in range(number)), key=loads.__getitem__)
 
     def _load(self, index: int) -> int:
         scheduler = self.engines[index].stats().scheduler
