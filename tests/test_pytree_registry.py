@@ -260,7 +260,7 @@ def plain(value):
     return ("array", value.tolist()) if isinstance(value, jax.Array) else (type(value), value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.dictionaries(st.sampled_from(["a", "b", "c"]), TREES, min_size=1))
 def test_any_attributes_make_the_round_trip(attributes):
     holder = Holder(**attributes)
@@ -278,7 +278,7 @@ QUESTIONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, op
 ENDS = st.integers(-4, 4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ENDS, st.integers(0, 6) | st.just(math.inf), ENDS, st.sampled_from(QUESTIONS))
 def test_a_traced_count_answers_for_every_value_or_not_at_all(low, extent, other, question):
     values = range(low, low + (20 if extent == math.inf else extent) + 1)
@@ -300,7 +300,7 @@ def test_a_traced_count_answers_for_every_value_or_not_at_all(low, extent, other
         assert question(StepCount(jnp.int32(value), low, low + extent), other) == question(value, other)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 9), ENDS, ENDS)
 def test_arithmetic_of_counts(value, one, other):
     count = StepCount(jnp.int32(value), 0, 9)
@@ -325,7 +325,7 @@ def test_a_traced_count_is_no_number():
         jax.eval_shape(lambda value: list(range(StepCount(value, 1, 5))), jax.ShapeDtypeStruct((), jnp.int32))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 6), st.integers(0, 12), st.booleans())
 def test_ranges_hold_the_count_and_do_not_move(window, count, exact):
     rule = CountRule("count", "window", exact_below_window=exact)

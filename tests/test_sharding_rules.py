@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -234,7 +234,6 @@ def test_a_wrong_map_is_refused():
         place(RuleTable("toy", (Rule("a", ("mlp",)),)), {"a": (2,)}, {"model": 2}, logical_axes={"mlp": "pipe"})
 
 
-@settings(deadline=None)
 @given(kv_heads=st.integers(1, 12), group=st.integers(1, 12), shards=st.integers(1, 16))
 def test_each_device_has_the_keys_that_its_queries_read(kv_heads, group, shards):
     heads = kv_heads * group
@@ -251,7 +250,6 @@ def test_each_device_has_the_keys_that_its_queries_read(kv_heads, group, shards)
         assert keys.is_identity
 
 
-@settings(deadline=None)
 @given(
     kv_heads=st.integers(1, 4),
     group=st.integers(1, 4),

@@ -1,6 +1,7 @@
 """``run`` in one process with a model that says its prompt back: what goes where, and what is refused."""
 
 import json
+import re
 
 import pytest
 from fake_model import TEMPLATE, FakeModel
@@ -68,7 +69,7 @@ def test_a_folder_with_a_space_is_a_model(call, tmp_path):
 
 def test_last_line(call):
     result = call("Hi there")
-    assert result.stderr.startswith("13 prompt + 14 new tokens · first token 0.")
+    assert re.match(r"13 prompt \+ 14 new tokens · first token \d+\.\d\d s", result.stderr)
     assert result.stderr.endswith(" tokens/s\n")
     assert "cut at the length limit (--max-new-tokens)" in call("Hi there", "--max-new-tokens", "3").stderr
 

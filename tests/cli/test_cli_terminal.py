@@ -196,7 +196,7 @@ def test_ctrl_c_in_compiled_code(leave_at):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     ) as process:
         assert process.stdout.readline() == "compiling\n"
-        time.sleep(0.5)  # into the C code
+        time.sleep(2)  # into the C code
         start_s = time.monotonic()
         process.send_signal(signal.SIGINT)
         if leave_at == 2:

@@ -49,7 +49,7 @@ def run(layer, name, kv, gate, rate, width, tensor, array):
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_entries_are_those_of_the_cache_that_grows(config, kind, lengths, seed):
     theirs, layer = KINDS[kind](config), empty_layers(config, CAPACITY)[list(KINDS).index(kind)]

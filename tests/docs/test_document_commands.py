@@ -10,6 +10,7 @@ import tomllib
 import pytest
 import typer
 from documents import ROOT, commands
+from ports import free_port
 from typer.testing import CliRunner
 
 from model_adapters.loading.names import short_name
@@ -93,7 +94,7 @@ def test_command_runs_in_process(command, monkeypatch):
 
 @pytest.mark.parametrize("command", [command for command in RUN if not IN_PROCESS.fullmatch(command)])
 def test_command_runs(shell, command):
-    done = shell(command, TYPED.get(command, ""))
+    done = shell(command.replace(":8476", f":{free_port()}"), TYPED.get(command, ""))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "Traceback" not in done.stderr

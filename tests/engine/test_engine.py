@@ -250,9 +250,10 @@ def test_nobody_is_held_up_by_a_ticket_that_nobody_reads(llama):
 
 
 def test_cancelling_twice_and_behind_the_end(llama):
-    ticket = llama.engine.submit(request([3, 4], 40))
-    ticket.cancel()
-    ticket.cancel()
+    with llama.engine._wake:  # its thread takes all three orders together
+        ticket = llama.engine.submit(request([3, 4], 40))
+        ticket.cancel()
+        ticket.cancel()
     assert len(ticket.result()) < 40
     assert ticket.finish_reason == "abort"
     ticket.cancel()
@@ -413,7 +414,7 @@ model = serve()
 stream = model.stream("What is")
 print(next(stream), flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

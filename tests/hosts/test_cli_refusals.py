@@ -7,7 +7,7 @@ import threading
 
 import jax
 import pytest
-from test_hosts import free_port
+from ports import free_port
 from typer.testing import CliRunner
 
 from model_adapters.errors import HostsError

@@ -3,29 +3,17 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 CHECKS = Path(__file__).with_name("host_checks.py")
 ROOT = CHECKS.parents[2]
 MOST_S = 30  # from the loss of a host to the end of the run
-
-
-def free_port():
-    """A port that is free, and the one behind it."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port = first.getsockname()[1]
-            try:
-                with socket.create_server(("127.0.0.1", port + 1)):
-                    return port
-            except OSError:
-                continue
 
 
 class Host:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
-from test_hosts import free_port
+from ports import free_port
 
 from model_adapters.errors import HostsError, InvalidArgumentError
 from torchax_serve import Hosts, follow, serve
@@ -136,7 +136,7 @@ def test_a_leader_takes_no_orders():
 @pytest.fixture
 def watched(monkeypatch):
     """A watch, the other end of its connection, and what it reports."""
-    monkeypatch.setattr(watching, "BEAT_S", 0.02)
+    monkeypatch.setattr(watching, "BEAT_S", 0.1)
     ours, theirs = connection()
     reports, came = [], threading.Event()
 
@@ -160,11 +160,11 @@ def test_a_closed_connection_is_a_loss(watched):
 
 def test_silence_is_a_loss_and_a_beat_is_none(watched):
     _, other, reports = watched
-    for _ in range(30):
+    for _ in range(20):
         other.send(b"b")
-        threading.Event().wait(0.02)
+        threading.Event().wait(0.1)
     assert not reports(wait_s=0)
-    assert reports() == ["host 1 has not been heard of for 0 s; start again"]
+    assert reports() == ["host 1 has not been heard of for 1 s; start again"]
 
 
 def test_what_a_follower_could_not_do_is_passed_on(watched):

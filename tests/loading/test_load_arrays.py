@@ -42,7 +42,7 @@ def test_whole_tensors_share_their_memory(dtype, shape):
     transposed=st.booleans(),
     requires_grad=st.booleans(),
 )
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_any_layout_gives_the_same_values(dtype, shape, offset, transposed, requires_grad):
     num = int(np.prod(shape))
     tensor = tensor_of(dtype, (num + offset,))[offset:].reshape(shape)

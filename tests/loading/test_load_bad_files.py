@@ -163,7 +163,7 @@ def check_only_checkpoint_errors(file):
         assert "\n" not in str(error)
 
 
-_FEW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_FEW = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @_FEW

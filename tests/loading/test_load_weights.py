@@ -1,5 +1,6 @@
 """What becomes of the weights: sharing, dtypes, placement, memory, and an end by Ctrl-C."""
 
+import gc
 import json
 import os
 import runpy
@@ -233,14 +234,15 @@ class Interrupting:
 def test_an_interrupted_load_leaves_nothing_behind(name, after, tmp_path):
     tiny_folder(tmp_path, name)
     set_param, report = core_model_loading.set_param_for_module, modeling_utils.log_state_dict_report
+    gc.collect()  # what earlier tests have left
     threads, files = threading.active_count(), os.listdir("/proc/self/fd")
     environment = dict(os.environ)
     with pytest.raises(KeyboardInterrupt):
         load_model(tmp_path, progress=Interrupting(after))
     assert core_model_loading.set_param_for_module is set_param
     assert modeling_utils.log_state_dict_report is report
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == len(files)
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/fd")) <= len(files)
     assert dict(os.environ) == environment
     assert load_model(tmp_path).report.num_tensors  # and the next one works
 
@@ -255,7 +257,7 @@ class Slow:
     def stage(self, name, total, unit="bytes"):
         def advance(amount):
             print("loading", flush=True)
-            time.sleep(0.05)
+            time.sleep(30)  # in which the signal comes
         yield advance
 
 before = threading.active_count()

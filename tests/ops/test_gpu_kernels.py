@@ -167,7 +167,7 @@ def test_pages_outside_the_pool_are_read_as_the_nearest():
 
 
 @given(st.lists(st.integers(0, 20), min_size=3, max_size=3), st.sampled_from([1, 3, 8, 16]), st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_items_have_every_token_once(q_lens, block_len, is_full):
     num_tokens = 64
     q_lens = np.asarray(q_lens)

@@ -184,7 +184,7 @@ def test_pages_outside_the_pool_are_not_written(implementation):
 CASE = decode_case(batch=4, page=8, num_pages=5, group=3, dim=16, sinks=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_kernel_and_reference_agree_on_ragged_rows(data):
     rows = [data.draw(st.integers(0, 40)) for _ in range(4)]

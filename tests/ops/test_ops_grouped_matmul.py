@@ -61,7 +61,7 @@ COMPILED = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 70), min_size=4, max_size=4).filter(lambda sizes: sum(sizes) <= 150))
 def test_ragged_groups(sizes):
     got = ops.grouped_matmul(X, jnp.swapaxes(WEIGHT, 1, 2), jnp.array(sizes, jnp.int32), layout="enk")

@@ -135,7 +135,7 @@ def test_two_processes_at_once_build_once(fresh):
         subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    paths = [process.communicate(timeout=120)[0].strip() for process in running]
+    paths = [process.communicate(timeout=300)[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert paths[0] == paths[1]
     assert Path(paths[0]).read_bytes() == REAL.read_bytes()

@@ -157,7 +157,7 @@ CASE = paged_case(q_lens=(4, 4, 4, 4), kv_lens=(30, 30, 30, 30), page=8, group=3
 CASE.pool = jnp.nan_to_num(CASE.pool)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_kernel_and_reference_agree_on_ragged_rows(data):
     cuts = sorted(data.draw(st.integers(0, 16)) for _ in range(4))

@@ -136,7 +136,7 @@ print(digest())
     here = str(Path(__file__).parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
-        [sys.executable, "-c", script, here], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script, here], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == digest()

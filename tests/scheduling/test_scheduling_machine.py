@@ -162,7 +162,6 @@ def test_any_order_of_calls_agrees_with_a_dictionary():
     SchedulerMachine.TestCase.settings = settings(
         max_examples=250,
         stateful_step_count=60,
-        deadline=None,
         database=None,
         phases=[Phase.generate, Phase.shrink],
         derandomize=True,

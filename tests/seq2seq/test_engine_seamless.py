@@ -131,9 +131,13 @@ def test_requests_that_made_room_for_others_go_on_as_before(served):
     calls = inputs(name)[:4]
     wanted = [expected(name, call, max_new_tokens=30) for call in calls]
     before = model.stats().scheduler.num_preemptions
-    found = of_threads(model, calls, 30)
-    assert all(torch.equal(tokens, want) for tokens, want in zip(found, wanted, strict=True))
-    assert model.stats().scheduler.num_preemptions > before
+    for _ in range(5):  # threads may come one after the other, and then all have room
+        found = of_threads(model, calls, 30)
+        assert all(torch.equal(tokens, want) for tokens, want in zip(found, wanted, strict=True))
+        if model.stats().scheduler.num_preemptions > before:
+            break
+    else:
+        pytest.fail("no request has made room for another")
 
 
 def test_prompts_with_padding_inside_run_in_the_loop(served):

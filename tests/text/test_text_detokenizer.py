@@ -12,7 +12,7 @@ from tokenizers_of_test import CORPUS, KINDS
 from torchax_serve.text import Detokenizer, StopStrings, cut_at_stop
 from torchax_serve.text.detokenizer import _CleanUp
 
-few = settings(max_examples=150, deadline=None)
+few = settings(max_examples=150)
 tokenizer_of = functools.cache(lambda kind: KINDS[kind]())
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
