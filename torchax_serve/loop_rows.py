@@ -22,6 +22,7 @@ from torchax_serve.decode_loop import LoopRequest, Start
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.sources import decoder_prompt
+from torchax_serve.engine.ticket import cancelled_on_error
 from torchax_serve.padding import Padding
 from torchax_serve.request import SamplingParams
 from torchax_serve.sampling.options import PLAN_OPTIONS
@@ -138,12 +139,8 @@ def _run(
             for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True)
         ]
     )
-    try:
+    with cancelled_on_error(tickets):
         rows = [ticket.result() for ticket in tickets]
-    except BaseException:  # the caller's interrupt, too: nobody will read what the others bring
-        for ticket in tickets:
-            ticket.cancel()
-        raise
     longest = max(len(row) for row in rows)
     pad = 0 if request.config._pad_token_tensor is None else int(request.config._pad_token_tensor)
     padded = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], dtype=torch.long)

@@ -61,19 +61,22 @@ def test_usage_errors_end_with_2():
     assert call("run", "--top-k", "many").exit_code == 2
 
 
-def test_help_answers_before_the_libraries_are_imported():
-    """Fails when a module of the command line imports one of the slow libraries, and when it takes a second anyway.
+def seconds_of_children():
+    """Of the processor, in user and system: other tests run beside this one, and time passes for them too."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
-    Seconds of the processor, for other tests run beside it.
-    """
+
+def test_help_answers_before_the_libraries_are_imported():
+    """Fails when a module of the command line imports one of the slow libraries, and when it takes a second anyway."""
     check = f"import sys, atexit\natexit.register(lambda: print(*sys.modules, file=sys.stderr))\n{PROGRAM}"
     times = []
     for _ in range(3):
-        start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        start = seconds_of_children()
         done = subprocess.run(
             [sys.executable, "-c", check, "run", "--help"], capture_output=True, text=True, timeout=60
         )
-        times.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start)
+        times.append(seconds_of_children() - start)
         assert done.returncode == 0
     loaded = {name.split(".")[0] for name in done.stderr.split()}
     assert not loaded & {"torch", "jax", "transformers", "prompt_toolkit", "numpy"}

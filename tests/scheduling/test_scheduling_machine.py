@@ -162,9 +162,7 @@ def test_any_order_of_calls_agrees_with_a_dictionary():
     SchedulerMachine.TestCase.settings = settings(
         max_examples=250,
         stateful_step_count=60,
-        database=None,
         phases=[Phase.generate, Phase.shrink],
-        derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
     SchedulerMachine.TestCase("runTest").runTest()

@@ -117,8 +117,6 @@ def test_pool_agrees_with_a_dictionary():
     few = settings(
         max_examples=200,
         stateful_step_count=50,
-        database=None,
-        derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
     PoolMachine.num_operations = 0

@@ -15,7 +15,7 @@ from model_adapters.sharding import ModelSharding
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.ticket import Ticket
+from torchax_serve.engine.ticket import Ticket, cancelled_on_error
 from torchax_serve.program_cache import ProgramCache
 from torchax_serve.runtime import Runtime
 from torchax_serve.scheduling import SchedulerStats
@@ -93,13 +93,9 @@ class Replicas:
                 index = self._engine_of(request, loads)
                 loads[index] += 1
                 by_engine.setdefault(index, []).append(row)
-            try:
+            with cancelled_on_error(tickets.values()):
                 for index, rows in by_engine.items():
                     tickets |= zip(rows, self.engines[index].submit_all([requests[row] for row in rows]), strict=True)
-            except BaseException:
-                for ticket in tickets.values():
-                    ticket.cancel()
-                raise
         return [tickets[row] for row in range(len(requests))]
 
     def _engine_of(self, request: RowRequest, loads: Sequence[int]) -> int:

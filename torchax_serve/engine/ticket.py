@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.scheduling import FinishReason, RequestId
@@ -103,3 +104,14 @@ class Ticket:
         for _ in self:
             pass
         return self.token_ids
+
+
+@contextlib.contextmanager
+def cancelled_on_error(tickets: Collection[Ticket]) -> Iterator[None]:
+    """Cancels them if the block raises, also by the caller's interrupt: nobody will read what they bring."""
+    try:
+        yield
+    except BaseException:
+        for ticket in tickets:
+            ticket.cancel()
+        raise
