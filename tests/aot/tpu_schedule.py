@@ -1,10 +1,12 @@
-"""What the inner loops of decode attention cost by the compiler's own schedule, against the time that its pages take.
+"""What a block costs decode attention by the compiler's own schedule, against the time that its pages take.
 
-As a script: ``python tpu_schedule.py CHIP`` prints a JSON object, the shares of both loops by shape. A process of its
-own, because the compiler is asked for its schedules when it is loaded.
+As a script: ``python tpu_schedule.py CHIP`` prints a JSON object, the shares of the ways below by shape. A process of
+its own, because the compiler is asked for its schedules when it is loaded.
 
-There is a loop over whole blocks for all of a long row but its last three blocks, and one for those and for rows of
-fewer: a block is 2048 positions of the shapes here, 4096 of those with heads of 64.
+The loop over blocks has a way for blocks that are wholly seen, behind which a whole one is read; one for such blocks
+behind which a part of one is read, or nothing; and some for blocks that are cut, by the size of what is computed with.
+Of the latter the one for all of a block is told, with all that may be read behind it. A block is 2048 positions of the
+shapes here, 4096 of those with heads of 64.
 
 A schedule is a list of bundles, one a cycle where nothing stalls; latencies of DMAs and stalls on memory are not in it.
 It is read as it is after registers are allocated: a cycle in which nothing starts, because a unit is busy or a result
@@ -37,6 +39,8 @@ SHAPES = (
 )
 BUNDLE = re.compile(r"^\s*0x[0-9a-f]+\s+((?:[A-Z]{2}\s*)*):\s*(>*)\s*\{(.*)$")
 DMA = re.compile(r"dma\.(?:general|hbm_to_vmem)")
+JUMP = re.compile(r"sbr\.rel \(!?%\S+\) target bundleno = (\d+)")
+COMMENT = re.compile(r"/\*.*?\*/")
 NOTHING = re.compile(r"/\*.*?\*/|[}\s]")
 PRODUCT = re.compile(r"vmatpush|vmatmul")
 LOOKAHEAD = 20
@@ -72,40 +76,58 @@ def loops_of(bundles):
     return sorted(loops, key=lambda loop: (loop[0], -loop[1]))
 
 
-def inner_loop_cycles(text, num_pieces):
-    """Cycles of each loop over whole blocks, every branch of it counted, those for the ends of rows too.
+def ways_of(text, num_pieces):
+    """The ways through the loop with the most products: ``(products, DMA instructions, cycles)`` of each.
 
-    These loops have the most products, all of them as many. Loops inside of one run for the ends of rows and count
-    once, but for the one that starts the DMAs of a whole block several at a time.
+    A way is a branch with products. Every other branch counts as taken, and a loop inside as run once, but for one that
+    starts the DMAs of a whole block several at a time.
     """
     bundles = read_bundles(text)
 
-    def count(pattern, loop):
-        return sum(len(pattern.findall(body)) for _, _, body in bundles[loop[0] : loop[1]])
+    def count(pattern, begin, end):
+        return sum(len(pattern.findall(body)) for _, _, body in bundles[begin:end])
 
     loops = [loop for loop in loops_of(bundles) if loop[2] >= 2]
-    most = max(count(PRODUCT, loop) for loop in loops)
+    begin, end, depth = max(loops, key=lambda loop: count(PRODUCT, *loop[:2]))
+    inside = [loop for loop in loops if begin < loop[0] and loop[1] <= end and loop[2] > depth]
+    # What is jumped over: a way, or several of them.
+    jumps = [(i, int(found[1])) for i in range(begin, end) if (found := JUMP.search(COMMENT.sub("", bundles[i][2])))]
+    branches = [(i + 1, to) for i, to in jumps if i < to <= end and count(PRODUCT, i + 1, to)] or [(begin, end)]
     made = []
-    for begin, end, depth in [loop for loop in loops if count(PRODUCT, loop) == most]:
-        assert count(DMA, (begin, end)) > 0, "the loop reads nothing: the wrong one was found"
-        inside = [loop for loop in loops if begin < loop[0] and loop[1] <= end and loop[2] > depth]
-        started = [(count(DMA, loop), loop) for loop in inside]
-        again = sum((num_pieces // dmas - 1) * (loop[1] - loop[0]) for dmas, loop in started if dmas > 1)
-        made.append(end - begin + again)
+    for way in branches:
+        if any(is_within(other, way) for other in branches if other != way):
+            continue
+        skipped = [other for other in branches if not is_within(way, other)]
+        skipped = [one for one in skipped if not any(is_within(one, other) for other in skipped if other != one)]
+        taken = [loop for loop in inside if not any(is_within(loop, other) for other in skipped)]
+        cycles = end - begin - sum(to - at for at, to in skipped)
+        for at, to, _ in taken:
+            dmas = count(DMA, at, to)
+            cycles += (num_pieces // dmas - 1) * (to - at) if dmas > 1 else 0
+        made.append((count(PRODUCT, *way), count(DMA, *way), cycles))
     return made
 
 
+def is_within(inner, outer):
+    """Whether the bundles of one range are bundles of the other."""
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
 def shares_of_dma_time(shape, chip, dumps):
-    """The cycles of the loops for long rows and for ends over those that reading a block takes."""
+    """The cycles of each way that a whole block may take over those that reading it takes."""
     compile_call("decode_attention", shape, chip)
     (path,) = Path(dumps).glob("*decode_attention*-packed-bundles-post-ra.txt")
     blocks = Blocks.of(shape.pool, shape.capacity // shape.page)
-    long_rows, ends = inner_loop_cycles(path.read_text(), blocks.num_pieces)
+    ways = ways_of(path.read_text(), blocks.num_pieces)
     for dump in Path(dumps).iterdir():
         dump.unlink()
+    most = max(products for products, _, _ in ways)
+    # By the number of DMA instructions: that of a part's loop, those of a whole block, or both.
+    part, whole, cut = sorted((dmas, cycles) for products, dmas, cycles in ways if products == most)
+    assert part[0] == 1 and cut[0] == whole[0] + 1, "the ways that read were not told apart"
     block_bytes = blocks.length * shape.heads * shape.width * shape.pool.dtype.itemsize
     dma_cycles = block_bytes / CHIPS[chip].hbm_gb_per_s * CHIPS[chip].clock_ghz
-    return {"long rows": long_rows / dma_cycles, "ends": ends / dma_cycles}
+    return {"whole": whole[1] / dma_cycles, "before a part": part[1] / dma_cycles, "cut": cut[1] / dma_cycles}
 
 
 if __name__ == "__main__":

@@ -140,8 +140,8 @@ def test_decode_of_several_blocks(options, capfd):
     ids=str,
 )
 def test_decode_of_rows_of_many_blocks(options, capfd):
-    # Blocks are 64 keys here: in rows of more than three, all but three are computed with before what a row's end needs
-    # is asked for. Rows end in whole blocks, in parts of one, and before rows that see nothing.
+    # Blocks are 64 keys here. Whole ones are followed by whole ones, by parts and by nothing, of their row or a later
+    # one; the last of a row is an eighth of one and more. Some rows see nothing.
     kv_lens = (448, 336, 301, 272, 0, 5, 256, 0, 150)
     options = {"page": 16, "heads": 1, "group": 2, "dim": 64, **options}
     case = paged_case(q_lens=(1,) * len(kv_lens), kv_lens=kv_lens, seed=11, **options)
@@ -237,6 +237,18 @@ def test_starts_hide_what_is_before_them(capfd):
     np.testing.assert_array_equal(out[jnp.array([1, 3])], 0)
     assert_close(out, np.asarray(expected, np.float64))
     np.testing.assert_array_equal(pool, expected_pool)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("run", [run_decode, run_paged])
+def test_a_row_with_nan_spoils_no_other(run, capfd):
+    # Either half of the buffer holds a long row of NaN before it holds the beginning of another row.
+    case = paged_case(q_lens=(1,) * 5, kv_lens=(200, 190, 33, 7, 150), dim=64, seed=12)
+    spoilt = jnp.array([0, 1])
+    pool = case.pool.at[case.page_table[spoilt]].set(jnp.nan)
+    out, _ = run(case.with_(pool=pool, v=case.v.at[spoilt].set(jnp.nan)))
+    assert jnp.isnan(out[spoilt]).all()
+    assert_close(out[2:], exact_paged(case)[0][2:])
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 

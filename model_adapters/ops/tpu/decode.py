@@ -23,7 +23,7 @@ from model_adapters.ops import registry
 from model_adapters.ops.decode_attention import OP
 from model_adapters.ops.tpu import fixed_point
 from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
-from model_adapters.ops.tpu.decode_rows import Reader, Row, Rows
+from model_adapters.ops.tpu.decode_rows import Reader, Row, rows_of
 from model_adapters.ops.tpu.pages import LANES, MASKED, SUBLANES, BlockBuffer, Blocks, Lanes, across, round_up
 from model_adapters.ops.tpu.write import write_tokens
 
@@ -35,7 +35,6 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights 
 class _Decode:
     """One call's references and sizes; `heads` kv heads, or pairs of them, of `group` query heads each."""
 
-    rows: Rows
     reader: Reader
     lanes: Lanes
     features: Features
@@ -50,29 +49,13 @@ class _Decode:
     @property
     def blocks(self) -> Blocks:
         """How rows are cut."""
-        return self.rows.blocks
+        return self.buffer.blocks
 
     @property
-    def part(self) -> int:
-        """Pieces that a block that is not full is computed with at a time: an eighth, where it can be cut so."""
+    def counts(self) -> list[int]:
+        """How many pieces a block that is not wholly seen is computed with: the first of these that is enough."""
         size = self.blocks.num_pieces
-        return next((size // count for count in (8, 4) if size % count == 0), size)
-
-    def clean_ends(self, row: Row, block: Any, slot: Any) -> None:
-        """Zeroes what lies in front of the row's first and behind its last position in their pieces."""
-        if self.features.is_int8:  # has no NaN
-            return
-        piece = self.blocks.piece
-        last = row.num_pieces - 1 - block * self.blocks.num_pieces
-        offset = row.first * piece
-
-        @pl.when((block == 0) & (row.begin > offset))
-        def _front() -> None:
-            self.buffer.keep(slot, 0, row.begin - offset, row.end - offset, self.lanes.values_read)
-
-        @pl.when((last < self.blocks.num_pieces) & (row.end % piece > 0))
-        def _back() -> None:
-            self.buffer.keep(slot, last, 0, row.end % piece, self.lanes.values_read)
+        return sorted({-(-size * eighths // 8) for eighths in (1, 2, 4, 6, 8)})
 
     @property
     def unit(self) -> int:
@@ -110,15 +93,14 @@ class _Decode:
         q: jax.Array,
         constants: jax.Array,
         row: Row,
-        first: Any,
+        block: Any,
         slot: Any,
-        place: Any,
         size: int,
         carry: Carry,
         *,
         sees_all: bool = False,
     ) -> Carry:
-        """`carry` with `size` pieces from place `place` of `slot` on, the row's pieces from `first` on.
+        """`carry` with the first `size` pieces of the row's block `block`, which is in half `slot` of the buffer.
 
         `sees_all`: the row is known to see all of their positions.
 
@@ -127,13 +109,14 @@ class _Decode:
         """
         count = size // 2 if self.unit == self.heads and size % 2 == 0 else size
         parts = range(0, size, count)
+        begin = row.block_begin(block, self.blocks)
         keys = lax.broadcasted_iota(jnp.int32, (1, count * self.blocks.piece), 1)
-        positions = [(row.first + first + part) * self.blocks.piece + keys for part in parts]
+        positions = [begin + part * self.blocks.piece + keys for part in parts]
         seen = [None if sees_all else (position >= row.begin) & (position < row.end) for position in positions]
-        products = [self.times_keys(q, slot, place + part, count) for part in parts]
+        products = [self.times_keys(q, slot, part, count) for part in parts]
         for part, scores, position, mask in zip(parts, products, positions, seen, strict=True):
             distance = position - row.end + 1
-            carry = self.weigh(scores, constants, distance, mask, slot, place + part, count, carry)
+            carry = self.weigh(scores, constants, distance, mask, slot, part, count, carry)
         return carry
 
     def times_keys(self, q: jax.Array, slot: Any, place: Any, size: int) -> list[jax.Array]:
@@ -180,57 +163,46 @@ class _Decode:
     def run(self, q: jax.Array, constants: jax.Array, index: Any) -> Carry:
         """All blocks of row `index`; behind each, the next but one is read into its half, of this row or a later one.
 
-        A block of a long row is wholly seen, and the next but one is whole and not the row's last, but for the last
-        three. That takes no branch, and without one the compiler puts the starts of DMAs beside products. A row that
-        begins within a piece has none of these: its first block has to be cleaned and masked.
+        A block that is wholly seen needs no mask, and no branch where it is known whether the next but one is whole.
         """
-        row = self.rows[index]
+        row = self.reader[index]
         size = self.blocks.num_pieces
-        num_blocks = pl.cdiv(row.num_pieces, size)
-        num_whole = row.num_pieces // size
 
-        def steady(block: Any, carry: Carry) -> Carry:
-            slot = self.reader.take_turn()
+        def whole(block: Any, slot: Any, carry: Carry, *, next_is_whole: bool) -> Carry:
             self.buffer.wait_block(slot)
-            carry = self.attend(q, constants, row, block * size, slot, 0, size, carry, sees_all=True)
-            self.buffer.start_block(self.rows.source(index, row, block + 2), slot)
+            carry = self.attend(q, constants, row, block, slot, size, carry, sees_all=True)
+            self.reader.read_next(slot, is_whole=next_is_whole)
             return carry
 
-        def receive(block: Any) -> Any:
-            """The half of the buffer that has the block, once it is there."""
-            slot = self.reader.take_turn()
+        def some(block: Any, slot: Any, carry: Carry, *, count: int) -> Carry:
             self.buffer.wait(row.num_pieces - block * size, slot)
-            self.clean_ends(row, block, slot)
-            return slot
-
-        def whole(block: Any, carry: Carry) -> Carry:
-            slot = receive(block)
-            carry = self.attend(q, constants, row, block * size, slot, 0, size, carry)
+            if not self.features.is_int8:  # has no NaN
+                begin = row.block_begin(block, self.blocks)
+                self.buffer.clean(slot, row.begin - begin, row.end - begin, self.lanes.values_read)
+            carry = self.attend(q, constants, row, block, slot, count, carry)
             self.reader.read_next(slot)
             return carry
 
-        def rest(carry: Carry) -> Carry:
-            slot = receive(num_whole)
+        branches = [
+            functools.partial(whole, next_is_whole=True),
+            functools.partial(whole, next_is_whole=False),
+            *(functools.partial(some, count=count) for count in self.counts),
+        ]
 
-            def one(i: Any, carry: Carry) -> Carry:
-                place = i * self.part
-                return self.attend(q, constants, row, num_whole * size + place, slot, place, self.part, carry)
-
-            carry = lax.fori_loop(0, pl.cdiv(row.num_pieces - num_whole * size, self.part), one, carry)
-            self.reader.read_next(slot)
-            return carry
+        def one(block: Any, carry: Carry) -> Carry:
+            begin = row.block_begin(block, self.blocks)
+            sees_all = (row.begin <= begin) & (begin + self.blocks.length <= row.end)
+            of_whole = jnp.where(self.reader.next_is_whole, 0, 1)
+            left = row.num_pieces - block * size
+            of_some = 2 + sum((left > count).astype(jnp.int32) for count in self.counts[:-1])
+            slot = self.reader.take_turn()
+            return lax.switch(jnp.where(sees_all, of_whole, of_some), branches, block, slot, carry)
 
         num_query_rows = q.shape[0]
         sink = jnp.broadcast_to(constants[:, :1], (num_query_rows, LANES))
         total = jnp.where(sink > MASKED / 2, 1.0, 0.0)
         carry = (sink, total, jnp.zeros((num_query_rows, self.lanes.sums_width), jnp.float32))
-        num_steady: Any = 0
-        if self.rows.has_long:
-            num_steady = jnp.where(row.begin % self.blocks.piece == 0, jnp.maximum(num_blocks - 3, 0), 0)
-            carry = lax.fori_loop(0, num_steady, steady, carry)
-            self.reader.skip(num_steady)
-        carry = lax.fori_loop(num_steady, num_whole, whole, carry)
-        return lax.cond(num_blocks > num_whole, rest, lambda c: c, carry)
+        return lax.fori_loop(0, pl.cdiv(row.num_pieces, size), one, carry)
 
     def spread(self, q: jax.Array) -> jax.Array:
         """Queries ``[R, D]`` in the lanes of their keys, zero in the others."""
@@ -268,8 +240,7 @@ def _times_values(weights: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _kernel(
-    lens: Any,
-    starts: Any,
+    rows: Any,
     table: Any,
     q_ref: Any,
     constants_ref: Any,
@@ -278,6 +249,7 @@ def _kernel(
     state: Any,
     buffer: Any,
     semaphores: Any,
+    filled: Any,
     *,
     lanes: Lanes,
     features: Features,
@@ -285,13 +257,12 @@ def _kernel(
 ) -> None:
     index = pl.program_id(0)
     query_heads, heads = q_ref.shape[1], buffer.shape[2] // lanes.num_packed
-    rows = Rows(lens, starts, features.window, table.shape[0] // lens.shape[0], blocks)
-    reader = Reader(rows, BlockBuffer(pool, buffer, semaphores, table, blocks), state)
-    decode = _Decode(rows, reader, lanes, features, heads, query_heads // heads)
+    reader = Reader(rows, BlockBuffer(pool, buffer, semaphores, filled, table, blocks), state)
+    decode = _Decode(reader, lanes, features, heads, query_heads // heads)
 
     @pl.when(index == 0)
     def _begin() -> None:
-        reader.begin(None if features.is_int8 else lanes.values_read)
+        reader.begin()
 
     q = q_ref[0]
     if missing := constants_ref.shape[0] - query_heads:
@@ -340,7 +311,7 @@ def decode_attention(
         functools.partial(_kernel, lanes=lanes, features=features, blocks=blocks),
         out_shape=jax.ShapeDtypeStruct((num_rows, query_heads, v.shape[2]), q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=2,
             grid=(num_rows,),
             in_specs=[
                 pl.BlockSpec((1, query_heads, dim), lambda i, *_: (i, 0, 0)),
@@ -352,9 +323,11 @@ def decode_attention(
                 pltpu.SMEM((3,), jnp.int32),
                 pltpu.VMEM((2, blocks.num_pieces, heads, blocks.piece, width), pool.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((2,), jnp.int32),
             ],
         ),
         compiler_params=compiler_params(blocks, pool, SCHEDULER),
         name="decode_attention",
     )
-    return call(lens, starts, flat_table(page_table, pool), q, constants, pool), pool
+    row_fields = rows_of(lens, starts, window, page_table.shape[1], blocks)
+    return call(row_fields, flat_table(page_table, pool), q, constants, pool), pool

@@ -5,105 +5,103 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from model_adapters.ops.tpu.pages import BlockBuffer, Blocks
+
+FIELDS = ("begin", "end", "source", "num_pieces", "following")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a row sees: positions ``[begin, end)``, in `num_pieces` pieces from `first` on; no piece: nothing."""
+    """What a row sees: positions ``[begin, end)``, in `num_pieces` pieces from `source` of the flat page table on.
+
+    No piece: nothing. `following` is the next row that sees something; the number of rows, if none does.
+    """
 
     begin: Any
     end: Any
-    first: Any
+    source: Any
     num_pieces: Any
+    following: Any
+
+    def block_begin(self, block: Any, blocks: Blocks) -> Any:
+        """The position that block `block` begins with."""
+        return self.begin // blocks.piece * blocks.piece + block * blocks.length
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a call."""
-
-    lens: Any  # int32[B]
-    starts: Any  # int32[B]
-    window: int | None
-    pages_per_seq: int
-    blocks: Blocks
-
-    @property
-    def count(self) -> int:
-        """Of rows."""
-        return int(self.lens.shape[0])
-
-    @property
-    def has_long(self) -> bool:
-        """Whether a row that begins with a piece may have more than three blocks."""
-        length = self.pages_per_seq * self.blocks.page
-        return min(length, self.window or length) > 3 * self.blocks.length
-
-    def __getitem__(self, index: Any) -> Row:
-        """What row `index` sees."""
-        length = self.lens[index]
-        end = jnp.clip(length, 0, self.pages_per_seq * self.blocks.page)
-        begin = jnp.maximum(self.starts[index], 0)
-        if self.window is not None:
-            begin = jnp.maximum(begin, length - self.window)
-        first = begin // self.blocks.piece
-        num_pieces = jnp.where(begin < end, pl.cdiv(end, self.blocks.piece) - first, 0)
-        return Row(begin, end, first, num_pieces)
-
-    def first_from(self, index: Any) -> Any:
-        """The first row from `index` on that sees something; `count` if none does."""
-
-        def sees_nothing(i: Any) -> Any:
-            return (i < self.count) & (self[jnp.minimum(i, self.count - 1)].num_pieces == 0)
-
-        return lax.while_loop(sees_nothing, lambda i: i + 1, index)
-
-    def source(self, index: Any, row: Row, block: Any) -> Any:
-        """The piece of the flat table that block `block` of row `index` begins with."""
-        per_seq = self.pages_per_seq * (self.blocks.page // self.blocks.piece)
-        return index * per_seq + row.first + block * self.blocks.num_pieces
+def rows_of(lens: jax.Array, starts: jax.Array, window: int | None, pages_per_seq: int, blocks: Blocks) -> jax.Array:
+    """``int32[B * fields]``, flat: rows of ``lens[B]`` positions, the first ``starts[B]`` of them never seen."""
+    num_rows = lens.shape[0]
+    end = jnp.clip(lens, 0, pages_per_seq * blocks.page)
+    begin = jnp.maximum(starts, 0)
+    if window is not None:
+        begin = jnp.maximum(begin, lens - window)
+    first = begin // blocks.piece
+    num_pieces = jnp.where(begin < end, -(-end // blocks.piece) - first, 0)
+    index = jnp.arange(num_rows, dtype=jnp.int32)
+    source = index * (pages_per_seq * (blocks.page // blocks.piece)) + first
+    seeing = jnp.where(num_pieces > 0, index, num_rows)
+    following = jnp.append(lax.cummin(seeing, reverse=True)[1:], jnp.int32(num_rows))
+    return jnp.stack([begin, end, source, num_pieces, following], axis=1).reshape(-1)
 
 
 @dataclass(frozen=True)
 class Reader:
     """Reads the blocks of all rows in turn, each into one half of the buffer while the other's is computed with."""
 
-    rows: Rows
+    rows: Any  # int32[B * fields], as of rows_of
     buffer: BlockBuffer
     state: Any  # int32[3]: the half whose turn it is; the row and block of it to be read next
 
-    def begin(self, cleared: slice | None) -> None:
-        """Starts to read the first two blocks of all; zeroes lanes `cleared` of what they leave of the buffer."""
+    @property
+    def num_rows(self) -> int:
+        """Rows, also those that see nothing."""
+        return int(self.rows.shape[0]) // len(FIELDS)
+
+    def __getitem__(self, index: Any) -> Row:
+        """What row `index` sees."""
+        return Row(*(self.rows[index * len(FIELDS) + i] for i in range(len(FIELDS))))
+
+    def begin(self) -> None:
+        """Starts to read the first two blocks of all."""
+        self.buffer.begin()
+        first = self[0]
         self.state[0] = 0
-        self.state[1] = self.rows.first_from(0)
+        self.state[1] = jnp.where(first.num_pieces > 0, 0, first.following)
         self.state[2] = 0
+        lax.fori_loop(0, 2, lambda slot, _: self.read_next(slot), None)
 
-        def one(slot: Any, _: None) -> None:
-            count = self.read_next(slot)
-            if cleared is not None:
-                self.buffer.clear(slot, jnp.minimum(count, self.rows.blocks.num_pieces), cleared)
+    @property
+    def next_is_whole(self) -> Any:
+        """Whether the next block of all rows is a whole one."""
+        return self._next()[1] >= self.buffer.blocks.num_pieces
 
-        lax.fori_loop(0, 2, one, None)
+    def read_next(self, slot: Any, *, is_whole: bool | None = None) -> None:
+        """Starts to read the next block of all rows, if there is one; `is_whole`: what is known of it, None: nothing.
 
-    def read_next(self, slot: Any) -> Any:
-        """Starts to read the next block of all rows, if there is one; returns its number of pieces, uncapped."""
-        index, block = self.state[1], self.state[2]
-        at = jnp.minimum(index, self.rows.count - 1)
-        row, size = self.rows[at], self.rows.blocks.num_pieces
-        count = jnp.where(index < self.rows.count, row.num_pieces - block * size, 0)
-        self.buffer.start(self.rows.source(at, row, block), count, slot)
-        is_last = count <= size
-        self.state[1] = self.rows.first_from(jnp.where(is_last, index + 1, index))
-        self.state[2] = jnp.where(is_last, 0, block + 1)
-        return count
+        Without a branch the compiler puts the starts of DMAs beside products, so that what is known is worth much.
+        """
+        row, count = self._next()
+        source = row.source + self.state[2] * self.buffer.blocks.num_pieces
+        if is_whole is None:
+            self.buffer.start(source, count, slot)
+        elif is_whole:
+            self.buffer.start_block(source, slot)
+        else:
+            self.buffer.start_pieces(source, count, slot)
+        is_last = count <= self.buffer.blocks.num_pieces
+        self.state[1] = jnp.where(is_last, row.following, self.state[1])
+        self.state[2] = jnp.where(is_last, 0, self.state[2] + 1)
 
-    def skip(self, num_blocks: Any) -> None:
-        """Goes on that many blocks later in the row to be read next: the caller reads them."""
-        self.state[2] += num_blocks
+    def _next(self) -> tuple[Row, Any]:
+        """The row to be read next and how many pieces of it are left; the last row and none, if all is read."""
+        index = self.state[1]
+        row = self[jnp.minimum(index, self.num_rows - 1)]
+        left = row.num_pieces - self.state[2] * self.buffer.blocks.num_pieces
+        return row, jnp.where(index < self.num_rows, left, 0)
 
     def take_turn(self) -> Any:
         """The half of the buffer whose turn it is; the other one is next."""

@@ -140,6 +140,7 @@ class BlockBuffer:
     pool: Any
     buffer: Any
     semaphores: Any  # DMA[2]
+    filled: Any  # int32[2]: pieces of each half that something may lie in
     table: Any  # int32[rows * pages_per_seq]
     blocks: Blocks
 
@@ -163,11 +164,17 @@ class BlockBuffer:
 
         @pl.when(count < size)
         def _part() -> None:
-            lax.fori_loop(0, count, lambda i, _: self._copy(first + i, slot, i).start(), None)
+            self.start_pieces(first, count, slot)
+
+    def start_pieces(self, first: Any, count: Any, slot: Any) -> None:
+        """Starts to read `count` pieces, less than a block, from piece `first` of the flat table on."""
+        self.filled[slot] = jnp.maximum(self.filled[slot], count)
+        lax.fori_loop(0, count, lambda i, _: self._copy(first + i, slot, i).start(), None)
 
     def start_block(self, first: Any, slot: Any) -> None:
         """Starts to read a whole block from piece `first` of the flat table on; no branch if its pieces are few."""
         size = self.blocks.num_pieces
+        self.filled[slot] = size
         step = math.gcd(size, MAX_UNROLLED)
 
         def some(j: Any, _: None) -> None:
@@ -231,17 +238,37 @@ class BlockBuffer:
         both = jnp.where(is_low, a, b) if keys else jnp.where(is_low, b, a)
         return pltpu.bitcast(both, dtype) if packs else both
 
-    def clear(self, slot: Any, begin: Any, lanes: slice) -> None:
-        """Zeroes `lanes` of pieces `begin` and on: a weight of zero is multiplied with whatever lies there."""
+    def begin(self) -> None:
+        """To be called before the first start: nothing is known of what lies in the buffer."""
+        for slot in range(2):
+            self.filled[slot] = self.blocks.num_pieces
 
-        def one(i: Any, _: None) -> None:
+    def clean(self, slot: Any, begin: Any, end: Any, lanes: slice) -> None:
+        """Zeroes `lanes` of a half outside of its positions ``[begin, end)``; `begin` is in its first piece or before.
+
+        A weight of zero is multiplied with what lies there, which may be NaN: of tokens that another sequence had in
+        the page, or of what was read into this half before.
+        """
+        piece = self.blocks.piece
+
+        @pl.when(begin > 0)
+        def _front() -> None:
+            self._keep(slot, 0, begin, piece, lanes)
+
+        @pl.when((end < self.blocks.length) & (end % piece > 0))
+        def _back() -> None:
+            self._keep(slot, end // piece, 0, end % piece, lanes)
+
+        def clear(i: Any, _: None) -> None:
             shape = (*self.buffer.shape[2:4], lanes.stop - lanes.start)
             self.buffer[slot, i, :, :, lanes] = jnp.zeros(shape, self.buffer.dtype)
 
-        lax.fori_loop(begin, self.blocks.num_pieces, one, None)
+        count = jnp.minimum(pl.cdiv(end, piece), self.blocks.num_pieces)
+        lax.fori_loop(count, self.filled[slot], clear, None)
+        self.filled[slot] = count
 
-    def keep(self, slot: Any, i: Any, begin: Any, end: Any, lanes: slice) -> None:
-        """Zeroes `lanes` of piece `i` outside of its positions ``[begin, end)``, which may hold NaN."""
+    def _keep(self, slot: Any, i: Any, begin: Any, end: Any, lanes: slice) -> None:
+        """Zeroes `lanes` of piece `i` outside of its positions ``[begin, end)``."""
         there = self.buffer[slot, i, :, :, lanes]
         position = lax.broadcasted_iota(jnp.int32, there.shape, 1)
         kept = jnp.where((position >= begin) & (position < end), there.astype(jnp.float32), 0.0)

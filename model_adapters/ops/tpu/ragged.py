@@ -70,35 +70,14 @@ class _Ragged:
         self.buffer.start(item.source + before, item.num_pieces - before, slot)
 
     def fetch_very_first(self) -> None:
-        """Starts to read the first block of all and meanwhile empties what that leaves of the buffer."""
+        """Starts to read the first block of all."""
+        self.buffer.begin()
         own = self.item(0)
         index = jnp.where(own.num_pieces > 0, 0, own.following)
 
         @pl.when(index < self.num_items)
         def _read() -> None:
-            item = self.item(index)
-            self.fetch(item, 0, 0)
-            if not self.features.is_int8:
-                everything = slice(0, self.buffer.buffer.shape[4])
-                self.buffer.clear(0, jnp.minimum(item.num_pieces, self.blocks.num_pieces), everything)
-                self.buffer.clear(1, 0, everything)
-
-    def clean_ends(self, item: Item, block: Any, slot: Any) -> None:
-        """Zeroes what lies in front of the first and behind the last key in their pieces."""
-        if self.features.is_int8:  # has no NaN
-            return
-        piece = self.blocks.piece
-        everything = slice(0, self.buffer.buffer.shape[4])
-        last = item.num_pieces - 1 - block * self.blocks.num_pieces
-        front = item.low % piece
-
-        @pl.when((block == 0) & (front > 0))
-        def _front() -> None:
-            self.buffer.keep(slot, 0, front, front + item.high - item.low, everything)
-
-        @pl.when((last < self.blocks.num_pieces) & (item.high % piece > 0))
-        def _back() -> None:
-            self.buffer.keep(slot, last, 0, item.high % piece, everything)
+            self.fetch(self.item(index), 0, 0)
 
     def column(self, head: Any, field: int, num_queries: int) -> jax.Array:
         """Constant `field` of each query head of kv head `head`, ``[group * num_queries, 1]``."""
@@ -120,10 +99,13 @@ class _Ragged:
 
         lax.fori_loop(0, self.heads, one, None)
 
+    def block_begin(self, item: Item, block: Any) -> Any:
+        """The position that block `block` of the keys of `item` begins with."""
+        return item.low // self.blocks.piece * self.blocks.piece + block * self.blocks.length
+
     def positions(self, item: Item, block: Any, first: Any, num_queries: int) -> tuple[jax.Array, jax.Array]:
         """Positions of the keys ``[1, keys]`` and of the queries ``[queries, 1]``, of which row 0 is token `first`."""
-        begin = item.low // self.blocks.piece * self.blocks.piece + block * self.blocks.length
-        keys = begin + lax.broadcasted_iota(jnp.int32, (1, self.blocks.length), 1)
+        keys = self.block_begin(item, block) + lax.broadcasted_iota(jnp.int32, (1, self.blocks.length), 1)
         queries = first + item.shift + lax.broadcasted_iota(jnp.int32, (num_queries, 1), 0)
         return keys, queries
 
@@ -139,7 +121,7 @@ class _Ragged:
 
     def needs_mask(self, item: Item, block: Any) -> Any:
         """Whether some query of the item does not see some key of the block."""
-        begin = item.low // self.blocks.piece * self.blocks.piece + block * self.blocks.length
+        begin = self.block_begin(item, block)
         sees_all = begin + self.blocks.length - 1 <= item.begin + item.shift
         if self.features.window is not None:
             sees_all &= begin > item.end - 1 + item.shift - self.features.window
@@ -211,7 +193,9 @@ class _Ragged:
 
             slot_ref[0] = 1 - slot
             self.buffer.wait(item.num_pieces - block * self.blocks.num_pieces, slot)
-            self.clean_ends(item, block, slot)
+            if not self.features.is_int8:  # has no NaN
+                begin = self.block_begin(item, block)
+                self.buffer.clean(slot, item.low - begin, item.high - begin, slice(0, self.buffer.buffer.shape[4]))
             keys, queries = self.positions(item, block, first, num_queries)
             distance = keys - queries if self.features.has_alibi else None
 
@@ -247,8 +231,8 @@ def _kernel(
     num_tokens: int,
     has_prefix: bool,
 ) -> None:
-    mask, top, total, sums, buffer, semaphores = scratch
-    pages = BlockBuffer(pool, buffer, semaphores, table, blocks)
+    mask, top, total, sums, buffer, semaphores, filled = scratch
+    pages = BlockBuffer(pool, buffer, semaphores, filled, table, blocks)
     heads = buffer.shape[2]
     group = q.shape[0] // heads
     ragged = _Ragged(items, constants, q, out, mask, top, total, sums, pages, lanes, features, heads, group, has_prefix)
@@ -372,5 +356,6 @@ def _grid(
             pltpu.VMEM((heads, rows, lanes.value_end - lanes.value_begin), jnp.float32),
             pltpu.VMEM((2, blocks.num_pieces, heads, blocks.piece, width), pool.dtype),
             pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SMEM((2,), jnp.int32),
         ],
     )
