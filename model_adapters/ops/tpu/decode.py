@@ -93,14 +93,14 @@ class _Decode:
         q: jax.Array,
         constants: jax.Array,
         row: Row,
-        block: Any,
+        begin: Any,
         slot: Any,
         size: int,
         carry: Carry,
         *,
         sees_all: bool = False,
     ) -> Carry:
-        """`carry` with the first `size` pieces of the row's block `block`, which is in half `slot` of the buffer.
+        """`carry` with the first `size` pieces of the row's block from `begin` on, in half `slot` of the buffer.
 
         `sees_all`: the row is known to see all of their positions.
 
@@ -109,7 +109,6 @@ class _Decode:
         """
         count = size // 2 if self.unit == self.heads and size % 2 == 0 else size
         parts = range(0, size, count)
-        begin = row.block_begin(block, self.blocks)
         keys = lax.broadcasted_iota(jnp.int32, (1, count * self.blocks.piece), 1)
         positions = [begin + part * self.blocks.piece + keys for part in parts]
         seen = [None if sees_all else (position >= row.begin) & (position < row.end) for position in positions]
@@ -168,18 +167,16 @@ class _Decode:
         row = self.reader[index]
         size = self.blocks.num_pieces
 
-        def whole(block: Any, slot: Any, carry: Carry, *, next_is_whole: bool) -> Carry:
+        def whole(begin: Any, left: Any, slot: Any, carry: Carry, *, next_is_whole: bool) -> Carry:
             self.buffer.wait_block(slot)
-            carry = self.attend(q, constants, row, block, slot, size, carry, sees_all=True)
+            carry = self.attend(q, constants, row, begin, slot, size, carry, sees_all=True)
             self.reader.read_next(slot, is_whole=next_is_whole)
             return carry
 
-        def some(block: Any, slot: Any, carry: Carry, *, count: int) -> Carry:
-            self.buffer.wait(row.num_pieces - block * size, slot)
-            if not self.features.is_int8:  # has no NaN
-                begin = row.block_begin(block, self.blocks)
-                self.buffer.clean(slot, row.begin - begin, row.end - begin, self.lanes.values_read)
-            carry = self.attend(q, constants, row, block, slot, count, carry)
+        def some(begin: Any, left: Any, slot: Any, carry: Carry, *, count: int) -> Carry:
+            self.buffer.wait(left, slot)
+            self.buffer.clean(slot, row.begin - begin, row.end - begin, self.lanes.values_read)
+            carry = self.attend(q, constants, row, begin, slot, count, carry)
             self.reader.read_next(slot)
             return carry
 
@@ -190,13 +187,13 @@ class _Decode:
         ]
 
         def one(block: Any, carry: Carry) -> Carry:
-            begin = row.block_begin(block, self.blocks)
+            begin = self.blocks.begin_of(block, row.begin)
             sees_all = (row.begin <= begin) & (begin + self.blocks.length <= row.end)
             of_whole = jnp.where(self.reader.next_is_whole, 0, 1)
             left = row.num_pieces - block * size
             of_some = 2 + sum((left > count).astype(jnp.int32) for count in self.counts[:-1])
             slot = self.reader.take_turn()
-            return lax.switch(jnp.where(sees_all, of_whole, of_some), branches, block, slot, carry)
+            return lax.switch(jnp.where(sees_all, of_whole, of_some), branches, begin, left, slot, carry)
 
         num_query_rows = q.shape[0]
         sink = jnp.broadcast_to(constants[:, :1], (num_query_rows, LANES))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from model_adapters.ops.tpu.pages import BlockBuffer, Blocks
+from model_adapters.ops.tpu.pages import BlockBuffer, Blocks, following_of
 
 FIELDS = ("begin", "end", "source", "num_pieces", "following")
 
@@ -27,25 +27,18 @@ class Row:
     num_pieces: Any
     following: Any
 
-    def block_begin(self, block: Any, blocks: Blocks) -> Any:
-        """The position that block `block` begins with."""
-        return self.begin // blocks.piece * blocks.piece + block * blocks.length
-
 
 def rows_of(lens: jax.Array, starts: jax.Array, window: int | None, pages_per_seq: int, blocks: Blocks) -> jax.Array:
     """``int32[B * fields]``, flat: rows of ``lens[B]`` positions, the first ``starts[B]`` of them never seen."""
-    num_rows = lens.shape[0]
     end = jnp.clip(lens, 0, pages_per_seq * blocks.page)
     begin = jnp.maximum(starts, 0)
     if window is not None:
         begin = jnp.maximum(begin, lens - window)
     first = begin // blocks.piece
     num_pieces = jnp.where(begin < end, -(-end // blocks.piece) - first, 0)
-    index = jnp.arange(num_rows, dtype=jnp.int32)
+    index = jnp.arange(lens.shape[0], dtype=jnp.int32)
     source = index * (pages_per_seq * (blocks.page // blocks.piece)) + first
-    seeing = jnp.where(num_pieces > 0, index, num_rows)
-    following = jnp.append(lax.cummin(seeing, reverse=True)[1:], jnp.int32(num_rows))
-    return jnp.stack([begin, end, source, num_pieces, following], axis=1).reshape(-1)
+    return jnp.stack([begin, end, source, num_pieces, following_of(num_pieces)], axis=1).reshape(-1)
 
 
 @dataclass(frozen=True)

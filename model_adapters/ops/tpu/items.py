@@ -11,9 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from model_adapters.ops.tpu.pages import Blocks
+from model_adapters.ops.tpu.pages import Blocks, following_of
 
 FIELDS = ("begin", "end", "shift", "source", "low", "high", "prefix", "num_pieces", "following")
 
@@ -65,10 +64,7 @@ def items_of(
     sees = (end > begin) & (seq == known) & (end + shift > 0) & (high > low)
     num_pieces = jnp.where(sees, -(-high // blocks.piece) - first, 0)
     source = known * (pages_per_seq * (blocks.page // blocks.piece)) + first
-    num_items = begin.shape[0]
-    index = jnp.where(num_pieces > 0, jnp.arange(num_items, dtype=jnp.int32), num_items)
-    following = jnp.append(lax.cummin(index, reverse=True)[1:], jnp.int32(num_items))
-    return jnp.stack([begin, end, shift, source, low, high, prefix, num_pieces, following], axis=1)
+    return jnp.stack([begin, end, shift, source, low, high, prefix, num_pieces, following_of(num_pieces)], axis=1)
 
 
 def positions_of(num_tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> tuple[jax.Array, jax.Array]:

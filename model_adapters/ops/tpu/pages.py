@@ -35,6 +35,13 @@ def tile_rows(dtype: Any) -> int:
     return SUBLANES * 4 // jnp.dtype(dtype).itemsize
 
 
+def following_of(num_pieces: jax.Array) -> jax.Array:
+    """int32[n]: behind each of ``num_pieces[n]`` the next one that is not zero; n, if none is."""
+    count = num_pieces.shape[0]
+    index = jnp.where(num_pieces > 0, jnp.arange(count, dtype=jnp.int32), count)
+    return jnp.append(lax.cummin(index, reverse=True)[1:], jnp.int32(count))
+
+
 def across(column: jax.Array, width: int) -> jax.Array:
     """``column[R, 128]``, one value per row in every lane, as ``[R, width]``; nothing moves between lanes."""
     if width <= LANES:
@@ -126,6 +133,10 @@ class Blocks:
     def length(self) -> int:
         """Positions in a block."""
         return self.piece * self.num_pieces
+
+    def begin_of(self, block: Any, first: Any) -> Any:
+        """The position that block `block` of a row begins with whose first position is `first`."""
+        return first // self.piece * self.piece + block * self.length
 
 
 @dataclass(frozen=True)
@@ -247,8 +258,10 @@ class BlockBuffer:
         """Zeroes `lanes` of a half outside of its positions ``[begin, end)``; `begin` is in its first piece or before.
 
         A weight of zero is multiplied with what lies there, which may be NaN: of tokens that another sequence had in
-        the page, or of what was read into this half before.
+        the page, or of what was read into this half before. Integers have none.
         """
+        if jnp.issubdtype(self.buffer.dtype, jnp.integer):
+            return
         piece = self.blocks.piece
 
         @pl.when(begin > 0)

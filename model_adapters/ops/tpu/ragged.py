@@ -99,13 +99,9 @@ class _Ragged:
 
         lax.fori_loop(0, self.heads, one, None)
 
-    def block_begin(self, item: Item, block: Any) -> Any:
-        """The position that block `block` of the keys of `item` begins with."""
-        return item.low // self.blocks.piece * self.blocks.piece + block * self.blocks.length
-
     def positions(self, item: Item, block: Any, first: Any, num_queries: int) -> tuple[jax.Array, jax.Array]:
         """Positions of the keys ``[1, keys]`` and of the queries ``[queries, 1]``, of which row 0 is token `first`."""
-        keys = self.block_begin(item, block) + lax.broadcasted_iota(jnp.int32, (1, self.blocks.length), 1)
+        keys = self.blocks.begin_of(block, item.low) + lax.broadcasted_iota(jnp.int32, (1, self.blocks.length), 1)
         queries = first + item.shift + lax.broadcasted_iota(jnp.int32, (num_queries, 1), 0)
         return keys, queries
 
@@ -121,7 +117,7 @@ class _Ragged:
 
     def needs_mask(self, item: Item, block: Any) -> Any:
         """Whether some query of the item does not see some key of the block."""
-        begin = self.block_begin(item, block)
+        begin = self.blocks.begin_of(block, item.low)
         sees_all = begin + self.blocks.length - 1 <= item.begin + item.shift
         if self.features.window is not None:
             sees_all &= begin > item.end - 1 + item.shift - self.features.window
@@ -193,9 +189,8 @@ class _Ragged:
 
             slot_ref[0] = 1 - slot
             self.buffer.wait(item.num_pieces - block * self.blocks.num_pieces, slot)
-            if not self.features.is_int8:  # has no NaN
-                begin = self.block_begin(item, block)
-                self.buffer.clean(slot, item.low - begin, item.high - begin, slice(0, self.buffer.buffer.shape[4]))
+            begin = self.blocks.begin_of(block, item.low)
+            self.buffer.clean(slot, item.low - begin, item.high - begin, slice(0, self.buffer.buffer.shape[4]))
             keys, queries = self.positions(item, block, first, num_queries)
             distance = keys - queries if self.features.has_alibi else None
 
