@@ -34,7 +34,7 @@ ffi::Error unpack_weight(ffi::ThreadPool threads, ffi::AnyBuffer groups, ffi::An
   const int64_t stride = packed.k / 2;
   parallel_for(threads, packed.num_blocks(), num_workers(0, packed.n, packed.k, sizeof(bf16)), [&](int64_t block, int64_t next) {
     float* rows = words + block * kLanes * stride;
-    weights.walk<1, true>(block, {block + 1, next}, [&](int64_t w, const auto& v) {
+    weights.walk<1>(block, {block + 1, next}, [&](int64_t w, const auto& v) {
       float turned[kGroupWords][kLanes];
       for (int j = 0; j < kGroupWords; j++) store(turned[j], v[0][j]);
       for (int r = 0; r < kLanes; r++)

@@ -42,43 +42,65 @@ class PackedWeights {
     int64_t stop, next;
   };
 
-  // Calls f(w, vectors) for each group of N blocks side by side: words w to w + 3 of their rows, 16 to a block. Memory is asked
-  // for what comes later in the stretch, and behind it. Inlined, for sums that f adds to are to stay in registers.
-  template <int N, bool kFetches, class F>
-  __attribute__((always_inline)) void walk(int64_t block, const Stretch& stretch, const F& f) const {
-    const int32_t *first = packed_.first() + block, *at = packed_.at();
-    const int64_t num_groups = packed_.num_groups(), block_bytes = num_groups * kGroupBytes;
-    const uint8_t *list = packed_.list(), *p = packed_.groups + block * block_bytes;
-    const uint8_t* last_fetched = p + block_bytes - kAhead;
+  // Where a walk over N blocks side by side stands: at a group, and in the list of each block.
+  template <int N>
+  struct Place {
+    int64_t block, group;
+    int32_t listed[N];
+  };
+
+  template <int N>
+  Place<N> first_place(int64_t block) const {
+    Place<N> place{block, 0, {}};
+    for (int b = 0; b < N; b++) place.listed[b] = packed_.first()[block + b];
+    return place;
+  }
+
+  // Calls f(w, vectors) for each group of the blocks from `place` on, which it moves to group `end`: words w to w + 3 of their
+  // rows, 16 to a block. Memory is asked for what comes later in the stretch, and behind it. Inlined, for sums that f adds to
+  // are to stay in registers.
+  template <int N, class F>
+  __attribute__((always_inline)) void walk(Place<N>& place, int64_t end, const Stretch& stretch, const F& f) const {
+    const int64_t block = place.block, num_groups = packed_.num_groups(), block_bytes = num_groups * kGroupBytes;
+    const int32_t *last = packed_.first() + block + 1, *at = packed_.at();
+    const uint8_t *list = packed_.list(), *first_group = packed_.groups + block * block_bytes, *p = first_group + place.group * kGroupBytes;
+    const uint8_t* last_fetched = first_group + block_bytes - kAhead;
     const int64_t behind = kAhead + ((block + N < stretch.stop ? block + N : stretch.next) - block - 1) * block_bytes;
-    int64_t listed[N];  // the next one of each block
-    for (int b = 0; b < N; b++) listed[b] = first[b];
-    for (int64_t g = 0;; g++, p += kGroupBytes) {
-      int64_t stop = num_groups;
+    int32_t listed[N];
+    std::memcpy(listed, place.listed, sizeof listed);
+    for (int64_t g = place.group;; g++, p += kGroupBytes) {
+      int64_t stop = end;
       for (int b = 0; b < N; b++)
-        if (listed[b] < first[b + 1]) stop = std::min<int64_t>(stop, at[listed[b]]);
+        if (listed[b] < last[b]) stop = std::min<int64_t>(stop, at[listed[b]]);
       for (; g < stop; g++, p += kGroupBytes) {
         Vec v[N][kGroupWords];
         const uint8_t* later = p + (p < last_fetched ? kAhead : behind);
 #pragma GCC unroll 3
         for (int b = 0; b < N; b++, later += block_bytes) {
-          if (kFetches) {
-            __builtin_prefetch(later, 0, 2);
-            __builtin_prefetch(later + 64, 0, 2);
-            __builtin_prefetch(later + 128, 0, 2);
-          }
+          __builtin_prefetch(later, 0, 2);
+          __builtin_prefetch(later + 64, 0, 2);
+          __builtin_prefetch(later + 128, 0, 2);
           take_apart(p + b * block_bytes, v[b]);
         }
         f(g * kGroupWords, v);
       }
-      if (g == num_groups) return;
+      if (g == end) break;
       Vec v[N][kGroupWords];
       for (int b = 0; b < N; b++) {
-        if (listed[b] < first[b + 1] && at[listed[b]] == g) std::memcpy(v[b], list + listed[b]++ * kGroupPlainBytes, sizeof v[b]);
+        if (listed[b] < last[b] && at[listed[b]] == g) std::memcpy(v[b], list + listed[b]++ * kGroupPlainBytes, sizeof v[b]);
         else take_apart(p + b * block_bytes, v[b]);
       }
       f(g * kGroupWords, v);
     }
+    place.group = end;
+    std::memcpy(place.listed, listed, sizeof listed);
+  }
+
+  // The same for all groups of N blocks.
+  template <int N, class F>
+  __attribute__((always_inline)) void walk(int64_t block, const Stretch& stretch, const F& f) const {
+    Place<N> place = first_place<N>(block);
+    walk(place, packed_.num_groups(), stretch, f);
   }
 
  private:

@@ -1,6 +1,6 @@
 // x times packed weights (packed.h) transposed: some rows of x meet sixteen or 32 of the matrix in registers, so that the weights
-// are taken apart once for so many rows of x, which the processor does beside the products. Every sum is that of `Product`, to
-// the last bit.
+// are taken apart once for so many rows of x, which the processor does beside the products. More rows find them, a slice at a
+// time, in the first-level cache. Every sum is that of `Product`, to the last bit.
 #pragma once
 #include "packed.h"
 
@@ -14,7 +14,8 @@ class PackedProduct {
   // As floats, so few rows meet two blocks side by side: with one, a number of x is loaded for each product, which takes longer
   // than the product. The sums of two and of more rows do not fit into the registers.
   static constexpr int kPairRows = 8;
-  static constexpr int64_t kManyRows = 64;  // for which it pays to take all columns of three blocks apart before
+  static constexpr int64_t kGroupSteps = kGroupWords * kPartsOfWord, kSliceGroups = 16, kSliceSteps = kSliceGroups * kGroupSteps;
+  static constexpr int kFetchSteps = 16;  // between what of x is multiplied and what is fetched
 
  public:
   PackedProduct(const HeldRows<bf16>& x, int64_t rows, const Packed& packed, const float* bias)
@@ -30,91 +31,111 @@ class PackedProduct {
     const Stretch stretch{first_block(c + 1), first_block(next)};
     const int64_t begin = first_block(c);
     int64_t block = begin;
-    if constexpr (kPartsOfWord == 2) {
-      if (rows_ >= kManyRows) return for_count<kMostBlocks>(stretch.stop - begin, [&](auto count) { multiply_many<count>(begin, stretch, out); });
-      if (in_pairs_)
-        for (; block + 2 <= stretch.stop; block += 2) multiply_rows<2>(block, stretch, out);
+    if (rows_ > kLanes) {
+      for (; block < stretch.stop; block++) multiply_slices(block, stretch, out);
+      return;
     }
-    for (; block < stretch.stop; block++) multiply_rows<1>(block, stretch, out);
+    if constexpr (kPartsOfWord == 2)
+      if (in_pairs_)
+        for (; block + 2 <= stretch.stop; block += 2) multiply_blocks<2>(block, stretch, out);
+    for (; block < stretch.stop; block++) multiply_blocks<1>(block, stretch, out);
   }
 
  private:
   using Stretch = PackedWeights::Stretch;
-  static constexpr int kMostBlocks = 3;
 
-  int64_t chunk_blocks() const { return in_pairs_ ? 2 : kMostBlocks; }  // that a thread takes at a time
+  int64_t chunk_blocks() const { return in_pairs_ ? 2 : 3; }  // that a thread takes at a time
 
   int64_t first_block(int64_t c) const {
     const int64_t missing = std::max<int64_t>(0, num_chunks() * chunk_blocks() - packed_.num_blocks());  // in the last chunk
     return c * chunk_blocks() - (c < num_chunks() ? 0 : missing);
   }
 
-  // The outputs of N blocks of weights and all rows of x.
-  template <int N, class Out>
-  void multiply_rows(int64_t block, const Stretch& stretch, Out* out) const {
-    for_count<N == 1 ? kLanes : kPairRows>(lanes(rows_), [&](auto count) {
-      multiply<count, N, true>(block, 0, stretch, out);
-      if constexpr (N == 1)  // pairs of blocks are for one pass
-        for (int64_t row = count; row < rows_; row += count) multiply<count, N, false>(block, row, stretch, out);
-    });
+  // Step j of those that a group is multiplied in.
+  static Word step_of(const Vec (&group)[kGroupWords], int j) {
+    if constexpr (kPartsOfWord == 1) return (Word)group[j];
+    else return (Word)unpack<bf16>(group[j / kPartsOfWord], j % kPartsOfWord);
   }
 
-  // The outputs of N blocks of weights and R rows of x from `row` on; of those there are.
-  template <int R, int N, bool kFetches, class Out>
-  void multiply(int64_t block, int64_t row, const Stretch& stretch, Out* out) const {
-    Vec sums[N][R] = {};
-    const float* x = x_ + row * num_words_;
-    weights_.walk<N, kFetches>(block, stretch, [&](int64_t w, const auto& v) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kGroupWords; j++)
-#pragma GCC unroll 2
-        for (int i = 0; i < kPartsOfWord; i++) {
+  // The outputs of N blocks of weights and the rows of x, which are so few that one pass does.
+  template <int N, class Out>
+  void multiply_blocks(int64_t block, const Stretch& stretch, Out* out) const {
+    for_count<N == 1 ? kLanes : kPairRows>(rows_, [&](auto count) {
+      constexpr int R = count;
+      Vec sums[N][R] = {};
+      weights_.walk<N>(block, stretch, [&](int64_t w, const auto& v) __attribute__((always_inline)) {
+        const float* x = in_register(x_ + w * kPartsOfWord * R);
+#pragma GCC unroll 8
+        for (int j = 0; j < kGroupSteps; j++) {
           Word weights[N];
 #pragma GCC unroll 2
-          for (int b = 0; b < N; b++) weights[b] = (Word)(kPartsOfWord == 1 ? v[b][j] : unpack<bf16>(v[b][j], i));
-          const float* words = x + ((w + j) * kPartsOfWord + i) * R;
+          for (int b = 0; b < N; b++) weights[b] = step_of(v[b], j);
 #pragma GCC unroll 16
           for (int r = 0; r < R; r++) {
-            const Word word = splat_word<Word>(words + r);
+            const Word word = splat_word<Word>(x + j * R + r);
 #pragma GCC unroll 2
             for (int b = 0; b < N; b++) P::accumulate(sums[b][r], weights[b], word);
           }
         }
+      });
+      for (int b = 0; b < N; b++) put<R>(block + b, 0, sums[b], out);
     });
-    for (int b = 0; b < N; b++) put<R>(block + b, row, sums[b], out);
   }
 
-  // A column of N blocks, as floats.
-  template <int N>
-  struct alignas(64) Numbers { float of_row[N][kLanes]; };
+  // Sums of a block and as many rows of x.
+  struct Sums {
+    Vec of_row[kLanes];
+  };
 
-  // The outputs of N blocks of weights and many rows of x: the weights are taken apart once, into the second-level cache, as
-  // floats, and meet a tile of x at a time.
-  template <int N, class Out>
-  void multiply_many(int64_t begin, const Stretch& stretch, Out* out) const {
-    constexpr int kRows = 8;  // with N * 8 sums, nearly all registers
-    static thread_local std::vector<Numbers<N>> numbers;
-    numbers.resize(packed_.k);
-    for (int b = 0; b < N; b++)
-      weights_.walk<1, true>(begin + b, stretch, [&](int64_t w, const auto& v) {
-        for (int j = 0; j < 2 * kGroupWords; j++) store(numbers[2 * w + j].of_row[b], unpack<bf16>(v[0][j / 2], j % 2));
-      });
-    for (int64_t row = 0; row < rows_; row += kRows) {
-      Vec sums[N][kRows] = {};
-      const float* x = x_ + row / kLanes * num_words_ * kLanes + row % kLanes;
-      const Numbers<N>* weights = numbers.data();
-      for (int64_t d = 0; d < packed_.k; d++, x += kLanes, weights++) {
-        Vec w[N];
-        for (int b = 0; b < N; b++) w[b] = load(weights->of_row[b]);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; r++) {
-          const Vec v = splat_word<Vec>(x + r);
-#pragma GCC unroll 3
-          for (int b = 0; b < N; b++) sums[b][r] = fma(w[b], v, sums[b][r]);
-        }
+  // The outputs of a block and more rows of x than one pass takes. A slice of the block is taken apart in the first pass, and
+  // found so by the others.
+  template <class Out>
+  void multiply_slices(int64_t block, const Stretch& stretch, Out* out) const {
+    Vec slice[kSliceSteps];
+    static thread_local std::vector<Sums> sums_of_thread;
+    const int64_t num_passes = (rows_ + kLanes - 1) / kLanes;
+    sums_of_thread.resize(num_passes);
+    auto place = weights_.first_place<1>(block);
+    for (int64_t begin = 0; begin < packed_.num_groups(); begin = place.group) {
+      const int64_t end = std::min(packed_.num_groups(), begin + kSliceGroups);
+      for (int64_t pass = 0; pass < num_passes; pass++) {
+        Sums sums = begin == 0 ? Sums{} : sums_of_thread[pass];
+        const float* x = x_ + (pass * num_words_ + begin * kGroupSteps) * kLanes;
+        if (pass == 0) take_slice(place, end, stretch, x, slice, sums.of_row);
+        else add_slice((end - begin) * kGroupSteps, x, slice, sums.of_row);
+        sums_of_thread[pass] = sums;
       }
-      for (int b = 0; b < N; b++) put<kRows>(begin + b, row, sums[b], out);
     }
+    for (int64_t pass = 0; pass < num_passes; pass++) put<kLanes>(block, pass * kLanes, sums_of_thread[pass].of_row, out);
+  }
+
+  // Takes the groups of a block up to `end` apart into `slice`, and adds their products with a pass of x.
+  __attribute__((always_inline)) void take_slice(PackedWeights::Place<1>& place, int64_t end, const Stretch& stretch, const float* x, Vec* slice, Vec (&sums)[kLanes]) const {
+    weights_.walk(place, end, stretch, [&](int64_t, const auto& v) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kGroupSteps; j++) {
+        const Word weights = step_of(v[0], j);
+        slice[j] = (Vec)weights;
+        add_products(weights, x + j * kLanes, sums);
+      }
+      slice += kGroupSteps;
+      x = in_register(x + kGroupSteps * kLanes);
+    });
+  }
+
+  // Adds the products of a slice that is taken apart with a pass of x.
+  __attribute__((always_inline)) static void add_slice(int64_t num_steps, const float* x, const Vec* slice, Vec (&sums)[kLanes]) {
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < num_steps; j++) {
+      __builtin_prefetch(x + kFetchSteps * kLanes, 0, 3);
+      add_products((Word)slice[j], x, sums);
+      x = in_register(x + kLanes);
+    }
+  }
+
+  __attribute__((always_inline)) static void add_products(Word weights, const float* x, Vec (&sums)[kLanes]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kLanes; r++) P::accumulate(sums[r], weights, splat_word<Word>(x + r));
   }
 
   // Writes the sums of a block and R rows of x from `row` on; of those there are.
