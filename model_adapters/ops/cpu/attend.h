@@ -60,7 +60,9 @@ struct Sums {
 
 // Asks memory for the rows of the blocks that come next, a few lines of the cache at a time and in the order in which they
 // lie, while another block is computed: pages lie anywhere, the hardware follows no list of them, and it takes only so many
-// requests at once. Two blocks are known ahead, because one may be too short to be computed for as long as the next takes.
+// requests at once: what asks for too many waits, and so does what it has in the cache. So a block is asked for in even steps:
+// a quarter while keys are turned, half while they meet the queries, a quarter beside the values. Two blocks are known ahead,
+// because one may be too short to be computed for as long as the next takes.
 class Fetch {
  public:
   struct Rows {
@@ -118,7 +120,7 @@ void transpose(const T* const* rows, int64_t dim, float* out, Fetch& fetch) {
     const int64_t d = i * kPerWord<T>;
     Vec v[kLanes];
     for (int t = 0; t < kLanes; t++) v[t] = load_words(rows[t] + d, (dim - d) * int64_t(sizeof(T)));
-    fetch.lines(kLanes);
+    fetch.lines(kLanes / 2);
     transpose_square(v);
     const int n = int(std::min<int64_t>(kLanes, words - i));
     if (n == kLanes)
@@ -134,7 +136,7 @@ void dot_keys(const float* keys, const float* q, int64_t words, float* scores, F
   for (int t = 0; t < kBlock; t += kWide * kLanes) {
     Vec sum[R][kWide] = {};
     for (int64_t i = 0; i < words; i++) {
-      fetch.lines(2);
+      fetch.lines(kWide * kLanes / 16);
       for (int j = 0; j < kPerWord<T>; j++) {
         Vec k[kWide];
         for (int w = 0; w < kWide; w++) k[w] = unpack<T>(load(keys + i * kBlock + t + w * kLanes), j);
@@ -158,7 +160,7 @@ void add_values(const T* const* values, int first, int last, int64_t d, int64_t 
   for (int t = first; t < last; t++) {
     Vec v[W];
     const T* row = values[t] + d;
-    fetch.lines(2);
+    fetch.lines(1);
     for (int w = 0; w < W; w++) v[w] = kPartial ? load_first(row, int(dim - d)) : load(row + w * kLanes);
     for (int r = 0; r < R; r++) {
       const Vec x = splat(weights[r * kBlock + t]);

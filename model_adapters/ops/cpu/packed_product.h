@@ -11,8 +11,7 @@ class PackedProduct {
   using P = Pair<bf16>;
   using Word = decltype(P::load((const bf16*)nullptr));
   static constexpr int kPartsOfWord = 2 * kLanes / P::kStep;  // what a word of two numbers is multiplied in: itself, or floats
-  // As floats, so few rows meet two blocks side by side: with one, a number of x is loaded for each product, which takes longer
-  // than the product. The sums of two and of more rows do not fit into the registers.
+  // As floats, so few rows meet two blocks side by side: the products of one alone would wait for the sums of those before.
   static constexpr int kPairRows = 8;
   static constexpr int64_t kGroupSteps = kGroupWords * kPartsOfWord, kSliceGroups = 16, kSliceSteps = kSliceGroups * kGroupSteps;
   static constexpr int kFetchSteps = 16;  // between what of x is multiplied and what is fetched
