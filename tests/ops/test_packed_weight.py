@@ -95,7 +95,7 @@ def test_what_cannot_be_packed_is_left_as_it_is(weight, reason):
 @pytest.mark.parametrize(("n", "k"), [(16, 520), (112, 1032), (64, 3080)])
 def test_products_are_those_with_the_weight_as_it_was_to_the_last_bit(n, k, with_bias):
     weight = normal(1, n, k)
-    weight[::16, [0, k - 1]] = 1e-30  # so some groups of every block lie in the list
+    weight[::16, [0, 128, k - 1]] = 1e-30  # so some groups of every block lie in the list
     packed = pack(jnp.asarray(weight))
     assert packed.index.size > 4 + n // 16 + 1
     bias = jnp.asarray(normal(2, n)) if with_bias else None
