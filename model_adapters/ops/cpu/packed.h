@@ -66,8 +66,7 @@ class PackedWeights {
     const uint8_t *list = packed_.list(), *first_group = packed_.groups + block * block_bytes, *p = first_group + place.group * kGroupBytes;
     const uint8_t* last_fetched = first_group + block_bytes - kAhead;
     const int64_t behind = kAhead + ((block + N < stretch.stop ? block + N : stretch.next) - block - 1) * block_bytes;
-    int32_t listed[N];
-    std::memcpy(listed, place.listed, sizeof listed);
+    auto& listed = place.listed;
     for (int64_t g = place.group;; g++, p += kGroupBytes) {
       int64_t stop = end;
       for (int b = 0; b < N; b++)
@@ -75,7 +74,7 @@ class PackedWeights {
       for (; g < stop; g++, p += kGroupBytes) {
         Vec v[N][kGroupWords];
         const uint8_t* later = p + (p < last_fetched ? kAhead : behind);
-#pragma GCC unroll 3
+#pragma GCC unroll 2
         for (int b = 0; b < N; b++, later += block_bytes) {
           __builtin_prefetch(later, 0, 2);
           __builtin_prefetch(later + 64, 0, 2);
@@ -93,7 +92,6 @@ class PackedWeights {
       f(g * kGroupWords, v);
     }
     place.group = end;
-    std::memcpy(place.listed, listed, sizeof listed);
   }
 
   // The same for all groups of N blocks.

@@ -28,8 +28,7 @@ class PackedProduct {
   template <class Out>
   void run(int64_t c, int64_t next, Out* out) const {
     const Stretch stretch{first_block(c + 1), first_block(next)};
-    const int64_t begin = first_block(c);
-    int64_t block = begin;
+    int64_t block = first_block(c);
     if (rows_ > kLanes) {
       for (; block < stretch.stop; block++) multiply_slices(block, stretch, out);
       return;
