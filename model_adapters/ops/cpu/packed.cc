@@ -19,12 +19,9 @@ ffi::Error packed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuff
   const Packed packed = packed_of(groups, index);
   const int64_t rows = x.dimensions()[0];
   const HeldRows<bf16> held(&threads, (const bf16*)x.untyped_data(), rows, packed.k, PackedProduct::lanes(rows));
-  const PackedProduct product(held, rows, packed, bias.element_count() ? (const float*)bias.untyped_data() : nullptr);
-  const auto call = [&](auto* result) {
-    parallel_for(threads, product.num_chunks(), num_workers(rows, packed.n, packed.k, sizeof(bf16)), [&](int64_t c, int64_t next) { product.run(c, next, result); });
-    return ffi::Error::Success();
-  };
-  return out->element_type() == ffi::F32 ? call((float*)out->untyped_data()) : call((bf16*)out->untyped_data());
+  const PackedProduct product(held, rows, packed, bias.element_count() ? (const float*)bias.untyped_data() : nullptr, (bf16*)out->untyped_data());
+  parallel_for(threads, product.num_chunks(), num_workers(rows, packed.n, packed.k, sizeof(bf16)), [&](int64_t c, int64_t next) { product.run(c, next); });
+  return ffi::Error::Success();
 }
 
 ffi::Error unpack_weight(ffi::ThreadPool threads, ffi::AnyBuffer groups, ffi::AnyBuffer index, ffi::Result<ffi::AnyBuffer> out) {

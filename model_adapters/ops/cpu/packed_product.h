@@ -17,26 +17,25 @@ class PackedProduct {
   static constexpr int kFetchSteps = 16;  // between what of x is multiplied and what is fetched
 
  public:
-  PackedProduct(const HeldRows<bf16>& x, int64_t rows, const Packed& packed, const float* bias)
-      : x_(x.data()), num_words_(x.num_words), rows_(rows), packed_(packed), weights_(packed), bias_(bias), in_pairs_(kPartsOfWord == 2 && rows <= kPairRows) {}
+  PackedProduct(const HeldRows<bf16>& x, int64_t rows, const Packed& packed, const float* bias, bf16* out)
+      : x_(x.data()), num_words_(x.num_words), rows_(rows), packed_(packed), weights_(packed), bias_(bias), out_(out), in_pairs_(kPartsOfWord == 2 && rows <= kPairRows) {}
 
   static int64_t lanes(int64_t rows) { return std::min<int64_t>(rows, kLanes); }  // that it wants x in
 
   int64_t num_chunks() const { return (packed_.num_blocks() + chunk_blocks() - 1) / chunk_blocks(); }
 
   // The outputs of chunk c; `next` is what this thread takes after it. Behind the last chunk lie the next weights.
-  template <class Out>
-  void run(int64_t c, int64_t next, Out* out) const {
+  void run(int64_t c, int64_t next) const {
     const Stretch stretch{first_block(c + 1), first_block(next)};
     int64_t block = first_block(c);
     if (rows_ > kLanes) {
-      for (; block < stretch.stop; block++) multiply_slices(block, stretch, out);
+      for (; block < stretch.stop; block++) multiply_slices(block, stretch);
       return;
     }
     if constexpr (kPartsOfWord == 2)
       if (in_pairs_)
-        for (; block + 2 <= stretch.stop; block += 2) multiply_blocks<2>(block, stretch, out);
-    for (; block < stretch.stop; block++) multiply_blocks<1>(block, stretch, out);
+        for (; block + 2 <= stretch.stop; block += 2) multiply_blocks<2>(block, stretch);
+    for (; block < stretch.stop; block++) multiply_blocks<1>(block, stretch);
   }
 
  private:
@@ -56,8 +55,8 @@ class PackedProduct {
   }
 
   // The outputs of N blocks of weights and the rows of x, which are so few that one pass does.
-  template <int N, class Out>
-  void multiply_blocks(int64_t block, const Stretch& stretch, Out* out) const {
+  template <int N>
+  void multiply_blocks(int64_t block, const Stretch& stretch) const {
     for_count<N == 1 ? kLanes : kPairRows>(rows_, [&](auto count) {
       constexpr int R = count;
       Vec sums[N][R] = {};
@@ -76,7 +75,7 @@ class PackedProduct {
           }
         }
       });
-      for (int b = 0; b < N; b++) put<R>(block + b, 0, sums[b], out);
+      for (int b = 0; b < N; b++) put<R>(block + b, 0, sums[b]);
     });
   }
 
@@ -87,8 +86,7 @@ class PackedProduct {
 
   // The outputs of a block and more rows of x than one pass takes. A slice of the block is taken apart in the first pass, and
   // found so by the others.
-  template <class Out>
-  void multiply_slices(int64_t block, const Stretch& stretch, Out* out) const {
+  void multiply_slices(int64_t block, const Stretch& stretch) const {
     Vec slice[kSliceSteps];
     static thread_local std::vector<Sums> sums_of_thread;
     const int64_t num_passes = (rows_ + kLanes - 1) / kLanes;
@@ -104,7 +102,7 @@ class PackedProduct {
         sums_of_thread[pass] = sums;
       }
     }
-    for (int64_t pass = 0; pass < num_passes; pass++) put<kLanes>(block, pass * kLanes, sums_of_thread[pass].of_row, out);
+    for (int64_t pass = 0; pass < num_passes; pass++) put<kLanes>(block, pass * kLanes, sums_of_thread[pass].of_row);
   }
 
   // Takes the groups of a block up to `end` apart into `slice`, and adds their products with a pass of x.
@@ -137,12 +135,12 @@ class PackedProduct {
   }
 
   // Writes the sums of a block and R rows of x from `row` on; of those there are.
-  template <int R, class Out>
-  void put(int64_t block, int64_t row, const Vec (&sums)[R], Out* out) const {
+  template <int R>
+  void put(int64_t block, int64_t row, const Vec (&sums)[R]) const {
     const Vec bias = bias_ ? load(bias_ + block * kLanes) : Vec{};
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
-      if (row + r < rows_) store(out + (row + r) * packed_.n + block * kLanes, bias_ ? sums[r] + bias : sums[r]);
+      if (row + r < rows_) store(out_ + (row + r) * packed_.n + block * kLanes, bias_ ? sums[r] + bias : sums[r]);
   }
 
   const float* x_;
@@ -150,6 +148,7 @@ class PackedProduct {
   const Packed packed_;
   const PackedWeights weights_;
   const float* bias_;
+  bf16* out_;
   bool in_pairs_;
 };
 
