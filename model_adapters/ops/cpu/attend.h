@@ -61,8 +61,8 @@ struct Sums {
 // Asks memory for the rows of the blocks that come next, a few lines of the cache at a time and in the order in which they
 // lie, while another block is computed: pages lie anywhere, the hardware follows no list of them, and it takes only so many
 // requests at once: what asks for too many waits, and so does what it has in the cache. So a block is asked for in even steps:
-// a quarter while keys are turned, half while they meet the queries, a quarter beside the values (of 16 bits). Two blocks are known ahead,
-// because one may be too short to be computed for as long as the next takes.
+// of 16 bits, a quarter while keys are turned, half while they meet the queries, a quarter beside the values. Two blocks are
+// known ahead, because one may be too short to be computed for as long as the next takes.
 class Fetch {
  public:
   struct Rows {
