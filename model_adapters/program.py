@@ -24,6 +24,7 @@ from model_adapters.cache_layers import AttentionLayer
 from model_adapters.caches import LayerStates, check_layers_keep_all, shortest_window, trace_cache
 from model_adapters.call_names import names_of
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.gathers import gathers_first
 from model_adapters.host_values import HostValue, as_tensors, without_constants
 from model_adapters.module_state import attributes_restored
 from model_adapters.ops.packed_weight import Weights, in_place
@@ -291,7 +292,8 @@ class ModelProgram:
             raise NotPackableError("there is an encoder beside the decoder")
         if not (self.cache_name and self.accepts("position_ids") and goes_through_interface(self.module)):
             raise NotPackableError("the forward takes no positions, or attends past transformers' attention interface")
-        return self._in_parts(functools.partial(self._forward_packed, layout=layout))(weights, pools, batch)
+        run = self._in_parts(functools.partial(self._forward_packed, layout=layout))
+        return (run if layout.is_decode or layout.all_logits else gathers_first(run))(weights, pools, batch)
 
     def _forward_packed(
         self,

@@ -4,7 +4,7 @@ A fused product such as q|k|v is computed by shares: each device has its heads' 
 the result where q ends, which is no border between devices, and XLA would move data to make the whole first. XLA's
 simplifier knows the identity ``slice(concat(a, b)) = a``, but on CPU and TPU it runs behind the partitioner. Here the
 traced program is evaluated with concatenations along the last dimension kept in parts for as long as what is done to
-them can be done to each (the interpreter is the one of JAX's documentation, "Writing custom Jaxpr interpreters").
+them can be done to each.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex
+
+from model_adapters.jaxprs import bind
 
 
 @dataclass(frozen=True)
@@ -76,18 +78,9 @@ def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
             if short is not None:
                 values[equation.outvars[0]] = short
                 continue
-            operands = [read_whole(atom) for atom in equation.invars]
-            result = _bind(equation, operands)
-        if not equation.primitive.multiple_results:
-            result = [result]
-        values.update(zip(equation.outvars, result, strict=True))
+            results = bind(equation.primitive, equation.params, [read_whole(atom) for atom in equation.invars])
+        values.update(zip(equation.outvars, results, strict=True))
     return [read_whole(atom) for atom in jaxpr.outvars]
-
-
-def _bind(equation: Any, operands: list[Any]) -> Any:
-    params = equation.primitive.get_bind_params(equation.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)
-    return equation.primitive.bind(*functions, *operands, **params)
 
 
 def _in_parts(equation: Any, read: Callable[[Any], Any]) -> Any:

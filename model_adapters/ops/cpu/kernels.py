@@ -39,6 +39,8 @@ TARGETS = (
     "tas_row_sum",
     "tas_unpack",
 )
+ROW_BY_ROW = ("tas_activation", "tas_linear", "tas_packed_linear", "tas_rms_norm", "tas_row_sum")
+"""Targets that treat each row of their first operand by itself, and give as many."""
 _lock = threading.Lock()
 _IN_ORDER = contextvars.ContextVar("in_order", default=False)
 

@@ -1,0 +1,104 @@
+"""Traced programs as lists of equations that can be read from both ends and evaluated one by one.
+
+The interpreter is the one of JAX's documentation ("Writing custom Jaxpr interpreters").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import core as jex
+
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+"""Equations that stand for those of another program, by the parameter that holds it."""
+
+
+@dataclass(eq=False)
+class Value:
+    """What an equation or the caller gives; `aval` has its shape and dtype."""
+
+    aval: Any
+
+
+@dataclass(eq=False)
+class Equation:
+    """A primitive applied to values and literals."""
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: list[Any]
+    outputs: list[Value]
+    has_effects: bool
+    context: AbstractContextManager[None]  # to be evaluated in
+
+    @property
+    def name(self) -> str:
+        """Of the primitive."""
+        return str(self.primitive.name)
+
+
+@dataclass
+class Program:
+    """Equations in an order in which they can be evaluated."""
+
+    inputs: list[Value]
+    outputs: list[Any]
+    constants: dict[Value, Any] = field(default_factory=dict)
+    equations: list[Equation] = field(default_factory=list)
+
+    def ancestors(self, atoms: Iterable[Any]) -> set[Equation]:
+        """All equations that `atoms` are computed by."""
+        sources = {value: equation for equation in self.equations for value in equation.outputs}
+        open_atoms, found = list(atoms), set[Equation]()
+        while open_atoms:
+            atom = open_atoms.pop()
+            equation = None if isinstance(atom, jex.Literal) else sources.get(atom)
+            if equation is not None and equation not in found:
+                found.add(equation)
+                open_atoms += equation.inputs
+        return found
+
+
+def inlined(closed: jex.ClosedJaxpr) -> Program:
+    """`closed` with the equations of the programs it calls in the place of the calls. Rules of derivatives are lost."""
+    values = {var: Value(var.aval) for var in closed.jaxpr.invars}
+    program = Program([values[var] for var in closed.jaxpr.invars], [])
+    program.outputs = _inline(closed, program.inputs, program)
+    return program
+
+
+def _inline(closed: jex.ClosedJaxpr, arguments: Sequence[Any], program: Program) -> list[Any]:
+    """Appends the equations of `closed` to `program`; returns what it gives for `arguments`."""
+    jaxpr = closed.jaxpr
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
+    for var, constant in zip(jaxpr.constvars, closed.consts, strict=True):
+        values[var] = Value(var.aval)
+        program.constants[values[var]] = constant
+
+    def read(atoms: Iterable[Any]) -> list[Any]:
+        return [atom if isinstance(atom, jex.Literal) else values[atom] for atom in atoms]
+
+    for each in jaxpr.eqns:
+        inputs = read(each.invars)
+        called = each.params.get(CALLS.get(each.primitive.name, ""))
+        if called is not None:
+            outputs = _inline(called, inputs, program)
+        else:
+            outputs = [Value(var.aval) for var in each.outvars]
+            context = each.ctx.manager
+            program.equations.append(
+                Equation(each.primitive, each.params, inputs, outputs, bool(each.effects), context)
+            )
+        values.update(zip(each.outvars, outputs, strict=True))
+    return read(jaxpr.outvars)
+
+
+def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """The results of `primitive` on `operands`."""
+    given = primitive.get_bind_params(params)
+    functions, params = given if isinstance(given, tuple) else ((), given)
+    results = primitive.bind(*functions, *operands, **params)
+    return list(results) if primitive.multiple_results else [results]
