@@ -13,7 +13,7 @@ class PackedProduct {
   static constexpr int kPartsOfWord = 2 * kLanes / P::kStep;  // what a word of two numbers is multiplied in: itself, or floats
   // As floats, so few rows meet two blocks side by side: the products of one alone would wait for the sums of those before.
   static constexpr int kPairRows = 8;
-  static constexpr int64_t kGroupSteps = kGroupWords * kPartsOfWord, kSliceGroups = 16, kSliceSteps = kSliceGroups * kGroupSteps;
+  static constexpr int64_t kGroupSteps = kGroupWords * kPartsOfWord, kSliceSteps = 128, kSliceGroups = kSliceSteps / kGroupSteps;  // 8 KiB
   static constexpr int kFetchSteps = 16;  // between what of x is multiplied and what is fetched
 
  public:
