@@ -24,9 +24,22 @@ from model_adapters.ops.decode_attention import OP
 from model_adapters.ops.tpu import fixed_point
 from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
 from model_adapters.ops.tpu.decode_rows import Reader, Row, rows_of
-from model_adapters.ops.tpu.pages import LANES, MASKED, SUBLANES, BlockBuffer, Blocks, Lanes, across, round_up
+from model_adapters.ops.tpu.pages import (
+    LANES,
+    MASKED,
+    MAX_BLOCK_BYTES,
+    SUBLANES,
+    BlockBuffer,
+    Blocks,
+    Lanes,
+    across,
+    round_up,
+)
 from model_adapters.ops.tpu.write import write_tokens
 
+FLOAT32_BLOCK_BYTES = MAX_BLOCK_BYTES // 4
+"""Of the pool. A product of float32 is several on the unit: blocks as long as others took up to 40 s to compile, these
+take 7 s, and by the schedule 4 % longer to compute, which takes twice as long as reading them in any case."""
 SCHEDULER = {"XLA_TPU_FORCE_LP_LLO_SCHEDULER": True}  # heads of 64 take 3 to 5 % fewer cycles than by the usual one
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights [R, 128], weighted values [R, lanes]
 
@@ -299,8 +312,9 @@ def decode_attention(
     pool = write_tokens(pool, page_table, rows, lens - 1, k, v, k_scale, v_scale, in_runs=False)
     num_rows, query_heads, dim = q.shape
     _, heads, _, width = pool.shape
-    lanes, blocks = Lanes.packing(dim, v.shape[2], heads), Blocks.of(pool, page_table.shape[1])
-    is_int8 = pool.dtype == jnp.int8
+    is_int8, is_float32 = pool.dtype == jnp.int8, q.dtype == jnp.float32
+    blocks = Blocks.of(pool, page_table.shape[1], max_bytes=FLOAT32_BLOCK_BYTES if is_float32 else MAX_BLOCK_BYTES)
+    lanes = Lanes.packing(dim, v.shape[2], heads)
     dtype = jnp.int8 if is_int8 and fixed_point.multiplies_int8() else q.dtype
     features = Features(dtype, window, softcap, alibi is not None, is_int8)
     constants = row_constants(query_heads, heads, sinks, alibi, k_scale, v_scale, scale=scale, softcap=softcap)
