@@ -258,7 +258,7 @@ def rounding_of(model: PreTrainedModel, forward: Callable[[Any], torch.Tensor], 
     """Largest difference of `logits` to those in float64.
 
     Where the model's code does not compute in that, or gives no numbers because masks of its smallest number add up to
-    minus infinity, it is the difference to logits of weights that are wrong in their last bit, the largest of a few ways
+    minus infinity, it is the difference to logits of weights that are wrong in their last bit, the largest of some ways
     of being so: a single one may miss what is amplified.
     """
     try:
