@@ -48,6 +48,7 @@ def install() -> None:
     lower(torch.ops.aten.silu, ops.silu)
     lower(torch.ops.aten.silu.default, ops.silu)  # torchax has both names and looks for this one first
     lower(torch.ops.aten.gelu, ops.gelu)
+    _keep_tables_short()
     lower(torch.ops.aten.cat, _cat)
     lower(torch.ops.aten.mean, _mean)
     lower(torch.ops.aten.sum, _sum)
@@ -80,6 +81,24 @@ def _addmm(bias: jax.Array, x: jax.Array, weight: jax.Array, *, beta: float = 1.
     out = ops.addmm(bias, x, weight, beta=beta, alpha=alpha)
     placed = placed_in_use(weight)
     return out if placed is None else whole_result(out, placed.dims[1])
+
+
+def _keep_tables_short() -> None:
+    """``embedding``: a table of 16-bit floats stays as it is on a CPU.
+
+    XLA makes float32 there of what rows are taken from. That is part of the taking, of those rows alone; but before a
+    loop it would make a whole table of float32, since the table is the same for all turns of the loop. Behind a barrier
+    together with the indices, it is not.
+    """
+    theirs = lowering_of(torch.ops.aten.embedding)
+
+    def embedding(weight: jax.Array, indices: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        is_short = jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize == 2
+        if is_short and registry.platform() == "cpu":
+            weight, indices = jax.lax.optimization_barrier((weight, indices))
+        return theirs(weight, indices, *args, **kwargs)
+
+    lower(torch.ops.aten.embedding, embedding)
 
 
 def _grouped_mm(

@@ -184,3 +184,45 @@ def test_integers_that_32_bits_do_not_hold_are_refused():
     with pytest.raises(UnsupportedModelError, match="got 4294967296 in a tensor of 64-bit ones"):
         to_jax_array(torch.tensor([1, 1 << 32]))
     assert to_jax_array(torch.tensor([-(1 << 31), (1 << 31) - 1])).tolist() == [-(1 << 31), (1 << 31) - 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_embedding(dtype, padding_idx):
+    table = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ids = torch.tensor([[0, 49, 3], [7, 7, 12]])
+    embed = torch.nn.functional.embedding
+    found = traced(lambda table: embed(torch_view(jnp.asarray(ids.numpy())), table, padding_idx), *as_arrays(table))
+    assert torch.equal(found, embed(ids, table, padding_idx))
+
+
+def test_embedding_has_its_gradient():
+    lowerings.install()
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(9, 4)), jnp.bfloat16)
+
+    def total(table):
+        with torch_mode(torch.nn.Identity(), {}):
+            rows = torch.nn.functional.embedding(torch_view(jnp.asarray([2, 5, 2])), torch_view(table))
+            return jax_view(rows).astype(jnp.float32).sum()
+
+    expected = np.zeros((9, 4))
+    expected[2], expected[5] = 2, 1
+    np.testing.assert_array_equal(jax.grad(total)(table).astype(np.float32), expected)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_a_loop_makes_no_other_table_of_an_embedding(padding_idx):
+    lowerings.install()
+    size = (4096, 64)
+
+    def last(table, first):
+        def step(_, ids):
+            with torch_mode(torch.nn.Identity(), {}):
+                rows = torch.nn.functional.embedding(torch_view(ids), torch_view(table), padding_idx)
+                return jnp.argmax(jax_view(rows), axis=-1).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, 4, step, first)
+
+    args = jax.ShapeDtypeStruct(size, jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.int32)
+    temporary = jax.jit(last).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < size[0] * size[1], "the table once more, in whatever dtype"

@@ -1,5 +1,6 @@
 """A flood of long prompts: running requests keep their pace, and the flood gets through."""
 
+import math
 import random
 
 import pytest
@@ -89,3 +90,12 @@ def test_a_quiet_time_buys_no_burst():
         pacer.observe(step, 4, 100, 1, 0.015)  # 50 microseconds a token
     limits = [pacer.limit(4, 10_000) for _ in range(50)]
     assert max(limits) == 180  # 9 ms, of the 10 that are allowed
+
+
+def test_steps_that_fit_a_time():
+    pacer = PrefillPacer(16, 2.0)
+    assert pacer.steps_within(0.1, 4) == 1, "nothing is known"
+    assert pacer.steps_within(math.inf, 4) == math.inf, "nothing need be"
+    pacer.observe(0, 4, 0, 2, 0.050)
+    assert pacer.steps_within(0.1, 4) == pytest.approx(4)
+    assert pacer.steps_within(0.01, 4) == 1

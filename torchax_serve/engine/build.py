@@ -6,8 +6,6 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 
-import jax
-
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.linear import why_not_invariant
 from model_adapters.paged import NotPackableError
@@ -27,6 +25,8 @@ logger = logging.getLogger("torchax_serve")
 MAX_LEN = 32768
 """Longest request where nothing else limits it: page tables and masks are that wide."""
 
+MAX_DISPATCH_S = 0.1
+"""What several decode steps in one dispatch may take. A request that comes meanwhile waits for them."""
 
 MAX_SOURCE_LEN = 1024
 MAX_ANSWER_LEN = 4096
@@ -48,8 +48,8 @@ class EngineOptions:
         kv_cache_bytes: bytes of all pages together.
         token_budget: tokens computed in one step.
         prefix_caching: whether requests share the pages of a common beginning.
-        max_num_steps: decode steps sent to the device at once while nothing waits; 1 on a CPU, where XLA runs a loop
-            slower than its steps one by one, and 8 elsewhere.
+        max_num_steps: most decode steps sent to the device at once while nothing waits. Fewer are sent where they
+            would take more than a tenth of a second, for a request that comes waits for them.
         max_decode_slowdown: by which factor prompts that come may lengthen the time per token of requests that run. A
             larger one brings first tokens sooner and a batch of many prompts to its end sooner.
         kv_cache_dtype: "int8" keeps keys and values in 8 bits, so that twice as many tokens of a 16-bit model fit; each
@@ -66,7 +66,7 @@ class EngineOptions:
     kv_cache_bytes: int | None = None
     token_budget: int = 256
     prefix_caching: bool = True
-    max_num_steps: int | None = None
+    max_num_steps: int = 8
     max_decode_slowdown: float = 2.0
     batch_invariant: bool = False
     kv_cache_dtype: str | None = None
@@ -104,6 +104,7 @@ def build_engine(
         num_slots=options.num_slots,
         page_len=options.page_len,
         token_budget=max(options.token_budget, options.num_slots + 15),
+        max_num_steps=options.max_num_steps,
         kv_cache_bytes=options.kv_cache_bytes,
         batch_invariant=options.batch_invariant,
         kv_cache_dtype=options.kv_cache_dtype,
@@ -133,7 +134,8 @@ def build_engine(
         max_len=sizes.max_len,
         token_budget=sizes.token_budget,
         prefix_caching=options.prefix_caching and road.can_share_prefixes,
-        max_num_steps=_max_num_steps(options) if is_packed else 1,
+        max_num_steps=options.max_num_steps if is_packed else 1,
+        max_dispatch_s=MAX_DISPATCH_S,
         chunk_sizes=road.chunk_sizes,
         packed=is_packed,
         max_decode_slowdown=options.max_decode_slowdown,
@@ -151,12 +153,6 @@ def _check_invariance(options: EngineOptions, why_not: str | None) -> None:
             f"batch_invariant: expected a model on the packed road and the CPU's C++ kernels; got: {why_not}. Leave it "
             "out, or serve float32"
         )
-
-
-def _max_num_steps(options: EngineOptions) -> int:
-    if options.max_num_steps is not None:
-        return options.max_num_steps
-    return 1 if jax.default_backend() == "cpu" else 8
 
 
 def _max_source_len(runtime: Runtime, options: EngineOptions) -> int:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable
+
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.runner import Flight, ModelRunner
 from torchax_serve.engine.ticket import NewTokens, Ticket, TokenLogprobs
 from torchax_serve.scheduling import Outcome, RequestId
+
+logger = logging.getLogger("torchax_serve")
 
 
 class Deliveries:
@@ -32,10 +39,27 @@ class Deliveries:
         """Of all that have not ended."""
         return list(self._requests)
 
-    def deliver(self, outcome: Outcome, flight: Flight | None = None, error: str | None = None) -> None:
-        """Hands an outcome out; `error` says why, where its reason is "error" and it is not the logits."""
-        if outcome.request_id not in self._requests:
-            return
+    def deliver(self, outcomes: Iterable[Outcome], flight: Flight | None = None, error: str | None = None) -> None:
+        """Hands outcomes out; `error` says why, where a reason is "error" and it is not the logits.
+
+        Readers in an event loop are woken together: that of each by itself would take longer than many a step.
+        """
+        woken: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}
+        for outcome in outcomes:
+            if outcome.request_id not in self._requests:
+                continue
+            try:
+                ticket = self._hand_out(outcome, flight, error)
+            except Exception:  # what one reader's data does may not stop the others
+                logger.exception("a request's tokens could not be handed out")
+                continue
+            if ticket.loop is not None:
+                woken.setdefault(ticket.loop, []).append(ticket)
+        for loop, tickets in woken.items():
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(_wake_all, tickets)
+
+    def _hand_out(self, outcome: Outcome, flight: Flight | None, error: str | None) -> Ticket:
         request, ticket = self._requests[outcome.request_id]
         if outcome.finish_reason is not None:
             del self._requests[outcome.request_id]
@@ -50,6 +74,7 @@ class Deliveries:
         if outcome.finish_reason == "error":
             error = error or "its logits were not finite numbers"
         ticket.put(NewTokens(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error))
+        return ticket
 
     def note_prompts(self, flight: Flight) -> None:
         """Keeps what a step has found out about the tokens of prompts, until the first new token goes out with it."""
@@ -60,3 +85,8 @@ class Deliveries:
             if request.params.prompt_logprobs is not None:
                 found = self._runner.prompt_logprobs(flight, index, request)
                 self._prompts.setdefault(row.request_id, {}).update(found)
+
+
+def _wake_all(tickets: Iterable[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.wake()

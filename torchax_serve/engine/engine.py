@@ -23,6 +23,10 @@ logger = logging.getLogger("torchax_serve")
 MAX_IN_FLIGHT = 2
 """Plans on the device: one computes while the host prepares the next."""
 
+LEAD = 0.25
+"""Part of a dispatch of several steps that is still to come when the next one is sent. Requests that come earlier go
+first."""
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
@@ -30,7 +34,7 @@ class EngineStats:
 
     scheduler: SchedulerStats
     num_programs: int  # compiled steps of the model in memory
-    num_steps: int  # since the start
+    num_steps: int  # of the model since the start
     tokens_per_s: float  # new tokens over the last seconds
     host_s: float  # since the start, spent by the engine's thread outside of waiting for the device
     busy_s: float  # since the start, time in which something was in flight
@@ -76,6 +80,8 @@ class Engine:
         self._num_steps = 0
         self._wait_s = self._busy_s = 0.0
         self._landed_s = 0.0
+        self._lands_s = 0.0  # when all in flight should have landed; not later than now if that is not known
+        self._due_s = 0.0  # when the next plan is to be made
         self.check_integrity = False  # after every step: for tests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -138,7 +144,7 @@ class Engine:
     def _cancel(self, request_id: RequestId, reason: FinishReason) -> None:
         def end() -> None:
             if self._scheduler.abort(request_id, reason):
-                self._deliveries.deliver(Outcome(request_id, None, (), reason))
+                self._deliveries.deliver([Outcome(request_id, None, (), reason)])
 
         self._command(end)
 
@@ -219,6 +225,11 @@ class Engine:
         with self._wake:
             while not (self._closed or self._commands or len(self._scheduler) or self._flights):
                 self._wake.wait()
+            began = time.monotonic()
+            if self._flights and self._due_s > began:
+                self._wake.wait_for(lambda: self._closed or self._commands, self._due_s - began)
+                waited_s = time.monotonic() - began
+                self._wait_s, self._busy_s = self._wait_s + waited_s, self._busy_s + waited_s
             if self._closed:
                 return False
             commands = list(self._commands)
@@ -233,8 +244,7 @@ class Engine:
         plan = self._scheduler.schedule(began)
         if plan is not None:
             self._execute(plan)
-        for outcome in self._scheduler.take_ended():
-            self._deliveries.deliver(outcome)
+        self._deliveries.deliver(self._scheduler.take_ended())
         if len(self._flights) >= MAX_IN_FLIGHT or (plan is None and self._flights):
             self._land()
         if self.check_integrity:
@@ -253,7 +263,10 @@ class Engine:
         except Exception as error:
             self._fail(plan, error)
             return
-        self._flights.append((flight, time.monotonic(), self._runner.num_programs > num_programs))
+        now, expected_s = time.monotonic(), self._scheduler.expected_s(plan) if plan.num_steps > 1 else 0.0
+        self._flights.append((flight, now, self._runner.num_programs > num_programs))
+        self._lands_s = max(now, self._lands_s) + expected_s
+        self._due_s = self._lands_s - LEAD * expected_s if expected_s else now
 
     def _land(self) -> None:
         flight, launched_s, has_compiled = self._flights.popleft()
@@ -268,14 +281,10 @@ class Engine:
         duration = None if has_compiled else now - max(launched_s, self._landed_s)
         self._landed_s = now
         self._deliveries.note_prompts(flight)
-        self._num_steps += 1
+        self._num_steps += flight.plan.num_steps
         outcomes = self._scheduler.commit(flight.plan, tokens, now, duration)
         self._rate.append((now, sum(len(outcome.token_ids) for outcome in outcomes)))
-        for outcome in outcomes:
-            try:
-                self._deliveries.deliver(outcome, flight)
-            except Exception:  # what one reader's data does may not stop the others
-                logger.exception("a request's tokens could not be handed out")
+        self._deliveries.deliver(outcomes, flight)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """Ends the requests of a plan whose step has raised; if the cache went with it, all that have any of it."""
@@ -292,8 +301,7 @@ class Engine:
                     outcomes.append(Outcome(request_id, None, (), "error"))
             self._runner.reset()
             self._scheduler.forget_prefixes()
-        for outcome in outcomes:
-            self._deliveries.deliver(outcome, error=message)
+        self._deliveries.deliver(outcomes, error=message)
 
     def _end_all(self) -> None:
         """The engine's thread ends: everybody who waits is told."""
@@ -302,8 +310,9 @@ class Engine:
             self._commands.clear()
         for command in commands:
             command()  # a submission is entered, and told below
-        for request_id in self._deliveries.open_ids():
+        open_ids = self._deliveries.open_ids()
+        for request_id in open_ids:
             self._scheduler.abort(request_id, "error")
-            ended = Outcome(request_id, None, (), "error")
-            self._deliveries.deliver(ended, error=f"the engine was closed ({self._closed})")
+        ended = [Outcome(request_id, None, (), "error") for request_id in open_ids]
+        self._deliveries.deliver(ended, error=f"the engine was closed ({self._closed})")
         self._flights.clear()

@@ -22,7 +22,7 @@ from model_adapters.paged import PackedBatch, PagedLayout, Pool
 from model_adapters.program import ModelProgram
 from torchax_serve.buckets import ladder, rung, token_rungs
 from torchax_serve.engine.cache import PagedCache
-from torchax_serve.engine.sampler import Level, RowOptions, SamplerSpec, SamplerState, sample
+from torchax_serve.engine.sampler import RowOptions, SamplerSpec, SamplerState, sample
 from torchax_serve.program_cache import KeptFunction, ProgramCache
 from torchax_serve.scheduling import PlanRow
 
@@ -67,11 +67,10 @@ class PackedSpec:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSpec:
-    """The static part of several decode steps in one dispatch."""
+    """The static part of decode steps with the choice of tokens among them; how many steps is told at each call."""
 
     packed: PackedSpec
-    level: Level
-    num_steps: int
+    max_num_steps: int
 
 
 class PackedModel:
@@ -84,6 +83,7 @@ class PackedModel:
         programs: where compiled steps are kept.
         num_slots: most rows of a step.
         token_budget: most tokens of a step.
+        max_num_steps: most decode steps in one dispatch.
         batch_invariant: whether products sum in one order for any number of rows.
     """
 
@@ -96,15 +96,17 @@ class PackedModel:
         *,
         num_slots: int,
         token_budget: int,
+        max_num_steps: int = 1,
         batch_invariant: bool = False,
     ) -> None:
         self._program, self._weights, self._cache = program, weights, cache
+        self._max_num_steps = max_num_steps
         self._batch_invariant = batch_invariant
         self._decode_rungs = ladder(num_slots)
         self._row_rungs = ladder(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
         self._token_rungs = token_rungs(token_budget)
         kept = partial(KeptFunction, programs, facts=program.found_out, recall=program.recall)
-        self._programs: dict[PackedSpec, Any] = {}
+        self._programs: dict[PackedSpec | DecodeSpec, Any] = {}
         self._step = kept("packed", self._run, donate=["pools"])
         self._decode_steps = kept("decode_steps", self._decode, donate=["pools", "state"])
 
@@ -134,7 +136,11 @@ class PackedModel:
         options: RowOptions,
         spec: DecodeSpec,
     ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState]:
-        """int32[num_steps, S] tokens, each step fed with those of the one before; the pools; the sampler's state."""
+        """int32[max_num_steps, S] tokens, each step fed with those of the one before; the pools; the sampler's state.
+
+        Behind the numbers of a packed step stand two more: how many steps, and whether any row draws its tokens.
+        """
+        numbers, num_steps, draws = numbers[:-2], numbers[-2], numbers[-1] > 0
         batch = spec.packed.unpack(numbers, state.last_tokens)
         slots = spec.packed.slots(numbers)
         in_use = batch.kv_lens > 0
@@ -148,11 +154,14 @@ class PackedModel:
                 kv_lens=batch.kv_lens + jnp.where(in_use, index, 0),
             )
             logits, pools = self._forward(weights, pools, now, spec.packed)
-            sampled, state = sample(SamplerSpec(spec.level), options.after(index), state, logits)
+            args = options.after(index), state, logits
+            # Behind the condition XLA would look for the maxima on one thread.
+            greedy = sample(SamplerSpec("greedy"), *args)
+            sampled, state = jax.lax.cond(draws, lambda: sample(SamplerSpec("sampled"), *args), lambda: greedy)
             return tokens.at[index].set(sampled.tokens), pools, state
 
-        tokens = jnp.zeros((spec.num_steps, spec.packed.num_rows), jnp.int32)
-        return jax.lax.fori_loop(0, spec.num_steps, step, (tokens, pools, state))
+        tokens = jnp.zeros((spec.max_num_steps, spec.packed.num_rows), jnp.int32)
+        return jax.lax.fori_loop(0, num_steps, step, (tokens, pools, state))
 
     def decode(
         self,
@@ -160,27 +169,29 @@ class PackedModel:
         tables: Sequence[np.ndarray],
         state: SamplerState,
         options: RowOptions,
-        level: Level,
         num_steps: int,
+        draws: bool,
     ) -> tuple[jax.Array, SamplerState]:
-        """Several decode steps of `rows`, choice of tokens included, in one dispatch.
+        """Decode steps of `rows`, choice of tokens included, in one dispatch.
 
         Args:
             rows: of a plan, all of which decode.
             tables: by group, int32[num_slots, pages_per_seq].
-            state: of the sampler; given away.
-            options: of the rows, padded to `num_rows`.
-            level: covers every row.
-            num_steps: of the plan.
+            state: of the sampler, without tables; given away.
+            options: of the rows, padded to `num_rows`; of the levels "greedy" and "sampled".
+            num_steps: of the plan, at most `max_num_steps`.
+            draws: whether any row is of the level "sampled".
 
         Returns:
-            int32[num_steps, S] tokens and the new state.
+            int32[max_num_steps, S] tokens, of which the first `num_steps` mean something, and the new state.
         """
-        spec = self._spec(rows, all_logits=False)
-        numbers = self._numbers(spec, rows, tables, 0)
-        tokens, self._cache.pools, state = self._decode_steps(
-            self._weights, self._cache.pools, state, numbers, options, spec=DecodeSpec(spec, level, num_steps)
-        )
+        spec = DecodeSpec(self._spec(rows, all_logits=False), self._max_num_steps)
+        numbers = np.append(self._numbers(spec.packed, rows, tables, 0), np.array([num_steps, draws], np.int32))
+        args = (self._weights, self._cache.pools, state, numbers, options)
+        program = self._programs.get(spec)
+        if program is None:  # as in `run`
+            program = self._programs[spec] = self._decode_steps.compiled(*args, spec=spec)
+        tokens, self._cache.pools, state = program(*args)
         return tokens, state
 
     def num_rows(self, rows: Sequence[PlanRow]) -> int:
@@ -287,3 +298,18 @@ class PackedModel:
             numbers = np.zeros(sum(spec.sizes), np.int32)
             logits, self._cache.pools = self._step(self._weights, self._cache.pools, last_tokens(), numbers, spec=spec)
             yield logits
+
+    def warm_up_decode(self, take: Callable[[int], tuple[SamplerState, RowOptions]]) -> Iterator[SamplerState]:
+        """Compiles `decode` for every number of rows and runs no step of it; yields the sampler's state.
+
+        Args:
+            take: the state, given away, and options for so many rows.
+        """
+        for num_rows in self._decode_rungs:
+            spec = DecodeSpec(self._spec_of(num_rows, num_rows, True), self._max_num_steps)
+            state, options = take(num_rows)
+            numbers = np.zeros(sum(spec.packed.sizes) + 2, np.int32)
+            _, self._cache.pools, state = self._decode_steps(
+                self._weights, self._cache.pools, state, numbers, options, spec=spec
+            )
+            yield state

@@ -94,6 +94,7 @@ def _model(runtime: Runtime, cache: PagedCache, sizes: Sizes) -> PackedModel:
         programs,
         num_slots=slots,
         token_budget=budget,
+        max_num_steps=sizes.max_num_steps,
         batch_invariant=sizes.batch_invariant,
     )
 

@@ -31,6 +31,7 @@ class Sizes:
     page_len: int
     token_budget: int
     kv_cache_bytes: int | None  # None: chosen
+    max_num_steps: int = 1  # of decoding in one dispatch
     batch_invariant: bool = False
     kv_cache_dtype: str | None = None  # "int8"; None: the model's
     tables_bytes: int = 0  # of the sampler, beside the cache

@@ -27,7 +27,7 @@ class Flight:
 
     plan: StepPlan
     sampled: list[Sampled] = dataclasses.field(default_factory=list)  # one for each of the plan's steps
-    tokens: jax.Array | None = None  # int32[num_steps, S], instead of `sampled`, of steps sent in one dispatch
+    tokens: jax.Array | None = None  # int32[>= num_steps, S], instead of `sampled`, of steps that choose themselves
     prompt: Logprobs | None = None  # of every token of the packed run, under the logits before it
 
 
@@ -78,6 +78,9 @@ class ModelRunner:
             if logits.shape not in seen:
                 seen.add(logits.shape)
                 self._sampler.warm_up(logits)
+        if isinstance(self._model, PackedModel):
+            for state in self._model.warm_up_decode(self._sampler.at_rest):
+                self._sampler.take(state)
 
     def execute(
         self, plan: StepPlan, requests: Mapping[int, RowRequest], outputs: Mapping[int, Sequence[int]]
@@ -96,7 +99,7 @@ class ModelRunner:
             if self._sources is not None:
                 self._sources.take(slot, requests[slot].source)
         flight = Flight(plan)
-        if plan.num_steps > 1 and self._decode(flight):
+        if not plan.prefill_rows and self._decode(flight):
             return flight
         tops = [requests[row.slot].params.prompt_logprobs for row in plan.prefill_rows]
         asked = max((top for top in tops if top is not None), default=None)
@@ -110,19 +113,17 @@ class ModelRunner:
         return flight
 
     def _decode(self, flight: Flight) -> bool:
-        """Sends all steps of a plan in one dispatch; False if a row wants more than tokens of them."""
+        """Sends all steps of a plan that only decodes in one dispatch; False if that cannot be."""
         plan = flight.plan
         if not isinstance(self._model, PackedModel):
             return False
         found = self._sampler.ahead(plan.rows, self._model.num_rows(plan.rows))
         if found is None:
             return False
-        options, level = found
-        tokens, state = self._model.decode(
-            plan.rows, plan.page_tables, self._sampler.state_for(level), options, level, plan.num_steps
-        )
-        self._sampler.take(level, state)
-        flight.tokens = tokens
+        options, draws = found
+        state = self._sampler.state_for("sampled")
+        flight.tokens, state = self._model.decode(plan.rows, plan.page_tables, state, options, plan.num_steps, draws)
+        self._sampler.take(state)
         return True
 
     def _of_prompt(
@@ -141,7 +142,7 @@ class ModelRunner:
     def read(self, flight: Flight) -> np.ndarray:
         """int[num_rows, num_steps], once the device has them."""
         if flight.tokens is not None:
-            return np.asarray(flight.tokens)[:, : len(flight.plan.rows)].T
+            return np.asarray(flight.tokens)[: flight.plan.num_steps, : len(flight.plan.rows)].T
         columns = [np.asarray(sampled.tokens)[: len(flight.plan.rows)] for sampled in flight.sampled]
         return np.stack(columns, axis=1)
 

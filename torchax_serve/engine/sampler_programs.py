@@ -102,24 +102,29 @@ class Sampler:
             sampled = dataclasses.replace(sampled, logprobs=self.logprobs(logits, sampled.tokens, spec.num_top))
         return sampled
 
-    def ahead(self, plan_rows: Sequence[PlanRow], num_rows: int) -> tuple[RowOptions, Level] | None:
-        """What a program that chooses several tokens in a row needs; None if a row wants more than tokens.
+    def ahead(self, plan_rows: Sequence[PlanRow], num_rows: int) -> tuple[RowOptions, bool] | None:
+        """Options for a program that chooses tokens itself, and whether any row draws them.
 
-        Such a program gets `state_for` the level and gives its new state to `take`.
+        None if a row wants what such a program has not: log-probabilities, tables, or what is done for it alone. The
+        program gets `state_for` the level "sampled" and gives its new state to `take`.
         """
         options, spec = self.slots.rows(plan_rows, num_rows)
-        if spec.logprobs or any(row.slot in self._lone for row in plan_rows):
+        if spec.logprobs or spec.level == "full" or any(row.slot in self._lone for row in plan_rows):
             return None
-        return options, spec.level
+        return options, spec.level == "sampled"
+
+    def at_rest(self, num_rows: int) -> tuple[SamplerState, RowOptions]:
+        """The state, to be given away, and options for `num_rows` rows of nobody, as `ahead` has them for requests."""
+        return self.state_for("sampled"), self.slots.rows((), num_rows)[0]
 
     def state_for(self, level: Level) -> SamplerState:
         """The state as a program of this level takes it, to be given away."""
         # Where tables are not used they are not an argument either: the program is the same with and without them.
         return self.state if level == "full" else dataclasses.replace(self.state, tables=None)
 
-    def take(self, level: Level, state: SamplerState) -> None:
-        """Takes a state back."""
-        self.state = state if level == "full" else dataclasses.replace(state, tables=self.state.tables)
+    def take(self, state: SamplerState) -> None:
+        """Takes a state back, with its tables or without."""
+        self.state = state if state.tables is not None else dataclasses.replace(state, tables=self.state.tables)
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
         """Log-probabilities of `tokens` int32[n] under `logits` [n, vocab], such as those of a prompt.
@@ -147,7 +152,7 @@ class Sampler:
 
     def _run(self, spec: SamplerSpec, options: RowOptions, logits: jax.Array) -> Sampled:
         sampled, state = self._sample(spec, options, self.state_for(spec.level), logits)
-        self.take(spec.level, state)
+        self.take(state)
         return sampled
 
     def _place(self, sampled: Sampled, token: jax.Array, index: int, slot: int) -> Sampled:

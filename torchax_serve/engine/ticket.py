@@ -49,17 +49,17 @@ class Ticket:
         self.finish_reason: FinishReason | None = None  # once the end was read
         self._cancel = cancel
         self._arrivals: queue.SimpleQueue[NewTokens] = queue.SimpleQueue()
-        self._wake: Callable[[], object] | None = None
+        self._waiter: asyncio.Future[None] | None = None  # what an asynchronous reader waits for
+        self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous reader
 
     def put(self, new: NewTokens) -> None:
-        """Called by the engine's thread."""
+        """Called by the engine's thread, which then has `wake` called in `loop`, if there is one."""
         self._arrivals.put(new)
-        wake = self._wake
-        if wake is not None:
-            try:
-                wake()
-            except RuntimeError:  # the reader's event loop has been closed
-                self._wake = None
+
+    def wake(self) -> None:
+        """Lets the asynchronous reader look for arrivals; called in its event loop."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def cancel(self, reason: FinishReason = "abort") -> None:
         """Ends the request; what it has computed stays readable. Cancelling twice, or after the end, does nothing."""
@@ -84,19 +84,18 @@ class Ticket:
 
     async def __aiter__(self) -> AsyncIterator[NewTokens]:
         """As iteration, without blocking the event loop; leaving the loop early cancels the request."""
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-        self._wake = lambda: loop.call_soon_threadsafe(event.set)
+        self.loop = loop = asyncio.get_running_loop()
         try:
             while self.finish_reason is None:
                 try:
                     new = self._arrivals.get_nowait()
                 except queue.Empty:
-                    await event.wait()
-                    event.clear()
+                    self._waiter = loop.create_future()
+                    await self._waiter
                     continue
                 yield self._take(new)
         finally:
-            self._wake = None
+            self.loop = self._waiter = None
             self.cancel()
 
     def result(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 
@@ -45,6 +46,13 @@ class PrefillPacer:
         known = self._decode_s.keys()
         nearest = max((b for b in known if b <= bucket), default=min((b for b in known if b > bucket), default=None))
         return None if nearest is None else statistics.median(self._decode_s[nearest])
+
+    def steps_within(self, seconds: float, num_decode: int) -> float:
+        """How many steps of `num_decode` rows alone take at most `seconds`, at least one; one before any was seen."""
+        step_s = self.decode_step_s(num_decode)
+        if math.isinf(seconds):
+            return seconds
+        return 1 if step_s is None else max(1, seconds / step_s) if step_s else math.inf
 
     @property
     def prefill_token_s(self) -> float | None:

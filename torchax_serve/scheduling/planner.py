@@ -235,21 +235,23 @@ class StepPlanner:
         return pages
 
     def _stretch(self, decode: list[tuple[PlanRow, RequestState]]) -> int:
-        """Reserves pages for several decode steps if every running request decodes and nothing waits."""
-        num_steps, max_len = self._config.max_num_steps, self._config.max_len
-        states = [state for _, state in decode]
-        if num_steps == 1 or len(self._roster.waiting) or len(states) < len(self._roster.running):
+        """How many decode steps to send at once: several if every running request decodes and nothing waits.
+
+        Their pages are reserved.
+        """
+        config, states = self._config, [state for _, state in decode]
+        if config.max_num_steps == 1 or len(self._roster.waiting) or len(states) < len(self._roster.running):
             return 1
-        if max(state.num_planned for state in states) - 1 + num_steps > max_len:
-            return 1
-        if max(state.end_len - state.num_planned for state in states) < num_steps:
-            return 1  # nobody has so many tokens to come
+        longest = max(state.num_planned for state in states)  # with the token of the first step
+        to_come = max(state.end_len - state.num_planned for state in states)
+        affordable = self._pacer.steps_within(config.max_dispatch_s, len(states))
+        num_steps = int(min(config.max_num_steps, affordable, to_come, config.max_len + 1 - longest))
         lengths = [state.num_planned - 1 + num_steps for state in states]
         num_pages = 0
         for state, length in zip(states, lengths, strict=True):
             assert state.pages is not None
-            num_pages += max(0, -(-length // self._config.page_len) - state.pages.num_pages)
-        if num_pages > min((usage.num_pages - usage.num_used for usage in self._book.usage()), default=num_pages):
+            num_pages += max(0, -(-length // config.page_len) - state.pages.num_pages)
+        if num_steps < 2 or num_pages > min((g.num_pages - g.num_used for g in self._book.usage()), default=num_pages):
             return 1
         for state, length in zip(states, lengths, strict=True):
             assert state.pages is not None

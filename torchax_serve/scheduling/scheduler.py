@@ -108,6 +108,10 @@ class Scheduler:
         self._flights.append(_Flight(*planned))
         return planned[0]
 
+    def expected_s(self, plan: StepPlan) -> float:
+        """Seconds that a plan that only decodes should take, by those before it; 0 where nothing is known."""
+        return plan.num_steps * (self._pacer.decode_step_s(plan.num_decode) or 0.0)
+
     def commit(self, plan: StepPlan, tokens: Any, now: float, duration_s: float | None = None) -> list[Outcome]:
         """Takes the result of the oldest plan in flight.
 
