@@ -19,11 +19,11 @@ TOP_H_CANDIDATES = 100  # transformers looks at no more
 def top_columns(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Array]:
     """The largest of each row, f32[batch, num_columns] in descending order, and their columns.
 
-    The barrier keeps XLA from merging later slices into this one: its CPU backend would no longer see a top-k there and
-    sort whole rows, 100 times slower.
+    Barriers keep XLA from merging later slices into this one: its CPU backend would no longer see a top-k there and sort
+    whole rows, 100 times slower. One barrier for both would crash its compiler where a program runs on several devices.
     """
-    best, columns = lax.optimization_barrier(tuple(lax.top_k(scores, num_columns)))
-    return best, columns
+    best, columns = lax.top_k(scores, num_columns)
+    return lax.optimization_barrier(best), lax.optimization_barrier(columns)
 
 
 def keep_top_h(top_h: jax.Array, scores: jax.Array) -> jax.Array:
