@@ -19,8 +19,9 @@ TOP_H_CANDIDATES = 100  # transformers looks at no more
 def top_columns(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Array]:
     """The largest of each row, f32[batch, num_columns] in descending order, and their columns.
 
-    Barriers keep XLA from merging later slices into this one: its CPU backend would no longer see a top-k there and sort
-    whole rows, 100 times slower. One barrier for both would crash its compiler where a program runs on several devices.
+    Barriers keep XLA from merging later slices into this one: its CPU backend would no longer see a top-k there and
+    sort whole rows, 100 times slower. One barrier for both would crash its compiler where a program runs on several
+    devices.
     """
     best, columns = lax.top_k(scores, num_columns)
     return lax.optimization_barrier(best), lax.optimization_barrier(columns)
