@@ -186,10 +186,14 @@ def test_several_steps_in_one_dispatch_give_the_same_tokens(options):
     several, single = (dataclasses.replace(SMALL, max_num_steps=num_steps) for num_steps in (4, 1))
     drawn = {"do_sample": True, **options} if options else {}
     with serve(tiny_model("llama"), engine=several) as many, serve(tiny_model("llama"), engine=single) as one:
+        model, sent = many.engine._runner._model, []
+        decode = model.decode
+        model.decode = lambda *args: sent.append(args[4]) or decode(*args)
         tickets = [[m.engine.submit(request(p, 13, 9, **drawn)) for p in prompts] for m in (many, one)]
         greedy = many.engine.submit(request(prompts[0], 13))
         assert [t.result() for t in tickets[0]] == [t.result() for t in tickets[1]]
         assert greedy.result() == expected_tokens("llama", prompts[0], 13)
+        assert max(sent) == 4
 
 
 def test_a_step_that_raises_fails_its_requests_and_no_others(llama, monkeypatch):

@@ -188,10 +188,7 @@ class PackedModel:
         spec = DecodeSpec(self._spec(rows, all_logits=False), self._max_num_steps)
         numbers = np.append(self._numbers(spec.packed, rows, tables, 0), np.array([num_steps, draws], np.int32))
         args = (self._weights, self._cache.pools, state, numbers, options)
-        program = self._programs.get(spec)
-        if program is None:  # as in `run`
-            program = self._programs[spec] = self._decode_steps.compiled(*args, spec=spec)
-        tokens, self._cache.pools, state = program(*args)
+        tokens, self._cache.pools, state = self._program_of(self._decode_steps, spec, args)(*args)
         return tokens, state
 
     def num_rows(self, rows: Sequence[PlanRow]) -> int:
@@ -224,11 +221,15 @@ class PackedModel:
         spec = self._spec(rows, all_logits)
         numbers = self._numbers(spec, rows, tables, ahead)
         args = (self._weights, self._cache.pools, last_tokens, numbers)
-        program = self._programs.get(spec)
-        if program is None:  # the shapes of all arguments follow from the spec, so it alone is looked up
-            program = self._programs[spec] = self._step.compiled(*args, spec=spec)
-        logits, self._cache.pools = program(*args)
+        logits, self._cache.pools = self._program_of(self._step, spec, args)(*args)
         return logits
+
+    def _program_of(self, function: KeptFunction, spec: PackedSpec | DecodeSpec, args: tuple[Any, ...]) -> Any:
+        """The shapes of all arguments follow from the spec, so it alone is looked up."""
+        program = self._programs.get(spec)
+        if program is None:
+            program = self._programs[spec] = function.compiled(*args, spec=spec)
+        return program
 
     def _spec(self, rows: Sequence[PlanRow], all_logits: bool) -> PackedSpec:
         is_decode = all(row.num_tokens == 1 for row in rows) and not all_logits

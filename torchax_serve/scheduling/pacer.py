@@ -49,10 +49,12 @@ class PrefillPacer:
 
     def steps_within(self, seconds: float, num_decode: int) -> float:
         """How many steps of `num_decode` rows alone take at most `seconds`, at least one; one before any was seen."""
-        step_s = self.decode_step_s(num_decode)
         if math.isinf(seconds):
             return seconds
-        return 1 if step_s is None else max(1, seconds / step_s) if step_s else math.inf
+        step_s = self.decode_step_s(num_decode)
+        if step_s is None:
+            return 1
+        return max(1, seconds / step_s) if step_s else math.inf
 
     @property
     def prefill_token_s(self) -> float | None:
