@@ -104,7 +104,7 @@ def refuses_packing() -> str | None:
     """Why products with packed weights are not for this processor, or None."""
     if (reason := missing()) is not None:
         return reason
-    return None if library().tas_packs() else "they are for processors with AVX-512 and without AMX"
+    return None if library().tas_packs() else "they are for processors with AVX2 or AVX-512BW and without AMX"
 
 
 def _call(target: str, results: Any, **options: Any) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ namespace {
 // groups uint8[n / 16, k / 8, 192], index int32[...] as `Packed` says.
 Packed packed_of(ffi::AnyBuffer& groups, ffi::AnyBuffer& index) {
   const auto dims = groups.dimensions();
-  return {(const uint8_t*)groups.untyped_data(), (const int32_t*)index.untyped_data(), dims[0] * kLanes, dims[1] * kGroupColumns};
+  return {(const uint8_t*)groups.untyped_data(), (const int32_t*)index.untyped_data(), dims[0] * kGroupRows, dims[1] * kGroupColumns};
 }
 
 ffi::Error packed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer groups, ffi::AnyBuffer index, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out) {
@@ -30,11 +30,15 @@ ffi::Error unpack_weight(ffi::ThreadPool threads, ffi::AnyBuffer groups, ffi::An
   auto* words = (float*)out->untyped_data();
   const int64_t stride = packed.k / 2;
   parallel_for(threads, packed.num_blocks(), num_workers(0, packed.n, packed.k, sizeof(bf16)), [&](int64_t block, int64_t next) {
-    float* rows = words + block * kLanes * stride;
-    weights.walk<1>(block, {block + 1, next}, [&](int64_t w, const auto& v) {
-      float turned[kGroupWords][kLanes];
-      for (int j = 0; j < kGroupWords; j++) store(turned[j], v[0][j]);
-      for (int r = 0; r < kLanes; r++)
+    float* rows = words + block * kGroupRows * stride;
+    weights.walk<1>(block, {block + 1, next}, [&](int64_t w, const auto& take) {
+      float turned[kGroupWords][kGroupRows];
+      for (int strip = 0; strip < kStrips; strip++) {
+        Vec v[kGroupWords];
+        take(0, strip, v);
+        for (int j = 0; j < kGroupWords; j++) store(turned[j] + strip * kLanes, v[j]);
+      }
+      for (int r = 0; r < kGroupRows; r++)
         for (int j = 0; j < kGroupWords; j++) std::memcpy(rows + r * stride + w + j, &turned[j][r], sizeof(float));
     });
   });

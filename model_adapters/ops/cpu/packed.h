@@ -5,18 +5,39 @@
 // 192 bytes: 128 low bytes as they are, and 64 bytes of two codes each. Groups with another high byte lie in a list, as they
 // were. (That exponents can be coded so is the finding of arXiv 2411.05239 and 2504.11651, which use Huffman's codes.)
 //
-// Memory is what decoding waits for, and the codes are taken apart in nine instructions for 128 weights. The vectors that
-// come out hold a word of 16 rows each, as `Product` wants them, and the groups of 16 rows are one stretch of memory.
+// Memory is what decoding waits for, and the codes are taken apart in nine instructions for 128 weights with AVX-512, in 18
+// with AVX2, whose vectors hold half of the rows: a strip. The vectors that come out hold a word of each row of theirs, as
+// `Product` wants them, and the groups of 16 rows are one stretch of memory.
 #pragma once
 #include "product.h"
 
 // With tiles for matrix products (AMX) many rows are better left to XLA, which wants the weights as they were.
-#if defined(__AVX512BW__) && !defined(__AMX_TILE__)
+#if (defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))) && !defined(__AMX_TILE__)
 #define TAS_PACKS 1
 
 namespace tas {
 
-constexpr int kGroupWords = 4, kGroupColumns = 8, kGroupBytes = 192, kGroupPlainBytes = 256, kNumCodes = 16;
+typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t HalfWords __attribute__((vector_size(kLanes * 4)));
+
+// Those of each 16 lanes by themselves, as the processor has it: the byte of `table` that a code below 16 names; a0 b0 a1 b1
+// and so on of the lower or the upper eight; and bytes of a, then of b, out of 16 bits each, none above 255.
+#if defined(__AVX512BW__)
+inline Bytes repeat_16(const void* p) { return (Bytes)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
+inline Bytes look_up(Bytes table, Bytes codes) { return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes); }
+inline Vec interleave_low(Bytes a, Bytes b) { return (Vec)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b); }
+inline Vec interleave_high(Bytes a, Bytes b) { return (Vec)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b); }
+inline Bytes narrow(HalfWords a, HalfWords b) { return (Bytes)_mm512_packus_epi16((__m512i)a, (__m512i)b); }
+#else
+inline Bytes repeat_16(const void* p) { return (Bytes)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)); }
+inline Bytes look_up(Bytes table, Bytes codes) { return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes); }
+inline Vec interleave_low(Bytes a, Bytes b) { return (Vec)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b); }
+inline Vec interleave_high(Bytes a, Bytes b) { return (Vec)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b); }
+inline Bytes narrow(HalfWords a, HalfWords b) { return (Bytes)_mm256_packus_epi16((__m256i)a, (__m256i)b); }
+#endif
+
+constexpr int kGroupRows = 16, kGroupColumns = 8, kGroupWords = 4, kGroupBytes = 192, kGroupPlainBytes = 256, kNumCodes = 16;
+constexpr int kStrips = kGroupRows / kLanes;  // of a group
 
 // Where the parts of a packed matrix lie; those of `index` behind one another, int32:
 // table[16 bytes], first[n / 16 + 1], at[number of groups in the list], and the list itself.
@@ -25,7 +46,7 @@ struct Packed {
   const int32_t* index;
   int64_t n, k;
 
-  int64_t num_blocks() const { return n / kLanes; }
+  int64_t num_blocks() const { return n / kGroupRows; }
   int64_t num_groups() const { return k / kGroupColumns; }  // of a block
   const int32_t* first() const { return index + kNumCodes / 4; }
   const int32_t* at() const { return first() + num_blocks() + 1; }
@@ -35,7 +56,7 @@ struct Packed {
 // A packed matrix, taken apart.
 class PackedWeights {
  public:
-  explicit PackedWeights(const Packed& packed) : packed_(packed), table_(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)packed.index))) {}
+  explicit PackedWeights(const Packed& packed) : packed_(packed), table_(repeat_16(packed.index)) {}
 
   // Blocks that a thread takes apart one behind the other, up to `stop`, and the block that it goes on with from there.
   struct Stretch {
@@ -56,9 +77,9 @@ class PackedWeights {
     return place;
   }
 
-  // Calls f(w, vectors) for each group of the blocks from `place` on, which it moves to group `end`: words w to w + 3 of their
-  // rows, 16 to a block. Memory is asked for what comes later in the stretch, and behind it. Inlined, for sums that f adds to
-  // are to stay in registers.
+  // Calls f(w, take) for each group of the blocks from `place` on, which it moves to group `end`: take(b, strip, v) sets v to
+  // words w to w + 3 of kLanes rows of block b. Memory is asked for what comes later in the stretch, and behind it. Inlined,
+  // for sums that f adds to are to stay in registers.
   template <int N, class F>
   __attribute__((always_inline)) void walk(Place<N>& place, int64_t end, const Stretch& stretch, const F& f) const {
     const int64_t block = place.block, num_groups = packed_.num_groups(), block_bytes = num_groups * kGroupBytes;
@@ -72,24 +93,22 @@ class PackedWeights {
       for (int b = 0; b < N; b++)
         if (listed[b] < last[b]) stop = std::min<int64_t>(stop, at[listed[b]]);
       for (; g < stop; g++, p += kGroupBytes) {
-        Vec v[N][kGroupWords];
         const uint8_t* later = p + (p < last_fetched ? kAhead : behind);
 #pragma GCC unroll 2
         for (int b = 0; b < N; b++, later += block_bytes) {
           __builtin_prefetch(later, 0, 2);
           __builtin_prefetch(later + 64, 0, 2);
           __builtin_prefetch(later + 128, 0, 2);
-          take_apart(p + b * block_bytes, v[b]);
         }
-        f(g * kGroupWords, v);
+        f(g * kGroupWords, [&](int b, int strip, Vec* v) __attribute__((always_inline)) { take_apart(p + b * block_bytes, strip, v); });
       }
       if (g == end) break;
-      Vec v[N][kGroupWords];
-      for (int b = 0; b < N; b++) {
-        if (listed[b] < last[b] && at[listed[b]] == g) std::memcpy(v[b], list + listed[b]++ * kGroupPlainBytes, sizeof v[b]);
-        else take_apart(p + b * block_bytes, v[b]);
-      }
-      f(g * kGroupWords, v);
+      const uint8_t* plain[N];
+      for (int b = 0; b < N; b++) plain[b] = listed[b] < last[b] && at[listed[b]] == g ? list + listed[b]++ * kGroupPlainBytes : nullptr;
+      f(g * kGroupWords, [&](int b, int strip, Vec* v) __attribute__((always_inline)) {
+        if (plain[b] == nullptr) return take_apart(p + b * block_bytes, strip, v);
+        for (int j = 0; j < kGroupWords; j++) v[j] = load((const float*)plain[b] + j * kGroupRows + strip * kLanes);
+      });
     }
     place.group = end;
   }
@@ -104,19 +123,19 @@ class PackedWeights {
  private:
   static constexpr int kAhead = 8192;  // bytes between what is taken apart and what is fetched
 
-  void take_apart(const uint8_t* p, Vec* v) const {
-    const __m512i low = _mm512_set1_epi8(0x0f), codes = _mm512_loadu_si512(p + 128);
-    const __m512i a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(p + 64);
-    const __m512i high_a = _mm512_shuffle_epi8(table_, _mm512_and_si512(codes, low));
-    const __m512i high_b = _mm512_shuffle_epi8(table_, _mm512_and_si512(_mm512_srli_epi16(codes, 4), low));
-    v[0] = (Vec)_mm512_unpacklo_epi8(a, high_a);
-    v[1] = (Vec)_mm512_unpackhi_epi8(a, high_a);
-    v[2] = (Vec)_mm512_unpacklo_epi8(b, high_b);
-    v[3] = (Vec)_mm512_unpackhi_epi8(b, high_b);
+  __attribute__((always_inline)) void take_apart(const uint8_t* p, int strip, Vec* v) const {
+    Bytes part[3];  // low bytes of two words, and of two more; codes
+    for (int i = 0; i < 3; i++) std::memcpy(&part[i], p + (i * kStrips + strip) * sizeof(Bytes), sizeof(Bytes));
+    const Bytes upper = (Bytes)((HalfWords)part[2] >> 4);  // with bits of the byte behind, which the mask takes off
+    const Bytes high[2] = {look_up(table_, part[2] & 0x0f), look_up(table_, upper & 0x0f)};
+    for (int i = 0; i < 2; i++) {
+      v[2 * i] = interleave_low(part[i], high[i]);
+      v[2 * i + 1] = interleave_high(part[i], high[i]);
+    }
   }
 
   const Packed packed_;
-  const __m512i table_;
+  const Bytes table_;
 };
 
 }  // namespace tas

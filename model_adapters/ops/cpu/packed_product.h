@@ -11,8 +11,9 @@ class PackedProduct {
   using P = Pair<bf16>;
   using Word = decltype(P::load((const bf16*)nullptr));
   static constexpr int kPartsOfWord = 2 * kLanes / P::kStep;  // what a word of two numbers is multiplied in: itself, or floats
+  static constexpr int kPassRows = kManyRegisters ? kLanes : 4;  // of x, whose sums stay in registers
   // As floats, so few rows meet two blocks side by side: the products of one alone would wait for the sums of those before.
-  static constexpr int kPairRows = 8;
+  static constexpr int kPairRows = kManyRegisters ? 8 : 2;
   static constexpr int64_t kGroupSteps = kGroupWords * kPartsOfWord, kSliceSteps = 128, kSliceGroups = kSliceSteps / kGroupSteps;  // 8 KiB
   static constexpr int kFetchSteps = 16;  // between what of x is multiplied and what is fetched
 
@@ -20,7 +21,7 @@ class PackedProduct {
   PackedProduct(const HeldRows<bf16>& x, int64_t rows, const Packed& packed, const float* bias, bf16* out)
       : x_(x.data()), num_words_(x.num_words), rows_(rows), packed_(packed), weights_(packed), bias_(bias), out_(out), in_pairs_(kPartsOfWord == 2 && rows <= kPairRows) {}
 
-  static int64_t lanes(int64_t rows) { return std::min<int64_t>(rows, kLanes); }  // that it wants x in
+  static int64_t lanes(int64_t rows) { return std::min<int64_t>(rows, kPassRows); }  // that it wants x in
 
   int64_t num_chunks() const { return (packed_.num_blocks() + chunk_blocks() - 1) / chunk_blocks(); }
 
@@ -28,7 +29,7 @@ class PackedProduct {
   void run(int64_t c, int64_t next) const {
     const Stretch stretch{first_block(c + 1), first_block(next)};
     int64_t block = first_block(c);
-    if (rows_ > kLanes) {
+    if (rows_ > kPassRows) {
       for (; block < stretch.stop; block++) multiply_slices(block, stretch);
       return;
     }
@@ -54,93 +55,108 @@ class PackedProduct {
     else return (Word)unpack<bf16>(group[j / kPartsOfWord], j % kPartsOfWord);
   }
 
+  // Adds the products of a step of K: one of T strips of weights, and R rows of x.
+  template <int T, int R>
+  __attribute__((always_inline)) static void add_products(const Word (&weights)[T], const float* x, Vec (*sums)[R]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      const Word word = splat_word<Word>(x + r);
+#pragma GCC unroll 2
+      for (int t = 0; t < T; t++) P::accumulate(sums[t][r], weights[t], word);
+    }
+  }
+
   // The outputs of N blocks of weights and the rows of x, which are so few that one pass does.
   template <int N>
   void multiply_blocks(int64_t block, const Stretch& stretch) const {
-    for_count<N == 1 ? kLanes : kPairRows>(rows_, [&](auto count) {
-      constexpr int R = count;
-      Vec sums[N][R] = {};
-      weights_.walk<N>(block, stretch, [&](int64_t w, const auto& v) __attribute__((always_inline)) {
+    for_count<N == 1 ? kPassRows : kPairRows>(rows_, [&](auto count) {
+      constexpr int R = count, kNum = N * kStrips, T = std::min(kNum, 2);
+      Vec sums[kNum][R] = {};
+      weights_.walk<N>(block, stretch, [&](int64_t w, const auto& take) __attribute__((always_inline)) {
         const float* x = in_register(x_ + w * kPartsOfWord * R);
+#pragma GCC unroll 4
+        for (int first = 0; first < kNum; first += T) {
+          Vec v[T][kGroupWords];
+#pragma GCC unroll 2
+          for (int t = 0; t < T; t++) take((first + t) / kStrips, (first + t) % kStrips, v[t]);
 #pragma GCC unroll 8
-        for (int j = 0; j < kGroupSteps; j++) {
-          Word weights[N];
+          for (int j = 0; j < kGroupSteps; j++) {
+            Word weights[T];
 #pragma GCC unroll 2
-          for (int b = 0; b < N; b++) weights[b] = step_of(v[b], j);
-#pragma GCC unroll 16
-          for (int r = 0; r < R; r++) {
-            const Word word = splat_word<Word>(x + j * R + r);
-#pragma GCC unroll 2
-            for (int b = 0; b < N; b++) P::accumulate(sums[b][r], weights[b], word);
+            for (int t = 0; t < T; t++) weights[t] = step_of(v[t], j);
+            add_products<T, R>(weights, x + j * R, sums + first);
           }
         }
       });
-      for (int b = 0; b < N; b++) put<R>(block + b, 0, sums[b]);
+      for (int b = 0; b < N; b++) put<R>(block + b, 0, sums + b * kStrips);
     });
   }
 
   // Sums of a block and as many rows of x.
   struct Sums {
-    Vec of_row[kLanes];
+    Vec of[kStrips][kPassRows];
   };
 
   // The outputs of a block and more rows of x than one pass takes. A slice of the block is taken apart in the first pass, and
   // found so by the others.
   void multiply_slices(int64_t block, const Stretch& stretch) const {
-    Vec slice[kSliceSteps];
+    Word slice[kSliceSteps][kStrips];
     static thread_local std::vector<Sums> sums_of_thread;
-    const int64_t num_passes = (rows_ + kLanes - 1) / kLanes;
+    const int64_t num_passes = (rows_ + kPassRows - 1) / kPassRows;
     sums_of_thread.resize(num_passes);
     auto place = weights_.first_place<1>(block);
     for (int64_t begin = 0; begin < packed_.num_groups(); begin = place.group) {
       const int64_t end = std::min(packed_.num_groups(), begin + kSliceGroups);
       for (int64_t pass = 0; pass < num_passes; pass++) {
         Sums sums = begin == 0 ? Sums{} : sums_of_thread[pass];
-        const float* x = x_ + (pass * num_words_ + begin * kGroupSteps) * kLanes;
-        if (pass == 0) take_slice(place, end, stretch, x, slice, sums.of_row);
-        else add_slice((end - begin) * kGroupSteps, x, slice, sums.of_row);
+        const float* x = x_ + (pass * num_words_ + begin * kGroupSteps) * kPassRows;
+        if (pass == 0) take_slice(place, end, stretch, x, slice, sums);
+        else add_slice((end - begin) * kGroupSteps, x, slice, sums);
         sums_of_thread[pass] = sums;
       }
     }
-    for (int64_t pass = 0; pass < num_passes; pass++) put<kLanes>(block, pass * kLanes, sums_of_thread[pass].of_row);
+    for (int64_t pass = 0; pass < num_passes; pass++) put<kPassRows>(block, pass * kPassRows, sums_of_thread[pass].of);
   }
 
   // Takes the groups of a block up to `end` apart into `slice`, and adds their products with a pass of x.
-  __attribute__((always_inline)) void take_slice(PackedWeights::Place<1>& place, int64_t end, const Stretch& stretch, const float* x, Vec* slice, Vec (&sums)[kLanes]) const {
-    weights_.walk(place, end, stretch, [&](int64_t, const auto& v) __attribute__((always_inline)) {
+  __attribute__((always_inline)) void take_slice(PackedWeights::Place<1>& place, int64_t end, const Stretch& stretch, const float* x, Word (*slice)[kStrips], Sums& sums) const {
+    weights_.walk(place, end, stretch, [&](int64_t, const auto& take) __attribute__((always_inline)) {
+      Vec v[kStrips][kGroupWords];
+#pragma GCC unroll 2
+      for (int strip = 0; strip < kStrips; strip++) take(0, strip, v[strip]);
 #pragma GCC unroll 8
       for (int j = 0; j < kGroupSteps; j++) {
-        const Word weights = step_of(v[0], j);
-        slice[j] = (Vec)weights;
-        add_products(weights, x + j * kLanes, sums);
+        Word weights[kStrips];
+#pragma GCC unroll 2
+        for (int strip = 0; strip < kStrips; strip++) slice[j][strip] = weights[strip] = step_of(v[strip], j);
+        add_products<kStrips, kPassRows>(weights, x + j * kPassRows, sums.of);
       }
       slice += kGroupSteps;
-      x = in_register(x + kGroupSteps * kLanes);
+      x = in_register(x + kGroupSteps * kPassRows);
     });
   }
 
   // Adds the products of a slice that is taken apart with a pass of x.
-  __attribute__((always_inline)) static void add_slice(int64_t num_steps, const float* x, const Vec* slice, Vec (&sums)[kLanes]) {
+  __attribute__((always_inline)) static void add_slice(int64_t num_steps, const float* x, const Word (*slice)[kStrips], Sums& sums) {
 #pragma GCC unroll 4
     for (int64_t j = 0; j < num_steps; j++) {
       __builtin_prefetch(x + kFetchSteps * kLanes, 0, 3);
-      add_products((Word)slice[j], x, sums);
-      x = in_register(x + kLanes);
+      add_products<kStrips, kPassRows>(slice[j], x, sums.of);
+      x = in_register(x + kPassRows);
     }
-  }
-
-  __attribute__((always_inline)) static void add_products(Word weights, const float* x, Vec (&sums)[kLanes]) {
-#pragma GCC unroll 16
-    for (int r = 0; r < kLanes; r++) P::accumulate(sums[r], weights, splat_word<Word>(x + r));
   }
 
   // Writes the sums of a block and R rows of x from `row` on; of those there are.
   template <int R>
-  void put(int64_t block, int64_t row, const Vec (&sums)[R]) const {
-    const Vec bias = bias_ ? load(bias_ + block * kLanes) : Vec{};
+  void put(int64_t block, int64_t row, const Vec (*sums)[R]) const {
+#pragma GCC unroll 2
+    for (int strip = 0; strip < kStrips; strip++) {
+      const int64_t begin = block * kGroupRows + strip * kLanes;
+      const Vec bias = bias_ ? load(bias_ + begin) : Vec{};
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-      if (row + r < rows_) store(out_ + (row + r) * packed_.n + block * kLanes, bias_ ? sums[r] + bias : sums[r]);
+      for (int r = 0; r < R; r++)
+        if (row + r < rows_) store(out_ + (row + r) * packed_.n + begin, bias_ ? sums[strip][r] + bias : sums[strip][r]);
+    }
   }
 
   const float* x_;

@@ -26,15 +26,15 @@ class Packer {
   int64_t pack(uint8_t* groups, int32_t* first, int64_t most, int32_t* at, uint8_t* list) const {
     int32_t count = 0;
     first[0] = 0;
-    each_group([&](int64_t block, int64_t g, const __m512i* v) {
-      __m512i low[2], codes[2];
-      if (!split(v, low, codes) && count++ < most) {
+    each_group([&](int64_t block, int64_t g, const Vec (&v)[kStrips][kGroupWords]) {
+      bool fits = true;
+      for (int strip = 0; strip < kStrips; strip++) fits = split(v[strip], groups + strip * sizeof(Bytes)) && fits;
+      if (!fits && count++ < most) {
         at[count - 1] = int32_t(g);
-        std::memcpy(list + (count - 1) * kGroupPlainBytes, v, kGroupPlainBytes);
+        auto* words = (float*)(list + (count - 1) * kGroupPlainBytes);
+        for (int j = 0; j < kGroupWords; j++)
+          for (int strip = 0; strip < kStrips; strip++) store(words + j * kGroupRows + strip * kLanes, v[strip][j]);
       }
-      _mm512_storeu_si512(groups, low[0]);
-      _mm512_storeu_si512(groups + 64, low[1]);
-      _mm512_storeu_si512(groups + 128, _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4)));
       groups += kGroupBytes;
       first[block + 1] = count;
     });
@@ -42,37 +42,45 @@ class Packer {
   }
 
  private:
-  // f(block, group, its four words of 16 rows)
+  // f(block, group, the four words of its rows)
   template <class F>
   void each_group(const F& f) const {
-    for (int64_t block = 0; block < n_ / kLanes; block++)
+    for (int64_t block = 0; block < n_ / kGroupRows; block++)
       for (int64_t d = 0; d < k_; d += 2 * kLanes) {
-        Vec v[kLanes];
+        Vec v[kStrips][kLanes];
         const int64_t left = std::min<int64_t>(k_ - d, 2 * kLanes) / 2;
-        for (int r = 0; r < kLanes; r++) v[r] = load_words(weight_ + (block * kLanes + r) * k_ + d, left * sizeof(float));
-        transpose_square(v);
-        for (int j = 0; j < left; j += kGroupWords) f(block, (d / 2 + j) / kGroupWords, (const __m512i*)(v + j));
+        for (int strip = 0; strip < kStrips; strip++) {
+          for (int r = 0; r < kLanes; r++) v[strip][r] = load_words(weight_ + (block * kGroupRows + strip * kLanes + r) * k_ + d, left * sizeof(float));
+          transpose_square(v[strip]);
+        }
+        for (int j = 0; j < left; j += kGroupWords) {
+          Vec group[kStrips][kGroupWords];
+          for (int strip = 0; strip < kStrips; strip++) std::copy(v[strip] + j, v[strip] + j + kGroupWords, group[strip]);
+          f(block, (d / 2 + j) / kGroupWords, group);
+        }
       }
   }
 
-  // The low bytes and the codes of the high ones; false if one has none.
-  bool split(const __m512i* v, __m512i* low, __m512i* codes) const {
-    const __m512i mask = _mm512_set1_epi16(0x00ff);
-    bool fits = true;
+  // Writes the low bytes of a strip and the codes of the high ones, a group's strips side by side; false if one has no code.
+  bool split(const Vec* v, uint8_t* out) const {
+    Bytes codes[2] = {}, missing{};
     for (int i = 0; i < 2; i++) {
-      const __m512i a = v[2 * i], b = v[2 * i + 1];
-      low[i] = _mm512_packus_epi16(_mm512_and_si512(a, mask), _mm512_and_si512(b, mask));
-      const __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
-      codes[i] = _mm512_setzero_si512();
-      __mmask64 found = 0;
+      const HalfWords a = (HalfWords)v[2 * i], b = (HalfWords)v[2 * i + 1];
+      const Bytes low = narrow(a & 0xff, b & 0xff), high = narrow(a >> 8, b >> 8);
+      std::memcpy(out + i * kStrips * sizeof low, &low, sizeof low);
+      Bytes found{};
       for (int c = 0; c < kNumCodes; c++) {
-        const __mmask64 is = _mm512_cmpeq_epi8_mask(high, _mm512_set1_epi8(char(table_[c])));
-        codes[i] = _mm512_mask_mov_epi8(codes[i], is, _mm512_set1_epi8(char(c)));
+        const Bytes is = (Bytes)(high == table_[c]);
+        codes[i] |= is & uint8_t(c);
         found |= is;
       }
-      fits = fits && found == ~__mmask64(0);
+      missing |= ~found;
     }
-    return fits;
+    codes[0] |= (Bytes)((HalfWords)codes[1] << 4);
+    std::memcpy(out + 2 * kStrips * sizeof(Bytes), &codes[0], sizeof(Bytes));
+    for (int i = 0; i < int(sizeof missing); i++)
+      if (missing[i]) return false;
+    return true;
   }
 
   const uint16_t* weight_;

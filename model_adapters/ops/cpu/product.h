@@ -72,7 +72,7 @@ class HeldRows {
     if (lanes == 1) lanes = 0;
     num_words = (k + P::kStep - 1) / P::kStep * kLanes;
     const int64_t num_groups = lanes ? (rows + lanes - 1) / lanes : 0;
-    const int64_t count = lanes ? num_groups * lanes * num_words + kLanes : rows * num_words;
+    const int64_t count = (lanes ? num_groups * lanes : rows) * num_words;
     words_.reset(static_cast<float*>(::operator new(count * sizeof(float), kLine)));  // not vector: nobody needs zeros
     float* out = words_.get();
     if (!lanes) {
@@ -85,9 +85,9 @@ class HeldRows {
       const int64_t g = i / slices, begin = i % slices * kSlice;
       turn_group(g, begin, std::min(k, begin + kSlice), lanes, out + (g * num_words + begin / kPerWord) * lanes);
     };
-    if (threads != nullptr && lanes == kLanes) parallel_for(*threads, num_groups * slices, 1 + num_groups * slices / 2, turn);
+    if (threads != nullptr) parallel_for(*threads, num_groups * slices, 1 + num_groups * slices / 2, turn);
     else
-      for (int64_t i = 0; i < num_groups * slices; i++) turn(i);  // in order: a store reaches into the words behind
+      for (int64_t i = 0; i < num_groups * slices; i++) turn(i);
   }
 
   int64_t num_words;
@@ -109,7 +109,10 @@ class HeldRows {
       Vec v[kLanes] = {};
       for (int i = 0; i < count; i++) v[i] = step_of(g * lanes + i, d);
       transpose_square(v);
-      for (int j = 0; j < kLanes; j++) store(out + j * lanes, v[j]);
+      const bool is_last = d + P::kStep >= end;  // what lies behind may be another thread's
+      float last[kLanes * (kLanes + 1)], *to = is_last ? last : out;
+      for (int j = 0; j < kLanes; j++) store(to + j * lanes, v[j]);
+      if (is_last) std::copy(last, last + kLanes * lanes, out);
     }
   }
 
