@@ -1,7 +1,7 @@
 """What a block costs decode attention by the compiler's own schedule, against the time that its pages take.
 
-As a script: ``python tpu_schedule.py CHIP`` prints a JSON object, the shares of the ways below by shape. A process of
-its own, because the compiler is asked for its schedules when it is loaded.
+As a script: ``python tpu_schedule.py CHIP`` prints a JSON object, by shape the shares of the ways below by either
+measure. A process of its own, because the compiler is asked for its schedules when it is loaded.
 
 The loop over blocks has a way for blocks that are wholly seen, behind which a whole one is read; one for such blocks
 behind which a part of one is read, or nothing; and some for blocks that are cut, by the size of what is computed with.
@@ -9,9 +9,10 @@ Of the latter the one for all of a block is told, with all that may be read behi
 shapes here, 4096 of those with heads of 64.
 
 A schedule is a list of bundles, one a cycle where nothing stalls; latencies of DMAs and stalls on memory are not in it.
-It is read as it is after registers are allocated: a cycle in which nothing starts, because a unit is busy or a result
-not there yet, is an empty bundle in it. In the final one most of these are gone, merged into delays, so that its length
-is no number of cycles: on v6e and tpu7x, where products wait for their units, up to half of them would be missing.
+It is told twice. ``bundles`` are those of the final program, which is what other kernels are compared by. Most cycles
+in which nothing starts, because a unit is busy or a result not there yet, are gone from it, merged into delays: on v6e
+and tpu7x, where products wait for their units, up to half of them. ``cycles`` is the schedule as it is after registers
+are allocated, where such a cycle is an empty bundle: longer, and nearer to what a chip will take.
 """
 
 import json
@@ -44,6 +45,8 @@ COMMENT = re.compile(r"/\*.*?\*/")
 NOTHING = re.compile(r"/\*.*?\*/|[}\s]")
 PRODUCT = re.compile(r"vmatpush|vmatmul")
 LOOKAHEAD = 20
+DUMP_OF = {"bundles": "final_bundles", "cycles": "packed-bundles-post-ra"}
+"""The compiler's file for each measure."""
 
 
 def read_bundles(text):
@@ -114,20 +117,28 @@ def is_within(inner, outer):
 
 
 def shares_of_dma_time(shape, chip, dumps):
-    """The cycles of each way that a whole block may take over those that reading it takes."""
+    """By measure: what each way that a whole block may take is of the cycles that reading it takes."""
     compile_call("decode_attention", shape, chip)
-    (path,) = Path(dumps).glob("*decode_attention*-packed-bundles-post-ra.txt")
     blocks = Blocks.of(shape.pool, shape.capacity // shape.page)
-    ways = ways_of(path.read_text(), blocks.num_pieces)
+    block_bytes = blocks.length * shape.heads * shape.width * shape.pool.dtype.itemsize
+    dma_cycles = block_bytes / CHIPS[chip].hbm_gb_per_s * CHIPS[chip].clock_ghz
+    shares = {}
+    for measure, dump in DUMP_OF.items():
+        (path,) = Path(dumps).glob(f"*decode_attention*-{dump}.txt")
+        shares[measure] = {way: n / dma_cycles for way, n in lengths_of_ways(path.read_text(), blocks.num_pieces).items()}
     for dump in Path(dumps).iterdir():
         dump.unlink()
+    return shares
+
+
+def lengths_of_ways(text, num_pieces):
+    """How long each way is that a whole block may take."""
+    ways = ways_of(text, num_pieces)
     most = max(products for products, _, _ in ways)
     # By the number of DMA instructions: that of a part's loop, those of a whole block, or both.
     part, whole, cut = sorted((dmas, cycles) for products, dmas, cycles in ways if products == most)
     assert part[0] == 1 and cut[0] == whole[0] + 1, "the ways that read were not told apart"
-    block_bytes = blocks.length * shape.heads * shape.width * shape.pool.dtype.itemsize
-    dma_cycles = block_bytes / CHIPS[chip].hbm_gb_per_s * CHIPS[chip].clock_ghz
-    return {"whole": whole[1] / dma_cycles, "before a part": part[1] / dma_cycles, "cut": cut[1] / dma_cycles}
+    return {"whole": whole[1], "before a part": part[1], "cut": cut[1]}
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class HeldRows {
       const int64_t g = i / slices, begin = i % slices * kSlice;
       turn_group(g, begin, std::min(k, begin + kSlice), lanes, out + (g * num_words + begin / kPerWord) * lanes);
     };
-    if (threads != nullptr) parallel_for(*threads, num_groups * slices, 1 + num_groups * slices / 2, turn);
+    if (threads != nullptr) parallel_for(*threads, num_groups * slices, 1 + rows * k / kNumbersPerWorker, turn);
     else
       for (int64_t i = 0; i < num_groups * slices; i++) turn(i);
   }
@@ -96,6 +96,7 @@ class HeldRows {
  private:
   static constexpr int64_t kPerWord = P::kStep / kLanes;
   static constexpr int64_t kSlice = 512;  // of K, whole steps: what a thread turns at a time
+  static constexpr int64_t kNumbersPerWorker = 16 << 10;
 
   Vec step_of(int64_t r, int64_t d) const {
     const int left = std::min<int64_t>(P::kStep, k_ - d);
@@ -110,7 +111,7 @@ class HeldRows {
       for (int i = 0; i < count; i++) v[i] = step_of(g * lanes + i, d);
       transpose_square(v);
       const bool is_last = d + P::kStep >= end;  // what lies behind may be another thread's
-      float last[kLanes * (kLanes + 1)], *to = is_last ? last : out;
+      float last[kLanes * kLanes], *to = is_last ? last : out;
       for (int j = 0; j < kLanes; j++) store(to + j * lanes, v[j]);
       if (is_last) std::copy(last, last + kLanes * lanes, out);
     }
