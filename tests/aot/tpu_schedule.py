@@ -40,7 +40,8 @@ SHAPES = (
 )
 BUNDLE = re.compile(r"^\s*0x[0-9a-f]+\s+((?:[A-Z]{2}\s*)*):\s*(>*)\s*\{(.*)$")
 DMA = re.compile(r"dma\.(?:general|hbm_to_vmem)")
-JUMP = re.compile(r"sbr\.rel \(!?%\S+\) target bundleno = (\d+)")
+JUMP = re.compile(r"sbr\.rel \(!?%\S+\) target (?:bundleno = (\d+)|= \$region(\d+))")
+REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 COMMENT = re.compile(r"/\*.*?\*/")
 NOTHING = re.compile(r"/\*.*?\*/|[}\s]")
 PRODUCT = re.compile(r"vmatpush|vmatmul")
@@ -93,8 +94,7 @@ def ways_of(text, num_pieces):
     loops = [loop for loop in loops_of(bundles) if loop[2] >= 2]
     begin, end, depth = max(loops, key=lambda loop: count(PRODUCT, *loop[:2]))
     inside = [loop for loop in loops if begin < loop[0] and loop[1] <= end and loop[2] > depth]
-    # What is jumped over: a way, or several of them.
-    jumps = [(i, int(found[1])) for i in range(begin, end) if (found := JUMP.search(COMMENT.sub("", bundles[i][2])))]
+    jumps = [(i, to) for i, to in jumps_of(bundles) if begin <= i < end]  # over a way, or several of them
     branches = [(i + 1, to) for i, to in jumps if i < to <= end and count(PRODUCT, i + 1, to)] or [(begin, end)]
     made = []
     for way in branches:
@@ -111,6 +111,13 @@ def ways_of(text, num_pieces):
     return made
 
 
+def jumps_of(bundles):
+    """``(from, to)`` of each jump, whose target is a bundle or a region that begins with one."""
+    region_at = {number: i for i, (_, _, body) in enumerate(bundles) for number in REGION.findall(body)}
+    found = [(i, JUMP.search(COMMENT.sub("", body))) for i, (_, _, body) in enumerate(bundles)]
+    return [(i, int(jump[1]) if jump[1] else region_at[jump[2]]) for i, jump in found if jump]
+
+
 def is_within(inner, outer):
     """Whether the bundles of one range are bundles of the other."""
     return outer[0] <= inner[0] and inner[1] <= outer[1]
@@ -125,7 +132,8 @@ def shares_of_dma_time(shape, chip, dumps):
     shares = {}
     for measure, dump in DUMP_OF.items():
         (path,) = Path(dumps).glob(f"*decode_attention*-{dump}.txt")
-        shares[measure] = {way: n / dma_cycles for way, n in lengths_of_ways(path.read_text(), blocks.num_pieces).items()}
+        lengths = lengths_of_ways(path.read_text(), blocks.num_pieces)
+        shares[measure] = {way: length / dma_cycles for way, length in lengths.items()}
     for dump in Path(dumps).iterdir():
         dump.unlink()
     return shares
