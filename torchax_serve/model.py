@@ -79,8 +79,8 @@ def serve(
         tensor_parallel: the same as ``mesh={"model": tensor_parallel}``.
         refuse_uneven: an error for sizes that the devices do not divide, which are otherwise filled up with zeros.
         hosts: the hosts whose devices share the model, of which this is the leader; the others call `follow`.
-        pack_weights: on one CPU with AVX2 or AVX-512 and without AMX, have bfloat16 weights that are read from files lie
-            in three quarters of their bytes. No bit of them is lost, and decoding reads less.
+        pack_weights: on one CPU with AVX2 or AVX-512 and without AMX, have bfloat16 weights that are read from files
+            lie in three quarters of their bytes. No bit of them is lost, and decoding reads less.
 
     Raises:
         TorchaxServeError: one of its kinds, each saying what was expected, what came, and what to do.
