@@ -396,11 +396,12 @@ def test_steps_in_one_program_are_the_steps_one_by_one(sampler):
     @jax.jit
     def several(options, state):
         def step(carry, logits):
-            options, state = carry
-            sampled, state = sample(SamplerSpec("sampled"), options, state, logits)
-            return (options.after(1), state), sampled.tokens
+            lengths, state = carry
+            sampled, state = sample(SamplerSpec("sampled"), options.after(lengths), state, logits)
+            return (lengths + 1, state), sampled.tokens
 
-        (_, state), tokens = jax.lax.scan(step, (options, state), all_logits)
+        lengths = jnp.array([row.start + row.num_tokens for row in plan_rows] + [0] * (NUM_ROWS - len(plan_rows)))
+        (_, state), tokens = jax.lax.scan(step, (lengths, state), all_logits)
         return tokens, state
 
     tokens, state = several(options, sampler.state_for("sampled"))
@@ -438,3 +439,22 @@ def test_several_steps_ahead_are_the_steps_one_by_one(sampler):
     assert ahead == one_by_one
     options, _ = sampler.slots.rows([first], 1)
     np.testing.assert_array_equal(options.after(3).ints, sampler.slots.rows([first], 1, 3)[0].ints)
+
+
+def test_options_kept_on_the_device_are_those_of_each_step(sampler):
+    """They are placed once, whatever is decoded, until a slot is given to another request."""
+    rows = [Row({"temperature": 1.0}, seed=1), Row({}, prompt=(3, 4, 5, 6)), Row({"top_p": 0.9}, seed=3)]
+    for slot, row in enumerate(rows):
+        sampler.set(slot, row.params(VOCAB_SIZE), row.prompt)
+    plan_rows = [row.plan_row(slot) for slot, row in enumerate(rows)]
+    kept, draws = sampler.ahead(plan_rows, NUM_ROWS)
+    for step in range(3):
+        now = [row._replace(start=row.start + step) for row in plan_rows]
+        assert sampler.ahead(now, NUM_ROWS)[0] is kept
+        lengths = np.array([row.start + 1 for row in now] + [0] * (NUM_ROWS - len(now)))
+        expected, spec = sampler.slots.rows(now, NUM_ROWS)
+        jax.tree.map(np.testing.assert_array_equal, kept.after(lengths), expected)
+        assert draws == (spec.level == "sampled")
+    sampler.set(1, Row({"top_k": 5}, seed=9).params(VOCAB_SIZE), (1, 2))
+    changed, _ = sampler.ahead(plan_rows, NUM_ROWS)
+    assert changed.int_column("top_k")[1] == 5

@@ -66,7 +66,7 @@ class EngineOptions:
     kv_cache_bytes: int | None = None
     token_budget: int = 256
     prefix_caching: bool = True
-    max_num_steps: int = 8
+    max_num_steps: int = 16
     max_decode_slowdown: float = 2.0
     batch_invariant: bool = False
     kv_cache_dtype: str | None = None

@@ -25,6 +25,7 @@ class Deliveries:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._requests: dict[RequestId, tuple[RowRequest, Ticket]] = {}
+        self._served: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}  # handed something, and not woken yet
         self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
 
     def add(self, request_id: RequestId, request: RowRequest, ticket: Ticket) -> None:
@@ -42,9 +43,8 @@ class Deliveries:
     def deliver(self, outcomes: Iterable[Outcome], flight: Flight | None = None, error: str | None = None) -> None:
         """Hands outcomes out; `error` says why, where a reason is "error" and it is not the logits.
 
-        Readers in an event loop are woken together: that of each by itself would take longer than many a step.
+        Readers in an event loop sleep on until `wake_readers`.
         """
-        woken: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}
         for outcome in outcomes:
             if outcome.request_id not in self._requests:
                 continue
@@ -54,8 +54,15 @@ class Deliveries:
                 logger.exception("a request's tokens could not be handed out")
                 continue
             if ticket.loop is not None:
-                woken.setdefault(ticket.loop, []).append(ticket)
-        for loop, tickets in woken.items():
+                self._served.setdefault(ticket.loop, []).append(ticket)
+
+    def wake_readers(self) -> None:
+        """Wakes those who read in an event loop and were handed something since: all of a loop together.
+
+        Each by itself would take longer than many a step.
+        """
+        served, self._served = self._served, {}
+        for loop, tickets in served.items():
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(_wake_all, tickets)
 
@@ -67,7 +74,7 @@ class Deliveries:
         if flight is not None and request.params.logprobs is not None and outcome.row is not None:
             num_tokens = len(outcome.token_ids)
             logprobs = self._runner.logprobs(flight, outcome.row, num_tokens, request.params.logprobs)
-        if outcome.token_ids or outcome.finish_reason is not None:
+        if self._prompts and (outcome.token_ids or outcome.finish_reason is not None):
             by_position = self._prompts.pop(outcome.request_id, None)
             if by_position is not None and outcome.token_ids:
                 prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))

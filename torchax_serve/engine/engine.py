@@ -221,13 +221,19 @@ class Engine:
             self._end_all()
 
     def _wait_for_work(self) -> bool:
-        """Runs commands, and waits for some while there is nothing else to do; False when the engine is closed."""
+        """Runs commands, and waits for some while there is nothing else to do; False when the engine is closed.
+
+        Readers are woken here: they run while the engine rests.
+        """
+        began = time.monotonic()
+        self._deliveries.wake_readers()
         with self._wake:
             while not (self._closed or self._commands or len(self._scheduler) or self._flights):
                 self._wake.wait()
-            began = time.monotonic()
-            if self._flights and self._due_s > began:
-                self._wake.wait_for(lambda: self._closed or self._commands, self._due_s - began)
+                began = time.monotonic()
+            rest_s = self._due_s - time.monotonic()
+            if self._flights and rest_s > 0:
+                self._wake.wait_for(lambda: self._closed or self._commands, rest_s)
                 waited_s = time.monotonic() - began
                 self._wait_s, self._busy_s = self._wait_s + waited_s, self._busy_s + waited_s
             if self._closed:
@@ -254,9 +260,11 @@ class Engine:
     def _execute(self, plan: StepPlan) -> None:
         num_programs = self._runner.num_programs
         try:
-            requests = {row.slot: self._deliveries.request_of(row.request_id) for row in plan.rows}
+            requests = {row.slot: self._deliveries.request_of(row.request_id) for row in plan.prefill_rows}
             fresh = {
-                row.slot: self._scheduler.find(row.request_id) for row in plan.rows if row.slot in plan.fresh_slots
+                row.slot: self._scheduler.find(row.request_id)
+                for row in plan.prefill_rows
+                if row.slot in plan.fresh_slots
             }
             outputs = {slot: [] if state is None else state.output_ids for slot, state in fresh.items()}
             flight = self._runner.execute(plan, requests, outputs)
@@ -315,4 +323,5 @@ class Engine:
             self._scheduler.abort(request_id, "error")
         ended = [Outcome(request_id, None, (), "error") for request_id in open_ids]
         self._deliveries.deliver(ended, error=f"the engine was closed ({self._closed})")
+        self._deliveries.wake_readers()
         self._flights.clear()

@@ -7,8 +7,9 @@ them, is a packed run of tokens.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -41,20 +42,26 @@ class PackedSpec:
     batch_invariant: bool
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Lengths of the parts of a step's one array of integers, in order; tables last."""
-        tokens, rows = self.num_tokens, self.num_rows
-        num_groups = max(self.layout.groups) + 1
-        return (tokens, tokens, tokens, rows + 1, rows, rows, *[rows * self.pages_per_seq] * num_groups)
+    def num_tables(self) -> int:
+        """Tables of pages, one for each group of layers."""
+        return max(self.layout.groups) + 1
 
-    def slots(self, numbers: jax.Array) -> jax.Array:
-        """int32[T]: the slot of each token's sequence."""
-        return numbers[self.num_tokens : 2 * self.num_tokens]
+    @functools.cached_property
+    def bounds(self) -> tuple[slice, ...]:
+        """Where the parts of a step's one array of integers lie, in order; tables last."""
+        tokens, rows = self.num_tokens, self.num_rows
+        tables = [rows * self.pages_per_seq] * self.num_tables
+        ends = itertools.accumulate([0, tokens, tokens, tokens, rows + 1, rows, rows, *tables])
+        return tuple(slice(begin, end) for begin, end in itertools.pairwise(ends))
+
+    @property
+    def size(self) -> int:
+        """Integers of a step."""
+        return int(self.bounds[-1].stop)
 
     def unpack(self, numbers: jax.Array, last_tokens: jax.Array) -> PackedBatch:
         """The batch in `numbers`; ids that are `ON_DEVICE` are taken from `last_tokens` int32[num_slots]."""
-        parts = jnp.split(numbers, np.cumsum(self.sizes)[:-1])
-        ids, slots, positions, cu_q_lens, kv_lens, last, *tables = parts
+        ids, slots, positions, cu_q_lens, kv_lens, last, *tables = [numbers[part] for part in self.bounds]
         return PackedBatch(
             token_ids=jnp.where(ids == ON_DEVICE, last_tokens[slots], ids),
             positions=positions,
@@ -67,10 +74,51 @@ class PackedSpec:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSpec:
-    """The static part of decode steps with the choice of tokens among them; how many steps is told at each call."""
+    """The static part of decode steps with the choice of tokens among them; how many steps is told at each call.
+
+    The host says little, as each array that it makes or touches costs it time while the device waits for the next call:
+    rows' slots and lengths, page tables, how many steps, and whether any row draws its tokens. The rest follows.
+    """
 
     packed: PackedSpec
     max_num_steps: int
+
+    @property
+    def size(self) -> int:
+        """Integers of a call."""
+        return (
+            len(self.packed.bounds[6:]) * self.packed.num_rows * self.packed.pages_per_seq
+            + 2 * self.packed.num_rows
+            + 2
+        )
+
+    def pack(self, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], num_steps: int, draws: bool) -> np.ndarray:
+        """The array of a call."""
+        numbers = np.zeros(self.size, np.int32)
+        by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
+        slots = [row.slot for row in rows]
+        by_row[0, :num_rows] = slots
+        by_row[1, :num_rows] = [row.start + 1 for row in rows]
+        for table, pages in zip(tables, np.split(by_row[2:], len(tables)), strict=True):
+            pages.reshape(self.packed.num_rows, -1)[:num_rows] = table[slots]
+        numbers[-2:] = num_steps, draws
+        return numbers
+
+    def unpack(self, numbers: jax.Array) -> tuple[PackedBatch, jax.Array, jax.Array, jax.Array]:
+        """The batch of the first step, without token ids; slots int32[S]; how many steps; whether any row draws."""
+        by_row = numbers[:-2].reshape(-1, self.packed.num_rows)
+        slots, lengths = by_row[0], by_row[1]
+        tables = jnp.split(by_row[2:], self.packed.num_tables)
+        index, num_in_use = jnp.arange(self.packed.num_rows + 1), jnp.sum(lengths > 0)
+        batch = PackedBatch(
+            token_ids=jnp.zeros_like(slots),
+            positions=jnp.maximum(lengths - 1, 0),
+            cu_q_lens=jnp.minimum(index, num_in_use),
+            kv_lens=lengths,
+            last=jnp.where(lengths > 0, index[:-1], 0),
+            page_tables=tuple(table.reshape(self.packed.num_rows, self.packed.pages_per_seq) for table in tables),
+        )
+        return batch, slots, numbers[-2], numbers[-1] > 0
 
 
 class PackedModel:
@@ -105,7 +153,8 @@ class PackedModel:
         self._decode_rungs = ladder(num_slots)
         self._row_rungs = ladder(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
         self._token_rungs = token_rungs(token_budget)
-        kept = partial(KeptFunction, programs, facts=program.found_out, recall=program.recall)
+        kept = functools.partial(KeptFunction, programs, facts=program.found_out, recall=program.recall)
+        self._known_specs: dict[tuple[int, int, bool, bool], PackedSpec] = {}
         self._programs: dict[PackedSpec | DecodeSpec, Any] = {}
         self._step = kept("packed", self._run, donate=["pools"])
         self._decode_steps = kept("decode_steps", self._decode, donate=["pools", "state"])
@@ -132,17 +181,12 @@ class PackedModel:
         weights: Weights,
         pools: tuple[Pool, ...],
         state: SamplerState,
-        numbers: jax.Array,
         options: RowOptions,
+        numbers: jax.Array,
         spec: DecodeSpec,
     ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState]:
-        """int32[max_num_steps, S] tokens, each step fed with those of the one before; the pools; the sampler's state.
-
-        Behind the numbers of a packed step stand two more: how many steps, and whether any row draws its tokens.
-        """
-        numbers, num_steps, draws = numbers[:-2], numbers[-2], numbers[-1] > 0
-        batch = spec.packed.unpack(numbers, state.last_tokens)
-        slots = spec.packed.slots(numbers)
+        """int32[max_num_steps, S] tokens, each step fed with those of the one before; pools; the sampler's state."""
+        batch, slots, num_steps, draws = spec.unpack(numbers)
         in_use = batch.kv_lens > 0
 
         def step(index: jax.Array, carry: Any) -> Any:
@@ -154,7 +198,7 @@ class PackedModel:
                 kv_lens=batch.kv_lens + jnp.where(in_use, index, 0),
             )
             logits, pools = self._forward(weights, pools, now, spec.packed)
-            args = options.after(index), state, logits
+            args = options.after(now.kv_lens), state, logits
             # Behind the condition XLA would look for the maxima on one thread.
             greedy = sample(SamplerSpec("greedy"), *args)
             sampled, state = jax.lax.cond(draws, lambda: sample(SamplerSpec("sampled"), *args), lambda: greedy)
@@ -178,22 +222,21 @@ class PackedModel:
             rows: of a plan, all of which decode.
             tables: by group, int32[num_slots, pages_per_seq].
             state: of the sampler, without tables; given away.
-            options: of the rows, padded to `num_rows`; of the levels "greedy" and "sampled".
+            options: of the rows before their first token, padded to `num_rows`; "greedy" and "sampled" ones.
             num_steps: of the plan, at most `max_num_steps`.
             draws: whether any row is of the level "sampled".
 
         Returns:
             int32[max_num_steps, S] tokens, of which the first `num_steps` mean something, and the new state.
         """
-        spec = DecodeSpec(self._spec(rows, all_logits=False), self._max_num_steps)
-        numbers = np.append(self._numbers(spec.packed, rows, tables, 0), np.array([num_steps, draws], np.int32))
-        args = (self._weights, self._cache.pools, state, numbers, options)
+        spec = self._decode_spec(rung(self._decode_rungs, len(rows)))
+        args = (self._weights, self._cache.pools, state, options, spec.pack(rows, tables, num_steps, draws))
         tokens, self._cache.pools, state = self._program_of(self._decode_steps, spec, args)(*args)
         return tokens, state
 
-    def num_rows(self, rows: Sequence[PlanRow]) -> int:
-        """Rows of the logits of a step with these rows."""
-        return self._spec(rows, all_logits=False).num_rows
+    def num_decode_rows(self, rows: Sequence[PlanRow]) -> int:
+        """Rows of a decode step with these, padding included."""
+        return rung(self._decode_rungs, len(rows))
 
     @property
     def num_programs(self) -> int:
@@ -241,28 +284,39 @@ class PackedModel:
         return self._spec_of(num_tokens, num_rows, is_decode, all_logits)
 
     def _spec_of(self, num_tokens: int, num_rows: int, is_decode: bool, all_logits: bool = False) -> PackedSpec:
-        layout = dataclasses.replace(self._cache.layout, is_decode=is_decode, all_logits=all_logits)
-        return PackedSpec(num_tokens, num_rows, self._cache.pages_per_seq, layout, self._batch_invariant)
+        key = num_tokens, num_rows, is_decode, all_logits
+        spec = self._known_specs.get(key)
+        if spec is None:
+            layout = dataclasses.replace(self._cache.layout, is_decode=is_decode, all_logits=all_logits)
+            spec = PackedSpec(num_tokens, num_rows, self._cache.pages_per_seq, layout, self._batch_invariant)
+            self._known_specs[key] = spec
+        return spec
+
+    def _decode_spec(self, num_rows: int) -> DecodeSpec:
+        return DecodeSpec(self._spec_of(num_rows, num_rows, True), self._max_num_steps)
 
     @staticmethod
     def _numbers(spec: PackedSpec, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
-        numbers = np.zeros(sum(spec.sizes), np.int32)
-        parts = np.split(numbers, np.cumsum(spec.sizes)[:-1])  # views
-        ids, token_slots, positions, cu_q_lens, kv_lens, last = parts[:6]
-        slots = [row.slot for row in rows]
-        num_tokens = [row.num_tokens for row in rows]
-        starts = np.array([row.start for row in rows]) + ahead
-        ends = np.cumsum(num_tokens)
-        for row, start, end, position in zip(rows, ends - num_tokens, ends, starts, strict=True):
-            ids[start:end] = ON_DEVICE if row.token_ids is None else row.token_ids
-            token_slots[start:end] = row.slot
-            positions[start:end] = np.arange(position, position + row.num_tokens)
-        cu_q_lens[1 : len(rows) + 1] = ends
-        cu_q_lens[len(rows) + 1 :] = ends[-1] if len(rows) else 0
-        kv_lens[: len(rows)] = starts + num_tokens
-        last[: len(rows)] = ends - 1
-        for part, table in zip(parts[6:], tables, strict=True):
-            part.reshape(spec.num_rows, -1)[: len(rows)] = table[slots]
+        numbers = np.zeros(spec.size, np.int32)
+        ids, token_slots, positions, cu_q_lens, kv_lens, last, *parts = [numbers[part] for part in spec.bounds]
+        num_rows = len(rows)
+        slots = np.array([row.slot for row in rows], np.int32)
+        starts = np.array([row.start for row in rows], np.int32) + np.int32(ahead)
+        num_tokens = np.array([row.num_tokens for row in rows], np.int32)
+        ends = np.cumsum(num_tokens, dtype=np.int32)
+        total = int(ends[-1])
+        token_slots[:total] = np.repeat(slots, num_tokens)
+        positions[:total] = np.arange(total, dtype=np.int32) + np.repeat(starts - ends + num_tokens, num_tokens)
+        ids[:total] = ON_DEVICE
+        for row, end in zip(rows, ends.tolist(), strict=True):
+            if row.token_ids is not None:
+                ids[end - row.num_tokens : end] = row.token_ids
+        cu_q_lens[1 : num_rows + 1] = ends
+        cu_q_lens[num_rows + 1 :] = total
+        kv_lens[:num_rows] = starts + num_tokens
+        last[:num_rows] = ends - 1
+        for part, table in zip(parts, tables, strict=True):
+            part.reshape(spec.num_rows, -1)[:num_rows] = table[slots]
         return numbers
 
     def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
@@ -286,7 +340,7 @@ class PackedModel:
             self._weights,
             self._cache.pools,
             from_host(np.zeros(self._row_rungs[-1]), np.int32),
-            np.zeros(sum(spec.sizes), np.int32),
+            np.zeros(spec.size, np.int32),
             spec=spec,
         )
 
@@ -296,7 +350,7 @@ class PackedModel:
         Between two steps the array that `last_tokens` answers may be given away.
         """
         for spec in self._specs():
-            numbers = np.zeros(sum(spec.sizes), np.int32)
+            numbers = np.zeros(spec.size, np.int32)
             logits, self._cache.pools = self._step(self._weights, self._cache.pools, last_tokens(), numbers, spec=spec)
             yield logits
 
@@ -307,10 +361,8 @@ class PackedModel:
             take: the state, given away, and options for so many rows.
         """
         for num_rows in self._decode_rungs:
-            spec = DecodeSpec(self._spec_of(num_rows, num_rows, True), self._max_num_steps)
+            spec = self._decode_spec(num_rows)
             state, options = take(num_rows)
-            numbers = np.zeros(sum(spec.packed.sizes) + 2, np.int32)
-            _, self._cache.pools, state = self._decode_steps(
-                self._weights, self._cache.pools, state, numbers, options, spec=spec
-            )
+            args = (self._cache.pools, state, options, np.zeros(spec.size, np.int32))
+            _, self._cache.pools, state = self._decode_steps(self._weights, *args, spec=spec)
             yield state

@@ -89,7 +89,7 @@ class ModelRunner:
 
         Args:
             plan: the next one.
-            requests: by slot, of the plan's rows.
+            requests: by slot, of the plan's prefill rows.
             outputs: by slot, of fresh slots: tokens that the request has been given before it was preempted.
         """
         if plan.page_copies:
@@ -117,7 +117,7 @@ class ModelRunner:
         plan = flight.plan
         if not isinstance(self._model, PackedModel):
             return False
-        found = self._sampler.ahead(plan.rows, self._model.num_rows(plan.rows))
+        found = self._sampler.ahead(plan.rows, self._model.num_decode_rows(plan.rows))
         if found is None:
             return False
         options, draws = found
@@ -134,7 +134,7 @@ class ModelRunner:
         following = np.zeros(len(logits), np.int32)
         ends = np.cumsum([row.num_tokens for row in rows])
         for row, end in zip(rows, ends, strict=True):
-            ids = _following(row, requests[row.slot])
+            ids = () if row.is_decode else _following(row, requests[row.slot])
             following[end - row.num_tokens : end - row.num_tokens + len(ids)] = ids
         flight.prompt = self._sampler.logprobs(logits, from_host(following, np.int32), num_top)
         return jnp.take(logits, from_host(self._model.padded_rows(ends - 1), np.int32), axis=0)
@@ -168,8 +168,6 @@ class ModelRunner:
 
 def _following(row: PlanRow, request: RowRequest) -> tuple[int, ...]:
     """The tokens of the prompt that come right behind those of a prefill row, one for each that has one."""
-    if row.is_decode:
-        return ()
     return request.prompt_ids[row.start + 1 : row.start + 1 + row.num_tokens]
 
 

@@ -72,11 +72,11 @@ class RowOptions:
         """float32[n]: one of `FLOAT_COLUMNS`."""
         return self.floats[:, FLOAT_COLUMNS.index(name)]
 
-    def after(self, num_steps: jax.Array | int) -> RowOptions:
-        """The options of the same rows, all of which decode, `num_steps` steps later."""
+    def after(self, num_tokens: jax.Array | int) -> RowOptions:
+        """The options of the same rows so many tokens later: a number, or int32[n]."""
         column = INT_COLUMNS.index("num_new")
         step = (jnp.arange(len(INT_COLUMNS)) == column).astype(jnp.int32)
-        return dataclasses.replace(self, ints=self.ints + step * num_steps)
+        return dataclasses.replace(self, ints=self.ints + jnp.asarray(num_tokens)[..., None] * step)
 
 
 @jax.tree_util.register_dataclass

@@ -26,7 +26,7 @@ from torchax_serve.engine.sampler import (
 )
 from torchax_serve.engine.sampler_lone import LoneSampler
 from torchax_serve.engine.sampler_params import RowParams
-from torchax_serve.engine.slot_options import SlotOptions, TableRow
+from torchax_serve.engine.slot_options import Seats, SlotOptions, TableRow
 from torchax_serve.scheduling import PlanRow
 
 
@@ -61,6 +61,7 @@ class Sampler:
         self.slots = SlotOptions(self._num_slots, self._vocab_size)
         self.state = SamplerState.empty(self._num_slots, self._sharding)
         self._lone: dict[int, LoneSampler] = {}
+        self._placed: tuple[Seats, RowOptions] | None = None
 
     @property
     def last_tokens(self) -> jax.Array:
@@ -106,16 +107,25 @@ class Sampler:
         """Options for a program that chooses tokens itself, and whether any row draws them.
 
         None if a row wants what such a program has not: log-probabilities, tables, or what is done for it alone. The
-        program gets `state_for` the level "sampled" and gives its new state to `take`.
+        options are those of rows before their first token (`RowOptions.after` their length they are those of now), so
+        that they stay on the device while the same requests decode. The program gets `state_for` the level "sampled"
+        and gives its new state to `take`.
         """
-        options, spec = self.slots.rows(plan_rows, num_rows)
-        if spec.logprobs or spec.level == "full" or any(row.slot in self._lone for row in plan_rows):
+        if any(row.slot in self._lone for row in plan_rows):
             return None
-        return options, spec.level == "sampled"
+        seats, spec = self.slots.level_of(plan_rows, num_rows)
+        if spec.logprobs or spec.level == "full":
+            return None
+        return self._on_device(seats), spec.level == "sampled"
 
     def at_rest(self, num_rows: int) -> tuple[SamplerState, RowOptions]:
         """The state, to be given away, and options for `num_rows` rows of nobody, as `ahead` has them for requests."""
-        return self.state_for("sampled"), self.slots.rows((), num_rows)[0]
+        return self.state_for("sampled"), self._on_device(self.slots.level_of((), num_rows)[0])
+
+    def _on_device(self, seats: Seats) -> RowOptions:
+        if self._placed is None or self._placed[0] is not seats:
+            self._placed = seats, jax.device_put(seats.before_first_token(), self._sharding)
+        return self._placed[1]
 
     def state_for(self, level: Level) -> SamplerState:
         """The state as a program of this level takes it, to be given away."""

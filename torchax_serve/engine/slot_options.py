@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,13 +15,14 @@ from torchax_serve.engine.sampler import (
     LEVELS,
     NOT_FIRST,
     NUM_TOP_RUNGS,
+    Level,
     RowOptions,
     SamplerSpec,
 )
 from torchax_serve.engine.sampler_params import NEUTRAL, RowParams
 from torchax_serve.scheduling import PlanRow
 
-_FULL = LEVELS.index("full")
+NUM_NEW = INT_COLUMNS.index("num_new")
 _NO_LOGPROBS = -1
 
 
@@ -31,6 +32,25 @@ class TableRow(NamedTuple):
     counts: np.ndarray  # int32[vocab]
     flags: np.ndarray  # uint8[vocab]
     bias: np.ndarray  # float32[vocab]
+
+
+class Seats(NamedTuple):
+    """The rows of a step as their slots have them, padded."""
+
+    is_mine: np.ndarray  # bool[n]; not: padding, lone, or does not sample
+    ints: Any  # numpy, which goes to the device with the call
+    floats: Any
+    prompt_len: np.ndarray
+    num_full: np.ndarray
+    has_full: bool
+    level: Level  # of all that are beyond `num_full`
+    num_top: int | None  # a rung; None: nobody wants log-probabilities
+
+    def before_first_token(self) -> RowOptions:
+        """Options as they are before the first token of the prompt."""
+        ints = self.ints.copy()
+        ints[:, NUM_NEW] = np.where(self.is_mine, -self.prompt_len, 0)
+        return RowOptions(ints, self.floats)
 
 
 class SlotOptions:
@@ -51,6 +71,7 @@ class SlotOptions:
         self._level = np.zeros(num_slots + 1, np.int8)
         self._num_top = np.full(num_slots + 1, _NO_LOGPROBS, np.int8)
         self._is_lone = np.zeros(num_slots + 1, bool)
+        self._last: tuple[tuple[tuple[int, ...], int], Seats] | None = None
 
     def set(
         self, slot: int, params: RowParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()
@@ -68,6 +89,7 @@ class SlotOptions:
         """
         assert 0 <= slot < self.num_slots
         assert params.vocab_size == self.vocab_size, "request and model are of one vocabulary"
+        self._last = None
         prompt_len = len(prompt_ids)
         self._prompt_len[slot] = prompt_len
         self._num_top[slot] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
@@ -90,23 +112,49 @@ class SlotOptions:
             num_rows: rows of the logits, at least as many.
             ahead: which of the plan's steps it is, from 0; above it all rows decode.
         """
-        slots = np.full(num_rows, self.num_slots)
-        ends = np.zeros(num_rows, np.int32)
-        logprobs = _NO_LOGPROBS
-        for index, row in enumerate(plan_rows):
-            if not row.samples:
-                continue
-            ends[index] = row.start + row.num_tokens
-            logprobs = max(logprobs, int(self._num_top[row.slot]))
-            if not self._is_lone[row.slot]:
-                slots[index] = row.slot
-        num_new = ends + ahead - self._prompt_len[slots]
-        ints = self._ints[slots]
-        ints[:, INT_COLUMNS.index("num_new")] = np.where(slots < self.num_slots, num_new, 0)
-        level = np.where(num_new < self._num_full[slots], _FULL, self._level[slots]).max()
-        num_top = next(rung for rung in NUM_TOP_RUNGS if rung >= logprobs)
-        spec = SamplerSpec(LEVELS[level], num_top, logprobs != _NO_LOGPROBS)
-        return RowOptions(ints, self._floats[slots]), spec
+        seats, spec = self.level_of(plan_rows, num_rows, ahead)
+        ints = seats.ints.copy()
+        ints[:, NUM_NEW] = self._num_new(seats, plan_rows, ahead)
+        return RowOptions(ints, seats.floats), spec
+
+    def level_of(self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0) -> tuple[Seats, SamplerSpec]:
+        """The program that covers a step's rows, see `rows`, and what does not change while they are the same."""
+        seats = self._seats_of(tuple([row.slot if row.samples else self.num_slots for row in plan_rows]), num_rows)
+        level = seats.level
+        if seats.has_full and (self._num_new(seats, plan_rows, ahead) < seats.num_full).any():
+            level = "full"
+        return seats, SamplerSpec(level, seats.num_top or 0, seats.num_top is not None)
+
+    @staticmethod
+    def _num_new(seats: Seats, plan_rows: Sequence[PlanRow], ahead: int) -> np.ndarray:
+        ends = np.zeros(len(seats.is_mine), np.int32)
+        ends[: len(plan_rows)] = [row.start + row.num_tokens for row in plan_rows]
+        return np.where(seats.is_mine, ends + ahead - seats.prompt_len, 0)
+
+    def _seats_of(self, slots: tuple[int, ...], num_rows: int) -> Seats:
+        """What does not change while the same requests are in `slots`; kept, as most steps have those of the last."""
+        key = slots, num_rows
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._gathered(slots, num_rows)
+        return self._last[1]
+
+    def _gathered(self, slots: tuple[int, ...], num_rows: int) -> Seats:
+        asked = np.full(num_rows, self.num_slots)
+        asked[: len(slots)] = slots
+        mine = np.where(self._is_lone[asked], self.num_slots, asked)
+        logprobs = int(self._num_top[asked].max())
+        num_top = None if logprobs == _NO_LOGPROBS else next(rung for rung in NUM_TOP_RUNGS if rung >= logprobs)
+        num_full = self._num_full[mine]
+        return Seats(
+            is_mine=mine < self.num_slots,
+            ints=self._ints[mine],
+            floats=self._floats[mine],
+            prompt_len=self._prompt_len[mine],
+            num_full=num_full,
+            has_full=bool(num_full.any()),
+            level=LEVELS[int(self._level[mine].max())],
+            num_top=num_top,
+        )
 
     def is_lone(self, slot: int) -> bool:
         """Whether the request in `slot` is chosen for by itself, with a `LoneSampler`."""

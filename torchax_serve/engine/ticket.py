@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import queue
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from typing import NamedTuple
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.scheduling import FinishReason, RequestId
@@ -25,8 +26,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), the likeliest first
 
 
-@dataclasses.dataclass(frozen=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """What one step brought a request."""
 
     token_ids: tuple[int, ...]

@@ -46,9 +46,14 @@ class StepPlanner:
 
     def plan(self) -> tuple[StepPlan, list[RequestState]] | None:
         """The next plan and the states of its rows; None if no row can be planned now."""
-        num_decode = sum(state.wants_decode for state in self._roster.running)
+        num_decode, prompt = 0, None
+        for state in self._roster.running:
+            if state.wants_decode:
+                num_decode += 1
+            elif prompt is None and state.wants_prefill:
+                prompt = state
         budget = self._config.token_budget - num_decode
-        age = self._burst_age() if num_decode else None
+        age = self._burst_age(prompt) if num_decode else None
         is_burst = age is not None
         holds_decode = age is not None and age < BURST_HOLD
         if is_burst:
@@ -83,18 +88,19 @@ class StepPlanner:
         fits = next((rung for rung in self._config.token_rungs if rung >= num_decode + limit), num_decode + limit)
         return min(fits - num_decode, budget)
 
-    def _burst_age(self) -> int | None:
+    def _burst_age(self, prompt: RequestState | None) -> int | None:
         """Steps since the first running request was given a token, if the next prompt came before; None if not.
+
+        `prompt` is that of the first running request which still has one to compute; None: of the first that waits.
 
         They are of one burst then, and nobody's pace is kept: a batch that fills up sooner is over sooner. In the first
         steps nobody decodes, so that rows that begin together end together and all steps between are full. That lasts
         for as many steps as requests run at once: who starts early in a long queue does not wait for all of it.
         """
-        started = [state.started_step for state in self._roster.running if state.started_step is not None]
-        prompts = [state for state in self._roster.running if state.wants_prefill]
-        first = prompts[0] if prompts else next(iter(self._roster.waiting), None)
+        first = prompt or next(iter(self._roster.waiting), None)
         if first is None:
             return None
+        started = [state.started_step for state in self._roster.running if state.started_step is not None]
         if not started:
             return 0
         age = self.num_planned - min(started)
@@ -246,16 +252,22 @@ class StepPlanner:
         to_come = max(state.end_len - state.num_planned for state in states)
         affordable = self._pacer.steps_within(config.max_dispatch_s, len(states))
         num_steps = int(min(config.max_num_steps, affordable, to_come, config.max_len + 1 - longest))
-        lengths = [state.num_planned - 1 + num_steps for state in states]
-        num_pages = 0
-        for state, length in zip(states, lengths, strict=True):
-            assert state.pages is not None
-            num_pages += max(0, -(-length // config.page_len) - state.pages.num_pages)
-        if num_steps < 2 or num_pages > min((g.num_pages - g.num_used for g in self._book.usage()), default=num_pages):
+        if num_steps < 2:
             return 1
-        for state, length in zip(states, lengths, strict=True):
+        growing = []
+        num_pages = 0
+        for state in states:
             assert state.pages is not None
-            self._book.grow(state.pages, length)
+            lacking = -(-(state.num_planned - 1 + num_steps) // config.page_len) - state.pages.num_pages
+            if lacking > 0:
+                growing.append(state)
+                num_pages += lacking
+        if num_pages > min((g.num_pages - g.num_used for g in self._book.usage()), default=num_pages):
+            return 1
+        for state in growing:
+            assert state.pages is not None
+            self._book.grow(state.pages, state.num_planned - 1 + num_steps)
+        for state in states:
             state.num_planned += num_steps - 1
             state.num_pending += num_steps - 1
         return num_steps

@@ -167,21 +167,24 @@ class Scheduler:
         return Outcome(row.request_id, index, tuple(accepted), reason) if row.samples else None
 
     def _accept(self, state: RequestState, sampled: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Gives the request its tokens, up to the one that ends it; those and the reason, if one does."""
         request, tokens = state.request, state.tokens
-        accepted: list[int] = []
-        for token in sampled:
-            if token < 0:
-                return accepted, "error"
-            accepted.append(token)
-            tokens.append(token)
-            if state.started_step is None:
-                state.started_step = self._planner.num_planned
-            self._num_new_tokens += 1
-            if token in request.stop_token_ids and len(tokens) - state.prompt_len > request.min_new_tokens:
-                return accepted, "stop"
-            if len(tokens) >= state.end_len:
-                return accepted, "length"
-        return accepted, None
+        num_new, room = len(tokens) - state.prompt_len, state.end_len - len(tokens)
+        reason: FinishReason | None = "length" if len(sampled) >= room else None
+        accepted = sampled[:room]
+        if min(accepted) < 0:
+            reason = "error"
+            accepted = accepted[: next(i for i, token in enumerate(accepted) if token < 0)]
+        if not request.stop_token_ids.isdisjoint(accepted):
+            for i in range(max(0, request.min_new_tokens - num_new), len(accepted)):
+                if accepted[i] in request.stop_token_ids:
+                    reason, accepted = "stop", accepted[: i + 1]
+                    break
+        if accepted and state.started_step is None:
+            state.started_step = self._planner.num_planned
+        tokens += accepted
+        self._num_new_tokens += len(accepted)
+        return accepted, reason
 
     def fail(self, plan: StepPlan, reason: FinishReason = "error") -> list[Outcome]:
         """Ends the requests of any plan in flight, whose step has raised; all others go on.
