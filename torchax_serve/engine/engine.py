@@ -252,6 +252,7 @@ class Engine:
             self._execute(plan)
         self._deliveries.deliver(self._scheduler.take_ended())
         if len(self._flights) >= MAX_IN_FLIGHT or (plan is None and self._flights):
+            self._deliveries.wake_readers()  # of what has ended: the device may compute for a while
             self._land()
         if self.check_integrity:
             self._scheduler.check_integrity()

@@ -86,11 +86,7 @@ class DecodeSpec:
     @property
     def size(self) -> int:
         """Integers of a call."""
-        return (
-            len(self.packed.bounds[6:]) * self.packed.num_rows * self.packed.pages_per_seq
-            + 2 * self.packed.num_rows
-            + 2
-        )
+        return self.packed.num_rows * (2 + self.packed.num_tables * self.packed.pages_per_seq) + 2
 
     def pack(self, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], num_steps: int, draws: bool) -> np.ndarray:
         """The array of a call."""
@@ -99,7 +95,7 @@ class DecodeSpec:
         slots = [row.slot for row in rows]
         by_row[0, :num_rows] = slots
         by_row[1, :num_rows] = [row.start + 1 for row in rows]
-        for table, pages in zip(tables, np.split(by_row[2:], len(tables)), strict=True):
+        for table, pages in zip(tables, np.split(by_row[2:], self.packed.num_tables), strict=True):
             pages.reshape(self.packed.num_rows, -1)[:num_rows] = table[slots]
         numbers[-2:] = num_steps, draws
         return numbers
