@@ -3,6 +3,9 @@
     python benchmarks/serving.py decode mix prefix fairness cold --vllm-python vllm/bin/python
     python benchmarks/serving.py decode mix --peers hf hf-continuous    # without vLLM
     python benchmarks/serving.py decode mix prefix fairness cold --peers hf hf-continuous --smoke
+    python benchmarks/serving.py decode --config benchmarks/shapes/llama-8b.json --peers hf hf-continuous \\
+        --batch 1 8 64 256 --prompt-len 1024 --kv-cache-gib 45 --warm-up 1 --repeats 3 \\
+        --options 'ours:{"num_slots": 256}' 'hf:{"cache_implementation": "static"}'    # on a GPU
 
 decode    requests of one length that come together: rates of decoding and of prefill, time to first token
 mix       requests of many lengths that arrive at random: time for all, percentiles of TTFT and TPOT
@@ -50,7 +53,7 @@ from serving_peers.workloads import SMOKE_KV_CACHE_BYTES, SMOKE_SHAPE, SMOKE_SIZ
 OURS = "ours"
 MODULES = {OURS: "ours", "vllm": "vllm_engine", "hf": "hf_generate", "hf-continuous": "hf_continuous"}
 PEERS = {
-    "decode": ("vllm", "hf"),
+    "decode": ("vllm", "hf", "hf-continuous"),
     "mix": ("vllm", "hf-continuous"),
     "prefix": ("vllm",),
     "fairness": ("vllm",),
@@ -76,7 +79,10 @@ class Bench:
         write_checkpoint(config, DTYPE, scratch / "model")
         self.kv_cache_bytes = SMOKE_KV_CACHE_BYTES if options.smoke else options.kv_cache_gib * 2**30
         self.token_bytes = kv_token_bytes(shape)
-        self.workload = Workload(shape["vocab_size"], options.seed, **(SMOKE_SIZES if options.smoke else {}))
+        asked = {name: getattr(options, name) for name in ("prompt_len", "new_tokens")}
+        sizes = SMOKE_SIZES if options.smoke else {}
+        sizes = sizes | {name: value for name, value in asked.items() if value is not None}
+        self.workload = Workload(shape["vocab_size"], options.seed, **sizes)
         self._shape = shape
         self.roofline: Roofline | None = None
 
@@ -319,6 +325,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="*", choices=list(MODULES)[1:], help="default: all that there are")
     parser.add_argument("--vllm-python", help="interpreter of the environment that has vLLM")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="of decode")
+    parser.add_argument("--prompt-len", type=int, help="of decode; default: 128")
+    parser.add_argument("--new-tokens", type=int, help="of decode; default: 64")
     parser.add_argument("--rate", type=float, nargs="+", default=[8.0, math.inf], help="of mix, requests/s; inf")
     parser.add_argument("--repeats", type=int, default=5, help="timed turns; medians are shown")
     parser.add_argument("--warm-up", type=int, default=2, help="turns before them")
@@ -343,8 +351,13 @@ def parse() -> argparse.Namespace:
     if options.smoke:
         options.batch, options.rate, options.repeats, options.warm_up = [1, 3], [50.0, math.inf], 1, 1
         options.system_options.setdefault("vllm", {"enforce_eager": True})  # it compiles for a minute otherwise
-    if min(options.repeats, options.kv_cache_gib, *options.batch) < 1 or options.warm_up < 0 or min(options.rate) <= 0:
-        parser.error("expected positive numbers: --repeats, --kv-cache-gib, --batch, --rate (--warm-up may be 0)")
+    lengths = [each for each in (options.prompt_len, options.new_tokens) if each is not None]
+    counts = [options.repeats, options.kv_cache_gib, *options.batch, *lengths]
+    if min(counts) < 1 or options.warm_up < 0 or min(options.rate) <= 0:
+        names = "--repeats, --kv-cache-gib, --batch, --prompt-len, --new-tokens, --rate"
+        parser.error(f"expected positive numbers: {names} (--warm-up may be 0)")
+    if options.new_tokens == 1:
+        parser.error("--new-tokens: expected 2 or more, as decoding is what comes behind the first")
     return options
 
 

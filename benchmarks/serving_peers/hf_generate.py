@@ -31,12 +31,15 @@ class DoorStreamer(BaseStreamer):
         pass
 
 
-def run(model: Any, job: Job) -> JobResult:
+OPTIONS = ("cache_implementation",)  # "static": of fixed shapes, for which transformers compiles its steps on a GPU
+
+
+def run(model: Any, job: Job, options: dict[str, Any]) -> JobResult:
     shapes = {(len(each.prompt_ids), each.max_new_tokens, each.at_s, each.after_tokens) for each in job.arrivals}
     if len(shapes) > 1 or any(each.at_s or each.after_tokens is not None for each in job.arrivals):
         raise ValueError("expected requests of one length that come together: a static batch takes no others")
     ids = torch.tensor([each.prompt_ids for each in job.arrivals], device=model.device)
-    config = GenerationConfig(do_sample=False, max_new_tokens=job.arrivals[0].max_new_tokens)
+    config = GenerationConfig(do_sample=False, max_new_tokens=job.arrivals[0].max_new_tokens, **options)
     door = Door(job)
     model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=DoorStreamer(door))
     return JobResult(door.finish())
@@ -44,12 +47,12 @@ def run(model: Any, job: Job) -> JobResult:
 
 def main() -> None:
     output = own_output()
-    settings = settings_of_process()
+    settings = settings_of_process(*OPTIONS)
     model = AutoModelForCausalLM.from_pretrained(settings.folder, dtype="auto").eval()
     if torch.cuda.is_available():
         model = model.to("cuda")
     facts = {"versions": {"transformers": version("transformers"), "torch": torch.__version__}}
-    answer_jobs(output, lambda job: run(model, job), lambda: facts)
+    answer_jobs(output, lambda job: run(model, job, settings.options), lambda: facts)
 
 
 if __name__ == "__main__":
