@@ -34,7 +34,8 @@ from generate import keep_kernels
 from stood_in import VOCAB_SIZE, Accelerator, Costs, Recorder, Round
 
 FOLDER = Path(__file__).resolve().parent
-SHAPE = FOLDER / "shapes" / "llama-8b.json"
+SHAPE = json.loads((FOLDER / "shapes" / "llama-8b.json").read_text())
+COSTS = Costs.of(SHAPE)
 SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 64, "head_dim": 2}
 """Sizes that no code of the host looks at. How many layers and heads there are stays."""
 
@@ -84,8 +85,7 @@ def measure(
     """Runs the requests once to compile what they meet, and once more to be recorded; None: no round is of the kind."""
     from torchax_serve import EngineOptions, collector, serve
 
-    costs = Costs.of(json.loads(SHAPE.read_text()))
-    recorder = Recorder(Accelerator(reached=options.reached), costs, holds_prompts=mixed, at_once=options.at_once)
+    recorder = Recorder(Accelerator(reached=options.reached), COSTS, holds_prompts=mixed, at_once=options.at_once)
     layout: dict[str, int] = {} if options.max_num_steps is None else {"max_num_steps": options.max_num_steps}
     layout |= {"max_len": context + 64 + options.new_tokens, "num_slots": batch, "token_budget": batch + 256}
     with (
@@ -129,8 +129,7 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
 
 def fits(batch: int, length: int) -> bool:
     """Whether keys and values of so many requests lie beside the weights on the accelerator."""
-    costs, device = Costs.of(json.loads(SHAPE.read_text())), Accelerator()
-    return costs.weight_bytes + batch * length * costs.token_bytes < 0.9 * device.memory_bytes
+    return COSTS.weight_bytes + batch * length * COSTS.token_bytes < 0.9 * Accelerator().memory_bytes
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -168,7 +167,7 @@ def main() -> None:
 
         shape = Path(scratch) / "shape.json"
         special = {"bos_token_id": None, "eos_token_id": None}
-        shape.write_text(json.dumps(json.loads(SHAPE.read_text()) | SMALL | special))
+        shape.write_text(json.dumps(SHAPE | SMALL | special))
         rows = []
         print(
             f"{'':8}{'batch':>5}{'context':>9}{'steps':>10}{'step us':>9}{'host us':>13}{'a step':>12}"

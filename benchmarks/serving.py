@@ -45,7 +45,7 @@ from generate import FOLDER, REPOSITORY, TARGET_SHAPE, keep_kernels, write_check
 from serving_peers import measures
 from serving_peers.jobs import Job, JobResult
 from serving_peers.processes import System, Worker
-from serving_peers.roofline import Roofline
+from serving_peers.roofline import Roofline, kv_token_bytes
 from serving_peers.settings import SystemSettings
 from serving_peers.targets import TARGETS, Row, judged, print_rows
 from serving_peers.workloads import SMOKE_KV_CACHE_BYTES, SMOKE_SHAPE, SMOKE_SIZES, Workload
@@ -158,21 +158,6 @@ class Bench:
         got, asked = self.facts[command][OURS]["kv_cache_bytes"], self.kv_cache_bytes
         for beside in ("asked for", "at least"):
             self.add(command, "KV cache GB", got / 1e9, beside, asked / 1e9)
-
-
-def kv_token_bytes(shape: Mapping[str, Any]) -> int:
-    """Bytes that one token's keys and values take in all layers, in bfloat16.
-
-    Raises:
-        SystemExit: not every layer keeps all tokens, so there is no such number.
-    """
-    if set(shape.get("layer_types") or ["full_attention"]) != {"full_attention"} or shape.get("sliding_window"):
-        sys.exit(
-            "expected a shape whose layers all attend to everything, got sliding windows or others; choose another"
-        )
-    heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    return shape["num_hidden_layers"] * 2 * heads * head_dim * 2
 
 
 def summary(result: JobResult) -> dict[str, Any]:

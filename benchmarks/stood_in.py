@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from serving_peers.roofline import kv_token_bytes, num_weights
+
 VOCAB_SIZE = 32
 
 
@@ -39,11 +41,8 @@ class Costs:
     @classmethod
     def of(cls, shape: dict[str, Any]) -> Costs:
         """Of a shape as Llama's in 16 bits, whose table of embeddings is looked up in."""
-        hidden, head, layers = shape["hidden_size"], shape["head_dim"], shape["num_hidden_layers"]
-        keys = shape["num_key_value_heads"] * head
-        attention = hidden * (2 * shape["num_attention_heads"] * head + 2 * keys)
-        products = layers * (attention + 3 * hidden * shape["intermediate_size"]) + hidden * shape["vocab_size"]
-        return cls(2 * products, 2 * 2 * layers * keys, 2 * products)
+        num_multiplied = sum(num_weights(shape))
+        return cls(2 * num_multiplied, kv_token_bytes(shape), 2 * num_multiplied)
 
     def step_s(self, device: Accelerator, num_tokens: int, num_cached: int) -> float:
         """Of a step of so many tokens that attend to so many in the cache."""

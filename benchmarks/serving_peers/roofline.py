@@ -7,6 +7,7 @@ at least as long as the slower of the two. The rates are the best that this mach
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,12 +40,7 @@ class Roofline:
         """With the rates of this machine, now, for a dense decoder in bfloat16 of this configuration."""
         from torchax_serve.bench.machine import measure_bandwidth
 
-        head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-        heads = 2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
-        layer = shape["hidden_size"] * (heads * head_dim + 3 * shape["intermediate_size"])
-        head = shape["vocab_size"] * shape["hidden_size"]
-        rates = measure_bandwidth().bytes_per_s, products_per_s()
-        return cls(*rates, layer * shape["num_hidden_layers"], head, kv_token_bytes)
+        return cls(measure_bandwidth().bytes_per_s, products_per_s(), *num_weights(shape), kv_token_bytes)
 
     def better(self, other: Roofline) -> Roofline:
         """With the higher rates of both: a bound is sought, and other programs only slow a measurement down."""
@@ -67,6 +63,29 @@ class Roofline:
         num_answered = sum(arrival.max_new_tokens for arrival in arrivals)
         num_tokens = sum(len(arrival.prompt_ids) - 1 for arrival in arrivals) + num_answered
         return 2 * (self.num_multiplied * num_tokens + self.num_of_head * num_answered) / self.flops_per_s
+
+
+def num_weights(shape: Mapping[str, Any]) -> tuple[int, int]:
+    """Weights of a dense decoder that a token is multiplied with, those of the head not among them; and the head's."""
+    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    heads = 2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
+    layer = shape["hidden_size"] * (heads * head_dim + 3 * shape["intermediate_size"])
+    return layer * shape["num_hidden_layers"], shape["vocab_size"] * shape["hidden_size"]
+
+
+def kv_token_bytes(shape: Mapping[str, Any]) -> int:
+    """Bytes that one token's keys and values take in all layers, in bfloat16.
+
+    Raises:
+        SystemExit: not every layer keeps all tokens, so there is no such number.
+    """
+    if set(shape.get("layer_types") or ["full_attention"]) != {"full_attention"} or shape.get("sliding_window"):
+        sys.exit(
+            "expected a shape whose layers all attend to everything, got sliding windows or others; choose another"
+        )
+    heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
+    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    return shape["num_hidden_layers"] * 2 * heads * head_dim * 2
 
 
 def products_per_s() -> float:

@@ -29,6 +29,7 @@ NUM_TOP_RUNGS = (0, 5, 20)
 """How many top log-probabilities a program returns; the host hands out as many of them as were asked for."""
 
 INT_COLUMNS = ("slot", "top_k", "num_new", "min_new_tokens", "seed_low", "seed_high")
+NUM_NEW = INT_COLUMNS.index("num_new")
 FLOAT_COLUMNS = (
     "temperature",
     "top_p_tail",
@@ -74,8 +75,7 @@ class RowOptions:
 
     def after(self, num_tokens: jax.Array | int) -> RowOptions:
         """The options of the same rows so many tokens later: a number, or int32[n]."""
-        column = INT_COLUMNS.index("num_new")
-        step = (jnp.arange(len(INT_COLUMNS)) == column).astype(jnp.int32)
+        step = (jnp.arange(len(INT_COLUMNS)) == NUM_NEW).astype(jnp.int32)
         return dataclasses.replace(self, ints=self.ints + jnp.asarray(num_tokens)[..., None] * step)
 
 

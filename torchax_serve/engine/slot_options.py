@@ -14,6 +14,7 @@ from torchax_serve.engine.sampler import (
     IS_STOP,
     LEVELS,
     NOT_FIRST,
+    NUM_NEW,
     NUM_TOP_RUNGS,
     Level,
     RowOptions,
@@ -22,7 +23,6 @@ from torchax_serve.engine.sampler import (
 from torchax_serve.engine.sampler_params import NEUTRAL, RowParams
 from torchax_serve.scheduling import PlanRow
 
-NUM_NEW = INT_COLUMNS.index("num_new")
 _NO_LOGPROBS = -1
 
 

@@ -254,19 +254,19 @@ class StepPlanner:
         num_steps = int(min(config.max_num_steps, affordable, to_come, config.max_len + 1 - longest))
         if num_steps < 2:
             return 1
-        growing = []
+        growing: list[tuple[SequencePages, int]] = []  # with the length to come to
         num_pages = 0
         for state in states:
             assert state.pages is not None
-            lacking = -(-(state.num_planned - 1 + num_steps) // config.page_len) - state.pages.num_pages
+            length = state.num_planned - 1 + num_steps
+            lacking = -(-length // config.page_len) - state.pages.num_pages
             if lacking > 0:
-                growing.append(state)
+                growing.append((state.pages, length))
                 num_pages += lacking
         if num_pages > min((g.num_pages - g.num_used for g in self._book.usage()), default=num_pages):
             return 1
-        for state in growing:
-            assert state.pages is not None
-            self._book.grow(state.pages, state.num_planned - 1 + num_steps)
+        for pages, length in growing:
+            self._book.grow(pages, length)
         for state in states:
             state.num_planned += num_steps - 1
             state.num_pending += num_steps - 1
