@@ -45,6 +45,8 @@ class Deliveries:
 
         Readers in an event loop sleep on until `wake_readers`.
         """
+        if flight is not None and not flight.has_logprobs:
+            flight = None
         for outcome in outcomes:
             if outcome.request_id not in self._requests:
                 continue
@@ -67,6 +69,7 @@ class Deliveries:
                 loop.call_soon_threadsafe(_wake_all, tickets)
 
     def _hand_out(self, outcome: Outcome, flight: Flight | None, error: str | None) -> Ticket:
+        """`flight` is looked at for log-probabilities alone."""
         request, ticket = self._requests[outcome.request_id]
         if outcome.finish_reason is not None:
             del self._requests[outcome.request_id]

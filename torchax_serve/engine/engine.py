@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.engine.deliveries import Deliveries
@@ -55,6 +56,15 @@ class EngineStats:
         )
 
 
+class _InFlight(NamedTuple):
+    """A plan on the device."""
+
+    flight: Flight
+    sent_s: float
+    expected_s: float  # that the device should take, by plans before it; 0 where that is not known
+    has_compiled: bool
+
+
 class Engine:
     """Owns scheduler and runner and the thread that drives them. Its methods may be called from any thread.
 
@@ -71,7 +81,7 @@ class Engine:
         self.description = description
         self._scheduler, self._runner = scheduler, runner
         self._deliveries = Deliveries(runner)
-        self._flights: collections.deque[tuple[Flight, float, bool]] = collections.deque()
+        self._flights: collections.deque[_InFlight] = collections.deque()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
         self._ids: Iterator[RequestId] = itertools.count() if ids is None else ids
@@ -80,8 +90,6 @@ class Engine:
         self._num_steps = 0
         self._wait_s = self._busy_s = 0.0
         self._landed_s = 0.0
-        self._lands_s = 0.0  # when all in flight should have landed; not later than now if that is not known
-        self._due_s = 0.0  # when the next plan is to be made
         self.check_integrity = False  # after every step: for tests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -231,8 +239,8 @@ class Engine:
             while not (self._closed or self._commands or len(self._scheduler) or self._flights):
                 self._wake.wait()
                 began = time.monotonic()
-            rest_s = self._due_s - time.monotonic()
-            if self._flights and rest_s > 0:
+            rest_s = self._rest_s()
+            if rest_s > 0:
                 self._wake.wait_for(lambda: self._closed or self._commands, rest_s)
                 waited_s = time.monotonic() - began
                 self._wait_s, self._busy_s = self._wait_s + waited_s, self._busy_s + waited_s
@@ -243,6 +251,18 @@ class Engine:
         for command in commands:
             command()
         return True
+
+    def _rest_s(self) -> float:
+        """Seconds until the next plan is to be made.
+
+        They count from what has landed last, not from when it was expected to: a pace that was kept too slow, after a
+        time in which the device was slower, would be measured as the device's own, and kept for good.
+        """
+        if not self._flights or not self._flights[-1].expected_s:
+            return 0.0
+        busy_since = max(self._flights[0].sent_s, self._landed_s)
+        expected_s = sum(each.expected_s for each in self._flights) - LEAD * self._flights[-1].expected_s
+        return busy_since + expected_s - time.monotonic()
 
     def step(self) -> None:
         """One round: plan the next step, send it to the device, take the oldest one's tokens."""
@@ -272,13 +292,12 @@ class Engine:
         except Exception as error:
             self._fail(plan, error)
             return
-        now, expected_s = time.monotonic(), self._scheduler.expected_s(plan) if plan.num_steps > 1 else 0.0
-        self._flights.append((flight, now, self._runner.num_programs > num_programs))
-        self._lands_s = max(now, self._lands_s) + expected_s
-        self._due_s = self._lands_s - LEAD * expected_s if expected_s else now
+        expected_s = self._scheduler.expected_s(plan) if plan.num_steps > 1 else 0.0
+        has_compiled = self._runner.num_programs > num_programs
+        self._flights.append(_InFlight(flight, time.monotonic(), expected_s, has_compiled))
 
     def _land(self) -> None:
-        flight, launched_s, has_compiled = self._flights.popleft()
+        flight, sent_s, _, has_compiled = self._flights.popleft()
         waits_from = time.monotonic()
         try:
             tokens = self._runner.read(flight)
@@ -287,7 +306,7 @@ class Engine:
             return
         now = time.monotonic()
         self._wait_s += now - waits_from
-        duration = None if has_compiled else now - max(launched_s, self._landed_s)
+        duration = None if has_compiled else now - max(sent_s, self._landed_s)
         self._landed_s = now
         self._deliveries.note_prompts(flight)
         self._num_steps += flight.plan.num_steps
@@ -301,8 +320,8 @@ class Engine:
         message = f"its step failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
         outcomes = self._scheduler.fail(plan)
         if self._runner.cache_is_lost:
-            for flight, *_ in self._flights:
-                outcomes += self._scheduler.fail(flight.plan)
+            for each in self._flights:
+                outcomes += self._scheduler.fail(each.flight.plan)
             self._flights.clear()
             for request_id in self._deliveries.open_ids():
                 state = self._scheduler.find(request_id)

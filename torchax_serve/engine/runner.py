@@ -30,6 +30,11 @@ class Flight:
     tokens: jax.Array | None = None  # int32[>= num_steps, S], instead of `sampled`, of steps that choose themselves
     prompt: Logprobs | None = None  # of every token of the packed run, under the logits before it
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether any row's log-probabilities were asked for."""
+        return any(sampled.logprobs is not None for sampled in self.sampled)
+
 
 class ModelRunner:
     """Executes plans on a model and its cache.

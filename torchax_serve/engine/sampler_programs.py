@@ -111,7 +111,7 @@ class Sampler:
         that they stay on the device while the same requests decode. The program gets `state_for` the level "sampled"
         and gives its new state to `take`.
         """
-        if any(row.slot in self._lone for row in plan_rows):
+        if self._lone and any(row.slot in self._lone for row in plan_rows):
             return None
         seats, spec = self.slots.level_of(plan_rows, num_rows)
         if spec.logprobs or spec.level == "full":

@@ -182,8 +182,12 @@ class PagedCacheBook:
                 table[pages.slot, i] = pool.allocate()
         pages.num_pages = max(pages.num_pages, target)
 
-    def publish(self, pages: SequencePages, tokens: list[int], num_computed: int) -> None:
-        """Enters full pages whose tokens are computed into the prefix index, then frees pages behind windows."""
+    def publish(self, pages: SequencePages, tokens: list[int], num_computed: int) -> float:
+        """Enters full pages whose tokens are computed into the prefix index, then frees pages behind windows.
+
+        Returns:
+            The number of computed tokens with which there is more to do.
+        """
         num_full = num_computed // self._page_len
         while pages.node is not None and pages.num_published < num_full:
             begin = pages.num_published * self._page_len
@@ -191,7 +195,7 @@ class PagedCacheBook:
             if node is not None:
                 self._index.pin(node)
                 for i, pool in enumerate(self._pools):
-                    page = int(self._tables[i][pages.slot, pages.num_published])
+                    page = self._tables[i].item(pages.slot, pages.num_published)
                     if page != NULL_PAGE and node.pages[i] == NULL_PAGE:
                         pool.remember(page, node)
                         self._index.hold(i, page, node)
@@ -199,6 +203,7 @@ class PagedCacheBook:
             # None: the hash belongs to another prefix. What is behind could not be found, so nothing more is entered.
             pages.node = node
             self._index.unpin(before)
+        due: float = (num_full + 1) * self._page_len
         for i in self._windowed:
             live = self._groups[i].first_live_page(num_computed, self._page_len)
             if live > pages.first_live[i]:
@@ -207,6 +212,8 @@ class PagedCacheBook:
                     self._pools[i].free(page)
                 row[pages.first_live[i] : live] = NULL_PAGE
                 pages.first_live[i] = live
+            due = min(due, self._groups[i].last_use(live, self._page_len))
+        return due
 
     def release(self, pages: SequencePages) -> None:
         """Gives the slot and all pages back, the last page first."""

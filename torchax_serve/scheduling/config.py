@@ -38,6 +38,10 @@ class CacheGroup:
             return 0
         return max(0, num_computed - self.window + 1) // page_len
 
+    def last_use(self, page: int, page_len: int) -> float:
+        """Computed tokens with which no later query sees the page of that index any more."""
+        return math.inf if self.window is None else (page + 1) * page_len + self.window - 1
+
     def most_pages(self, length: int, page_len: int) -> int:
         """Pages that a sequence of `length` tokens holds at the most, when computed token by token."""
         num_pages = -(-length // page_len)

@@ -21,10 +21,17 @@ class _Draft:
 
     prefill_left: int  # prompt tokens that this step may still take
     outstanding: list[int]  # by group, pages that running requests still need for their prompts
-    decode: list[tuple[PlanRow, RequestState]] = dataclasses.field(default_factory=list)
-    prefill: list[tuple[PlanRow, RequestState]] = dataclasses.field(default_factory=list)
+    decode_rows: list[PlanRow] = dataclasses.field(default_factory=list)
+    decoding: list[RequestState] = dataclasses.field(default_factory=list)
+    prefill_rows: list[PlanRow] = dataclasses.field(default_factory=list)
+    prefilling: list[RequestState] = dataclasses.field(default_factory=list)
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
     fresh_slots: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def states(self) -> list[RequestState]:
+        """Of all rows, those that decode first."""
+        return self.decoding + self.prefilling
 
 
 class StepPlanner:
@@ -60,17 +67,17 @@ class StepPlanner:
             limit = self._config.token_budget if holds_decode else budget
         else:
             limit = self._filled_up(num_decode, self._pacer.limit(num_decode, budget), budget)
-        draft = self._fill(limit, holds_decode)
-        if not draft.decode and not draft.prefill and (holds_decode or limit < budget):
+        num_steps = self._num_steps(num_decode)
+        draft = self._fill(limit, holds_decode, num_steps)
+        if not draft.states and (holds_decode or limit < budget):
             draft = self._fill(budget)  # no prompt fits in; or nobody decodes after all: nobody's pace to keep
-        if not draft.decode and not draft.prefill:
+        states = draft.states
+        if not states:
             return None
-        num_steps = 1 if draft.prefill else self._stretch(draft.decode)
-        filled = draft.decode + draft.prefill
         plan = StepPlan(
             step=self.num_planned,
-            rows=tuple([row for row, _ in filled]),
-            num_decode=len(draft.decode),
+            rows=(*draft.decode_rows, *draft.prefill_rows),
+            num_decode=len(draft.decode_rows),
             num_steps=num_steps,
             fresh_slots=tuple(draft.fresh_slots),
             page_copies=tuple(draft.copies),
@@ -79,7 +86,7 @@ class StepPlanner:
         self.num_planned += 1
         if not is_burst:
             self._pacer.planned(plan.step, plan.num_decode, plan.num_prefill_tokens)
-        return plan, [state for _, state in filled]
+        return plan, states
 
     def _filled_up(self, num_decode: int, limit: int, budget: int) -> int:
         """`limit` prompt tokens and as many as cost nothing more, because the step would be padded with them."""
@@ -106,22 +113,27 @@ class StepPlanner:
         age = self.num_planned - min(started)
         return age if age <= self._config.max_running and first.arrived_step <= min(started) else None
 
-    def _fill(self, prefill_limit: int, holds_decode: bool = False) -> _Draft:
+    def _fill(self, prefill_limit: int, holds_decode: bool = False, num_steps: int = 1) -> _Draft:
         draft = _Draft(prefill_limit, [0] * len(self._config.groups))
         page_len = self._config.page_len
         for state in tuple(self._roster.running):
+            start, pages = state.num_planned, state.pages
             if state.status is not Status.RUNNING:
                 continue  # it had to make room
-            if state.wants_prefill:
+            if start < state.prefill_len:
                 self._continue_prefill(draft, state)
-            elif state.wants_decode and not holds_decode:
-                pages, start = state.pages, state.num_planned
+            elif start < state.end_len - 1 and not holds_decode:
                 assert pages is not None
-                if start >= pages.num_pages * page_len and not self._grow(state, start + 1):
-                    continue
-                draft.decode.append((PlanRow(state.request.request_id, pages.slot, start, 1, None, True), state))
-                state.num_planned = start + 1
-                state.num_pending += 1
+                end = start + num_steps
+                if end > pages.num_pages * page_len:
+                    if num_steps > 1:
+                        self._book.grow(pages, end)  # there are pages for all
+                    elif not self._grow(state, end):
+                        continue
+                draft.decode_rows.append(PlanRow(state.request_id, pages.slot, start, 1, None, True))
+                draft.decoding.append(state)
+                state.num_planned = end
+                state.num_pending += num_steps
                 state.num_in_flight += 1
         self._admit(draft)
         return draft
@@ -155,7 +167,7 @@ class StepPlanner:
 
     def _continue_prefill(self, draft: _Draft, state: RequestState) -> None:
         chunk_len = 0
-        if draft.prefill_left and (self._config.packed or not draft.prefill):
+        if draft.prefill_left and (self._config.packed or not draft.prefill_rows):
             wanted = min(draft.prefill_left, state.prefill_len - state.num_planned)
             grown = self._grow(state, state.num_planned + self._config.chunk_len(wanted))
             chunk_len = self._config.chunk_len(grown - state.num_planned)
@@ -170,8 +182,9 @@ class StepPlanner:
         start, end = state.num_planned, state.num_planned + num_tokens
         samples = end == state.prefill_len
         ids = tuple(state.tokens[start:end])
-        row = PlanRow(state.request.request_id, state.pages.slot, start, num_tokens, ids, samples)
-        draft.prefill.append((row, state))
+        row = PlanRow(state.request_id, state.pages.slot, start, num_tokens, ids, samples)
+        draft.prefill_rows.append(row)
+        draft.prefilling.append(state)
         draft.prefill_left -= num_tokens
         state.num_planned = end
         state.num_pending += samples
@@ -203,7 +216,7 @@ class StepPlanner:
 
     def _is_full(self, draft: _Draft) -> bool:
         has_seat = self._book.num_free_slots and len(self._roster.running) < self._config.max_running
-        return not (has_seat and draft.prefill_left and (self._config.packed or not draft.prefill))
+        return not (has_seat and draft.prefill_left and (self._config.packed or not draft.prefill_rows))
 
     def _parent(self, state: RequestState) -> RequestState | None:
         """The request whose computed prompt `state` can begin with, now or later; None if it must begin by itself."""
@@ -240,34 +253,28 @@ class StepPlanner:
         self.num_hit_tokens += num_computed
         return pages
 
-    def _stretch(self, decode: list[tuple[PlanRow, RequestState]]) -> int:
+    def _num_steps(self, num_decode: int) -> int:
         """How many decode steps to send at once: several if every running request decodes and nothing waits.
 
-        Their pages are reserved.
+        There are pages for all of them.
         """
-        config, states = self._config, [state for _, state in decode]
-        if config.max_num_steps == 1 or len(self._roster.waiting) or len(states) < len(self._roster.running):
+        config, running = self._config, self._roster.running
+        if config.max_num_steps == 1 or len(self._roster.waiting) or not 0 < num_decode == len(running):
             return 1
-        longest = max(state.num_planned for state in states)  # with the token of the first step
-        to_come = max(state.end_len - state.num_planned for state in states)
-        affordable = self._pacer.steps_within(config.max_dispatch_s, len(states))
-        num_steps = int(min(config.max_num_steps, affordable, to_come, config.max_len + 1 - longest))
-        if num_steps < 2:
-            return 1
-        growing: list[tuple[SequencePages, int]] = []  # with the length to come to
-        num_pages = 0
-        for state in states:
+        longest = max(state.num_planned for state in running)
+        to_come = max(state.end_len - state.num_planned for state in running) - 1  # behind the token it begins with
+        affordable = self._pacer.steps_within(config.max_dispatch_s, num_decode)
+        num_steps = int(min(config.max_num_steps, affordable, to_come, config.max_len - longest))
+        return num_steps if num_steps > 1 and self._has_pages(num_steps) else 1
+
+    def _has_pages(self, num_tokens: int) -> bool:
+        """Whether every running request can be grown by so many tokens."""
+        page_len, running = self._config.page_len, self._roster.running
+        num_groups = len(self._config.groups)
+        if self._book.has_pages([len(running) * -(-num_tokens // page_len)] * num_groups):
+            return True  # the common case, known without a look at each
+        lacking = 0
+        for state in running:
             assert state.pages is not None
-            length = state.num_planned - 1 + num_steps
-            lacking = -(-length // config.page_len) - state.pages.num_pages
-            if lacking > 0:
-                growing.append((state.pages, length))
-                num_pages += lacking
-        if num_pages > min((g.num_pages - g.num_used for g in self._book.usage()), default=num_pages):
-            return 1
-        for pages, length in growing:
-            self._book.grow(pages, length)
-        for state in states:
-            state.num_planned += num_steps - 1
-            state.num_pending += num_steps - 1
-        return num_steps
+            lacking += max(0, -(-(state.num_planned + num_tokens) // page_len) - state.pages.num_pages)
+        return not lacking or self._book.has_pages([lacking - 1] * num_groups)

@@ -85,6 +85,8 @@ class RequestState:
     tokens: list[int]  # prompt and outputs
     prompt_len: int
     end_len: int  # length of prompt and outputs at which the request ends with "length"
+    request_id: RequestId
+    stop_token_ids: frozenset[int]
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     pages: SequencePages | None = None  # also holds the slot; kept after the end while steps are in flight
@@ -93,6 +95,7 @@ class RequestState:
     num_planned: int = 0  # the same once all steps in flight are done
     num_pending: int = 0  # sampled tokens that are not known yet
     num_in_flight: int = 0  # plans not yet committed that have a row of this request
+    publish_len: float = 0  # computed tokens with which the cache's book has something to note
     arrived_step: int = 0  # the plan that was to be made next when it arrived
     started_step: int | None = None  # the same when it was given its first token
 
@@ -115,3 +118,22 @@ class RequestState:
     def wants_prefill(self) -> bool:
         """Whether tokens known at the start are still to be computed."""
         return self.num_planned < self.prefill_len
+
+    def extend(self, sampled: list[int]) -> bool:
+        """Takes all tokens of a decode row, as most rows of most plans bring them.
+
+        False, and nothing is taken, where the request has ended or begun anew, or may end with one of them.
+        """
+        tokens = self.tokens
+        num_known = len(tokens) + len(sampled)
+        if (
+            self.status is not Status.RUNNING
+            or num_known >= self.end_len
+            or not self.stop_token_ids.isdisjoint(sampled)
+        ):
+            return False
+        tokens += sampled
+        self.num_computed = num_known - 1
+        self.num_pending -= len(sampled)
+        self.num_in_flight -= 1
+        return True

@@ -97,6 +97,8 @@ class Roster:
             list(request.prompt_ids),
             length - 1,
             min(length - 1 + request.max_new_tokens, self._config.max_len),
+            request.request_id,
+            request.stop_token_ids,
         )
         self._num_arrived += 1
         self._live[request.request_id] = state
@@ -110,6 +112,7 @@ class Roster:
         self.waiting.remove(state)
         state.status, state.pages = Status.RUNNING, pages
         state.num_computed = state.num_planned = num_computed
+        state.publish_len = 0
         state.prefill_len = len(state.tokens)
         self.running.add(state)
 

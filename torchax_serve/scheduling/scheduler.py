@@ -17,7 +17,7 @@ from torchax_serve.request import invalid
 from torchax_serve.scheduling.cache_book import GroupUsage, PagedCacheBook
 from torchax_serve.scheduling.config import SchedulerConfig
 from torchax_serve.scheduling.pacer import PrefillPacer
-from torchax_serve.scheduling.plan import Outcome, PlanRow, StepPlan
+from torchax_serve.scheduling.plan import Outcome, StepPlan
 from torchax_serve.scheduling.planner import StepPlanner
 from torchax_serve.scheduling.prefix import PageHash, page_hash
 from torchax_serve.scheduling.request import FinishReason, Request, RequestId, RequestState, Status
@@ -138,20 +138,25 @@ class Scheduler:
         flight = self._flights.popleft()
         self._pacer.observe(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
         outcomes = []
-        for index, (row, state) in enumerate(zip(plan.rows, flight.states, strict=True)):
+        are_all_tokens = bool((sampled >= 0).all())
+        for index, (state, row_tokens) in enumerate(zip(flight.states, sampled.tolist(), strict=True)):
+            if are_all_tokens and index < plan.num_decode and state.extend(row_tokens):
+                if state.num_computed >= state.publish_len:
+                    self._publish(state, state.num_computed)
+                self._num_new_tokens += plan.num_steps
+                outcomes.append(Outcome(state.request_id, index, tuple(row_tokens), None))
+                continue
             if state.status is not Status.FINISHED:
-                outcome = self._settle(plan, index, row, state, sampled[index])
+                outcome = self._settle(plan, index, state, row_tokens)
                 if outcome is not None:
                     outcomes.append(outcome)
             self._roster.land(state)
         self._roster.expire(now)
         return outcomes
 
-    def _settle(
-        self, plan: StepPlan, index: int, row: PlanRow, state: RequestState, sampled: list[int]
-    ) -> Outcome | None:
+    def _settle(self, plan: StepPlan, index: int, state: RequestState, sampled: list[int]) -> Outcome | None:
         """Takes a row's result: tokens up to the one that ends the request, and the cache that is now computed."""
-        assert state.pages is not None
+        row = plan.rows[index]
         reason: FinishReason | None = None
         accepted: list[int] = []
         if row.samples:
@@ -159,12 +164,16 @@ class Scheduler:
             accepted, reason = self._accept(state, sampled)
         num_computed = row.start + row.num_tokens + max(0, len(accepted) - 1)
         if reason != "error":
-            self._book.publish(state.pages, state.tokens, num_computed)
+            self._publish(state, num_computed)
         if state.status is Status.RUNNING:
             state.num_computed = num_computed
         if reason is not None:
             self._roster.end(state, reason)
         return Outcome(row.request_id, index, tuple(accepted), reason) if row.samples else None
+
+    def _publish(self, state: RequestState, num_computed: int) -> None:
+        assert state.pages is not None
+        state.publish_len = self._book.publish(state.pages, state.tokens, num_computed)
 
     def _accept(self, state: RequestState, sampled: list[int]) -> tuple[list[int], FinishReason | None]:
         """Gives the request its tokens, up to the one that ends it; those and the reason, if one does."""
@@ -240,7 +249,7 @@ class Scheduler:
         self._roster.check_integrity([state for flight in self._flights for state in flight.states])
 
 
-def _checked_tokens(plan: StepPlan, tokens: Any) -> list[list[int]]:
+def _checked_tokens(plan: StepPlan, tokens: Any) -> np.ndarray:
     array = np.asarray(tokens)
     shape = (len(plan.rows), plan.num_steps)
     if array.shape == shape[:1] and plan.num_steps == 1:
@@ -249,4 +258,4 @@ def _checked_tokens(plan: StepPlan, tokens: Any) -> list[list[int]]:
         raise invalid(
             "tokens", f"whole numbers of shape {shape}", f"{array.dtype}{array.shape}", "a row for each of the plan"
         )
-    return array.tolist()
+    return array

@@ -1,0 +1,73 @@
+"""The engine keeps a device busy whose pace changes: a real scheduler, and a device that only takes its time."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from transformers import GenerationConfig
+
+from torchax_serve.engine.engine import Engine
+from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.runner import Flight
+from torchax_serve.scheduling import CacheGroup, Scheduler, SchedulerConfig
+
+SLOW_S, FAST_S = 0.016, 0.002
+MAX_NUM_STEPS = 4
+
+
+class PacedRunner:
+    """Answers every row with token 1, when a device of `step_s` seconds a step would."""
+
+    num_programs = 0
+    cache_is_lost = False
+
+    def __init__(self):
+        self.step_s = SLOW_S
+        self._free_s = 0.0
+        self._ready_s = {}
+
+    def check(self, name, request):
+        pass
+
+    def execute(self, plan, requests, outputs):
+        self._free_s = max(self._free_s, time.monotonic()) + plan.num_steps * self.step_s
+        self._ready_s[plan.step] = self._free_s
+        return Flight(plan)
+
+    def read(self, flight):
+        time.sleep(max(0.0, self._ready_s.pop(flight.plan.step) - time.monotonic()))
+        return np.ones((len(flight.plan.rows), flight.plan.num_steps), np.int32)
+
+
+@pytest.fixture
+def paced():
+    config = SchedulerConfig(
+        groups=(CacheGroup("full", None, 200),),
+        page_len=16,
+        num_slots=2,
+        max_len=2048,
+        token_budget=64,
+        max_num_steps=MAX_NUM_STEPS,
+    )
+    runner = PacedRunner()
+    engine = Engine(Scheduler(config), runner)
+    yield SimpleNamespace(engine=engine, runner=runner)
+    engine.close()
+
+
+def seconds_a_token(ticket, num_tokens):
+    """Of the next tokens, over as many as come together with the last of them."""
+    begun, num_read = time.monotonic(), 0
+    while num_read < num_tokens:
+        num_read += len(next(ticket).token_ids)
+    return (time.monotonic() - begun) / num_read
+
+
+def test_a_device_that_was_slow_and_is_not_any_more_is_kept_busy(paced):
+    config = GenerationConfig(max_new_tokens=1500)
+    tokens = iter(paced.engine.submit(RowRequest.of([5, 6], config, vocab_size=32, seed=0)))
+    assert seconds_a_token(tokens, 20 * MAX_NUM_STEPS) > 0.9 * SLOW_S, "longer than the window of any median"
+    paced.runner.step_s = FAST_S
+    seconds_a_token(tokens, 40 * MAX_NUM_STEPS)  # in which it is noticed
+    assert seconds_a_token(tokens, 40 * MAX_NUM_STEPS) < 0.5 * SLOW_S, "the device's pace, with room for a busy machine"
