@@ -123,7 +123,7 @@ class Recorder:
 
     def _paced(self, runner_class: Any) -> Any:
         execute, read = self._timed("execute", runner_class.execute), self._timed("read", runner_class.read)
-        wait, send = self._timed("wait", self._wait), self._send
+        wait, send = self._timed("wait", self._wait), self._timed("note", self._send)
 
         class PacedRunner(runner_class):  # type: ignore[misc]
             """Hands tokens out when the accelerator would have them."""
@@ -164,7 +164,7 @@ class Recorder:
             parts[name] = parts.get(name, 0.0) + ended - began
         done, self._sent = self._sent, None
         if done is not None:
-            done.host_s = parts.pop("step") - parts.pop("wait", 0.0)
+            done.host_s = parts.pop("step") - parts.pop("wait", 0.0) - parts.pop("note")
             done.parts = parts
             self.rounds.append(done)
 

@@ -51,5 +51,5 @@ def test_the_host_is_measured_beside_the_steps_it_sends(tmp_path):
         assert parts["call"] < parts["execute"] < row["host_us_a_round"]
     spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {each["name"] for each in spans}
-    assert names == {"schedule", "execute", "call", "wait", "read", "commit", "deliver", "step"}
+    assert names == {"schedule", "execute", "call", "note", "wait", "read", "commit", "deliver", "step"}
     assert all(each["dur"] >= 0 for each in spans)

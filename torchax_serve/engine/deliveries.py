@@ -88,8 +88,10 @@ class Deliveries:
 
     def note_prompts(self, flight: Flight) -> None:
         """Keeps what a step has found out about the tokens of prompts, until the first new token goes out with it."""
+        if flight.prompt is None:
+            return
         for index, row in enumerate(flight.plan.rows):
-            if flight.prompt is None or row.is_decode or row.request_id not in self._requests:
+            if row.is_decode or row.request_id not in self._requests:
                 continue
             request = self.request_of(row.request_id)
             if request.params.prompt_logprobs is not None:

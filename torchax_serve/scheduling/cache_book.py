@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -176,11 +176,20 @@ class PagedCacheBook:
 
     def grow(self, pages: SequencePages, length: int) -> None:
         """Gives the sequence pages for `length` tokens, which `growable_len` must allow."""
-        target = -(-length // self._page_len)
-        for pool, table in zip(self._pools, self._tables, strict=True):
-            for i in range(pages.num_pages, target):
-                table[pages.slot, i] = pool.allocate()
-        pages.num_pages = max(pages.num_pages, target)
+        self.grow_all([(pages, length)])
+
+    def grow_all(self, growing: Sequence[tuple[SequencePages, int]]) -> None:
+        """Gives each sequence pages for its number of tokens, which there must be."""
+        slots: list[int] = []
+        columns: list[int] = []
+        for pages, length in growing:
+            target = max(pages.num_pages, -(-length // self._page_len))
+            slots += [pages.slot] * (target - pages.num_pages)
+            columns += range(pages.num_pages, target)
+            pages.num_pages = target
+        if slots:
+            for pool, table in zip(self._pools, self._tables, strict=True):
+                table[slots, columns] = pool.allocate_all(len(slots))
 
     def publish(self, pages: SequencePages, tokens: list[int], num_computed: int) -> float:
         """Enters full pages whose tokens are computed into the prefix index, then frees pages behind windows.
@@ -191,18 +200,15 @@ class PagedCacheBook:
         num_full = num_computed // self._page_len
         while pages.node is not None and pages.num_published < num_full:
             begin = pages.num_published * self._page_len
-            before, node = pages.node, self._index.enter(pages.node, tuple(tokens[begin : begin + self._page_len]))
+            # None: the hash belongs to another prefix. What is behind could not be found, so nothing more is entered.
+            pages.node = node = self._index.follow(pages.node, tuple(tokens[begin : begin + self._page_len]))
             if node is not None:
-                self._index.pin(node)
                 for i, pool in enumerate(self._pools):
                     page = self._tables[i].item(pages.slot, pages.num_published)
                     if page != NULL_PAGE and node.pages[i] == NULL_PAGE:
                         pool.remember(page, node)
                         self._index.hold(i, page, node)
                 pages.num_published += 1
-            # None: the hash belongs to another prefix. What is behind could not be found, so nothing more is entered.
-            pages.node = node
-            self._index.unpin(before)
         due: float = (num_full + 1) * self._page_len
         for i in self._windowed:
             live = self._groups[i].first_live_page(num_computed, self._page_len)

@@ -69,6 +69,18 @@ class PagePool:
         self._num_refs[page] = 1
         return page
 
+    def allocate_all(self, num_pages: int) -> list[int]:
+        """So many pages, as `allocate` would give them one by one.
+
+        Raises:
+            OutOfMemoryError: there are fewer, and those there are are taken.
+        """
+        taken = self._free[: -num_pages - 1 : -1]
+        del self._free[len(self._free) - len(taken) :]
+        for page in taken:
+            self._num_refs[page] = 1
+        return taken + [self.allocate() for _ in range(num_pages - len(taken))]
+
     def share(self, page: int) -> None:
         """Adds a reference to a page that is used or idle.
 

@@ -116,6 +116,7 @@ class StepPlanner:
     def _fill(self, prefill_limit: int, holds_decode: bool = False, num_steps: int = 1) -> _Draft:
         draft = _Draft(prefill_limit, [0] * len(self._config.groups))
         page_len = self._config.page_len
+        growing: list[tuple[SequencePages, int]] = []  # for several steps; there are pages for all
         for state in tuple(self._roster.running):
             start, pages = state.num_planned, state.pages
             if state.status is not Status.RUNNING:
@@ -127,7 +128,7 @@ class StepPlanner:
                 end = start + num_steps
                 if end > pages.num_pages * page_len:
                     if num_steps > 1:
-                        self._book.grow(pages, end)  # there are pages for all
+                        growing.append((pages, end))
                     elif not self._grow(state, end):
                         continue
                 draft.decode_rows.append(PlanRow(state.request_id, pages.slot, start, 1, None, True))
@@ -135,6 +136,7 @@ class StepPlanner:
                 state.num_planned = end
                 state.num_pending += num_steps
                 state.num_in_flight += 1
+        self._book.grow_all(growing)
         self._admit(draft)
         return draft
 

@@ -66,15 +66,20 @@ class PrefixIndex:
                 nodes.append(node)
         return nodes
 
-    def enter(self, parent: PrefixNode, tokens: tuple[int, ...]) -> PrefixNode | None:
-        """The node of `tokens` behind `parent`, made if need be; None if its hash belongs to another chain."""
-        key = self._hash(parent.key, tokens, parent.salt)
+    def follow(self, pinned: PrefixNode, tokens: tuple[int, ...]) -> PrefixNode | None:
+        """Moves a sequence's pin to the node of `tokens` behind `pinned`, made if need be.
+
+        None, and the pin is given up, if the hash belongs to another chain.
+        """
+        key = self._hash(pinned.key, tokens, pinned.salt)
         node = self._nodes.get(key)
         if node is None:
-            node = PrefixNode(key, parent.salt, parent, tokens, [NULL_PAGE] * self._num_groups)
+            # What the sequence was to its parent, the node now is.
+            node = PrefixNode(key, pinned.salt, pinned, tokens, [NULL_PAGE] * self._num_groups, 1)
             self._nodes[key] = node
-            parent.num_uses += 1
-        return node if node.parent is parent and node.tokens == tokens else None
+            return node
+        self.unpin(pinned)
+        return self.pin(node) if node.parent is pinned and node.tokens == tokens else None
 
     def pin(self, node: PrefixNode) -> PrefixNode:
         """Keeps `node`, and returns it, while a sequence continues there."""
