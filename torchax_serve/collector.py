@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterator
 
 NUM_YOUNG = 20_000
-"""Objects made and not let go with which the youngest are collected, in a process that serves; Python's own number is 700.
+"""Objects made and not let go with which young ones are collected, in a process that serves; Python itself takes 700.
 
 A dispatch for 256 requests makes some 1,500 that are gone with the next one. Walking them takes half a millisecond.
 """

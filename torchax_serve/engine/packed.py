@@ -92,11 +92,11 @@ class DecodeSpec:
         """The array of a call."""
         numbers = np.zeros(self.size, np.int32)
         by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
-        slots = [row.slot for row in rows]
+        slots = np.array([row.slot for row in rows], np.int32)
         by_row[0, :num_rows] = slots
         by_row[1, :num_rows] = [row.start + 1 for row in rows]
         for table, pages in zip(tables, np.split(by_row[2:], self.packed.num_tables), strict=True):
-            pages.reshape(self.packed.num_rows, -1)[:num_rows] = table[slots]
+            table.take(slots, axis=0, out=pages.reshape(self.packed.num_rows, -1)[:num_rows], mode="clip")
         numbers[-2:] = num_steps, draws
         return numbers
 

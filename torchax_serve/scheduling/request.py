@@ -119,7 +119,7 @@ class RequestState:
         """Whether tokens known at the start are still to be computed."""
         return self.num_planned < self.prefill_len
 
-    def extend(self, sampled: list[int]) -> bool:
+    def extend(self, sampled: tuple[int, ...]) -> bool:
         """Takes all tokens of a decode row, as most rows of most plans bring them.
 
         False, and nothing is taken, where the request has ended or begun anew, or may end with one of them.

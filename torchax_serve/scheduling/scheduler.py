@@ -139,12 +139,16 @@ class Scheduler:
         self._pacer.observe(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
         outcomes = []
         are_all_tokens = bool((sampled >= 0).all())
-        for index, (state, row_tokens) in enumerate(zip(flight.states, sampled.tolist(), strict=True)):
-            if are_all_tokens and index < plan.num_decode and state.extend(row_tokens):
+        num_decode, num_steps = plan.num_decode, plan.num_steps
+        # Rows from columns: hundreds of tuples cost less than as many lists.
+        for index, (state, row_tokens) in enumerate(
+            zip(flight.states, zip(*sampled.T.tolist(), strict=True), strict=True)
+        ):
+            if are_all_tokens and index < num_decode and state.extend(row_tokens):
                 if state.num_computed >= state.publish_len:
                     self._publish(state, state.num_computed)
-                self._num_new_tokens += plan.num_steps
-                outcomes.append(Outcome(state.request_id, index, tuple(row_tokens), None))
+                self._num_new_tokens += num_steps
+                outcomes.append(Outcome(state.request_id, index, row_tokens, None))
                 continue
             if state.status is not Status.FINISHED:
                 outcome = self._settle(plan, index, state, row_tokens)
@@ -154,11 +158,11 @@ class Scheduler:
         self._roster.expire(now)
         return outcomes
 
-    def _settle(self, plan: StepPlan, index: int, state: RequestState, sampled: list[int]) -> Outcome | None:
+    def _settle(self, plan: StepPlan, index: int, state: RequestState, sampled: tuple[int, ...]) -> Outcome | None:
         """Takes a row's result: tokens up to the one that ends the request, and the cache that is now computed."""
         row = plan.rows[index]
         reason: FinishReason | None = None
-        accepted: list[int] = []
+        accepted: tuple[int, ...] = ()
         if row.samples:
             state.num_pending -= plan.num_steps
             accepted, reason = self._accept(state, sampled)
@@ -169,13 +173,13 @@ class Scheduler:
             state.num_computed = num_computed
         if reason is not None:
             self._roster.end(state, reason)
-        return Outcome(row.request_id, index, tuple(accepted), reason) if row.samples else None
+        return Outcome(row.request_id, index, accepted, reason) if row.samples else None
 
     def _publish(self, state: RequestState, num_computed: int) -> None:
         assert state.pages is not None
         state.publish_len = self._book.publish(state.pages, state.tokens, num_computed)
 
-    def _accept(self, state: RequestState, sampled: list[int]) -> tuple[list[int], FinishReason | None]:
+    def _accept(self, state: RequestState, sampled: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Gives the request its tokens, up to the one that ends it; those and the reason, if one does."""
         request, tokens = state.request, state.tokens
         num_new, room = len(tokens) - state.prompt_len, state.end_len - len(tokens)
