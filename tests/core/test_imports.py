@@ -54,6 +54,23 @@ def test_frozen_objects_of_the_caller_stay_frozen():
 
 
 @pytest.fixture
+def collector_is_as_it_was():
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize("young, expected", [(700, collector.NUM_YOUNG), (10**6, 10**6), (0, 0)])
+def test_a_process_that_serves_walks_nothing_old_and_little_young(young, expected, collector_is_as_it_was):
+    kept = []
+    gc.set_threshold(young, 10, 10)
+    collector.set_aside()
+    assert gc.get_threshold() == (expected, 10, 10)
+    assert not any(kept is each for each in gc.get_objects())  # which lists what collections see
+
+
+@pytest.fixture
 def provider(tmp_path, monkeypatch):
     """A module with an implementation of an op, for the platform tpu."""
     (tmp_path / "kernels_of_a_test.py").write_text(

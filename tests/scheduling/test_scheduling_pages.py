@@ -14,7 +14,7 @@ NUM_PAGES = 8
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of allocate, share, free, remember and forget."""
+    """Any order of allocate, allocate_all, share, free, remember and forget."""
 
     num_operations = 0
 
@@ -47,6 +47,25 @@ class PoolMachine(RuleBasedStateMachine):
             assert page == self.idle.pop(0)
             del self.prefixes[page]
         self.refs[page] = 1
+
+    @rule(num_pages=st.integers(0, NUM_PAGES))
+    def allocate_all(self, num_pages):
+        PoolMachine.num_operations += 1
+        num_available = NUM_PAGES - 1 - len(self.refs)
+        if num_pages > num_available:
+            with pytest.raises(OutOfMemoryError, match=f"expected {num_pages} free pages, got {num_available}"):
+                self.pool.allocate_all(num_pages)
+            return
+        num_evicted = max(0, num_pages - num_available + len(self.idle))
+        oldest, self.idle = self.idle[:num_evicted], self.idle[num_evicted:]
+        self.evicted.clear()
+        pages = self.pool.allocate_all(num_pages)
+        assert self.evicted == [(page, self.prefixes.pop(page)) for page in oldest]
+        assert len(set(pages)) == num_pages
+        assert pages[num_pages - num_evicted :] == oldest
+        assert not self.refs.keys() & set(pages)
+        assert not set(self.idle) & set(pages)
+        self.refs |= dict.fromkeys(pages, 1)
 
     @rule(page=st.integers(-1, NUM_PAGES))
     def share(self, page):

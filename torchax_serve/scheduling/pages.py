@@ -70,11 +70,13 @@ class PagePool:
         return page
 
     def allocate_all(self, num_pages: int) -> list[int]:
-        """So many pages, as `allocate` would give them one by one.
+        """So many pages, as `allocate` gives them one by one.
 
         Raises:
-            OutOfMemoryError: there are fewer, and those there are are taken.
+            OutOfMemoryError: there are fewer; none is taken.
         """
+        if num_pages > self.num_available:
+            raise OutOfMemoryError(f"expected {num_pages} free pages, got {self.num_available}; free some first")
         taken = self._free[: -num_pages - 1 : -1]
         del self._free[len(self._free) - len(taken) :]
         for page in taken:

@@ -140,10 +140,8 @@ class Scheduler:
         outcomes = []
         are_all_tokens = bool((sampled >= 0).all())
         num_decode, num_steps = plan.num_decode, plan.num_steps
-        # Rows from columns: hundreds of tuples cost less than as many lists.
-        for index, (state, row_tokens) in enumerate(
-            zip(flight.states, zip(*sampled.T.tolist(), strict=True), strict=True)
-        ):
+        by_row = zip(*sampled.T.tolist(), strict=True)  # tuples cost less than as many lists
+        for index, (state, row_tokens) in enumerate(zip(flight.states, by_row, strict=True)):
             if are_all_tokens and index < num_decode and state.extend(row_tokens):
                 if state.num_computed >= state.publish_len:
                     self._publish(state, state.num_computed)
