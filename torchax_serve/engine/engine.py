@@ -10,12 +10,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.engine.deliveries import Deliveries
+from torchax_serve.engine.flights import Flights
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.runner import Flight, ModelRunner
+from torchax_serve.engine.runner import ModelRunner
 from torchax_serve.engine.ticket import Ticket
 from torchax_serve.scheduling import FinishReason, Outcome, RequestId, Scheduler, SchedulerStats, StepPlan
 
@@ -23,10 +23,6 @@ logger = logging.getLogger("torchax_serve")
 
 MAX_IN_FLIGHT = 2
 """Plans on the device: one computes while the host prepares the next."""
-
-LEAD = 0.25
-"""Part of a dispatch of several steps that is still to come when the next one is sent. Requests that come earlier go
-first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +52,6 @@ class EngineStats:
         )
 
 
-class _InFlight(NamedTuple):
-    """A plan on the device."""
-
-    flight: Flight
-    sent_s: float
-    expected_s: float  # that the device should take, by plans before it; 0 where that is not known
-    has_compiled: bool
-
-
 class Engine:
     """Owns scheduler and runner and the thread that drives them. Its methods may be called from any thread.
 
@@ -81,7 +68,7 @@ class Engine:
         self.description = description
         self._scheduler, self._runner = scheduler, runner
         self._deliveries = Deliveries(runner)
-        self._flights: collections.deque[_InFlight] = collections.deque()
+        self._flights = Flights()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
         self._ids: Iterator[RequestId] = itertools.count() if ids is None else ids
@@ -89,7 +76,6 @@ class Engine:
         self._rate: collections.deque[tuple[float, int]] = collections.deque(maxlen=512)
         self._num_steps = 0
         self._wait_s = self._busy_s = 0.0
-        self._landed_s = 0.0
         self.check_integrity = False  # after every step: for tests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -239,7 +225,7 @@ class Engine:
             while not (self._closed or self._commands or len(self._scheduler) or self._flights):
                 self._wake.wait()
                 began = time.monotonic()
-            rest_s = self._rest_s()
+            rest_s = self._flights.rest_s()
             if rest_s > 0:
                 self._wake.wait_for(lambda: self._closed or self._commands, rest_s)
                 waited_s = time.monotonic() - began
@@ -251,18 +237,6 @@ class Engine:
         for command in commands:
             command()
         return True
-
-    def _rest_s(self) -> float:
-        """Seconds until the next plan is to be made.
-
-        They count from what has landed last, not from when it was expected to: a pace that was kept too slow, after a
-        time in which the device was slower, would be measured as the device's own, and kept for good.
-        """
-        if not self._flights or not self._flights[-1].expected_s:
-            return 0.0
-        busy_since = max(self._flights[0].sent_s, self._landed_s)
-        expected_s = sum(each.expected_s for each in self._flights) - LEAD * self._flights[-1].expected_s
-        return busy_since + expected_s - time.monotonic()
 
     def step(self) -> None:
         """One round: plan the next step, send it to the device, take the oldest one's tokens."""
@@ -293,12 +267,11 @@ class Engine:
             self._fail(plan, error)
             return
         expected_s = self._scheduler.expected_s(plan) if plan.num_steps > 1 else 0.0
-        has_compiled = self._runner.num_programs > num_programs
-        self._flights.append(_InFlight(flight, time.monotonic(), expected_s, has_compiled))
+        self._flights.send(flight, expected_s, has_compiled=self._runner.num_programs > num_programs)
 
     def _land(self) -> None:
-        flight, sent_s, _, has_compiled = self._flights.popleft()
-        waits_from = time.monotonic()
+        oldest = self._flights.take()
+        flight, waits_from = oldest.flight, time.monotonic()
         try:
             tokens = self._runner.read(flight)
         except Exception as error:
@@ -306,11 +279,10 @@ class Engine:
             return
         now = time.monotonic()
         self._wait_s += now - waits_from
-        duration = None if has_compiled else now - max(sent_s, self._landed_s)
-        self._landed_s = now
+        duration_s = self._flights.landed(oldest, now)
         self._deliveries.note_prompts(flight)
         self._num_steps += flight.plan.num_steps
-        outcomes = self._scheduler.commit(flight.plan, tokens, now, duration)
+        outcomes = self._scheduler.commit(flight.plan, tokens, now, duration_s)
         self._rate.append((now, sum(len(outcome.token_ids) for outcome in outcomes)))
         self._deliveries.deliver(outcomes, flight)
 
@@ -320,8 +292,8 @@ class Engine:
         message = f"its step failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
         outcomes = self._scheduler.fail(plan)
         if self._runner.cache_is_lost:
-            for each in self._flights:
-                outcomes += self._scheduler.fail(each.flight.plan)
+            for flight in self._flights:
+                outcomes += self._scheduler.fail(flight.plan)
             self._flights.clear()
             for request_id in self._deliveries.open_ids():
                 state = self._scheduler.find(request_id)
