@@ -56,11 +56,11 @@ def paced():
     engine.close()
 
 
-def seconds_a_token(ticket, num_tokens):
+def seconds_a_token(tokens, num_tokens):
     """Of the next tokens, over as many as come together with the last of them."""
     begun, num_read = time.monotonic(), 0
     while num_read < num_tokens:
-        num_read += len(next(ticket).token_ids)
+        num_read += len(next(tokens).token_ids)
     return (time.monotonic() - begun) / num_read
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -80,6 +81,11 @@ class PagedCacheBook:
     def num_free_slots(self) -> int:
         """Slots that `open` and `fork` can give."""
         return len(self._free_slots)
+
+    @property
+    def num_available(self) -> float:
+        """Pages that every group can give; without end where there is no group."""
+        return min((pool.num_available for pool in self._pools), default=math.inf)
 
     def match(self, tokens: list[int], salt: str, shares: bool) -> PrefixMatch:
         """The longest prefix of full pages that every group still has, the last token never among them.
@@ -171,8 +177,7 @@ class PagedCacheBook:
 
     def growable_len(self, pages: SequencePages, length: int) -> int:
         """How many tokens up to `length` the sequence can be grown to with the pages that are available."""
-        most = min((pool.num_available for pool in self._pools), default=length)
-        return min(length, (pages.num_pages + most) * self._page_len)
+        return int(min(length, (pages.num_pages + self.num_available) * self._page_len))
 
     def grow(self, pages: SequencePages, length: int) -> None:
         """Gives the sequence pages for `length` tokens, which `growable_len` must allow."""

@@ -28,11 +28,6 @@ class _Draft:
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
     fresh_slots: list[int] = dataclasses.field(default_factory=list)
 
-    @property
-    def states(self) -> list[RequestState]:
-        """Of all rows, those that decode first."""
-        return self.decoding + self.prefilling
-
 
 class StepPlanner:
     """Turns the roster into the next plan.
@@ -69,9 +64,10 @@ class StepPlanner:
             limit = self._filled_up(num_decode, self._pacer.limit(num_decode, budget), budget)
         num_steps = self._num_steps(num_decode)
         draft = self._fill(limit, holds_decode, num_steps)
-        if not draft.states and (holds_decode or limit < budget):
+        states = draft.decoding + draft.prefilling
+        if not states and (holds_decode or limit < budget):
             draft = self._fill(budget)  # no prompt fits in; or nobody decodes after all: nobody's pace to keep
-        states = draft.states
+            states = draft.decoding + draft.prefilling
         if not states:
             return None
         plan = StepPlan(
@@ -131,7 +127,7 @@ class StepPlanner:
                         growing.append((pages, end))
                     elif not self._grow(state, end):
                         continue
-                draft.decode_rows.append(PlanRow(state.request_id, pages.slot, start, 1, None, True))
+                draft.decode_rows.append(PlanRow(state.request.request_id, pages.slot, start, 1, None, True))
                 draft.decoding.append(state)
                 state.num_planned = end
                 state.num_pending += num_steps
@@ -184,7 +180,7 @@ class StepPlanner:
         start, end = state.num_planned, state.num_planned + num_tokens
         samples = end == state.prefill_len
         ids = tuple(state.tokens[start:end])
-        row = PlanRow(state.request_id, state.pages.slot, start, num_tokens, ids, samples)
+        row = PlanRow(state.request.request_id, state.pages.slot, start, num_tokens, ids, samples)
         draft.prefill_rows.append(row)
         draft.prefilling.append(state)
         draft.prefill_left -= num_tokens
@@ -272,11 +268,11 @@ class StepPlanner:
     def _has_pages(self, num_tokens: int) -> bool:
         """Whether every running request can be grown by so many tokens."""
         page_len, running = self._config.page_len, self._roster.running
-        num_groups = len(self._config.groups)
-        if self._book.has_pages([len(running) * -(-num_tokens // page_len)] * num_groups):
+        num_available = self._book.num_available
+        if len(running) * -(-num_tokens // page_len) <= num_available:
             return True  # the common case, known without a look at each
         lacking = 0
         for state in running:
             assert state.pages is not None
             lacking += max(0, -(-(state.num_planned + num_tokens) // page_len) - state.pages.num_pages)
-        return not lacking or self._book.has_pages([lacking - 1] * num_groups)
+        return lacking <= num_available

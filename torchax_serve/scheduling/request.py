@@ -85,8 +85,6 @@ class RequestState:
     tokens: list[int]  # prompt and outputs
     prompt_len: int
     end_len: int  # length of prompt and outputs at which the request ends with "length"
-    request_id: RequestId
-    stop_token_ids: frozenset[int]
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     pages: SequencePages | None = None  # also holds the slot; kept after the end while steps are in flight
@@ -129,7 +127,7 @@ class RequestState:
         if (
             self.status is not Status.RUNNING
             or num_known >= self.end_len
-            or not self.stop_token_ids.isdisjoint(sampled)
+            or not self.request.stop_token_ids.isdisjoint(sampled)
         ):
             return False
         tokens += sampled

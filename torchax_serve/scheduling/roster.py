@@ -97,8 +97,6 @@ class Roster:
             list(request.prompt_ids),
             length - 1,
             min(length - 1 + request.max_new_tokens, self._config.max_len),
-            request.request_id,
-            request.stop_token_ids,
         )
         self._num_arrived += 1
         self._live[request.request_id] = state

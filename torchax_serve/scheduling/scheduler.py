@@ -138,15 +138,15 @@ class Scheduler:
         flight = self._flights.popleft()
         self._pacer.observe(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
         outcomes = []
-        are_all_tokens = bool((sampled >= 0).all())
         num_decode, num_steps = plan.num_decode, plan.num_steps
+        are_all_tokens = bool((sampled[:num_decode] >= 0).all())
         by_row = zip(*sampled.T.tolist(), strict=True)  # tuples cost less than as many lists
         for index, (state, row_tokens) in enumerate(zip(flight.states, by_row, strict=True)):
-            if are_all_tokens and index < num_decode and state.extend(row_tokens):
+            if index < num_decode and are_all_tokens and state.extend(row_tokens):
                 if state.num_computed >= state.publish_len:
                     self._publish(state, state.num_computed)
                 self._num_new_tokens += num_steps
-                outcomes.append(Outcome(state.request_id, index, row_tokens, None))
+                outcomes.append(Outcome(state.request.request_id, index, row_tokens, None))
                 continue
             if state.status is not Status.FINISHED:
                 outcome = self._settle(plan, index, state, row_tokens)
