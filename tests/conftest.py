@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import gc
+import os
 import signal
 
 import jax
@@ -14,6 +15,23 @@ settings.load_profile("tests")
 # A shell's background job ignores Ctrl-C, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+QUICK_COMPILATION = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
+"""A test's program runs for moments; with XLA's and LLVM's own settings the tests would mostly wait for compilers."""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--as-served", action="store_true", help="compile for the CPU as models are that are served")
+
+
+def pytest_configure(config):
+    given = os.environ.get("XLA_FLAGS", "")
+    if not config.getoption("--as-served") and QUICK_COMPILATION not in given:
+        # XLA has not read them yet; processes that tests start inherit them.
+        os.environ["XLA_FLAGS"] = f"{QUICK_COMPILATION} {given}".rstrip()
 
 
 @pytest.fixture(autouse=True, scope="module")
