@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 from collections.abc import Iterable
@@ -25,7 +26,8 @@ class Deliveries:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._requests: dict[RequestId, tuple[RowRequest, Ticket]] = {}
-        self._served: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}  # handed something, and not woken yet
+        # Handed something, and not woken yet.
+        self._served: collections.defaultdict[asyncio.AbstractEventLoop, list[Ticket]] = collections.defaultdict(list)
         self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
 
     def add(self, request_id: RequestId, request: RowRequest, ticket: Ticket) -> None:
@@ -48,29 +50,32 @@ class Deliveries:
         if flight is not None and not flight.has_logprobs:
             flight = None
         for outcome in outcomes:
-            if outcome.request_id not in self._requests:
+            entry = self._requests.get(outcome.request_id)
+            if entry is None:
                 continue
+            request, ticket = entry
             try:
-                ticket = self._hand_out(outcome, flight, error)
+                ticket.put(self._news(outcome, request, flight, error))
             except Exception:  # what one reader's data does may not stop the others
                 logger.exception("a request's tokens could not be handed out")
                 continue
             if ticket.loop is not None:
-                self._served.setdefault(ticket.loop, []).append(ticket)
+                self._served[ticket.loop].append(ticket)
 
     def wake_readers(self) -> None:
         """Wakes those who read in an event loop and were handed something since: all of a loop together.
 
         Each by itself would take longer than many a step.
         """
-        served, self._served = self._served, {}
+        served, self._served = self._served, collections.defaultdict(list)
         for loop, tickets in served.items():
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(_wake_all, tickets)
 
-    def _hand_out(self, outcome: Outcome, flight: Flight | None, error: str | None) -> Ticket:
+    def _news(self, outcome: Outcome, request: RowRequest, flight: Flight | None, error: str | None) -> NewTokens:
         """`flight` is looked at for log-probabilities alone."""
-        request, ticket = self._requests[outcome.request_id]
+        if outcome.finish_reason is None and flight is None and not self._prompts:
+            return NewTokens(outcome.token_ids)  # nearly always
         if outcome.finish_reason is not None:
             del self._requests[outcome.request_id]
         logprobs = prompt = None
@@ -83,8 +88,7 @@ class Deliveries:
                 prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
         if outcome.finish_reason == "error":
             error = error or "its logits were not finite numbers"
-        ticket.put(NewTokens(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error))
-        return ticket
+        return NewTokens(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error)
 
     def note_prompts(self, flight: Flight) -> None:
         """Keeps what a step has found out about the tokens of prompts, until the first new token goes out with it."""

@@ -25,7 +25,7 @@ from torchax_serve.buckets import ladder, rung, token_rungs
 from torchax_serve.engine.cache import PagedCache
 from torchax_serve.engine.sampler import RowOptions, SamplerSpec, SamplerState, sample
 from torchax_serve.program_cache import KeptFunction, ProgramCache
-from torchax_serve.scheduling import PlanRow
+from torchax_serve.scheduling import DecodeRows, PlanRow
 
 ON_DEVICE = -1
 """Stands for a token id that was sampled in the row's slot and that the host may not know yet."""
@@ -92,9 +92,13 @@ class DecodeSpec:
         """The array of a call."""
         numbers = np.zeros(self.size, np.int32)
         by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
-        slots = np.array([row.slot for row in rows], np.int32)
+        if isinstance(rows, DecodeRows):
+            slots, starts = rows.slots, rows.starts
+        else:
+            slots = np.array([row.slot for row in rows], np.int32)
+            starts = np.array([row.start for row in rows], np.int32)
         by_row[0, :num_rows] = slots
-        by_row[1, :num_rows] = [row.start + 1 for row in rows]
+        by_row[1, :num_rows] = starts + 1
         for table, pages in zip(tables, np.split(by_row[2:], self.packed.num_tables), strict=True):
             table.take(slots, axis=0, out=pages.reshape(self.packed.num_rows, -1)[:num_rows], mode="clip")
         numbers[-2:] = num_steps, draws

@@ -21,7 +21,7 @@ from torchax_serve.engine.sampler import (
     SamplerSpec,
 )
 from torchax_serve.engine.sampler_params import NEUTRAL, RowParams
-from torchax_serve.scheduling import PlanRow
+from torchax_serve.scheduling import DecodeRows, PlanRow
 
 _NO_LOGPROBS = -1
 
@@ -71,7 +71,7 @@ class SlotOptions:
         self._level = np.zeros(num_slots + 1, np.int8)
         self._num_top = np.full(num_slots + 1, _NO_LOGPROBS, np.int8)
         self._is_lone = np.zeros(num_slots + 1, bool)
-        self._last: tuple[tuple[tuple[int, ...], int], Seats] | None = None
+        self._last: tuple[tuple[bytes, int], Seats] | None = None
 
     def set(
         self, slot: int, params: RowParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()
@@ -119,7 +119,11 @@ class SlotOptions:
 
     def level_of(self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0) -> tuple[Seats, SamplerSpec]:
         """The program that covers a step's rows, see `rows`, and what does not change while they are the same."""
-        seats = self._seats_of(tuple([row.slot if row.samples else self.num_slots for row in plan_rows]), num_rows)
+        if isinstance(plan_rows, DecodeRows):
+            slots = plan_rows.slots
+        else:
+            slots = np.array([row.slot if row.samples else self.num_slots for row in plan_rows], np.int32)
+        seats = self._seats_of(slots, num_rows)
         level = seats.level
         if seats.has_full and (self._num_new(seats, plan_rows, ahead) < seats.num_full).any():
             level = "full"
@@ -131,14 +135,14 @@ class SlotOptions:
         ends[: len(plan_rows)] = [row.start + row.num_tokens for row in plan_rows]
         return np.where(seats.is_mine, ends + ahead - seats.prompt_len, 0)
 
-    def _seats_of(self, slots: tuple[int, ...], num_rows: int) -> Seats:
+    def _seats_of(self, slots: np.ndarray, num_rows: int) -> Seats:
         """What does not change while the same requests are in `slots`; kept, as most steps have those of the last."""
-        key = slots, num_rows
+        key = slots.tobytes(), num_rows
         if self._last is None or self._last[0] != key:
             self._last = key, self._gathered(slots, num_rows)
         return self._last[1]
 
-    def _gathered(self, slots: tuple[int, ...], num_rows: int) -> Seats:
+    def _gathered(self, slots: np.ndarray, num_rows: int) -> Seats:
         asked = np.full(num_rows, self.num_slots)
         asked[: len(slots)] = slots
         mine = np.where(self._is_lone[asked], self.num_slots, asked)

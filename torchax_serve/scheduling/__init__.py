@@ -4,7 +4,7 @@ from torchax_serve.scheduling.cache_book import GroupUsage, PagedCacheBook, Sequ
 from torchax_serve.scheduling.config import CacheGroup, SchedulerConfig
 from torchax_serve.scheduling.pacer import PrefillPacer
 from torchax_serve.scheduling.pages import NULL_PAGE, PagePool
-from torchax_serve.scheduling.plan import Outcome, PageCopy, PlanRow, StepPlan
+from torchax_serve.scheduling.plan import DecodeRows, Outcome, PageCopy, PlanRow, StepPlan
 from torchax_serve.scheduling.request import FinishReason, Request, RequestId, RequestState, Status
 from torchax_serve.scheduling.scheduler import INVALID_TOKEN, Scheduler, SchedulerStats
 
@@ -12,6 +12,7 @@ __all__ = [
     "INVALID_TOKEN",
     "NULL_PAGE",
     "CacheGroup",
+    "DecodeRows",
     "FinishReason",
     "GroupUsage",
     "Outcome",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -37,6 +38,37 @@ class PlanRow(NamedTuple):
         return self.token_ids is None
 
 
+class DecodeRows(Sequence[PlanRow]):
+    """The rows of a plan that decodes every request there is, in arrays; a `PlanRow` is made where one is looked at.
+
+    Args:
+        request_ids: by row.
+        slots: int32[n], by row.
+        starts: int32[n], by row.
+    """
+
+    __slots__ = ("request_ids", "slots", "starts")
+
+    def __init__(self, request_ids: Sequence[RequestId], slots: np.ndarray, starts: np.ndarray) -> None:
+        self.request_ids, self.slots, self.starts = request_ids, slots, starts
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> PlanRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[PlanRow, ...]: ...
+    def __getitem__(self, index: int | slice) -> PlanRow | tuple[PlanRow, ...]:
+        if isinstance(index, slice):
+            return tuple([self[i] for i in range(*index.indices(len(self)))])
+        return PlanRow(self.request_ids[index], int(self.slots[index]), int(self.starts[index]), 1, None, True)
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        for request_id, slot, start in zip(self.request_ids, self.slots.tolist(), self.starts.tolist(), strict=True):
+            yield PlanRow(request_id, slot, start, 1, None, True)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPlan:
     """One dispatch to the device.
@@ -46,7 +78,7 @@ class StepPlan:
     """
 
     step: int
-    rows: tuple[PlanRow, ...]  # decode rows first
+    rows: Sequence[PlanRow]  # decode rows first
     num_decode: int  # decode rows
     num_steps: int  # decode steps; above 1 only if every row decodes
     fresh_slots: tuple[int, ...]  # slots that a request has just been given
@@ -59,12 +91,12 @@ class StepPlan:
     """
 
     @property
-    def decode_rows(self) -> tuple[PlanRow, ...]:
+    def decode_rows(self) -> Sequence[PlanRow]:
         """The rows that compute their slot's last sampled token."""
         return self.rows[: self.num_decode]
 
     @property
-    def prefill_rows(self) -> tuple[PlanRow, ...]:
+    def prefill_rows(self) -> Sequence[PlanRow]:
         """The rows that bring their tokens along."""
         return self.rows[self.num_decode :]
 

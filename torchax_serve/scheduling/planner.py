@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from torchax_serve.scheduling.cache_book import PagedCacheBook, SequencePages
 from torchax_serve.scheduling.config import SchedulerConfig
@@ -10,6 +11,7 @@ from torchax_serve.scheduling.pacer import PrefillPacer
 from torchax_serve.scheduling.plan import PageCopy, PlanRow, StepPlan
 from torchax_serve.scheduling.request import RequestState, Status
 from torchax_serve.scheduling.roster import Roster
+from torchax_serve.scheduling.standing import StandingRows
 
 BURST_HOLD = 8
 """Steps in which requests of one burst wait for the prompts of the others, before they decode beside them."""
@@ -42,12 +44,44 @@ class StepPlanner:
         self._book = book
         self._roster = roster
         self._pacer = pacer
+        self._standing: StandingRows | None = None  # of the last plan
         self.num_planned = 0
         self.num_prompt_tokens = 0  # of requests let in, each time they were
         self.num_hit_tokens = 0  # of those, found in the cache
 
     def plan(self) -> tuple[StepPlan, list[RequestState]] | None:
         """The next plan and the states of its rows; None if no row can be planned now."""
+        return self._plan_again() or self._plan_anew()
+
+    def _plan_again(self) -> tuple[StepPlan, list[RequestState]] | None:
+        """A plan with the rows of the last one; None if anything is to be decided."""
+        standing = self._valid_standing()
+        if standing is None or self._roster.waiting or standing.has_end:
+            return None
+        num_decode, page_len = len(standing.states), self._config.page_len
+        num_steps = self._steps_within(num_decode, standing.longest, standing.to_come)
+        growing, num_pages = standing.growing(num_steps, page_len)
+        if num_pages > self._book.num_available:
+            return None
+        self._pacer.limit(num_decode, self._config.token_budget - num_decode)  # which counts steps
+        self._book.grow_all(growing)
+        return self._made(standing.advance(num_steps, page_len), standing.states, num_decode, num_steps)
+
+    def _valid_standing(self) -> StandingRows | None:
+        standing = self._standing
+        return standing if standing and standing.num_changes == self._roster.running.num_changes else None
+
+    def check_integrity(self) -> None:
+        """Checks what is kept of the last plan.
+
+        Raises:
+            AssertionError: it differs from the states of the requests.
+        """
+        standing = self._valid_standing()
+        if standing is not None:
+            standing.check_integrity()
+
+    def _plan_anew(self) -> tuple[StepPlan, list[RequestState]] | None:
         num_decode, prompt = 0, None
         for state in self._roster.running:
             if state.wants_decode:
@@ -68,20 +102,36 @@ class StepPlanner:
         if not states and (holds_decode or limit < budget):
             draft = self._fill(budget)  # no prompt fits in; or nobody decodes after all: nobody's pace to keep
             states = draft.decoding + draft.prefilling
+        self._standing = None
         if not states:
             return None
+        running, rows = self._roster.running, (*draft.decode_rows, *draft.prefill_rows)
+        if len(draft.decoding) == len(running) and not self._roster.waiting:
+            self._standing = StandingRows(states, running.num_changes)
+        made = self._made(rows, states, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
+        if not is_burst:
+            self._pacer.planned(made[0].step, made[0].num_decode, made[0].num_prefill_tokens)
+        return made
+
+    def _made(
+        self,
+        rows: Sequence[PlanRow],
+        states: list[RequestState],
+        num_decode: int,
+        num_steps: int,
+        fresh_slots: Sequence[int] = (),
+        copies: Sequence[PageCopy] = (),
+    ) -> tuple[StepPlan, list[RequestState]]:
         plan = StepPlan(
             step=self.num_planned,
-            rows=(*draft.decode_rows, *draft.prefill_rows),
-            num_decode=len(draft.decode_rows),
+            rows=rows,
+            num_decode=num_decode,
             num_steps=num_steps,
-            fresh_slots=tuple(draft.fresh_slots),
-            page_copies=tuple(draft.copies),
+            fresh_slots=tuple(fresh_slots),
+            page_copies=tuple(copies),
             page_tables=self._book.page_tables,
         )
         self.num_planned += 1
-        if not is_burst:
-            self._pacer.planned(plan.step, plan.num_decode, plan.num_prefill_tokens)
         return plan, states
 
     def _filled_up(self, num_decode: int, limit: int, budget: int) -> int:
@@ -261,9 +311,14 @@ class StepPlanner:
             return 1
         longest = max(state.num_planned for state in running)
         to_come = max(state.end_len - state.num_planned for state in running) - 1  # behind the token it begins with
-        affordable = self._pacer.steps_within(config.max_dispatch_s, num_decode)
-        num_steps = int(min(config.max_num_steps, affordable, to_come, config.max_len - longest))
+        num_steps = self._steps_within(num_decode, longest, to_come)
         return num_steps if num_steps > 1 and self._has_pages(num_steps) else 1
+
+    def _steps_within(self, num_decode: int, longest: int, to_come: int) -> int:
+        """Decode steps of all running requests that a dispatch may take; at least one, also where there is no page."""
+        config = self._config
+        affordable = self._pacer.steps_within(config.max_dispatch_s, num_decode)
+        return max(1, int(min(config.max_num_steps, affordable, to_come, config.max_len - longest)))
 
     def _has_pages(self, num_tokens: int) -> bool:
         """Whether every running request can be grown by so many tokens."""

@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 MAX_TOKEN_ID = 2**31 - 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """What is asked of the scheduler. Sampling parameters are not its business.
 

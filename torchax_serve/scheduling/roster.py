@@ -22,6 +22,7 @@ class RankedList:
 
     def __init__(self) -> None:
         self._states: list[RequestState] = []
+        self.num_changes = 0  # so far: while it stays the same, so do the requests
 
     def __len__(self) -> int:
         return len(self._states)
@@ -35,12 +36,14 @@ class RankedList:
     def add(self, state: RequestState) -> None:
         """Puts `state` in its place."""
         bisect.insort(self._states, state, key=_RANK)
+        self.num_changes += 1
 
     def remove(self, state: RequestState) -> None:
         """Takes `state`, which must be there, out."""
         index = bisect.bisect_left(self._states, state.rank, key=_RANK)
         assert self._states[index] is state
         del self._states[index]
+        self.num_changes += 1
 
 
 class Roster:

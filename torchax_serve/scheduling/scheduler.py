@@ -138,14 +138,13 @@ class Scheduler:
         flight = self._flights.popleft()
         self._pacer.observe(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
         outcomes = []
-        num_decode, num_steps = plan.num_decode, plan.num_steps
-        are_all_tokens = bool((sampled[:num_decode] >= 0).all())
+        num_plain = plan.num_decode if (sampled[: plan.num_decode] >= 0).all() else 0
         by_row = zip(*sampled.T.tolist(), strict=True)  # tuples cost less than as many lists
         for index, (state, row_tokens) in enumerate(zip(flight.states, by_row, strict=True)):
-            if index < num_decode and are_all_tokens and state.extend(row_tokens):
+            if index < num_plain and state.extend(row_tokens):
                 if state.num_computed >= state.publish_len:
                     self._publish(state, state.num_computed)
-                self._num_new_tokens += num_steps
+                self._num_new_tokens += plan.num_steps
                 outcomes.append(Outcome(state.request.request_id, index, row_tokens, None))
                 continue
             if state.status is not Status.FINISHED:
@@ -249,6 +248,7 @@ class Scheduler:
             AssertionError: one does not hold; with both sides.
         """
         self._roster.check_integrity([state for flight in self._flights for state in flight.states])
+        self._planner.check_integrity()
 
 
 def _checked_tokens(plan: StepPlan, tokens: Any) -> np.ndarray:
