@@ -72,10 +72,12 @@ class Deliveries:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(_wake_all, tickets)
 
-    def _news(self, outcome: Outcome, request: RowRequest, flight: Flight | None, error: str | None) -> NewTokens:
+    def _news(
+        self, outcome: Outcome, request: RowRequest, flight: Flight | None, error: str | None
+    ) -> NewTokens | Outcome:
         """`flight` is looked at for log-probabilities alone."""
         if outcome.finish_reason is None and flight is None and not self._prompts:
-            return NewTokens(outcome.token_ids)  # nearly always
+            return outcome  # tokens, and nothing else: nearly always
         if outcome.finish_reason is not None:
             del self._requests[outcome.request_id]
         logprobs = prompt = None

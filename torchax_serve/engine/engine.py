@@ -282,8 +282,9 @@ class Engine:
         duration_s = self._flights.landed(oldest, now)
         self._deliveries.note_prompts(flight)
         self._num_steps += flight.plan.num_steps
+        num_before = self._scheduler.num_new_tokens
         outcomes = self._scheduler.commit(flight.plan, tokens, now, duration_s)
-        self._rate.append((now, sum(len(outcome.token_ids) for outcome in outcomes)))
+        self._rate.append((now, self._scheduler.num_new_tokens - num_before))
         self._deliveries.deliver(outcomes, flight)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:

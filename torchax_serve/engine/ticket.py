@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import NamedTuple
 
 from model_adapters.errors import TorchaxServeError
-from torchax_serve.scheduling import FinishReason, RequestId
+from torchax_serve.scheduling import FinishReason, Outcome, RequestId
 
 
 class RequestError(TorchaxServeError):
@@ -48,12 +48,15 @@ class Ticket:
         self.token_ids: list[int] = []  # so far read
         self.finish_reason: FinishReason | None = None  # once the end was read
         self._cancel = cancel
-        self._arrivals: queue.SimpleQueue[NewTokens] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[NewTokens | Outcome] = queue.SimpleQueue()
         self._waiter: asyncio.Future[None] | None = None  # what an asynchronous reader waits for
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous reader
 
-    def put(self, new: NewTokens) -> None:
-        """Called by the engine's thread, which then has `wake` called in `loop`, if there is one."""
+    def put(self, new: NewTokens | Outcome) -> None:
+        """Called by the engine's thread, which then has `wake` called in `loop`, if there is one.
+
+        An outcome stands for its tokens: most arrivals are nothing more, and it is the reader who makes them of it.
+        """
         self._arrivals.put(new)
 
     def wake(self) -> None:
@@ -66,7 +69,9 @@ class Ticket:
         if self.finish_reason is None:
             self._cancel(reason)
 
-    def _take(self, new: NewTokens) -> NewTokens:
+    def _take(self, new: NewTokens | Outcome) -> NewTokens:
+        if isinstance(new, Outcome):
+            new = NewTokens(new.token_ids)
         self.token_ids += new.token_ids
         self.finish_reason = new.finish_reason
         if new.finish_reason == "error":

@@ -196,6 +196,13 @@ class PagedCacheBook:
             for pool, table in zip(self._pools, self._tables, strict=True):
                 table[slots, columns] = pool.allocate_all(len(slots))
 
+    def append_pages(self, sequences: Sequence[SequencePages], slots: np.ndarray, columns: np.ndarray) -> None:
+        """Gives each sequence one page more, which there must be: entry `columns` in row `slots` of the tables."""
+        for pool, table in zip(self._pools, self._tables, strict=True):
+            table[slots, columns] = pool.allocate_all(len(sequences))
+        for pages in sequences:
+            pages.num_pages += 1
+
     def publish(self, pages: SequencePages, tokens: list[int], num_computed: int) -> float:
         """Enters full pages whose tokens are computed into the prefix index, then frees pages behind windows.
 

@@ -56,16 +56,14 @@ class StepPlanner:
     def _plan_again(self) -> tuple[StepPlan, list[RequestState]] | None:
         """A plan with the rows of the last one; None if anything is to be decided."""
         standing = self._valid_standing()
-        if standing is None or self._roster.waiting or standing.has_end:
+        if standing is None or self._roster.waiting or standing.first_end <= 0:
             return None
-        num_decode, page_len = len(standing.states), self._config.page_len
-        num_steps = self._steps_within(num_decode, standing.longest, standing.to_come)
-        growing, num_pages = standing.growing(num_steps, page_len)
-        if num_pages > self._book.num_available:
+        num_decode = len(standing.states)
+        num_steps = self._steps_within(num_decode, standing.longest, standing.last_end)
+        if not standing.grow(num_steps, self._book):
             return None
         self._pacer.limit(num_decode, self._config.token_budget - num_decode)  # which counts steps
-        self._book.grow_all(growing)
-        return self._made(standing.advance(num_steps, page_len), standing.states, num_decode, num_steps)
+        return self._made(standing.advance(num_steps), standing.states, num_decode, num_steps)
 
     def _valid_standing(self) -> StandingRows | None:
         standing = self._standing
@@ -107,7 +105,7 @@ class StepPlanner:
             return None
         running, rows = self._roster.running, (*draft.decode_rows, *draft.prefill_rows)
         if len(draft.decoding) == len(running) and not self._roster.waiting:
-            self._standing = StandingRows(states, running.num_changes)
+            self._standing = StandingRows(states, running.num_changes, self._config.page_len)
         made = self._made(rows, states, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
         if not is_burst:
             self._pacer.planned(made[0].step, made[0].num_decode, made[0].num_prefill_tokens)

@@ -64,7 +64,7 @@ class Scheduler:
         self._pacer = PrefillPacer(config.min_prefill_chunk, config.max_decode_slowdown)
         self._planner = StepPlanner(config, self._book, self._roster, self._pacer)
         self._flights: deque[_Flight] = deque()
-        self._num_new_tokens = 0
+        self.num_new_tokens = 0  # since the start, accepted
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -144,7 +144,7 @@ class Scheduler:
             if index < num_plain and state.extend(row_tokens):
                 if state.num_computed >= state.publish_len:
                     self._publish(state, state.num_computed)
-                self._num_new_tokens += plan.num_steps
+                self.num_new_tokens += plan.num_steps
                 outcomes.append(Outcome(state.request.request_id, index, row_tokens, None))
                 continue
             if state.status is not Status.FINISHED:
@@ -193,7 +193,7 @@ class Scheduler:
         if accepted and state.started_step is None:
             state.started_step = self._planner.num_planned
         tokens += accepted
-        self._num_new_tokens += len(accepted)
+        self.num_new_tokens += len(accepted)
         return accepted, reason
 
     def fail(self, plan: StepPlan, reason: FinishReason = "error") -> list[Outcome]:
@@ -238,7 +238,7 @@ class Scheduler:
             num_preemptions=self._roster.num_preemptions,
             num_prompt_tokens=self._planner.num_prompt_tokens,
             num_hit_tokens=self._planner.num_hit_tokens,
-            num_new_tokens=self._num_new_tokens,
+            num_new_tokens=self.num_new_tokens,
         )
 
     def check_integrity(self) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from torchax_serve.scheduling.cache_book import SequencePages
+from torchax_serve.scheduling.cache_book import PagedCacheBook
 from torchax_serve.scheduling.pages import expect_equal
 from torchax_serve.scheduling.plan import DecodeRows
 from torchax_serve.scheduling.request import RequestState
@@ -21,49 +19,53 @@ class StandingRows:
     Args:
         states: of all requests that run, in their order; each has pages.
         num_changes: of the list of running requests.
+        page_len: tokens of a page.
     """
 
-    def __init__(self, states: list[RequestState], num_changes: int) -> None:
+    def __init__(self, states: list[RequestState], num_changes: int, page_len: int) -> None:
         self.states, self.num_changes = states, num_changes
+        self._page_len = page_len
         self._request_ids = [state.request.request_id for state in states]
         self._pages = [state.pages for state in states if state.pages is not None]
         self._slots = np.array([pages.slot for pages in self._pages], np.int32)
         self._num_pages = np.array([pages.num_pages for pages in self._pages])
         self._starts = np.array([state.num_planned for state in states], np.int32)
-        self._ends = np.array([state.end_len for state in states])
+        # All rows advance alike, so that of many numbers the least or the greatest is enough.
+        self.longest = int(self._starts.max())  # tokens of the longest request, those of steps in flight counted
+        to_come = [state.end_len - 1 - state.num_planned for state in states]
+        self.first_end, self.last_end = min(to_come), max(to_come)  # steps until a request, or all, have their tokens
+        self._room = self._least_room()
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request, those of steps in flight counted."""
-        return int(self._starts.max())
+    def _least_room(self) -> int:
+        """Steps for which every row has pages."""
+        return int((self._num_pages * self._page_len - self._starts).min())
 
-    @property
-    def has_end(self) -> bool:
-        """Whether a request has all its tokens once the steps in flight are done."""
-        return bool((self._starts >= self._ends - 1).any())
+    def grow(self, num_steps: int, book: PagedCacheBook) -> bool:
+        """Gives every row pages for `num_steps` more tokens; False, and nothing is given, if there are too few."""
+        if num_steps <= self._room:
+            return True
+        missing = -(-(self._starts + num_steps) // self._page_len) - self._num_pages
+        if missing.sum() > book.num_available:
+            return False
+        while len(rows := np.flatnonzero(missing > 0)):
+            book.append_pages([self._pages[row] for row in rows.tolist()], self._slots[rows], self._num_pages[rows])
+            self._num_pages[rows] += 1
+            missing[rows] -= 1
+        self._room = self._least_room()
+        return True
 
-    @property
-    def to_come(self) -> int:
-        """Steps until the last request has all its tokens."""
-        return int((self._ends - self._starts).max()) - 1
-
-    def growing(self, num_steps: int, page_len: int) -> tuple[Sequence[tuple[SequencePages, int]], int]:
-        """Those that need pages for `num_steps` more tokens, with their new length, and how many pages that takes."""
-        lengths = self._starts + num_steps
-        missing = -(-lengths // page_len) - self._num_pages
-        rows = np.flatnonzero(missing > 0)
-        growing = [(self._pages[row], length) for row, length in zip(rows, lengths[rows].tolist(), strict=True)]
-        return growing, int(missing[rows].sum())
-
-    def advance(self, num_steps: int, page_len: int) -> DecodeRows:
-        """Plans `num_steps` of every request; the rows of that plan."""
+    def advance(self, num_steps: int) -> DecodeRows:
+        """Plans `num_steps` of every request, which has pages for them; the rows of that plan."""
         for state in self.states:
             state.num_planned += num_steps
             state.num_pending += num_steps
             state.num_in_flight += 1
         rows = DecodeRows(self._request_ids, self._slots, self._starts)
         self._starts = self._starts + np.int32(num_steps)
-        self._num_pages = np.maximum(self._num_pages, -(-self._starts // page_len))
+        self.longest += num_steps
+        self.first_end -= num_steps
+        self.last_end -= num_steps
+        self._room -= num_steps
         return rows
 
     def check_integrity(self) -> None:
