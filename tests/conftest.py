@@ -8,6 +8,8 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+from torchax_serve.parity.sweep import QUICK_COMPILATION
+
 # Machines are slow at times: an example that takes long is no fault. A run that fails can be run again.
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
@@ -16,18 +18,13 @@ settings.load_profile("tests")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-QUICK_COMPILATION = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1"
-)
-"""A test's program runs for moments; with XLA's and LLVM's own settings the tests would mostly wait for compilers."""
-
 
 def pytest_addoption(parser):
     parser.addoption("--as-served", action="store_true", help="compile for the CPU as models are that are served")
 
 
 def pytest_configure(config):
+    """A test's program runs for moments; with XLA's and LLVM's own settings tests would mostly wait for compilers."""
     given = os.environ.get("XLA_FLAGS", "")
     if not config.getoption("--as-served") and QUICK_COMPILATION not in given:
         # XLA has not read them yet; processes that tests start inherit them.

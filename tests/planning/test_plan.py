@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import pickle
 
 import jax
@@ -268,6 +269,21 @@ def test_an_absent_compiler_is_named_with_its_extra(monkeypatch, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TorchaxServeError, match=f"not installed; install torchax-serve{extra}"):
         topology.describe(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "--xla_gpu_autotune_level=0"),
+        ("--xla_dump_to=here", "--xla_dump_to=here --xla_gpu_autotune_level=0"),
+        ("--xla_gpu_autotune_level=4", "--xla_gpu_autotune_level=4"),
+    ],
+)
+def test_nothing_is_tuned_without_a_device_unless_somebody_wants_it(given, expected, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    for _ in range(2):
+        topology._tune_nothing()
+        assert os.environ["XLA_FLAGS"] == expected
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def _gpu(chip: Chip, number: int) -> list[Any]:
             f"topology '{chip.name}:{number}': expected JAX's plug-in for CUDA, which is not installed; "
             "install torchax-serve[cuda]"
         )
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # no device to tune on
+    _tune_nothing()
     described = target_config(chip.name)
     try:
         found = topologies.get_topology_desc("", platform="cuda", target_config=described, topology=f"1x1x{number}")
@@ -100,6 +100,13 @@ def _gpu(chip: Chip, number: int) -> list[Any]:
             f"{str(error).splitlines()[0]}; set JAX_PLATFORMS=cpu before jax is imported"
         ) from error
     return list(found.devices)
+
+
+def _tune_nothing() -> None:
+    """There is no device to tune on; other flags, and a level that somebody has chosen, stay."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "--xla_gpu_autotune_level" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".lstrip()
 
 
 def _has_cuda_plugin() -> bool:
