@@ -193,15 +193,17 @@ class PagedCacheBook:
             columns += range(pages.num_pages, target)
             pages.num_pages = target
         if slots:
-            for pool, table in zip(self._pools, self._tables, strict=True):
-                table[slots, columns] = pool.allocate_all(len(slots))
+            self._fill_tables(slots, columns)
 
     def append_pages(self, sequences: Sequence[SequencePages], slots: np.ndarray, columns: np.ndarray) -> None:
         """Gives each sequence one page more, which there must be: entry `columns` in row `slots` of the tables."""
-        for pool, table in zip(self._pools, self._tables, strict=True):
-            table[slots, columns] = pool.allocate_all(len(sequences))
+        self._fill_tables(slots, columns)
         for pages in sequences:
             pages.num_pages += 1
+
+    def _fill_tables(self, slots: Sequence[int] | np.ndarray, columns: Sequence[int] | np.ndarray) -> None:
+        for pool, table in zip(self._pools, self._tables, strict=True):
+            table[slots, columns] = pool.allocate_all(len(slots))
 
     def publish(self, pages: SequencePages, tokens: list[int], num_computed: int) -> float:
         """Enters full pages whose tokens are computed into the prefix index, then frees pages behind windows.

@@ -55,19 +55,15 @@ class StepPlanner:
 
     def _plan_again(self) -> tuple[StepPlan, list[RequestState]] | None:
         """A plan with the rows of the last one; None if anything is to be decided."""
-        standing = self._valid_standing()
-        if standing is None or self._roster.waiting or standing.first_end <= 0:
+        standing = self._standing
+        if standing is None or not standing.hold or self._roster.waiting or standing.first_end <= 0:
             return None
         num_decode = len(standing.states)
         num_steps = self._steps_within(num_decode, standing.longest, standing.last_end)
         if not standing.grow(num_steps, self._book):
             return None
         self._pacer.limit(num_decode, self._config.token_budget - num_decode)  # which counts steps
-        return self._made(standing.advance(num_steps), standing.states, num_decode, num_steps)
-
-    def _valid_standing(self) -> StandingRows | None:
-        standing = self._standing
-        return standing if standing and standing.num_changes == self._roster.running.num_changes else None
+        return self._made(standing.advance(num_steps), num_decode, num_steps), standing.states
 
     def check_integrity(self) -> None:
         """Checks what is kept of the last plan.
@@ -75,9 +71,8 @@ class StepPlanner:
         Raises:
             AssertionError: it differs from the states of the requests.
         """
-        standing = self._valid_standing()
-        if standing is not None:
-            standing.check_integrity()
+        if self._standing is not None and self._standing.hold:
+            self._standing.check_integrity()
 
     def _plan_anew(self) -> tuple[StepPlan, list[RequestState]] | None:
         num_decode, prompt = 0, None
@@ -105,21 +100,20 @@ class StepPlanner:
             return None
         running, rows = self._roster.running, (*draft.decode_rows, *draft.prefill_rows)
         if len(draft.decoding) == len(running) and not self._roster.waiting:
-            self._standing = StandingRows(states, running.num_changes, self._config.page_len)
-        made = self._made(rows, states, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
+            self._standing = StandingRows(states, running, self._config.page_len)
+        plan = self._made(rows, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
         if not is_burst:
-            self._pacer.planned(made[0].step, made[0].num_decode, made[0].num_prefill_tokens)
-        return made
+            self._pacer.planned(plan.step, plan.num_decode, plan.num_prefill_tokens)
+        return plan, states
 
     def _made(
         self,
         rows: Sequence[PlanRow],
-        states: list[RequestState],
         num_decode: int,
         num_steps: int,
         fresh_slots: Sequence[int] = (),
         copies: Sequence[PageCopy] = (),
-    ) -> tuple[StepPlan, list[RequestState]]:
+    ) -> StepPlan:
         plan = StepPlan(
             step=self.num_planned,
             rows=rows,
@@ -130,7 +124,7 @@ class StepPlanner:
             page_tables=self._book.page_tables,
         )
         self.num_planned += 1
-        return plan, states
+        return plan
 
     def _filled_up(self, num_decode: int, limit: int, budget: int) -> int:
         """`limit` prompt tokens and as many as cost nothing more, because the step would be padded with them."""

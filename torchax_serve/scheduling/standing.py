@@ -8,6 +8,7 @@ from torchax_serve.scheduling.cache_book import PagedCacheBook
 from torchax_serve.scheduling.pages import expect_equal
 from torchax_serve.scheduling.plan import DecodeRows
 from torchax_serve.scheduling.request import RequestState
+from torchax_serve.scheduling.roster import RankedList
 
 
 class StandingRows:
@@ -18,12 +19,13 @@ class StandingRows:
 
     Args:
         states: of all requests that run, in their order; each has pages.
-        num_changes: of the list of running requests.
+        running: the list that they are.
         page_len: tokens of a page.
     """
 
-    def __init__(self, states: list[RequestState], num_changes: int, page_len: int) -> None:
-        self.states, self.num_changes = states, num_changes
+    def __init__(self, states: list[RequestState], running: RankedList, page_len: int) -> None:
+        self.states = states
+        self._running, self._num_changes = running, running.num_changes
         self._page_len = page_len
         self._request_ids = [state.request.request_id for state in states]
         self._pages = [state.pages for state in states if state.pages is not None]
@@ -35,6 +37,11 @@ class StandingRows:
         to_come = [state.end_len - 1 - state.num_planned for state in states]
         self.first_end, self.last_end = min(to_come), max(to_come)  # steps until a request, or all, have their tokens
         self._room = self._least_room()
+
+    @property
+    def hold(self) -> bool:
+        """Whether the same requests run as at the beginning."""
+        return self._num_changes == self._running.num_changes
 
     def _least_room(self) -> int:
         """Steps for which every row has pages."""
