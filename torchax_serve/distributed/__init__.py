@@ -1,0 +1,1 @@
+"""One model on several hosts, and several models on a cluster."""
