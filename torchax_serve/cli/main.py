@@ -16,6 +16,7 @@ import typer
 
 from torchax_serve import __version__
 from torchax_serve.cli.bench import bench
+from torchax_serve.cli.cache import cache
 from torchax_serve.cli.deploy import deploy
 from torchax_serve.cli.embed import embed
 from torchax_serve.cli.models import models
@@ -35,6 +36,7 @@ COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("deploy", deploy),
     ("models", models),
     ("ops", ops),
+    ("cache", cache),
 )
 
 FIRST_SCREEN = """\
