@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,15 @@ class DeviceOptions(LoadOptions):
         float, _hosts_option("--join-timeout", help="Seconds that hosts wait for each other.", show_default=True)
     ] = 300.0
 
+    hosts_secret_file: Annotated[
+        Path | None,
+        _hosts_option(
+            "--hosts-secret-file",
+            envvar="TORCHAX_SERVE_HOSTS_SECRET_FILE",
+            help="File with a secret that all hosts have; TORCHAX_SERVE_HOSTS_SECRET holds one itself.",
+        ),
+    ] = None
+
     def serve_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of `torchax_serve.serve`."""
         return {
@@ -145,7 +155,20 @@ class DeviceOptions(LoadOptions):
             num_hosts=self.num_hosts,
             host_id=self.host_id,
             join_timeout_s=self.join_timeout,
+            secret=self._hosts_secret(),
         )
+
+    def _hosts_secret(self) -> str | None:
+        """The secret of the hosts: from the file, else from the variable."""
+        if self.hosts_secret_file is None:
+            return os.environ.get("TORCHAX_SERVE_HOSTS_SECRET") or None
+        try:
+            return self.hosts_secret_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgumentError(
+                f"--hosts-secret-file: expected a file of text, got {self.hosts_secret_file} ({error}); make one: "
+                "openssl rand -hex 32"
+            ) from error
 
 
 def option_groups(command: Callable[..., Any]) -> Callable[..., Any]:
