@@ -7,6 +7,9 @@ them, prints its result on stdout, raises errors of `model_adapters.errors`, and
 
 from __future__ import annotations
 
+from torchax_serve.cli.shared import startup  # isort: skip  first: answers Ctrl-C while the rest is imported
+
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -23,7 +26,10 @@ from torchax_serve.cli.ops import ops
 from torchax_serve.cli.plan import plan
 from torchax_serve.cli.reporting import EXIT_INTERRUPTED, EXIT_STATUS_HELP, reported
 from torchax_serve.cli.run import run
+from torchax_serve.cli.shared.usage import CommandGroup
 from torchax_serve.cli.verify import verify
+
+startup.imports_done()
 
 # In the order of --help. One line registers a command.
 COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
@@ -56,8 +62,8 @@ app = typer.Typer(
     name="torchax-serve",
     help="Any Hugging Face PyTorch model, its code untouched, served by JAX.",
     epilog=EXIT_STATUS_HELP,
+    cls=CommandGroup,
     no_args_is_help=False,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -88,8 +94,12 @@ for _name, _function in COMMANDS:
 
 def main() -> None:
     """Runs the program with the arguments of the process; ends by ``SystemExit``."""
+    startup.open_closed_streams()
     try:
-        app(prog_name="torchax-serve")
+        with contextlib.ExitStack() as at_the_end:
+            # From the last line of output to the end of the process nothing is left to say.
+            at_the_end.callback(startup.leave_at_once_on_interrupt)
+            app(prog_name="torchax-serve")
     except SystemExit as end:
         if end.code == EXIT_INTERRUPTED:
             # Taking torch and jax down in order can last seconds, and who presses Ctrl-C does not want to wait.

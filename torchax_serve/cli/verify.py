@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from torchax_serve.cli.options import LoadOptions, option_groups
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.cli.options import DTYPES, LoadOptions, option_groups
+from torchax_serve.cli.shared.model_name import check_one_model, complete_model
 from torchax_serve.cli.terminal import note
 
 DIFFERENT = 1
@@ -24,6 +26,8 @@ class VerifyLoadOptions(LoadOptions):
         str,
         typer.Option(
             "--dtype",
+            "--torch-dtype",
+            autocompletion=lambda: list(DTYPES),
             help="Of weights and computation on both sides: float32, bfloat16, float16, or auto (the checkpoint's).",
         ),
     ] = "float32"
@@ -34,14 +38,18 @@ def verify(
     model: Annotated[
         str | None,
         typer.Argument(
-            show_default=False, help="Short name, hub id or folder; without it the small model of the package."
+            show_default=False,
+            autocompletion=complete_model,
+            help="Short name, hub id or folder; without it the small model of the package.",
         ),
     ] = None,
     prompt: Annotated[
         str | None,
         typer.Option("--prompt", "-p", show_default=False, help="Text to compare on; a sentence of ours without it."),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Greedy tokens to compare; 0 for the forward alone.")] = 16,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=0, help="Greedy tokens to compare; 0 for the forward alone.")
+    ] = 16,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -69,14 +77,14 @@ def verify(
 
     torchax-serve verify qwen3-0.6b
     """
+    check_one_model(model, random_weights, load.revision)
+    if tolerance is not None and not tolerance > 0:
+        raise InvalidArgumentError(f"--tolerance: expected a number > 0, got {tolerance}")
     from torchax_serve.cli.interrupts import prompt_interrupts
 
     with prompt_interrupts(leave_at=1):
-        from torchax_serve import InvalidArgumentError
         from torchax_serve.verify import verify as compare
 
-        if random_weights is not None and model is not None:
-            raise InvalidArgumentError(f"--random-weights makes its own model; leave {model} out")
         note("running both sides; the first time, compiling takes a while")
         result = compare(
             model if random_weights is None else str(random_weights),

@@ -12,14 +12,20 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from torchax_serve.compile_cache import default_cache_dir
-from torchax_serve.planning.plan import PlanReport, PlanRequest, make_plan
+from torchax_serve.planning.plan import Note, PlanReport, PlanRequest, make_plan, no_note
 from torchax_serve.program_cache import installed_versions
 
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def kept_plan(
-    module: PreTrainedModel, name: str, request: PlanRequest, *, save: Path | None = None, use_kept: bool = True
+    module: PreTrainedModel,
+    name: str,
+    request: PlanRequest,
+    *,
+    save: Path | None = None,
+    use_kept: bool = True,
+    note: Note = no_note,
 ) -> tuple[PlanReport, bool]:
     """The plan, and whether an earlier process had made it.
 
@@ -29,13 +35,14 @@ def kept_plan(
         request: what is asked.
         save: a folder for the compiled programs, which are then compiled in any case.
         use_kept: whether an earlier plan is good enough.
+        note: told what is being compiled.
     """
     path = default_cache_dir().parent / "plans" / f"{_digest(module, request)}.json"
     if use_kept and save is None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none there, or of another form
             content = json.loads(path.read_text())
             return PlanReport.from_json({**content, "model": name}), True
-    report = make_plan(module, name, request, save=save)
+    report = make_plan(module, name, request, save=save, note=note)
     with contextlib.suppress(OSError):  # not kept: costs only time
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
