@@ -13,6 +13,7 @@ import typer
 
 from torchax_serve.cli.options import LoadOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
+from torchax_serve.cli.shared.tables import console
 from torchax_serve.cli.terminal import note
 
 if TYPE_CHECKING:
@@ -118,15 +119,12 @@ def bench(
 
 def print_report(report: Any) -> None:
     """Writes `report` (a `BenchReport`) to stdout as tables."""
-    from rich.console import Console
-
-    # Without a terminal rich assumes 80 columns and folds; a file or a pipe wants a row on a line.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print("\n".join(_heading(report)), markup=False)
-    console.print(_rates(report))
-    console.print(_costs(report))
+    output = console()
+    output.print("\n".join(_heading(report)), markup=False)
+    output.print(_rates(report))
+    output.print(_costs(report))
     for line in _remarks(report):
-        console.print(line, markup=False)
+        output.print(line, markup=False)
 
 
 def _heading(report: Any) -> list[str]:

@@ -20,11 +20,14 @@ import typer
 from torchax_serve import __version__
 from torchax_serve.cli.bench import bench
 from torchax_serve.cli.deploy import deploy
+from torchax_serve.cli.doctor import doctor
 from torchax_serve.cli.embed import embed
 from torchax_serve.cli.models import models
 from torchax_serve.cli.ops import ops
 from torchax_serve.cli.plan import plan
+from torchax_serve.cli.pull import pull
 from torchax_serve.cli.reporting import EXIT_INTERRUPTED, EXIT_STATUS_HELP, reported
+from torchax_serve.cli.rm import rm
 from torchax_serve.cli.run import run
 from torchax_serve.cli.shared.usage import CommandGroup
 from torchax_serve.cli.verify import verify
@@ -40,6 +43,9 @@ COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("plan", plan),
     ("deploy", deploy),
     ("models", models),
+    ("pull", pull),
+    ("rm", rm),
+    ("doctor", doctor),
     ("ops", ops),
 )
 
@@ -54,7 +60,9 @@ torchax-serve runs Hugging Face PyTorch models, their code untouched, on JAX.
   torchax-serve verify qwen3-0.6b        its numbers beside those of PyTorch
   torchax-serve bench --against hf       its speed beside that of transformers
   torchax-serve plan qwen3-32b --topology v6e:2x4   would it fit there, and how fast at most
-  torchax-serve models                   what can be run
+  torchax-serve models                   what is on this machine, and what can be run
+  torchax-serve pull qwen3-0.6b          download a model; rm deletes it
+  torchax-serve doctor                   what is installed and whether it works, to attach to a bug
 
 Every command explains itself: torchax-serve run --help"""
 

@@ -51,13 +51,13 @@ def passing_note(text: str) -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def activity() -> Iterator[Callable[[str], None]]:
+def activity(*, only_at_terminal: bool = False) -> Iterator[Callable[[str], None]]:
     """Shows on stderr what is going on, as told to the function it yields, until it ends.
 
-    At a terminal it is one line with the seconds since it began; elsewhere a line for each thing that begins.
+    At a terminal it is one line with the seconds since it began; elsewhere a line for each thing that begins, or none.
     """
     if not may_style(sys.stderr):
-        yield note
+        yield (lambda text: None) if only_at_terminal else note
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

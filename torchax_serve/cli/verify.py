@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ import typer
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.options import DTYPES, LoadOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
+from torchax_serve.cli.shared.tables import console
 from torchax_serve.cli.terminal import note
 
 DIFFERENT = 1
@@ -102,20 +102,17 @@ def verify(
 
 
 def _print_tables(result: Any) -> None:
-    from rich.console import Console
-
-    # Without a terminal rich assumes 80 columns and folds; a file or a pipe wants a row on a line.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(
+    output = console()
+    output.print(
         f"{result.model}: {result.architecture}, {result.dtype}, JAX on {result.device} against eager PyTorch "
         f"(weights: {result.eager_weights})\nprompt of {len(result.prompt_ids)} tokens, "
         f"tolerance {result.tolerance:g} on |jax - eager| / (|eager| + rms)\n",
         markup=False,
     )
-    console.print(_layer_table(result))
+    output.print(_layer_table(result))
     if result.steps:
-        console.print(_token_table(result))
-    console.print(_verdict(result), markup=False)
+        output.print(_token_table(result))
+    output.print(_verdict(result), markup=False)
 
 
 def _layer_table(result: Any) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.hub_cache import downloaded
 from model_adapters.loading.names import SHORT_NAMES
 from model_adapters.loading.source import ModelSource, parse_name
 
@@ -41,26 +41,6 @@ def check_one_model(name: str | None, random_weights: Path | None, revision: str
             f"--random-weights: expected a configuration (a JSON file, or a folder with config.json), and there is "
             f"none at {random_weights}"
         )
-
-
-def hub_cache(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of the hub's downloads, found as huggingface_hub finds it, without importing it."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    if named := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(os.path.expandvars(named)).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or os.path.join(base, "huggingface")
-    return Path(os.path.expandvars(home)).expanduser() / "hub"
-
-
-def downloaded(cache_dir: str | os.PathLike[str] | None = None) -> list[str]:
-    """Hub ids of the models that have a folder in the hub's cache, by name."""
-    try:
-        names = sorted(os.listdir(hub_cache(cache_dir)))
-    except OSError:
-        return []
-    return [name.removeprefix("models--").replace("--", "/", 1) for name in names if name.startswith("models--")]
 
 
 def complete_model(incomplete: str) -> list[str]:
