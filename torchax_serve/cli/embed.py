@@ -18,6 +18,7 @@ ENDINGS = (".npy", ".json")
 
 
 def _poolings() -> tuple[str, ...]:
+    """The names that ``--pooling`` takes."""
     from torchax_serve.encoders import POOLINGS
 
     return POOLINGS

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.cli.options import DTYPES, LoadOptions, option_groups
+from torchax_serve.cli.options import LoadOptions, complete_dtype, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
 from torchax_serve.cli.shared.tables import console
 from torchax_serve.cli.terminal import note
@@ -27,7 +27,7 @@ class VerifyLoadOptions(LoadOptions):
         typer.Option(
             "--dtype",
             "--torch-dtype",
-            autocompletion=lambda: list(DTYPES),
+            autocompletion=complete_dtype,
             help="Of weights and computation on both sides: float32, bfloat16, float16, or auto (the checkpoint's).",
         ),
     ] = "float32"

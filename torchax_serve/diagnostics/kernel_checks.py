@@ -21,8 +21,8 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import packed_weight, registry
 from torchax_serve.diagnostics.report import Fact
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Largest ``|kernel - reference| / (|reference| + rms)``; rounding of the results alone leaves 2e-7 and 4e-3."""
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+"""Largest ``|kernel - reference| / (|reference| + rms)``; rounding leaves up to 5e-6 and 1.5e-2."""
 _ON_A_MESH = "sharded"
 _ROUNDS = 5
 

@@ -87,4 +87,7 @@ def check_shape(topology: str, shape: str) -> list[int]:
 
 def num_devices(topology: str) -> int:
     """How many JAX devices ``v6e:2x4`` is; raises InvalidArgumentError where it is no topology."""
+    name, _, number = topology.partition(":")
+    if name == "cpu" and number.isdigit():
+        return int(number)
     return chip_of(topology).devices_per_chip * math.prod(check_shape(topology, topology.partition(":")[2]))

@@ -97,7 +97,7 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
         flag, value = known.get(found["name"]), found["value"]
         if flag is None:
             return found[0]
-        return flag if value in (None, "", "True", "None") else f"{flag} {value}"
+        return flag if value in (None, "", "True", "None") else f"{flag} {value.strip(chr(39))}"
 
     def flag_at_the_start(found: re.Match[str]) -> str:
         return ", ".join(known.get(name, name) for name in found[0].split(", "))

@@ -112,10 +112,10 @@ def _no_such_option(option: str, command: Any, group: Any) -> str:
     flags = list(_flags_of(command.params))
     near = difflib.get_close_matches(option, flags, n=2, cutoff=0.65)
     elsewhere = [name for name, other in group.commands.items() if option in _flags_of(other.params)]
-    if near:
-        said = f"did you mean {' or '.join(near)}?"
-    elif elsewhere:
+    if elsewhere:
         said = f"{', '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} it"
+    elif near:
+        said = f"did you mean {' or '.join(near)}?"
     else:
         said = _see(command, group)
     return f"{program} has no option {option}; {said}"
