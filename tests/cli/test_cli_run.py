@@ -149,7 +149,7 @@ def test_loading_options_arrive(call):
         (
             ["Hi there", "--min-new-tokens", "9", "--max-tokens", "3"],
             None,
-            "--min-new-tokens: expected at most --max-new-",
+            "--min-new-tokens: expected at most --max-new",
         ),
         (["Hi there", "--tp", "2", "--mesh", "model=2"], None, "--mesh and --tensor-parallel: expected one of them"),
         (["Hi there", "--mesh", "pipe=2"], None, "--mesh: expected axes out of data, model, expert, got 'pipe'"),

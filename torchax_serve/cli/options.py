@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _option = functools.partial(typer.Option, rich_help_panel="Loading")
+_hosts_option = functools.partial(typer.Option, rich_help_panel="Several hosts, the same command on each")
 
 
 def complete_dtype() -> list[str]:
     """What a shell offers for a dtype of weights."""
     return list(DTYPES)
-
-
-_hosts_option = functools.partial(typer.Option, rich_help_panel="Several hosts, the same command on each")
 
 
 @dataclass(frozen=True)

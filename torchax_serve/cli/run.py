@@ -147,8 +147,6 @@ def _answer(conversation: Conversation, text: str, *, as_json: bool) -> None:
     """One answer on stdout."""
     from torchax_serve.cli.answers import write_answer
 
-    if not text.strip():
-        raise _empty_prompt()
     with prompt_interrupts(leave_at=1):
         write_answer(conversation.answer(text), model_name=conversation.model.name, as_json=as_json)
 
@@ -188,15 +186,11 @@ def _text(prompt: str | None, prompt_option: str | None) -> str | None:
     if prompt is not None and prompt_option is not None:
         raise InvalidArgumentError(f"two prompts, {prompt!r} and --prompt {prompt_option!r}; give one of them")
     text = prompt if prompt is not None else prompt_option
-    if text is not None and not text.strip():
-        raise _empty_prompt()
     if text is None and not is_terminal(sys.stdin):
-        text = _read_stdin()  # if nothing comes, a wrong name of the model is the better complaint
+        text = _read_stdin()
+    if text is not None and not text.strip():
+        raise InvalidArgumentError("the prompt is empty; give some text as PROMPT, by --prompt, or in a pipe")
     return text
-
-
-def _empty_prompt() -> InvalidArgumentError:
-    return InvalidArgumentError("the prompt is empty; give some text as PROMPT, by --prompt, or in a pipe")
 
 
 def _is_prompt(argument: str) -> bool:

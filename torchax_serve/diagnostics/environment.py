@@ -85,7 +85,7 @@ def _version(name: str, requirement: Any) -> Fact:
     except importlib.metadata.PackageNotFoundError:
         return Fact(name, "not installed; install torchax-serve again with pip", "problem")
     if requirement is not None and not requirement.specifier.contains(version, prereleases=True):
-        return Fact(name, f"{version}, expected {requirement.specifier}; install it with pip", "problem")
+        return Fact(name, f"{version}; made for and tested with {requirement.specifier}", "note")
     return Fact(name, version)
 
 

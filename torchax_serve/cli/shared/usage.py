@@ -55,6 +55,11 @@ class CommandGroup(TyperGroup):
         except BrokenPipeError:
             drop_output(sys.stdout)
             return EXIT_CLOSED_PIPE
+        except SystemExit as end:
+            if not isinstance(end.__context__, BrokenPipeError):
+                raise
+            drop_output(sys.stdout)
+            return EXIT_CLOSED_PIPE
         except Exception as error:
             if type(error).__name__ == "Abort":  # a question that was not answered
                 return _interrupted()
