@@ -1,11 +1,17 @@
 """Models by name, folder or object: empty torch modules with their weights as JAX arrays."""
 
-from model_adapters.loading.loaded import LoadedModel, LoadReport, require_causal_lm
-from model_adapters.loading.loader import load_model
-from model_adapters.loading.names import SHORT_NAMES, ShortName
-from model_adapters.loading.own_generate import has_own_generate
-from model_adapters.loading.progress import Progress, RichProgress, SilentProgress
-from model_adapters.loading.source import ModelSource, resolve
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from model_adapters.loading.loaded import LoadedModel, LoadReport, require_causal_lm
+    from model_adapters.loading.loader import load_model
+    from model_adapters.loading.names import SHORT_NAMES, ShortName
+    from model_adapters.loading.own_generate import has_own_generate
+    from model_adapters.loading.progress import Progress, RichProgress, SilentProgress
+    from model_adapters.loading.source import ModelSource, resolve
 
 __all__ = [
     "SHORT_NAMES",
@@ -21,3 +27,26 @@ __all__ = [
     "require_causal_lm",
     "resolve",
 ]
+
+_HOME = {
+    "SHORT_NAMES": "names",
+    "LoadReport": "loaded",
+    "LoadedModel": "loaded",
+    "ModelSource": "source",
+    "Progress": "progress",
+    "RichProgress": "progress",
+    "ShortName": "names",
+    "SilentProgress": "progress",
+    "has_own_generate": "own_generate",
+    "load_model": "loader",
+    "require_causal_lm": "loaded",
+    "resolve": "source",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # The command line looks names up before torch, jax and transformers are imported.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value

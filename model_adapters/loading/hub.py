@@ -24,8 +24,7 @@ from model_adapters.loading import checkpoint
 from model_adapters.loading.architecture import read_config_json
 from model_adapters.loading.names import near_matches
 from model_adapters.loading.progress import Progress, hub_bar_class
-
-CONFIG = "config.json"
+from model_adapters.loading.source import CONFIG
 
 # beside the weights: configurations, vocabularies in their various formats, chat templates
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja")

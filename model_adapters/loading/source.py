@@ -7,12 +7,15 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
-from model_adapters.loading.hub import CONFIG, HubRequest, fetch
 from model_adapters.loading.names import near_matches, short_name
-from model_adapters.loading.progress import Progress, SilentProgress
+
+if TYPE_CHECKING:
+    from model_adapters.loading.progress import Progress
+
+CONFIG = "config.json"
 
 EMBEDDED = Path(__file__).parents[2] / "torchax_serve" / "embedded"
 """Where the distribution carries its own small model: an ordinary model folder."""
@@ -71,14 +74,14 @@ def resolve(
         InvalidArgumentError: a revision of something that has none.
         CheckpointError: the repository lacks what a model needs.
     """
-    source = _local_source(name_or_path)
-    if source is not None:
-        if revision is not None:
-            raise InvalidArgumentError(
-                f"revision={revision!r} was given with {source.name}, which is no model of the hub: leave it out"
-            )
+    source = parse_name(name_or_path, revision)
+    if isinstance(source, ModelSource):
         return source
-    hub_id = _hub_id(str(name_or_path))
+    # What downloads and shows progress is imported where it is needed: names are checked before anything else.
+    from model_adapters.loading.hub import HubRequest, fetch
+    from model_adapters.loading.progress import SilentProgress
+
+    hub_id = source
     request = HubRequest(
         hub_id, revision, token, local_files_only, cache_dir, with_weights, with_code, allow_pickle and with_weights
     )
@@ -86,6 +89,25 @@ def resolve(
     folder, download_bytes = fetch(request, progress or SilentProgress())
     took = time.perf_counter() - start
     return ModelSource("hub", str(name_or_path).strip(), folder, hub_id, folder.name, download_bytes, took)
+
+
+def parse_name(name_or_path: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource | str:
+    """Returns the source of what is on this machine, or the hub id that a name stands for; asks nothing of the hub.
+
+    Imports neither torch nor jax nor transformers.
+
+    Raises:
+        ModelNotFoundError: no name has that form (near matches are listed).
+        InvalidArgumentError: a revision of something that has none.
+    """
+    source = _local_source(name_or_path)
+    if source is None:
+        return _hub_id(str(name_or_path))
+    if revision is not None:
+        raise InvalidArgumentError(
+            f"revision={revision!r} was given with {source.name}, which is no model of the hub: leave it out"
+        )
+    return source
 
 
 def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | None:

@@ -24,7 +24,7 @@ def call(monkeypatch):
 
     def serve(name, **options):
         run.served = (name, options)
-        if name == "nowhere":
+        if name == "no/where":
             raise ModelNotFoundError("no model\nis called nowhere")
         return run.model
 
@@ -88,7 +88,7 @@ def test_system_and_raw(call):
     assert call("Hi there", "--raw").stdout == "Hi there\n"
     result = call("Hi there", "--raw", "--system", "Be kind")
     assert result.exit_code == 2
-    assert "a system prompt needs a chat" in result.stderr
+    assert "--system: expected without --raw, as a system prompt needs a chat" in result.stderr
 
 
 def test_a_model_without_template_continues_text(call):
@@ -114,7 +114,7 @@ def test_decoding_options_arrive(call):
 def test_loading_options_arrive(call):
     flags = "--revision main --dtype bfloat16 --token secret --offline --trust-remote-code --allow-pickle"
     flags += " --tensor-parallel 2"
-    call("Hi there", *flags.split(), "--cache-dir", "/somewhere")
+    call("some/model", "Hi there", *flags.split(), "--cache-dir", "/somewhere")
     options = call.served[1]
     del options["progress"]
     assert options == {
@@ -143,12 +143,26 @@ def test_loading_options_arrive(call):
         (["some/model", "  "], None, "the prompt is empty"),
         (["some/model"], "", "the prompt is empty"),
         (["some/model", "Hi", "-p", "Ho"], None, "two prompts, 'Hi' and --prompt 'Ho'"),
-        (["Hi there", "--temperature", "-1"], None, "temperature: expected a number > 0, got -1.0"),
-        (["Hi there", "--greedy", "--top-k", "4"], None, "top_k: expected None with do_sample=False, got 4"),
-        (["Hi there", "--max-new-tokens", "0"], None, "max_new_tokens: expected a whole number >= 1, got 0"),
+        (["Hi there", "--temperature", "-1"], None, "--temperature: expected a number > 0, got -1.0; for greedy"),
+        (["Hi there", "--greedy", "--top-k", "4"], None, "--greedy: expected without --top-k"),
+        (["Hi there", "--max-new-tokens", "0"], None, "--max-new-tokens: expected a whole number >= 1, got 0"),
+        (
+            ["Hi there", "--min-new-tokens", "9", "--max-tokens", "3"],
+            None,
+            "--min-new-tokens: expected at most --max-new",
+        ),
+        (["Hi there", "--tp", "2", "--mesh", "model=2"], None, "--mesh and --tensor-parallel: expected one of them"),
+        (["Hi there", "--mesh", "pipe=2"], None, "--mesh: expected axes out of data, model, expert, got 'pipe'"),
+        (
+            ["Hi there", "--image", "no.png"],
+            None,
+            "--image: expected a file with a picture, and there is none at no.png",
+        ),
+        (["some/model", "Hi", "--dtype", "bf16"], None, "'bf16'; did you mean bfloat16?"),
         (["some/model"], b"\xff\xfe", "expected UTF-8 text, got byte 0xff at 0"),
-        (["nowhere"], "", "no model is called nowhere"),
-        (["nowhere", "Hi"], None, "no model is called nowhere"),
+        (["nowhere"], "", "no model is called 'nowhere'"),
+        (["nowhere", "Hi"], None, "no model is called 'nowhere'"),
+        (["no/where", "Hi"], None, "no model is called nowhere"),
         (["-p", "long " * 1000], None, "at most 4096 tokens"),
     ],
 )
@@ -166,7 +180,7 @@ def test_a_word_that_is_no_model_may_have_been_a_prompt(call):
 
 
 def test_debug_shows_the_traceback(call):
-    result = call("nowhere", "Hi", "--debug")
+    result = call("no/where", "Hi", "--debug")
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert "error: no model is called nowhere" in result.stderr

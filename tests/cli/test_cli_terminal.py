@@ -1,81 +1,13 @@
 """The program in a process of its own: at a terminal, with Ctrl-C, and with nobody reading what it writes."""
 
-import contextlib
 import json
-import os
-import pty
-import select
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-
-PROGRAM = [sys.executable, str(Path(__file__).with_name("fake_model.py"))]
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 60
-CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"
-
-
-def environment(**changes):
-    # Without answers to cursor position requests prompt_toolkit would wait for them.
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    return {**inherited, "PYTHONPATH": path, "PROMPT_TOOLKIT_NO_CPR": "1", **changes}
-
-
-class Terminal:
-    """A program at a pseudo terminal: what is typed, and what is seen."""
-
-    def __init__(self, *arguments, **variables):
-        self.fd, end = pty.openpty()
-        self.process = subprocess.Popen(
-            [*PROGRAM, *arguments],
-            stdin=end,
-            stdout=end,
-            stderr=end,
-            start_new_session=True,
-            env=environment(OWN_TERMINAL="1", **variables),
-        )
-        os.close(end)
-        self.seen = ""
-        self._start = 0
-
-    def type(self, text):
-        self._start = len(self.seen)
-        os.write(self.fd, text.encode())
-
-    def wait_for(self, *texts):
-        """Waits until `texts` have been seen, in this order, since the last `type`; returns what was."""
-        deadline = time.monotonic() + TIMEOUT_S
-        position = self._start
-        for text in texts:
-            while (found := self.seen.find(text, position)) < 0:
-                self._read(deadline, text)
-            position = found + len(text)
-        return self.seen[self._start :]
-
-    def _read(self, deadline, awaited):
-        ready, _, _ = select.select([self.fd], [], [], max(0, deadline - time.monotonic()))
-        assert ready, f"waited for {awaited!r}, saw {self.seen[self._start :]!r}"
-        self.seen += os.read(self.fd, 65536).decode(errors="replace")
-
-    def status(self):
-        with contextlib.suppress(OSError):  # EIO: the other end is closed
-            while True:
-                self._read(time.monotonic() + TIMEOUT_S, "the end")
-        return self.process.wait(TIMEOUT_S)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        os.close(self.fd)
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+from fake_terminal import ALT_ENTER, CTRL_C, CTRL_D, TIMEOUT_S, Terminal, environment, start
 
 
 def test_a_conversation(tmp_path):
@@ -149,11 +81,6 @@ def test_a_dumb_terminal_without_colours(tmp_path):
         assert terminal.status() == 0
         assert "\x1b" not in terminal.seen
     assert other.read_text() == "mine"
-
-
-def start(*arguments, **kwargs):
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*PROGRAM, *arguments], env=environment(), text=True, **{**pipes, **kwargs})
 
 
 def test_stdout_closed_ends_quietly():

@@ -24,6 +24,8 @@ FROM_THE_HUB = {
     'torchax-serve run gemma-3-4b-it "What is in this picture?" --image cat.png',
     "torchax-serve run llama-3.2-1b-instruct --token hf_...",
     "torchax-serve run qwen3-0.6b --offline",
+    "torchax-serve pull qwen3-0.6b",
+    "torchax-serve rm qwen3-0.6b --yes",
     "torchax-serve plan qwen3-32b --topology v6e:2x4",
     "torchax-serve plan llama-3.1-70b-instruct --topology h200:4 --max-len 4096 --slots 64",
     "torchax-serve plan qwen3-32b --for 64x8192",
@@ -32,7 +34,7 @@ FROM_THE_HUB = {
 # At a terminal these talk to a person; here they read from a pipe.
 TYPED = {"torchax-serve run": "Hello!\n"}
 # Ask nothing of bash and no devices of their own: the process that has imported torch and jax runs them as well.
-IN_PROCESS = re.compile(r"torchax-serve (?:models|ops|embed)\b[^|&;<>$]*|torchax-serve plan --sharding [^|&;<>$]*")
+IN_PROCESS = re.compile(r"torchax-serve (?:models|ops|embed|doctor)\b[^|&;<>$]*|torchax-serve plan --sharding [^|&;<>$]*")
 # Runs these tests itself; tests/docs/test_ci_run.py is about it.
 RUNS_THE_TESTS = {".ci/run"}
 

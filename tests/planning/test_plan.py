@@ -24,7 +24,8 @@ from model_adapters.errors import (
 from model_adapters.loading.architecture import module_of
 from torchax_serve import EngineOptions
 from torchax_serve.cli.main import app
-from torchax_serve.meshes import mesh_of, parse_mesh
+from torchax_serve.distributed.mesh_shape import parse_mesh
+from torchax_serve.meshes import mesh_of
 from torchax_serve.parity.tiny_config import tiny_config
 from torchax_serve.planning import chips, kept, search, topology
 from torchax_serve.planning.abstract import abstract_model

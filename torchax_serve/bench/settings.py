@@ -36,9 +36,9 @@ class Settings:
         lowest = {"prompt_len": 1, "new_tokens": 2, "repeats": 1}
         for name, low in lowest.items():
             if getattr(self, name) < low:
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)}, expected {low} or more")
+                raise InvalidArgumentError(f"{name}: expected a whole number >= {low}, got {getattr(self, name)}")
         for batch in self.batches:
             if batch < 1:
-                raise InvalidArgumentError(f"the batch size is {batch}, expected 1 or more")
+                raise InvalidArgumentError(f"batch: expected a whole number >= 1, got {batch}")
         if self.against is not None and self.against not in PEERS:
-            raise InvalidArgumentError(f"against is {self.against!r}, expected one of {', '.join(PEERS)}")
+            raise InvalidArgumentError(f"against: expected {' or '.join(PEERS)}, got {self.against!r}")

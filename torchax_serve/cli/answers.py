@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 
-from torchax_serve.cli.terminal import harmless, is_terminal, note, passing_note
+from torchax_serve.cli.terminal import harmless, hidden_keys, is_terminal, note, passing_note
 from torchax_serve.text.stream import GenerationStats, TextStream
 
 
@@ -33,7 +33,7 @@ def write_answer(answer: TextStream, *, model_name: str, as_json: bool) -> None:
         KeyboardInterrupt: Ctrl-C, once the answer has been stopped.
         BrokenPipeError: nobody reads stdout any more.
     """
-    with answer:
+    with answer, hidden_keys():
         try:
             if as_json:
                 for _ in answer:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torchax_serve.cli.options import LoadOptions, option_groups
+from torchax_serve.cli.shared.model_name import check_one_model, complete_model
+from torchax_serve.cli.shared.tables import console
 from torchax_serve.cli.terminal import note
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ class MeasureOptions:
     new_tokens: Annotated[int, typer.Option("--new-tokens", help="Tokens generated behind it.")] = 64
     repeats: Annotated[int, typer.Option("--repeats", help="Timed calls of each side; medians are shown.")] = 5
 
+    def __post_init__(self) -> None:
+        self.settings()
+
     def settings(self) -> Settings:
         """What they stand for.
 
@@ -58,7 +63,9 @@ def bench(
     model: Annotated[
         str | None,
         typer.Argument(
-            show_default=False, help="Short name, hub id or folder; without it the small model of the package."
+            show_default=False,
+            autocompletion=complete_model,
+            help="Short name, hub id or folder; without it the small model of the package.",
         ),
     ] = None,
     *,
@@ -83,16 +90,14 @@ def bench(
 
     torchax-serve bench --random-weights config.json --dtype bfloat16
     """
+    check_one_model(model, random_weights, load.revision)
     from torchax_serve.cli.interrupts import prompt_interrupts
 
     with prompt_interrupts(leave_at=1):
-        from torchax_serve import InvalidArgumentError
         from torchax_serve.bench import bench as measure
         from torchax_serve.bench.plot import check_plot
         from torchax_serve.bench.plot import plot as draw
 
-        if random_weights is not None and model is not None:
-            raise InvalidArgumentError(f"--random-weights makes its own model; leave {model} out")
         settings = measured.settings()
         if plot is not None:
             check_plot(plot)
@@ -114,15 +119,12 @@ def bench(
 
 def print_report(report: Any) -> None:
     """Writes `report` (a `BenchReport`) to stdout as tables."""
-    from rich.console import Console
-
-    # Without a terminal rich assumes 80 columns and folds; a file or a pipe wants a row on a line.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print("\n".join(_heading(report)), markup=False)
-    console.print(_rates(report))
-    console.print(_costs(report))
+    output = console()
+    output.print("\n".join(_heading(report)), markup=False)
+    output.print(_rates(report))
+    output.print(_costs(report))
     for line in _remarks(report):
-        console.print(line, markup=False)
+        output.print(line, markup=False)
 
 
 def _heading(report: Any) -> list[str]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from model_adapters.errors import InvalidArgumentError
+
 if TYPE_CHECKING:
     from torchax_serve.request import SamplingParams
 
@@ -26,12 +28,14 @@ class DecodingOptions:
         int | None,
         _option(
             "--max-new-tokens",
+            "--max-tokens",
+            "-n",
             help="Longest answer, in tokens; 1024 in a chat and 256 raw where the model says none.",
         ),
     ] = None
     min_new_tokens: Annotated[int | None, _option("--min-new-tokens", help="Shortest answer, in tokens.")] = None
     temperature: Annotated[
-        float | None, _option("--temperature", help="Above 1 more varied, below 1 less; 0 is greedy.")
+        float | None, _option("--temperature", "--temp", help="Above 1 more varied, below 1 less; 0 is greedy.")
     ] = None
     top_k: Annotated[int | None, _option("--top-k", help="Draw from the k likeliest tokens; 0 is off.")] = None
     top_p: Annotated[
@@ -42,7 +46,8 @@ class DecodingOptions:
         _option("--min-p", help="Leave out tokens below this fraction of the likeliest one's probability."),
     ] = None
     repetition_penalty: Annotated[
-        float | None, _option("--repetition-penalty", help="Above 1 makes tokens that were said less likely.")
+        float | None,
+        _option("--repetition-penalty", "--repeat-penalty", help="Above 1 makes tokens that were said less likely."),
     ] = None
     no_repeat_ngram_size: Annotated[
         int | None, _option("--no-repeat-ngram-size", help="Never say the same n tokens twice; 0 is off.")
@@ -53,6 +58,9 @@ class DecodingOptions:
     )
     greedy: Annotated[bool, _option("--greedy", help="Always the likeliest token.")] = False
 
+    def __post_init__(self) -> None:
+        self.params()
+
     def params(self) -> SamplingParams:
         """The parameters of a request that they stand for.
 
@@ -61,6 +69,11 @@ class DecodingOptions:
         """
         from torchax_serve.request import SamplingParams
 
+        if self.greedy and (drawing := self._drawing()):
+            raise InvalidArgumentError(
+                f"--greedy: expected without {' and '.join(drawing)}, which matters only where tokens are drawn; "
+                "leave one of them out"
+            )
         return SamplingParams(
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
@@ -74,3 +87,13 @@ class DecodingOptions:
             seed=self.seed,
             stop=tuple(self.stop) if self.stop else None,
         )
+
+    def _drawing(self) -> list[str]:
+        """Flags that were given and that only matter where tokens are drawn."""
+        options = {
+            "--temperature": self.temperature or None,
+            "--top-k": self.top_k or None,
+            "--top-p": self.top_p,
+            "--min-p": self.min_p,
+        }
+        return [flag for flag, value in options.items() if value is not None]

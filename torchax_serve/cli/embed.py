@@ -10,14 +10,23 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.cli.options import LoadOptions, option_groups
+from torchax_serve.cli.options import LoadOptions, check_choice, option_groups
+from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.cli.terminal import is_terminal
 
 ENDINGS = (".npy", ".json")
 
 
+def _poolings() -> tuple[str, ...]:
+    """The names that ``--pooling`` takes."""
+    from torchax_serve.encoders import POOLINGS
+
+    return POOLINGS
+
+
 @option_groups
 def embed(
-    model: Annotated[str, typer.Argument(help="Short name, hub id or folder.")],
+    model: Annotated[str, typer.Argument(help="Short name, hub id or folder.", autocompletion=complete_model)],
     texts: Annotated[
         list[str] | None,
         typer.Argument(show_default=False, help="Texts; without any, the lines of standard input."),
@@ -26,6 +35,7 @@ def embed(
         str | None,
         typer.Option(
             "--pooling",
+            autocompletion=_poolings,
             show_default=False,
             help="How a text's tokens become one embedding: mean, cls, last, max, mean_sqrt_len or weighted_mean; "
             "what the checkpoint's files say without it.",
@@ -56,12 +66,16 @@ def embed(
 
     torchax-serve embed BAAI/bge-small-en-v1.5 "JAX is fast." "Gemma is a model."
     """
+    check_model(model, load.revision)
+    if pooling is not None:
+        check_choice("--pooling", pooling, _poolings())
     _check_output(output, as_json=as_json)
     asked = list(texts) if texts else _lines()
+    from torchax_serve.cli.interrupts import prompt_interrupts
     from torchax_serve.cli.loading import loaded_model
     from torchax_serve.cli.terminal import note
 
-    with loaded_model(model, load) as served:
+    with loaded_model(model, load) as served, prompt_interrupts(leave_at=1):
         vectors = served.embed(asked, pooling=pooling, normalize=normalize, prompt_name=prompt_name, truncate=truncate)
         name = served.name
     if output is None:
@@ -84,8 +98,22 @@ def _check_output(output: Path | None, *, as_json: bool) -> None:
 
 
 def _lines() -> list[str]:
-    """The lines of standard input, which has to come from a file or a pipe."""
-    lines = [] if sys.stdin.isatty() else sys.stdin.read().splitlines()
+    r"""The lines of standard input, which has to come from a file or a pipe; nothing but ``\n`` or ``\r\n`` ends one.
+
+    Raises:
+        InvalidArgumentError: no line, or bytes that are no UTF-8; says in which line.
+    """
+    data = b"" if is_terminal(sys.stdin) else sys.stdin.buffer.read()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        data, at = error.object, error.start
+        number, column = data.count(b"\n", 0, at) + 1, at - (data.rfind(b"\n", 0, at) + 1)
+        raise InvalidArgumentError(
+            f"TEXT: expected lines of UTF-8 text on standard input, got byte 0x{data[at]:02x} in line {number}, "
+            f"behind {column} bytes; convert it first, with iconv for example"
+        ) from error
+    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
     if not lines:
         raise InvalidArgumentError(
             "TEXT: expected at least one text, got none; give texts behind the model, or as lines of standard input"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from pathlib import Path
@@ -14,16 +15,24 @@ from torchax_serve.cli.reader import ReadMessage
 from torchax_serve.cli.reporting import one_line, print_error
 from torchax_serve.cli.terminal import note
 
-HELP = '''\
-/help           this text
-/reset          forget the conversation; the system prompt stays
-/system TEXT    set the system prompt; /system alone shows it, /system off takes it away
-/image FILE     a picture that goes with your next message
-/save FILE      write the conversation to FILE as JSON
-/stats          requests, pages of the cache, prefix hits, tokens/s
-/quit           leave (also Ctrl-D)
-Alt-Enter, or \\ at the end of a line, begins a new line; """ begins and ends a block of lines.
-Ctrl-C stops the answer.'''
+COMMANDS = {
+    "help": ("", "this text"),
+    "reset": ("", "forget the conversation; the system prompt stays"),
+    "system": ("TEXT", "set the system prompt; /system alone shows it, /system off takes it away"),
+    "image": ("FILE", "a picture that goes with your next message"),
+    "save": ("FILE", "write the conversation to FILE as JSON"),
+    "stats": ("", "requests, pages of the cache, prefix hits, tokens/s"),
+    "quit": ("", "leave (also Ctrl-D)"),
+}
+"""By name, what is behind a command and what it does."""
+HELP = "\n".join(
+    [
+        *(f"{f'/{name} {argument}':<15} {does}" for name, (argument, does) in COMMANDS.items()),
+        'Alt-Enter, or \\ at the end of a line, begins a new line; """ begins and ends a block of lines.',
+        "Tab completes commands and names of files, the arrow keys fetch what was typed before.",
+        "Ctrl-C stops the answer; what is typed meanwhile is your next message.",
+    ]
+)
 _COMMAND = re.compile(r"/(?P<name>[a-z]+)(?:\s+(?P<argument>.*))?", re.DOTALL)
 
 
@@ -76,19 +85,22 @@ class InteractiveChat:
         num_forgotten = self._conversation.make_room(text)
         if num_forgotten:
             note(f"the conversation outgrew the model's memory: its oldest {num_forgotten} messages are left out")
-        answer = self._conversation.answer(text)
+        answer = None
         try:
             with prompt_interrupts(leave_at=2):
+                answer = self._conversation.answer(text)
                 write_answer(answer, model_name=self._conversation.model.name, as_json=self._as_json)
         except KeyboardInterrupt:
-            answer.close()
-        if answer.text:
+            if answer is not None:
+                answer.close()
+        if answer is not None and answer.text:
             self._conversation.record(text, answer.text)
 
     def _obey(self, name: str, argument: str) -> None:
         command = self._commands.get(name)
         if command is None:
-            note(f"there is no command /{name}; /help lists them")
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            note(f"there is no command /{name}; " + (f"did you mean /{near[0]}?" if near else "/help lists them"))
             return
         command(argument)
 

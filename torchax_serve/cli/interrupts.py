@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchax_serve.cli.reporting import EXIT_INTERRUPTED
-from torchax_serve.cli.terminal import is_terminal, note
+from torchax_serve.cli.terminal import is_terminal, note, show_keys
 
 _GRACE_S = 1.0  # what the interpreter gets to raise KeyboardInterrupt by itself
 _SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
@@ -106,6 +106,7 @@ class _Watch:
 
 
 def _leave() -> None:
+    show_keys()
     if is_terminal(sys.stderr):
         print(_SHOW_CURSOR, end="", file=sys.stderr)
     print("interrupted", file=sys.stderr, flush=True)

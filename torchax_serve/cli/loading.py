@@ -8,10 +8,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from model_adapters.errors import ModelNotFoundError
 from torchax_serve.cli.interrupts import prompt_interrupts
 from torchax_serve.cli.options import DeviceOptions, LoadOptions
-from torchax_serve.cli.terminal import may_style, passing_note
+from torchax_serve.cli.terminal import hidden_keys, may_style, passing_note
 
 
 def followed(name: str | None, options: DeviceOptions) -> bool:
@@ -42,7 +41,7 @@ def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
         TorchaxServeError: whatever `torchax_serve.serve` has to say.
         KeyboardInterrupt: Ctrl-C while it loads.
     """
-    with prompt_interrupts(leave_at=1):
+    with prompt_interrupts(leave_at=1), hidden_keys():
         with passing_note("starting torch and jax ..."):
             from model_adapters.loading.progress import RichProgress, SilentProgress
             from torchax_serve import serve
@@ -50,12 +49,6 @@ def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
         if isinstance(options, DeviceOptions) and options.hosts() is not None:
             _keep_stdout_for_answers()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
-        try:
-            model = serve(name, progress=progress, **options.serve_kwargs())
-        except ModelNotFoundError as error:
-            if name is None or "/" in name:
-                raise
-            remedy = f'to ask the embedded model, give the prompt as -p "{name}"'
-            raise ModelNotFoundError(f"{error}; {remedy}") from error
+        model = serve(name, progress=progress, **options.serve_kwargs())
     with contextlib.closing(model):
         yield model

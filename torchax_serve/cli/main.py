@@ -7,6 +7,9 @@ them, prints its result on stdout, raises errors of `model_adapters.errors`, and
 
 from __future__ import annotations
 
+from torchax_serve.cli.shared import startup  # isort: skip  first: answers Ctrl-C while the rest is imported
+
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -18,13 +21,19 @@ from torchax_serve import __version__
 from torchax_serve.cli.bench import bench
 from torchax_serve.cli.cache import cache
 from torchax_serve.cli.deploy import deploy
+from torchax_serve.cli.doctor import doctor
 from torchax_serve.cli.embed import embed
 from torchax_serve.cli.models import models
 from torchax_serve.cli.ops import ops
 from torchax_serve.cli.plan import plan
+from torchax_serve.cli.pull import pull
 from torchax_serve.cli.reporting import EXIT_INTERRUPTED, EXIT_STATUS_HELP, reported
+from torchax_serve.cli.rm import rm
 from torchax_serve.cli.run import run
+from torchax_serve.cli.shared.usage import CommandGroup
 from torchax_serve.cli.verify import verify
+
+startup.imports_done()
 
 # In the order of --help. One line registers a command.
 COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
@@ -35,6 +44,9 @@ COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("plan", plan),
     ("deploy", deploy),
     ("models", models),
+    ("pull", pull),
+    ("rm", rm),
+    ("doctor", doctor),
     ("ops", ops),
     ("cache", cache),
 )
@@ -50,7 +62,9 @@ torchax-serve runs Hugging Face PyTorch models, their code untouched, on JAX.
   torchax-serve verify qwen3-0.6b        its numbers beside those of PyTorch
   torchax-serve bench --against hf       its speed beside that of transformers
   torchax-serve plan qwen3-32b --topology v6e:2x4   would it fit there, and how fast at most
-  torchax-serve models                   what can be run
+  torchax-serve models                   what is on this machine, and what can be run
+  torchax-serve pull qwen3-0.6b          download a model; rm deletes it
+  torchax-serve doctor                   what is installed and whether it works, to attach to a bug
 
 Every command explains itself: torchax-serve run --help"""
 
@@ -58,8 +72,8 @@ app = typer.Typer(
     name="torchax-serve",
     help="Any Hugging Face PyTorch model, its code untouched, served by JAX.",
     epilog=EXIT_STATUS_HELP,
+    cls=CommandGroup,
     no_args_is_help=False,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -90,8 +104,12 @@ for _name, _function in COMMANDS:
 
 def main() -> None:
     """Runs the program with the arguments of the process; ends by ``SystemExit``."""
+    startup.open_closed_streams()
     try:
-        app(prog_name="torchax-serve")
+        with contextlib.ExitStack() as at_the_end:
+            # From the last line of output to the end of the process nothing is left to say.
+            at_the_end.callback(startup.leave_at_once_on_interrupt)
+            app(prog_name="torchax-serve")
     except SystemExit as end:
         if end.code == EXIT_INTERRUPTED:
             # Taking torch and jax down in order can last seconds, and who presses Ctrl-C does not want to wait.

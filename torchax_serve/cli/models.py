@@ -5,13 +5,18 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import sys
 from collections.abc import Collection
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
+from model_adapters.loading.hub_cache import hub_cache
+from torchax_serve.cli.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.downloads import ago, list_downloads, size_of
+from torchax_serve.cli.shared.tables import console
+from torchax_serve.distributed.mesh_shape import parse_mesh
 
 _EMBEDDED = "torchax-serve run, without a name"
 
@@ -19,6 +24,9 @@ _EMBEDDED = "torchax-serve run, without a name"
 def models(
     model_type: Annotated[str | None, typer.Argument(help="A model type, to see how it was checked.")] = None,
     list_all: Annotated[bool, typer.Option("--all", help="Also list the architectures by name.")] = False,
+    downloaded: Annotated[
+        bool, typer.Option("--downloaded", help="List only the models of the hub that are on this machine.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     sharding: Annotated[
         bool, typer.Option("--sharding", help="How each parameter of MODEL_TYPE lies on a mesh, at its default sizes.")
@@ -26,19 +34,46 @@ def models(
     mesh: Annotated[
         str | None, typer.Option("--mesh", help="With --sharding: such as model=4,expert=2; model=8 by default.")
     ] = None,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--cache-dir",
+            "--download-dir",
+            show_default=False,
+            help="Folder of downloads, in place of the hub's default.",
+        ),
+    ] = None,
 ) -> None:
-    """List what can be run: the embedded model, the short names, and the architectures that were checked."""
+    """List what is on this machine and what can be run: short names, and the architectures that were checked."""
+    _check_flags(model_type, list_all=list_all, downloaded=downloaded, sharding=sharding, mesh=mesh)
+    with prompt_interrupts(leave_at=1):
+        if downloaded:
+            _print_downloaded(cache_dir, as_json=as_json)
+            return
+        _print(model_type, mesh, cache_dir, list_all=list_all, sharding=sharding, as_json=as_json)
+
+
+def _check_flags(model_type: str | None, *, list_all: bool, downloaded: bool, sharding: bool, mesh: str | None) -> None:
+    """Raises for options that do not go together, before anything heavy is imported."""
+    if mesh is not None:
+        if not sharding:
+            raise InvalidArgumentError("--mesh: expected together with --sharding; add it")
+        parse_mesh(mesh, None)
+    if sharding and model_type is None:
+        raise InvalidArgumentError("--sharding: expected a MODEL_TYPE, got none; such as torchax-serve models llama")
+    alone = {"MODEL_TYPE": model_type is not None, "--all": list_all, "--sharding": sharding}
+    if downloaded and (given := [name for name, is_given in alone.items() if is_given]):
+        raise InvalidArgumentError(f"--downloaded: expected without {given[0]}; leave one of them out")
+
+
+def _print(
+    model_type: str | None, mesh: str | None, cache_dir: Path | None, *, list_all: bool, sharding: bool, as_json: bool
+) -> None:
     from model_adapters.loading.names import SHORT_NAMES
     from torchax_serve.cli.checked import shipped_tasks
 
     architectures = _architectures()
-    if mesh is not None and not sharding:
-        raise InvalidArgumentError("--mesh: expected together with --sharding; add it")
-    if sharding:
-        if model_type is None:
-            raise InvalidArgumentError(
-                "--sharding: expected a MODEL_TYPE, got none; such as torchax-serve models llama"
-            )
+    if sharding and model_type is not None:
         _check_type(model_type, architectures, "a causal language model")
         _print_sharding(model_type, mesh, as_json=as_json)
         return
@@ -51,6 +86,7 @@ def models(
             for name, entry in SHORT_NAMES.items()
         }
         everything = {
+            "downloaded": [each.as_dict() for each in list_downloads(cache_dir)],
             "embedded": _EMBEDDED,
             "short_names": short_names,
             "architectures": architectures,
@@ -58,7 +94,34 @@ def models(
         }
         print(json.dumps(everything, indent=1))
         return
+    _print_downloaded(cache_dir, as_json=False)
     _print_tables(SHORT_NAMES, architectures, list_all=list_all)
+
+
+def _print_downloaded(cache_dir: Path | None, *, as_json: bool) -> None:
+    """A row for each model of the hub on this machine: size, last use, revisions."""
+    downloads = list_downloads(cache_dir)
+    if as_json:
+        print(json.dumps({"downloaded": [each.as_dict() for each in downloads]}, indent=1))
+        return
+    from rich.table import Table
+
+    if not downloads:
+        print(f"No model of the hub is in {hub_cache(cache_dir)}; torchax-serve pull NAME brings one.\n")
+        return
+    table = Table(box=None, header_style="bold")
+    table.add_column("on this machine", overflow="fold")
+    for heading, justify in (("size", "right"), ("last used", "left"), ("revision", "left")):
+        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for each in downloads:
+        revisions = [", ".join([*revision.names, revision.commit[:12]]) for revision in each.revisions]
+        partial = ["not finished: pull it again, or rm it"] if each.is_partial else []
+        name = f"{each.short_name} ({each.hub_id})" if each.short_name else each.hub_id
+        table.add_row(name, size_of(each.size_bytes), ago(each.last_used), "\n".join([*revisions, *partial]))
+    output = console(200)
+    output.print(table)
+    total = sum(each.size_bytes for each in downloads)
+    output.print(f"{size_of(total)} in {hub_cache(cache_dir)}; torchax-serve rm NAME deletes one\n", highlight=False)
 
 
 def _architectures() -> dict[str, list[str]]:
@@ -112,26 +175,24 @@ def _size(num_parameters: int) -> str:
 
 
 def _print_tables(short_names: Any, architectures: dict[str, list[str]], *, list_all: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    # Without a terminal rich assumes 80 columns and folds; a file or a pipe wants a row on a line.
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    output = console(200)
     table = Table(box=None, header_style="bold")
     for heading, justify in (("name", "left"), ("parameters", "right"), ("hub id", "left"), ("", "left")):
         table.add_column(heading, justify=justify, no_wrap=heading == "name")  # type: ignore[arg-type]
     table.add_row("(none)", "", "embedded", _EMBEDDED)
     for name, entry in short_names.items():
         table.add_row(name, _size(entry.num_parameters), entry.hub_id, entry.note)
-    console.print(table)
-    console.print(
+    output.print(table)
+    output.print(
         f"\nAny other causal language model of the Hugging Face hub by its id, or a folder: {len(architectures)} "
         f"architectures{' (--all lists them)' if not list_all else ':'}",
         highlight=False,
     )
-    _print_checked(console)
+    _print_checked(output)
     if list_all:
-        _print_architectures(console, architectures)
+        _print_architectures(output, architectures)
 
 
 def _print_checked(console: Any) -> None:

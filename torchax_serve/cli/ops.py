@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Annotated
 
 import typer
+
+from torchax_serve.cli.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.tables import console
 
 
 def ops(as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False) -> None:
@@ -15,10 +17,11 @@ def ops(as_json: Annotated[bool, typer.Option("--json", help="One JSON object in
     An implementation may refuse a call (a dtype, a shape, a missing compiler); the last one listed for a platform that
     does not is taken.
     """
-    from model_adapters.ops import list_ops
-    from model_adapters.ops.registry import platform
+    with prompt_interrupts(leave_at=1):
+        from model_adapters.ops import list_ops
+        from model_adapters.ops.registry import platform
 
-    here = platform()
+        here = platform()
     found = [
         {
             "name": op.name,
@@ -33,7 +36,6 @@ def ops(as_json: Annotated[bool, typer.Option("--json", help="One JSON object in
     if as_json:
         print(json.dumps({"platform": here, "ops": found}, indent=1))
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, header_style="bold")
@@ -44,6 +46,6 @@ def ops(as_json: Annotated[bool, typer.Option("--json", help="One JSON object in
             mark = "*" if here in each.platforms else " "
             first = (op.name, op.summary) if index == 0 else ("", "")
             table.add_row(first[0], f"{mark} {each.name}", ", ".join(each.platforms), first[1])
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
-    console.print(f"* for this machine ({here}); the last one that does not refuse a call is taken", style="dim")
+    output = console()
+    output.print(table)
+    output.print(f"* for this machine ({here}); the last one that does not refuse a call is taken", style="dim")

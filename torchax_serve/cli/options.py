@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -18,8 +19,15 @@ from model_adapters.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from torchax_serve.hosts.options import Hosts
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _option = functools.partial(typer.Option, rich_help_panel="Loading")
 _hosts_option = functools.partial(typer.Option, rich_help_panel="Several hosts, the same command on each")
+
+
+def complete_dtype() -> list[str]:
+    """What a shell offers for a dtype of weights."""
+    return list(DTYPES)
 
 
 @dataclass(frozen=True)
@@ -27,13 +35,20 @@ class ConfigOptions:
     """Where a model's configuration and code come from; each field is an option of the commands (`option_groups`)."""
 
     revision: Annotated[str | None, _option("--revision", help="Branch, tag or commit of a hub model.")] = None
-    dtype: Annotated[str, _option("--dtype", help="auto (that of the checkpoint), float32, bfloat16 or float16.")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        str,
+        _option(
+            "--dtype",
+            "--torch-dtype",
+            autocompletion=complete_dtype,
+            help="auto (that of the checkpoint), float32, bfloat16 or float16.",
+        ),
+    ] = "auto"
     token: Annotated[
         str | None,
         _option(
             "--token",
+            "--hf-token",
             envvar="HF_TOKEN",
             show_default=False,
             help="Hub token for gated and private models; better given by the variable than on the command line.",
@@ -48,8 +63,12 @@ class ConfigOptions:
         _option("--trust-remote-code", help="Run Python code that comes with the model. Only for authors you trust."),
     ] = False
     cache_dir: Annotated[
-        Path | None, _option("--cache-dir", help="Folder for downloads, in place of the hub's default.")
+        Path | None,
+        _option("--cache-dir", "--download-dir", help="Folder for downloads, in place of the hub's default."),
     ] = None
+
+    def __post_init__(self) -> None:
+        check_choice("--dtype", self.dtype, DTYPES)
 
     def kwargs(self) -> dict[str, Any]:
         """The keyword arguments that they stand for."""
@@ -81,7 +100,10 @@ class LoadOptions(ConfigOptions):
 class DeviceOptions(LoadOptions):
     """Loading options of commands that can spread a model over devices."""
 
-    tensor_parallel: Annotated[int | None, _option("--tensor-parallel", help="Devices that share the model.")] = None
+    tensor_parallel: Annotated[
+        int | None,
+        _option("--tensor-parallel", "--tensor-parallel-size", "--tp", min=1, help="Devices that share the model."),
+    ] = None
     mesh: Annotated[
         str | None,
         _option("--mesh", help="The same by axis, such as model=2,expert=4; data=2 for replicas that share requests."),
@@ -115,6 +137,15 @@ class DeviceOptions(LoadOptions):
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mesh is not None and self.tensor_parallel is not None:
+            raise InvalidArgumentError(
+                "--mesh and --tensor-parallel: expected one of them, got both; leave --tensor-parallel out"
+            )
+        self.mesh_shape()
+        self.hosts()
+
     def serve_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of `torchax_serve.serve`."""
         return {
@@ -132,7 +163,7 @@ class DeviceOptions(LoadOptions):
         """
         if self.mesh is None:
             return None
-        from torchax_serve.meshes import parse_mesh
+        from torchax_serve.distributed.mesh_shape import parse_mesh
 
         return parse_mesh(self.mesh, None)
 
@@ -169,6 +200,18 @@ class DeviceOptions(LoadOptions):
                 f"--hosts-secret-file: expected a file of text, got {self.hosts_secret_file} ({error}); make one: "
                 "openssl rand -hex 32"
             ) from error
+
+
+def check_choice(flag: str, value: str, choices: Sequence[str]) -> None:
+    """Raises `InvalidArgumentError` unless `value` is one of `choices`; names the one that was probably meant."""
+    if value in choices:
+        return
+    meant = _SHORT.get(value.lower().removeprefix("torch."), "")
+    near = [meant] if meant in choices else difflib.get_close_matches(value.lower(), choices, n=1)
+    listed = f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
+    raise InvalidArgumentError(
+        f"{flag}: expected {listed}, got {value!r}; {f'did you mean {near[0]}?' if near else 'choose one of them'}"
+    )
 
 
 def option_groups(command: Callable[..., Any]) -> Callable[..., Any]:

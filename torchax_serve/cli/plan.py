@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.cli.options import ConfigOptions, option_groups
+from torchax_serve.cli.interrupts import prompt_interrupts
+from torchax_serve.cli.options import DTYPES, ConfigOptions, check_choice, option_groups
+from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.cli.terminal import activity
 
 
 @option_groups
 def plan(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id, short name, folder or config file; without it the embedded model.")
+        str | None,
+        typer.Argument(
+            autocompletion=complete_model,
+            help="Hub id, short name, folder or config file; without it the embedded model.",
+        ),
     ] = None,
     topology: Annotated[
         str | None, typer.Option("--topology", help="Devices to compile for, such as v6e:2x4 or h200:8.")
@@ -25,9 +33,14 @@ def plan(
     mesh: Annotated[
         str | None, typer.Option("--mesh", help="How they are used, such as data=2,model=4; all on model by default.")
     ] = None,
-    max_len: Annotated[int | None, typer.Option("--max-len", help="Tokens of a request, prompt and answer.")] = None,
-    slots: Annotated[int, typer.Option("--slots", help="Requests at once.")] = 64,
-    page_len: Annotated[int, typer.Option("--page-len", help="Tokens of a page of the cache.")] = 64,
+    max_len: Annotated[
+        int | None,
+        typer.Option("--max-len", "--max-model-len", min=2, help="Tokens of a request, prompt and answer."),
+    ] = None,
+    slots: Annotated[int, typer.Option("--slots", "--max-num-seqs", min=1, help="Requests at once.")] = 64,
+    page_len: Annotated[
+        int, typer.Option("--page-len", "--block-size", min=1, help="Tokens of a page of the cache.")
+    ] = 64,
     prefill: Annotated[
         str, typer.Option("--prefill", help="Tokens of the prefill steps to compile, with commas; empty for none.")
     ] = "1024",
@@ -35,7 +48,7 @@ def plan(
         str, typer.Option("--kv-cache-dtype", help="auto, float32, bfloat16 or float16.")
     ] = "auto",
     quantization: Annotated[
-        str | None, typer.Option("--quantization", help="Not supported yet; refused by name.")
+        str | None, typer.Option("--quantization", show_default=False, help="Not supported yet; refused by name.")
     ] = None,
     search: Annotated[
         str | None,
@@ -55,26 +68,32 @@ def plan(
 ) -> None:
     """Compile a model's steps for hardware that need not be here: fits or not, bytes a device, exchange, time bound."""
     _refuse_quantization(quantization)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # the devices planned for are described, never opened
-    from torchax_serve.planning.abstract import empty_module
-
-    module = empty_module(model, **load.kwargs())
-    name = model or "the embedded model"
-    if sharding:
-        _sharding(module, topology, mesh, refuse_uneven=refuse_uneven, as_json=as_json)
-        return
+    check_model(model, load.revision, with_weights=False)
+    prefill_lens = _lengths(prefill)
+    check_choice("--kv-cache-dtype", kv_cache_dtype, DTYPES)
+    _check_together(topology, mesh, save, search, sharding=sharding)
     options: dict[str, Any] = {
         "mesh": mesh,
         "page_len": page_len,
-        "prefill_lens": _lengths(prefill),
+        "prefill_lens": prefill_lens,
         "kv_cache_dtype": kv_cache_dtype,
         "refuse_uneven": refuse_uneven,
     }
-    if search is not None:
-        _search(module, name, search, {"topology": topology, "--mesh": mesh, "--save": save}, options, as_json=as_json)
-        return
-    options |= {"topology": _given(topology), "max_len": max_len, "num_slots": slots}
-    _plan(module, name, options, save, as_json, no_cache)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the devices planned for are described, never opened
+    with prompt_interrupts(leave_at=1), activity() as note:
+        note("starting torch and jax")
+        from torchax_serve.planning.abstract import empty_module
+
+        module = empty_module(model, **load.kwargs())
+        name = model or "the embedded model"
+        if sharding:
+            show = _sharding(module, topology, mesh, refuse_uneven=refuse_uneven, as_json=as_json)
+        elif search is not None:
+            show = _search(module, name, search, options, note, as_json=as_json)
+        else:
+            options |= {"topology": topology, "max_len": max_len, "num_slots": slots}
+            show = _plan(module, name, options, note, save=save, as_json=as_json, use_kept=not no_cache)
+    show()
 
 
 def _refuse_quantization(quantization: str | None) -> None:
@@ -84,52 +103,81 @@ def _refuse_quantization(quantization: str | None) -> None:
         )
 
 
-def _given(topology: str | None) -> str:
-    if topology is None:
+def _check_together(
+    topology: str | None, mesh: str | None, save: Path | None, search: str | None, *, sharding: bool
+) -> None:
+    """Checks what is planned for; raises `InvalidArgumentError` for options that do not go together."""
+    from torchax_serve.distributed.mesh_shape import parse_mesh
+    from torchax_serve.planning.chips import num_devices
+
+    number = None if topology is None else num_devices(topology)
+    if mesh is not None:
+        parse_mesh(mesh, number)
+    if search is not None:
+        _wanted(search)
+        others = {"--topology": topology, "--mesh": mesh, "--save": save, "--sharding": sharding or None}
+        if given := [flag for flag, value in others.items() if value is not None]:
+            raise InvalidArgumentError(
+                f"{given[0]}: expected without --for, which looks for the smallest devices itself; leave it out"
+            )
+    elif topology is None and not sharding:
         raise InvalidArgumentError("expected --topology, such as v6e:2x4 or h200:8, or --for SLOTSxLEN; got neither")
-    return topology
 
 
-def _plan(module: Any, name: str, options: dict[str, Any], save: Path | None, as_json: bool, no_cache: bool) -> None:
+def _wanted(text: str) -> tuple[int, int]:
+    """``64x8192`` as slots and length; raises `InvalidArgumentError` for anything else."""
+    found = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+    if not found or not int(found[1]) or int(found[2]) < 2:
+        raise InvalidArgumentError(f"--for: expected SLOTSxLEN such as 64x8192, got {text!r}")
+    return int(found[1]), int(found[2])
+
+
+# What is planned is printed behind the line that shows what is going on: each returns the function that prints it.
+
+
+def _plan(
+    module: Any,
+    name: str,
+    options: dict[str, Any],
+    note: Callable[[str], None],
+    *,
+    save: Path | None,
+    as_json: bool,
+    use_kept: bool,
+) -> Callable[[], None]:
     from torchax_serve.planning.kept import kept_plan
     from torchax_serve.planning.plan import PlanRequest
     from torchax_serve.planning.report import print_plan
 
-    report, was_kept = kept_plan(module, name, PlanRequest(**options), save=save, use_kept=not no_cache)
+    report, was_kept = kept_plan(module, name, PlanRequest(**options), save=save, use_kept=use_kept, note=note)
     if as_json:
-        print(json.dumps(report.to_json() | {"from_cache": was_kept}, indent=1))
-    else:
-        print_plan(report, was_kept=was_kept)
+        return lambda: print(json.dumps(report.to_json() | {"from_cache": was_kept}, indent=1))
+    return lambda: print_plan(report, was_kept=was_kept)
 
 
 def _lengths(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        lengths = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError as error:
         raise InvalidArgumentError(f"--prefill: expected numbers such as 256,1024, got {text!r}") from error
+    if any(length < 1 for length in lengths):
+        raise InvalidArgumentError(f"--prefill: expected positive numbers, got {text!r}")
+    return lengths
 
 
-def _sharding(module: Any, topology: str | None, mesh: str | None, *, refuse_uneven: bool, as_json: bool) -> None:
+def _sharding(
+    module: Any, topology: str | None, mesh: str | None, *, refuse_uneven: bool, as_json: bool
+) -> Callable[[], None]:
     from torchax_serve.planning.table import print_sharding, sharding_rows
 
     rows = sharding_rows(module, topology, mesh, refuse_uneven=refuse_uneven)
-    if as_json:
-        print(json.dumps(rows, indent=1))
-    else:
-        print_sharding(rows)
+    return (lambda: print(json.dumps(rows, indent=1))) if as_json else (lambda: print_sharding(rows))
 
 
 def _search(
-    module: Any, name: str, wanted: str, useless: dict[str, Any], options: dict[str, Any], *, as_json: bool
-) -> None:
-    if given := [option for option, value in useless.items() if value is not None]:
-        raise InvalidArgumentError(f"{given[0]}: expected without --for, which looks for one itself; leave it out")
-    from torchax_serve.planning.search import parse_wanted, print_search, search
+    module: Any, name: str, wanted: str, options: dict[str, Any], note: Callable[[str], None], *, as_json: bool
+) -> Callable[[], None]:
+    from torchax_serve.planning.search import print_search, search
 
-    num_slots, max_len = parse_wanted(wanted)
-    rows = search(module, name, num_slots, max_len, options)
-    if as_json:
-        print(json.dumps(rows, indent=1))
-    else:
-        print_search(rows, wanted)
-    sys.stdout.flush()
+    rows = search(module, name, *_wanted(wanted), options, note=note)
+    return (lambda: print(json.dumps(rows, indent=1))) if as_json else (lambda: print_search(rows, wanted))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,19 +49,28 @@ def read_lines(read_line: Callable[[str], str]) -> str:
     return message_of(text)
 
 
-def terminal_reader() -> ReadMessage:
-    """A reader for the terminal this process runs in."""
+def terminal_reader(commands: Mapping[str, tuple[str, str]], *, with_history: bool) -> ReadMessage:
+    """A reader for the terminal this process runs in.
+
+    Args:
+        commands: what Tab completes behind a slash: argument and explanation by name.
+        with_history: whether what is typed is kept for the next time (`torchax_serve.cli.chat.history`).
+    """
     if os.environ.get("TERM") in (None, "", "dumb"):
         # No cursor keys there; input() writes its prompt and nothing else.
         return lambda: read_lines(input)
-    session = _prompt_session()
+    session = _prompt_session(commands, with_history)
     return lambda: message_of(session.prompt())
 
 
-def _prompt_session() -> PromptSession[str]:
+def _prompt_session(commands: Mapping[str, tuple[str, str]], with_history: bool) -> PromptSession[str]:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output import create_output
+
+    from torchax_serve.cli.chat.completion import CommandCompleter
+    from torchax_serve.cli.chat.history import private_history
 
     bindings = KeyBindings()
 
@@ -87,4 +96,7 @@ def _prompt_session() -> PromptSession[str]:
         # Where stdout goes to a file, the prompt is shown on the terminal that stderr has.
         output=create_output(always_prefer_tty=True),
         enable_suspend=True,
+        completer=CommandCompleter(commands),
+        complete_while_typing=False,
+        history=private_history() if with_history else InMemoryHistory(),
     )

@@ -13,12 +13,13 @@ import sys
 import traceback
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
 
 from model_adapters.errors import TorchaxServeError
+from torchax_serve.cli.shared.flag_names import flags_of, in_flags
 
 EXIT_ERROR = 2
 EXIT_INTERNAL = 70
@@ -62,10 +63,10 @@ def print_error(message: str) -> None:
     try:
         print(f"error: {message}", file=sys.stderr, flush=True)
     except OSError:
-        _point_to_nothing(sys.stderr)
+        drop_output(sys.stderr)
 
 
-def _point_to_nothing(stream: Any) -> None:
+def drop_output(stream: Any) -> None:
     """Makes later writes and the flush at exit succeed after the reader of `stream` has gone.
 
     Python flushes stdout once more while it ends and would print a second ``BrokenPipeError``
@@ -75,13 +76,21 @@ def _point_to_nothing(stream: Any) -> None:
         os.dup2(nothing.fileno(), stream.fileno())
 
 
-def run_and_report(function: Callable[[], int | None], *, debug: bool) -> int:
-    """Calls `function` and returns the exit status of the program, having printed the error if there was one."""
+def run_and_report(function: Callable[[], int | None], *, debug: bool, flags: Mapping[str, str] | None = None) -> int:
+    """Calls `function` and returns the exit status of the program, having printed the error if there was one.
+
+    Errors about Python arguments name the `flags` (by argument) instead.
+    """
     try:
         status = function() or 0
         sys.stdout.flush()
     except BrokenPipeError:
-        _point_to_nothing(sys.stdout)
+        drop_output(sys.stdout)
+        return EXIT_CLOSED_PIPE
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        drop_output(sys.stdout)  # rich has met a closed stdout, and would leave with 1
         return EXIT_CLOSED_PIPE
     except KeyboardInterrupt:
         if debug:
@@ -91,7 +100,7 @@ def run_and_report(function: Callable[[], int | None], *, debug: bool) -> int:
     except TorchaxServeError as error:
         if debug:
             traceback.print_exc()
-        print_error(one_line(error))
+        print_error(in_flags(one_line(error), flags or {}))
         return EXIT_ERROR
     except Exception as error:
         if isinstance(error, typer.Exit | typer.Abort | typer.BadParameter):
@@ -110,13 +119,16 @@ def reported(command: Callable[..., int | None]) -> Callable[..., None]:
     def call(*args: Any, debug: bool = False, **kwargs: Any) -> None:
         if not debug:
             quiet_libraries()
-        status = run_and_report(lambda: command(*args, **kwargs), debug=debug)
+        status = run_and_report(lambda: command(*args, **kwargs), debug=debug, flags=flags)
+        if status == EXIT_INTERRUPTED:
+            raise SystemExit(status)
         if status:
             raise typer.Exit(status)
 
     # Typer reads the options of a command from its signature.
     signature, hints = inspect.signature(command), typing.get_type_hints(command, include_extras=True)
     parameters = [p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
+    flags = flags_of(parameters)
     option = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption)
     call.__signature__ = signature.replace(parameters=[*parameters, option])  # type: ignore[attr-defined]
     call.__annotations__ = {**hints, "debug": DebugOption}

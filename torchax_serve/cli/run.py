@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from torchax_serve.cli.decoding import DecodingOptions
+from torchax_serve.cli.interrupts import prompt_interrupts
 from torchax_serve.cli.loading import followed, loaded_model
 from torchax_serve.cli.options import DeviceOptions, option_groups
-from torchax_serve.cli.terminal import is_terminal, note
+from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.cli.terminal import hidden_keys, is_terminal, note
 
 if TYPE_CHECKING:
     from torchax_serve.cli.conversation import Conversation
@@ -26,7 +28,9 @@ STDIN = "-"
 class ChatOptions:
     """What an answer is given to beside the prompt, and how it is printed."""
 
-    system: Annotated[str | None, typer.Option(show_default=False, help="System prompt of the chat.")] = None
+    system: Annotated[
+        str | None, typer.Option("--system", "--system-prompt", show_default=False, help="System prompt of the chat.")
+    ] = None
     image: Annotated[
         list[Path] | None,
         typer.Option(show_default=False, help="A picture to go with the (first) prompt; may be given several times."),
@@ -37,6 +41,20 @@ class ChatOptions:
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per answer: text, token_ids, stats, model.")
     ] = False
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Neither read nor write the file with the messages typed before.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.raw and self.system is not None:
+            raise InvalidArgumentError(
+                "--system: expected without --raw, as a system prompt needs a chat; leave one of them out"
+            )
+        if self.raw and self.image:
+            raise InvalidArgumentError("--image: expected without --raw, as an image needs a chat; leave one out")
+        for image in self.image or []:
+            if not image.is_file():
+                raise InvalidArgumentError(f"--image: expected a file with a picture, and there is none at {image}")
 
 
 @option_groups
@@ -45,6 +63,7 @@ def run(
         str | None,
         typer.Argument(
             show_default=False,
+            autocompletion=complete_model,
             help="Short name, hub id or folder; without it the small model of the package. "
             "A lone argument with a space in it is the PROMPT.",
         ),
@@ -75,14 +94,17 @@ def run(
     torchax-serve run gemma-3-4b-it "What is in this picture?" --image cat.png
     """
     model, prompt = _model_first(model, prompt)
+    _check_name(model, load.revision)
     if followed(model, load):
         return
     text = _text(prompt, prompt_option)
-    params = decoding.params()
     with loaded_model(model, load) as served:
-        conversation = _conversation(served, params, chat)
+        with prompt_interrupts(leave_at=1), hidden_keys():
+            conversation = _conversation(served, decoding.params(), chat)
+            if text is None:
+                _say_what_fits(served)
         if text is None:
-            _talk(conversation, as_json=chat.as_json)
+            _talk(conversation, chat)
         else:
             _answer(conversation, text, as_json=chat.as_json)
 
@@ -93,8 +115,14 @@ def run(
 def _conversation(model: Any, params: SamplingParams, options: ChatOptions) -> Conversation:
     """A conversation in which nothing has been said."""
     from torchax_serve.cli.conversation import Conversation
+    from torchax_serve.encoders.model import EncoderModel
     from torchax_serve.text.chat import has_chat_template
 
+    if isinstance(model, EncoderModel):
+        raise UnsupportedModelError(
+            f"run: expected a model that writes text, and {model.name} is an encoder; for embeddings of texts: "
+            f"torchax-serve embed {model.name} TEXT"
+        )
     is_raw = options.raw
     if not is_raw and model.tokenizer is not None and not has_chat_template(model):
         note(f"{model.name} has no chat template: it continues your text (--raw, without this note)")
@@ -106,22 +134,19 @@ def _conversation(model: Any, params: SamplingParams, options: ChatOptions) -> C
     return conversation
 
 
-def _talk(conversation: Conversation, *, as_json: bool) -> None:
+def _talk(conversation: Conversation, options: ChatOptions) -> None:
     """A chat at the terminal."""
-    from torchax_serve.cli.interactive import InteractiveChat
+    from torchax_serve.cli.interactive import COMMANDS, InteractiveChat
     from torchax_serve.cli.reader import terminal_reader
 
-    _say_what_fits(conversation.model)
-    InteractiveChat(conversation, terminal_reader(), as_json=as_json).run()
+    read_message = terminal_reader(COMMANDS, with_history=not options.no_history)
+    InteractiveChat(conversation, read_message, as_json=options.as_json).run()
 
 
 def _answer(conversation: Conversation, text: str, *, as_json: bool) -> None:
     """One answer on stdout."""
     from torchax_serve.cli.answers import write_answer
-    from torchax_serve.cli.interrupts import prompt_interrupts
 
-    if not text.strip():
-        raise _empty_prompt()
     with prompt_interrupts(leave_at=1):
         write_answer(conversation.answer(text), model_name=conversation.model.name, as_json=as_json)
 
@@ -131,6 +156,16 @@ def _say_what_fits(model: Any) -> None:
         note(model.engine.description)
     except UnsupportedModelError as error:
         note(f"one request at a time: {error}")
+
+
+def _check_name(model: str | None, revision: str | None) -> None:
+    """Raises for what is no model, before anything heavy is imported; a lone word may be meant as a prompt."""
+    try:
+        check_model(model, revision)
+    except ModelNotFoundError as error:
+        if model is None or "/" in model:
+            raise
+        raise ModelNotFoundError(f'{error}; to ask the embedded model, give the prompt as -p "{model}"') from error
 
 
 def _model_first(model: str | None, prompt: str | None) -> tuple[str | None, str | None]:
@@ -151,15 +186,11 @@ def _text(prompt: str | None, prompt_option: str | None) -> str | None:
     if prompt is not None and prompt_option is not None:
         raise InvalidArgumentError(f"two prompts, {prompt!r} and --prompt {prompt_option!r}; give one of them")
     text = prompt if prompt is not None else prompt_option
-    if text is not None and not text.strip():
-        raise _empty_prompt()
     if text is None and not is_terminal(sys.stdin):
-        text = _read_stdin()  # if nothing comes, a wrong name of the model is the better complaint
+        text = _read_stdin()
+    if text is not None and not text.strip():
+        raise InvalidArgumentError("the prompt is empty; give some text as PROMPT, by --prompt, or in a pipe")
     return text
-
-
-def _empty_prompt() -> InvalidArgumentError:
-    return InvalidArgumentError("the prompt is empty; give some text as PROMPT, by --prompt, or in a pipe")
 
 
 def _is_prompt(argument: str) -> bool:

@@ -14,9 +14,9 @@ _CONTROL_CHARACTERS = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a person sits at the other end of `stream`."""
+    """Whether a person sits at the other end of `stream`; None is a stream that was closed before the program began."""
     try:
-        return bool(stream.isatty())
+        return stream is not None and bool(stream.isatty())
     except ValueError:  # closed
         return False
 
@@ -48,6 +48,76 @@ def passing_note(text: str) -> Iterator[Callable[[], None]]:
         yield take_away
     finally:
         take_away()
+
+
+@contextlib.contextmanager
+def activity(*, only_at_terminal: bool = False) -> Iterator[Callable[[str], None]]:
+    """Shows on stderr what is going on, as told to the function it yields, until it ends.
+
+    At a terminal it is one line with the seconds since it began; elsewhere a line for each thing that begins, or none.
+    """
+    if not may_style(sys.stderr):
+        yield (lambda text: None) if only_at_terminal else note
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("[dim]{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as lines:
+        task = lines.add_task("", total=None)
+        yield lambda text: lines.update(task, description=text)
+
+
+_SHOWN_AGAIN: dict[int, list[Any]] = {}  # settings of the terminal before keys were hidden, by descriptor
+
+
+@contextlib.contextmanager
+def hidden_keys() -> Iterator[None]:
+    """Within it the terminal does not show what is typed, which stays for whoever reads next; Ctrl-C works on."""
+    if not (is_terminal(sys.stdin) and _hide_keys(sys.stdin.fileno())):
+        yield
+        return
+    try:
+        yield
+    finally:
+        show_keys()
+
+
+def _hide_keys(descriptor: int) -> bool:
+    """Whether the terminal shows keys no more; not where it never did, or belongs to another program."""
+    try:
+        import termios
+    except ImportError:  # no terminal of that kind on this system
+        return False
+    if descriptor in _SHOWN_AGAIN or not _in_foreground(descriptor):
+        return False
+    try:
+        before = termios.tcgetattr(descriptor)
+        hidden = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+        termios.tcsetattr(descriptor, termios.TCSANOW, hidden)
+    except termios.error:
+        return False
+    _SHOWN_AGAIN[descriptor] = before
+    return True
+
+
+def show_keys() -> None:
+    """Gives the terminal back as it was before `hidden_keys`; also for who leaves at once."""
+    while _SHOWN_AGAIN:
+        import termios
+
+        descriptor, before = _SHOWN_AGAIN.popitem()
+        if _in_foreground(descriptor):
+            with contextlib.suppress(termios.error):
+                termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+def _in_foreground(descriptor: int) -> bool:
+    """Whether the terminal is ours: a program in the background that changes it is stopped (SIGTTOU)."""
+    try:
+        return os.tcgetpgrp(descriptor) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def harmless(text: str) -> str:

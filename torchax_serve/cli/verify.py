@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from torchax_serve.cli.options import LoadOptions, option_groups
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.cli.options import LoadOptions, complete_dtype, option_groups
+from torchax_serve.cli.shared.model_name import check_one_model, complete_model
+from torchax_serve.cli.shared.tables import console
 from torchax_serve.cli.terminal import note
 
 DIFFERENT = 1
@@ -24,6 +26,8 @@ class VerifyLoadOptions(LoadOptions):
         str,
         typer.Option(
             "--dtype",
+            "--torch-dtype",
+            autocompletion=complete_dtype,
             help="Of weights and computation on both sides: float32, bfloat16, float16, or auto (the checkpoint's).",
         ),
     ] = "float32"
@@ -34,14 +38,18 @@ def verify(
     model: Annotated[
         str | None,
         typer.Argument(
-            show_default=False, help="Short name, hub id or folder; without it the small model of the package."
+            show_default=False,
+            autocompletion=complete_model,
+            help="Short name, hub id or folder; without it the small model of the package.",
         ),
     ] = None,
     prompt: Annotated[
         str | None,
         typer.Option("--prompt", "-p", show_default=False, help="Text to compare on; a sentence of ours without it."),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Greedy tokens to compare; 0 for the forward alone.")] = 16,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=0, help="Greedy tokens to compare; 0 for the forward alone.")
+    ] = 16,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -69,14 +77,14 @@ def verify(
 
     torchax-serve verify qwen3-0.6b
     """
+    check_one_model(model, random_weights, load.revision)
+    if tolerance is not None and not tolerance > 0:
+        raise InvalidArgumentError(f"--tolerance: expected a number > 0, got {tolerance}")
     from torchax_serve.cli.interrupts import prompt_interrupts
 
     with prompt_interrupts(leave_at=1):
-        from torchax_serve import InvalidArgumentError
         from torchax_serve.verify import verify as compare
 
-        if random_weights is not None and model is not None:
-            raise InvalidArgumentError(f"--random-weights makes its own model; leave {model} out")
         note("running both sides; the first time, compiling takes a while")
         result = compare(
             model if random_weights is None else str(random_weights),
@@ -94,20 +102,17 @@ def verify(
 
 
 def _print_tables(result: Any) -> None:
-    from rich.console import Console
-
-    # Without a terminal rich assumes 80 columns and folds; a file or a pipe wants a row on a line.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(
+    output = console()
+    output.print(
         f"{result.model}: {result.architecture}, {result.dtype}, JAX on {result.device} against eager PyTorch "
         f"(weights: {result.eager_weights})\nprompt of {len(result.prompt_ids)} tokens, "
         f"tolerance {result.tolerance:g} on |jax - eager| / (|eager| + rms)\n",
         markup=False,
     )
-    console.print(_layer_table(result))
+    output.print(_layer_table(result))
     if result.steps:
-        console.print(_token_table(result))
-    console.print(_verdict(result), markup=False)
+        output.print(_token_table(result))
+    output.print(_verdict(result), markup=False)
 
 
 def _layer_table(result: Any) -> Any:

@@ -7,10 +7,11 @@ the compiler itself grants on TPUs; on GPUs it is what the device has less a twe
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.loading.memory import free_host_bytes
 
 GIB = 2**30
 GPU_PART = 0.95
@@ -66,6 +67,27 @@ def chip_of(topology: str) -> Chip:
     if name in CHIPS:
         return CHIPS[name]
     if name == "cpu" and number.isdigit() and int(number):
+        from model_adapters.loading.memory import free_host_bytes  # imports jax
+
         return Chip("cpu", "cpu", free_host_bytes() // int(number), None, None, 1, ("8",))
     listed = "; ".join(f"{chip.name}:{', '.join(chip.topologies)}" for chip in CHIPS.values()) + "; cpu:<number>"
     raise InvalidArgumentError(f"topology: expected one of {listed}; got {topology!r}")
+
+
+def check_shape(topology: str, shape: str) -> list[int]:
+    """``2x4`` as numbers; raises InvalidArgumentError for anything else, naming the topology."""
+    chip = chip_of(topology)
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
+        raise InvalidArgumentError(
+            f"topology: expected {chip.name}:<shape> such as {chip.name}:{chip.topologies[0]} or "
+            f"{chip.name}:{chip.topologies[-1]}, got {topology!r}"
+        )
+    return [int(size) for size in shape.split("x")]
+
+
+def num_devices(topology: str) -> int:
+    """How many JAX devices ``v6e:2x4`` is; raises InvalidArgumentError where it is no topology."""
+    name, _, number = topology.partition(":")
+    if name == "cpu" and number.isdigit():
+        return int(number)
+    return chip_of(topology).devices_per_chip * math.prod(check_shape(topology, topology.partition(":")[2]))

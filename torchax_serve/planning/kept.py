@@ -12,14 +12,20 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from torchax_serve.compilation.cache_folders import plans_folder
-from torchax_serve.planning.plan import PlanReport, PlanRequest, make_plan
+from torchax_serve.planning.plan import Note, PlanReport, PlanRequest, make_plan, no_note
 from torchax_serve.program_cache import installed_versions
 
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def kept_plan(
-    module: PreTrainedModel, name: str, request: PlanRequest, *, save: Path | None = None, use_kept: bool = True
+    module: PreTrainedModel,
+    name: str,
+    request: PlanRequest,
+    *,
+    save: Path | None = None,
+    use_kept: bool = True,
+    note: Note = no_note,
 ) -> tuple[PlanReport, bool]:
     """The plan, and whether an earlier process had made it.
 
@@ -29,17 +35,18 @@ def kept_plan(
         request: what is asked.
         save: a folder for the compiled programs, which are then compiled in any case.
         use_kept: whether an earlier plan is good enough.
+        note: told what is being compiled.
     """
     try:
         folder = plans_folder()
     except RuntimeError:  # no home folder
-        return make_plan(module, name, request, save=save), False
+        return make_plan(module, name, request, save=save, note=note), False
     file = f"{_digest(module, request)}.json"
     content = folder.read(file) if use_kept and save is None else None
     if content is not None:
         with contextlib.suppress(ValueError, KeyError, TypeError):  # of another form
             return PlanReport.from_json({**json.loads(content), "model": name}), True
-    report = make_plan(module, name, request, save=save)
+    report = make_plan(module, name, request, save=save, note=note)
     with contextlib.suppress(OSError):  # not kept: costs only time
         folder.write(file, json.dumps(report.to_json()).encode())
     return report, False

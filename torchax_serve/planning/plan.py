@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedArgumentError
 from model_adapters.loading.memory import give_back_freed
+from torchax_serve.distributed.mesh_shape import parse_mesh
 from torchax_serve.engine.cache import CachePlan
-from torchax_serve.meshes import mesh_of, parse_mesh
+from torchax_serve.meshes import mesh_of
 from torchax_serve.planning.abstract import abstract_model
 from torchax_serve.planning.bounds import Bound, bound_of
 from torchax_serve.planning.planned_road import PlannedRoad
@@ -37,6 +38,14 @@ MOST_TOLD_S = 0.5
 """Of a step by its bound; where the compiler's sum is told modulo a second, that of a longer one may be wrong."""
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED = ("int8", "int4", "fp8", "float8_e4m3fn", "float8_e5m2")
+
+
+Note = Callable[[str], None]
+"""Told in words what is being done."""
+
+
+def no_note(text: str) -> None:
+    """Tells nobody."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +147,9 @@ class PlanReport:
         return cls(**fields, programs=programs, bounds=bounds)
 
 
-def make_plan(module: PreTrainedModel, name: str, request: PlanRequest, *, save: Path | None = None) -> PlanReport:
+def make_plan(
+    module: PreTrainedModel, name: str, request: PlanRequest, *, save: Path | None = None, note: Note = no_note
+) -> PlanReport:
     """Lays `module` out, compiles its steps and says what they need.
 
     Args:
@@ -146,10 +157,12 @@ def make_plan(module: PreTrainedModel, name: str, request: PlanRequest, *, save:
         name: of the model, for people.
         request: what is asked.
         save: a folder for the compiled programs.
+        note: told what is being done, before each part that may take a while.
 
     Raises:
         TorchaxServeError: a topology, mesh or model that cannot be planned; says why.
     """
+    note(f"describing the devices of {request.topology}")
     chip, devices = describe(request.topology)
     shape = parse_mesh(request.mesh, len(devices))
     num_replicas = shape["data"]
@@ -159,6 +172,7 @@ def make_plan(module: PreTrainedModel, name: str, request: PlanRequest, *, save:
     runtime = Runtime(module, model.weights, sharding=model.sharding)  # type: ignore[arg-type]
     max_len = _max_len(runtime, request)
     num_slots = -(-request.num_slots // num_replicas)
+    note(f"tracing {name} for {request.topology}")
     with compiling_for(chip):
         road = _with_dtype(road_of(runtime, model.sharding, request.page_len, max_len, num_slots), request)
     sizes = CacheSizes(model, chip, road, road.page_len(request.page_len, max_len), max_len, num_slots)
@@ -169,6 +183,7 @@ def make_plan(module: PreTrainedModel, name: str, request: PlanRequest, *, save:
         lens = sorted({min(length, max_len) for length in request.prefill_lens})
         try:
             for step in road.steps(*cache, lens):
+                note(f"compiling {step.name} of {step.num_tokens} tokens for {request.topology}")
                 report, compiled = compile_step(step, model, chip)
                 if save is not None:
                     _save(save, f"{step.name}-{step.num_tokens}", compiled)

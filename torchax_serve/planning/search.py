@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from model_adapters.errors import TorchaxServeError
 from torchax_serve.planning.chips import CHIPS, Chip
 from torchax_serve.planning.kept import kept_plan
-from torchax_serve.planning.plan import PlanReport, PlanRequest
-
-
-def parse_wanted(text: str) -> tuple[int, int]:
-    """``64x8192`` as slots and length; raises InvalidArgumentError for anything else."""
-    found = re.fullmatch(r"(\d+)x(\d+)", text.strip())
-    if not found or not int(found[1]) or int(found[2]) < 2:
-        raise InvalidArgumentError(f"--for: expected SLOTSxLEN such as 64x8192, got {text!r}")
-    return int(found[1]), int(found[2])
+from torchax_serve.planning.plan import Note, PlanReport, PlanRequest, no_note
 
 
 def search(
-    module: PreTrainedModel, name: str, num_slots: int, max_len: int, options: dict[str, Any]
+    module: PreTrainedModel,
+    name: str,
+    num_slots: int,
+    max_len: int,
+    options: dict[str, Any],
+    *,
+    note: Note = no_note,
 ) -> list[dict[str, Any]]:
     """A row for each chip: the smallest of its topologies whose compiled steps fit, or why there is none.
 
-    Chips whose compiler is not installed are listed with what to install.
+    Chips whose compiler is not installed are listed with what to install. `note` is told what is being compiled.
     """
     asked = {**options, "num_slots": num_slots, "max_len": max_len, "prefill_lens": options["prefill_lens"]}
-    return [_row(module, name, chip, asked) for chip in CHIPS.values()]
+    return [_row(module, name, chip, asked, note) for chip in CHIPS.values()]
 
 
-def _row(module: PreTrainedModel, name: str, chip: Chip, asked: dict[str, Any]) -> dict[str, Any]:
+def _row(module: PreTrainedModel, name: str, chip: Chip, asked: dict[str, Any], note: Note) -> dict[str, Any]:
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     row: dict[str, Any] = {"chip": chip.name, "topology": None, "fits": False}
     for shape in chip.topologies:
@@ -42,7 +39,8 @@ def _row(module: PreTrainedModel, name: str, chip: Chip, asked: dict[str, Any]) 
         if weights > devices * chip.memory_bytes:
             continue  # need not be compiled
         try:
-            report, _ = kept_plan(module, name, PlanRequest(**{**asked, "topology": f"{chip.name}:{shape}"}))
+            request = PlanRequest(**{**asked, "topology": f"{chip.name}:{shape}"})
+            report, _ = kept_plan(module, name, request, note=note)
         except TorchaxServeError as error:
             return row | {"why": str(error)}
         row |= _summary(report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -10,10 +9,9 @@ from jax.sharding import AbstractMesh
 from transformers import PreTrainedModel
 
 from sharding_rules import MESH_AXES
-from torchax_serve.meshes import parse_mesh
+from torchax_serve.distributed.mesh_shape import parse_mesh
 from torchax_serve.planning.abstract import abstract_model
-from torchax_serve.planning.chips import chip_of
-from torchax_serve.planning.topology import check_shape
+from torchax_serve.planning.chips import num_devices
 
 DEFAULT_MESH = "model=8"
 
@@ -29,7 +27,9 @@ def sharding_rows(
         mesh: such as ``model=4``; None: all devices on ``model``, eight where no topology is given.
         refuse_uneven: an error for what would have to be padded.
     """
-    shape = parse_mesh(mesh or (DEFAULT_MESH if topology is None else None), _num_devices(topology))
+    shape = parse_mesh(
+        mesh or (DEFAULT_MESH if topology is None else None), None if topology is None else num_devices(topology)
+    )
     sizes = tuple(shape[axis] for axis in MESH_AXES)
     model = abstract_model(module, AbstractMesh(sizes, MESH_AXES), refuse_uneven=refuse_uneven)  # type: ignore[arg-type]
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -51,13 +51,6 @@ def sharding_rows(
         )
         row["number"] += 1
     return list(rows.values())
-
-
-def _num_devices(topology: str | None) -> int | None:
-    if topology is None:
-        return None
-    chip, shape = chip_of(topology), topology.partition(":")[2]
-    return chip.devices_per_chip * math.prod(check_shape(topology, shape))
 
 
 def print_sharding(rows: list[dict[str, Any]]) -> None:

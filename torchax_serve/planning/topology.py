@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import math
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from jax.experimental import topologies
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import on_platform
-from torchax_serve.planning.chips import Chip, chip_of
+from torchax_serve.planning.chips import Chip, check_shape, chip_of
 from torchax_serve.planning.gpus import target_config
 
 # Asked for when libtpu is loaded, whatever is compiled for later; without them it looks for a real TPU on the network.
@@ -40,17 +39,6 @@ def describe(topology: str) -> tuple[Chip, list[Any]]:
     if chip.platform == "cpu":
         return chip, _cpu(number)
     return chip, _tpu(topology, chip) if chip.platform == "tpu" else _gpu(chip, number)
-
-
-def check_shape(topology: str, shape: str) -> list[int]:
-    """``2x4`` as numbers; raises InvalidArgumentError for anything else, naming the topology."""
-    chip = chip_of(topology)
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
-        raise InvalidArgumentError(
-            f"topology: expected {chip.name}:<shape> such as {chip.name}:{chip.topologies[0]} or "
-            f"{chip.name}:{chip.topologies[-1]}, got {topology!r}"
-        )
-    return [int(size) for size in shape.split("x")]
 
 
 def _cpu(number: int) -> list[Any]:

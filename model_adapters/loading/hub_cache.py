@@ -1,0 +1,26 @@
+"""Where the hub's downloads lie, and which models have a folder there; found without importing huggingface_hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def hub_cache(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """The folder of the hub's downloads, found as huggingface_hub finds it."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    if named := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(os.path.expandvars(named)).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(base, "huggingface")
+    return Path(os.path.expandvars(home)).expanduser() / "hub"
+
+
+def downloaded(cache_dir: str | os.PathLike[str] | None = None) -> list[str]:
+    """Hub ids of the models that have a folder in the hub's cache, by name."""
+    try:
+        names = sorted(os.listdir(hub_cache(cache_dir)))
+    except OSError:
+        return []
+    return [name.removeprefix("models--").replace("--", "/", 1) for name in names if name.startswith("models--")]

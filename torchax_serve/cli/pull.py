@@ -1,0 +1,93 @@
+"""``torchax-serve pull``: downloads a model, so that later commands need no network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
+from model_adapters.loading.source import parse_name
+from torchax_serve.cli.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.downloads import size_of
+from torchax_serve.cli.shared.model_name import complete_model
+from torchax_serve.cli.terminal import hidden_keys, may_style, note, passing_note
+
+if TYPE_CHECKING:
+    from model_adapters.loading.source import ModelSource
+
+
+def pull(
+    model: Annotated[str, typer.Argument(help="Short name or hub id.", autocompletion=complete_model)],
+    revision: Annotated[
+        str | None, typer.Option("--revision", show_default=False, help="Branch, tag or commit; main without it.")
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            "--token",
+            "--hf-token",
+            envvar="HF_TOKEN",
+            show_default=False,
+            help="Hub token for gated and private models; better given by the variable than on the command line.",
+        ),
+    ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Take weights in pickle files where there are no safetensors.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Also take the Python code that comes with the model.")
+    ] = False,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--cache-dir",
+            "--download-dir",
+            show_default=False,
+            help="Folder for downloads, in place of the hub's default.",
+        ),
+    ] = None,
+) -> None:
+    """Download a model of the hub: the files that this program reads, and no others.
+
+    What is there already is not fetched again, and a download that was interrupted goes on where it ended.
+
+    torchax-serve pull qwen3-0.6b
+    """
+    source = parse_name(model, revision)
+    if not isinstance(source, str):
+        raise InvalidArgumentError(
+            f"MODEL: expected a short name or a hub id, got {model}, which is on this machine already; nothing to do"
+        )
+    with prompt_interrupts(leave_at=1), hidden_keys():
+        with passing_note("starting ..."):
+            from huggingface_hub import constants
+
+            if constants.is_offline_mode():
+                raise ModelNotFoundError(
+                    "pull: expected the network, and HF_HUB_OFFLINE switches it off; unset the variable"
+                )
+        found = _download(
+            model,
+            revision=revision,
+            token=token or None,
+            allow_pickle=allow_pickle,
+            with_code=trust_remote_code,
+            cache_dir=cache_dir,
+        )
+    if found.download_bytes:
+        note(f"{size_of(found.download_bytes)} in {found.download_s:.1f} s")
+    else:
+        note("nothing to download: all of it is here")
+    print(found.path)
+
+
+def _download(model: str, **options: Any) -> ModelSource:
+    """The one call of the loader: brings what it would read of `model` into the hub's cache."""
+    from model_adapters.loading.progress import RichProgress, SilentProgress
+    from model_adapters.loading.source import resolve
+
+    progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
+    return resolve(model, progress=progress, local_files_only=False, **options)

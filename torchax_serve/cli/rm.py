@@ -1,0 +1,59 @@
+"""``torchax-serve rm``: deletes a model that was downloaded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.source import parse_name
+from torchax_serve.cli.shared.downloads import ago, delete_download, find_download, find_revision, size_of
+from torchax_serve.cli.shared.model_name import complete_downloaded
+from torchax_serve.cli.terminal import is_terminal, note
+
+
+def rm(
+    model: Annotated[
+        str, typer.Argument(help="Short name or hub id of a model on this machine.", autocompletion=complete_downloaded)
+    ],
+    revision: Annotated[
+        str | None,
+        typer.Option("--revision", show_default=False, help="Branch, tag or commit to delete; all of them without it."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--cache-dir",
+            "--download-dir",
+            show_default=False,
+            help="Folder of downloads, in place of the hub's default.",
+        ),
+    ] = None,
+) -> int:
+    """Delete a model of the hub from this machine.
+
+    torchax-serve rm qwen3-0.6b --yes
+    """
+    source = parse_name(model)
+    if not isinstance(source, str):
+        raise InvalidArgumentError(
+            f"MODEL: expected a short name or a hub id, got {model}, which is no download; delete it yourself"
+        )
+    download = find_download(source, cache_dir)
+    chosen = None if revision is None else find_revision(download, revision)
+    size = download.size_bytes if chosen is None else chosen.size_bytes
+    what = download.hub_id if chosen is None else f"{download.hub_id} at {chosen.commit[:12]}"
+    if not yes:
+        if not is_terminal(sys.stdin):
+            raise InvalidArgumentError("rm: expected --yes where nobody can be asked, got none; add it")
+        question = f"delete {what}, {size_of(size)}, last used {ago(download.last_used)}?"
+        if not typer.confirm(question, err=True):
+            note("nothing deleted")
+            return 1
+    delete_download(download, chosen, cache_dir)
+    note(f"{what} deleted, {size_of(size)}")
+    return 0

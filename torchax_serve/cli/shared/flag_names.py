@@ -1,0 +1,123 @@
+"""Names of flags: ours in messages about Python arguments, and what to take in place of those of other programs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+
+# Python arguments that a flag stands for under another name.
+_RENAMED = {
+    "local_files_only": "--offline",
+    "num_slots": "--slots",
+    "join_timeout_s": "--join-timeout",
+    "min_replicas": "--replicas",
+    "max_replicas": "--replicas",
+    "prefill_lens": "--prefill",
+    "new_tokens": "--new-tokens",
+    "batches": "--batch",
+}
+# Advice that only makes sense in Python.
+_PHRASES = {
+    "None leaves it unset": "leave the option out",
+    "None draws a fresh one": "without the option a fresh one is drawn",
+    "set do_sample=False (in SamplingParams: temperature=0)": "give --greedy",
+    "min_replicas and max_replicas: expected 1 <= min <= max": "--replicas: expected 1 <= LEAST <= MOST",
+}
+
+_LENGTH = "the cache grows with the conversation; --max-new-tokens bounds an answer, and plan has --max-len"
+_DEVICE = "JAX chooses the device; the environment variable JAX_PLATFORMS=cpu, cuda or tpu says which"
+_MEMORY = "memory is measured; in Python, serve(engine=EngineOptions(...)) bounds that of the cache"
+_QUANTIZED = "quantized weights are not supported yet; --dtype bfloat16 or float16 halves those of float32"
+_POSITIONAL = "the model is the first argument, without a flag"
+_SLOTS = "a chat is one request at a time; plan and deploy have --slots"
+_HTTP = "run answers in the terminal; torchax-serve deploy serves over HTTP"
+_SAMPLED = "--temperature, --top-k or --top-p turn sampling on, --greedy turns it off"
+_IN_PYTHON = "the command line has no flag for it; SamplingParams has it in Python"
+HINTS: Mapping[str, str] = {
+    "--batch-size": "bench has --batch",
+    "--beam-size": "answers are sampled or greedy; generate() in Python has beams",
+    "--best-of": "there is one answer to a prompt; generate_batch() in Python has n",
+    "--context-length": _LENGTH,
+    "--cpu-offload-gb": _MEMORY,
+    "--ctx-size": _LENGTH,
+    "--data-parallel-size": "give --mesh data=2 and the like",
+    "--device": _DEVICE,
+    "--device-map": _DEVICE,
+    "--do-sample": _SAMPLED,
+    "--enable-prefix-caching": "prefixes are always shared",
+    "--enforce-eager": "verify compares with eager PyTorch; there is no eager mode",
+    "--expert-parallel-size": "give --mesh expert=2 and the like",
+    "--frequency-penalty": _IN_PYTHON,
+    "--gpu-memory-utilization": _MEMORY,
+    "--hf-overrides": "the configuration of the checkpoint is used as it is",
+    "--host": _HTTP,
+    "--ignore-eos": _IN_PYTHON,
+    "--kv-cache-dtype": "plan and deploy have --kv-cache-dtype",
+    "--load-format": "safetensors are read; --allow-pickle reads .bin and .pt files too",
+    "--load-in-4bit": _QUANTIZED,
+    "--load-in-8bit": _QUANTIZED,
+    "--logprobs": _IN_PYTHON,
+    "--max-context-len": _LENGTH,
+    "--max-len": _LENGTH,
+    "--max-model-len": _LENGTH,
+    "--max-num-batched-tokens": "the scheduler chooses; in Python, serve(engine=EngineOptions(...)) says",
+    "--max-num-seqs": _SLOTS,
+    "--mem-fraction-static": _MEMORY,
+    "--model": _POSITIONAL,
+    "--model-name-or-path": _POSITIONAL,
+    "--model-path": _POSITIONAL,
+    "--n-gpu-layers": _DEVICE,
+    "--num-beams": "answers are sampled or greedy; generate() in Python has beams",
+    "--num-gpus": "--tensor-parallel says how many devices share the model",
+    "--pipeline-parallel-size": "give --tensor-parallel, or --mesh",
+    "--port": _HTTP,
+    "--presence-penalty": _IN_PYTHON,
+    "--quantization": _QUANTIZED,
+    "--served-model-name": _HTTP,
+    "--slots": _SLOTS,
+    "--swap-space": _MEMORY,
+    "--tokenizer": "the tokenizer is the one that comes with the model",
+}
+"""Flags of vLLM, SGLang, llama.cpp and transformers that are not taken, and what to do instead."""
+
+
+def in_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Returns `message` with the Python arguments in it called by the names of their flags.
+
+    Args:
+        message: such as ``dtype: expected ...`` or ``... pass allow_pickle=True``.
+        flags: of the command, by the name of the argument (``{"dtype": "--dtype"}``).
+    """
+    for phrase, ours in _PHRASES.items():
+        message = message.replace(phrase, ours)
+    known = {name: flag for name, flag in (_RENAMED | dict(flags)).items() if flag in flags.values()}
+
+    def flag_of(found: re.Match[str]) -> str:
+        flag, value = known.get(found["name"]), found["value"]
+        if flag is None:
+            return found[0]
+        return flag if value in (None, "", "True", "None") else f"{flag} {value.strip(chr(39))}"
+
+    def flag_at_the_start(found: re.Match[str]) -> str:
+        return ", ".join(known.get(name, name) for name in found[0].split(", "))
+
+    message = re.sub(r"^[a-z_]+(, [a-z_]+)*(?=: | is )", flag_at_the_start, message)
+    # An argument is told from a word of the sentence by its value, or by the underscore in its name.
+    with_value = r"(?<![\w.-])(?P<name>[a-z]\w*)=(?P<value>'[^']*'|[\w.+-]*)"
+    by_underscore = r"(?<![\w.-])(?P<name>[a-z]+(?:_[a-z]+)+)(?P<value>)(?![\w=(])"
+    return re.sub(by_underscore, flag_of, re.sub(with_value, flag_of, message))
+
+
+def flags_of(parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
+    """The first long flag of each option among a command's `parameters`, by the parameter's name."""
+    found = {}
+    for parameter in parameters:
+        for option in getattr(parameter.annotation, "__metadata__", ()):
+            if type(option).__name__ != "OptionInfo":  # an argument is called by no flag
+                continue
+            # In an annotation the first flag stands where a default would.
+            declared = [each for each in (option.default, *(option.param_decls or ())) if isinstance(each, str)]
+            flags = [each.split("/")[0] for each in declared if each.startswith("--")]
+            found[parameter.name] = flags[0] if flags else "--" + parameter.name.replace("_", "-")
+    return found

@@ -1,0 +1,56 @@
+"""The MODEL of a command line: checked before anything heavy is imported, and completed by the shell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.hub_cache import downloaded
+from model_adapters.loading.names import SHORT_NAMES
+from model_adapters.loading.source import ModelSource, parse_name
+
+
+def check_model(name: str | None, revision: str | None = None, *, with_weights: bool = True) -> None:
+    """Raises unless `name` (None: the embedded model) has the form of a model and, on this machine, is one.
+
+    Args:
+        name: as it was given.
+        revision: as it was given.
+        with_weights: refuse a configuration that has none.
+
+    Raises:
+        ModelNotFoundError: no model has such a name.
+        InvalidArgumentError: a revision of something that has none, or a configuration where weights are needed.
+    """
+    source = parse_name(name, revision)
+    if isinstance(source, ModelSource) and source.kind == "config" and with_weights:
+        raise InvalidArgumentError(
+            f"MODEL: expected a model with weights, got the configuration {name}; give the folder of the model"
+        )
+
+
+def check_one_model(name: str | None, random_weights: Path | None, revision: str | None = None) -> None:
+    """Checks the model of a command that can make its weights up: MODEL or ``--random-weights``, never both."""
+    if random_weights is None:
+        check_model(name, revision)
+        return
+    if name is not None:
+        raise InvalidArgumentError(f"--random-weights: expected without MODEL, got {name}; leave one of them out")
+    if not random_weights.exists():
+        raise InvalidArgumentError(
+            f"--random-weights: expected a configuration (a JSON file, or a folder with config.json), and there is "
+            f"none at {random_weights}"
+        )
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """What a shell offers for MODEL: short names and what is on disk; nothing for a path, which the shell knows."""
+    start = incomplete.lower()
+    return [name for name in [*SHORT_NAMES, *downloaded()] if name.lower().startswith(start)]
+
+
+def complete_downloaded(incomplete: str) -> list[str]:
+    """What a shell offers where only a model on disk will do: its hub id, and its short name where it has one."""
+    here = downloaded()
+    short = [name for name, entry in SHORT_NAMES.items() if entry.hub_id in here]
+    return [name for name in [*short, *here] if name.lower().startswith(incomplete.lower())]

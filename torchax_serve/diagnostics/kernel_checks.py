@@ -1,0 +1,259 @@
+"""Every implementation of every op on this machine beside its reference, and how fast the memory is read.
+
+The reference is computed on the CPU in float32 from the same inputs, whatever the device under test is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters import ops
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import packed_weight, registry
+from torchax_serve.diagnostics.report import Fact
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+"""Largest ``|kernel - reference| / (|reference| + rms)``; rounding leaves up to 5e-6 and 1.5e-2."""
+_ON_A_MESH = "sharded"
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an op.
+
+    Attributes:
+        call: the op with all that is static.
+        args: arrays, floats among them in the dtype under test.
+        read_bytes: that the call has to read at least; None where that says nothing of its speed.
+    """
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    read_bytes: int | None = field(default=None)
+
+
+def _normal(dtype: Any, *shape: int, seed: int = 0, scale: float = 1.0) -> jax.Array:
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32) * scale
+    return jnp.asarray(values, dtype)
+
+
+def _activation(dtype: Any, size: int) -> Case:
+    return Case(ops.silu, (_normal(dtype, 16, 512 * size),))
+
+
+def _linear(dtype: Any, size: int) -> Case:
+    wide = 512 * size
+    weight = _normal(dtype, wide, wide, seed=1, scale=wide**-0.5)
+    return Case(ops.linear, (_normal(dtype, 4, wide), weight), weight.nbytes)
+
+
+def _rms_norm(dtype: Any, size: int) -> Case:
+    call = partial(ops.rms_norm, eps=1e-6, rounds_first=False)
+    return Case(call, (_normal(dtype, 16, 512 * size), _normal(dtype, 512 * size, seed=1)))
+
+
+def _row_sum(dtype: Any, size: int) -> Case:
+    return Case(ops.row_sum, (_normal(dtype, 16, 512 * size),))
+
+
+def _grouped_matmul(dtype: Any, size: int) -> Case:
+    wide, sizes = 128 * size, (3, 0, 9, 4)
+    weight = _normal(dtype, len(sizes), wide, wide, seed=1, scale=wide**-0.5)
+    groups = jnp.asarray(sizes, jnp.int32)
+    return Case(partial(ops.grouped_matmul, layout="enk"), (_normal(dtype, sum(sizes), wide), weight, groups))
+
+
+def _dense_attention(dtype: Any, size: int) -> Case:
+    shape = (1, 2, 256 * size, 64)  # long enough for a second block of queries where `size` is 4
+    call = partial(ops.dense_attention, scale=0.125, causal=True)
+    return Case(call, tuple(_normal(dtype, *shape, seed=seed) for seed in range(3)))
+
+
+_HEADS, _GROUP, _DIM, _PAGE = 2, 4, 64, 16
+
+
+def _pages(dtype: Any, num_rows: int, row_len: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A pool with `num_rows` sequences of `row_len` tokens on shuffled pages, its page table, and their lengths."""
+    pages_per_row = -(-row_len // _PAGE)
+    order = np.random.default_rng(5).permutation(num_rows * pages_per_row)
+    table = jnp.asarray(1 + order.reshape(num_rows, pages_per_row), jnp.int32)
+    pool = _normal(dtype, 1 + order.size, _HEADS, _PAGE, 2 * _DIM, seed=3)
+    return pool, table, jnp.full(num_rows, row_len, jnp.int32)
+
+
+def _tokens(dtype: Any, number: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    heads = (_HEADS * _GROUP, _HEADS, _HEADS)
+    q, k, v = (_normal(dtype, number, heads[i], _DIM, seed=i) for i in range(3))
+    return q, k, v
+
+
+def _decode_attention(dtype: Any, size: int) -> Case:
+    num_rows = 4 * size
+    pool, table, lens = _pages(dtype, num_rows, 128 * size)
+    starts = jnp.zeros_like(lens)
+    call = partial(ops.decode_attention, scale=_DIM**-0.5)
+    return Case(call, (*_tokens(dtype, num_rows), pool, table, lens, starts), pool.nbytes)
+
+
+def _paged_attention(dtype: Any, size: int) -> Case:
+    new = (1, 20, 1, 10)
+    pool, table, lens = _pages(dtype, len(new), 64 * size)
+    ends = jnp.asarray([0, *np.cumsum(new)], jnp.int32)
+    call = partial(ops.paged_attention, scale=_DIM**-0.5)
+    return Case(call, (*_tokens(dtype, sum(new)), pool, table, lens, ends))
+
+
+CASES: dict[str, Callable[[Any, int], Case]] = {
+    "activation": _activation,
+    "decode_attention": _decode_attention,
+    "dense_attention": _dense_attention,
+    "grouped_matmul": _grouped_matmul,
+    "linear": _linear,
+    "paged_attention": _paged_attention,
+    "rms_norm": _rms_norm,
+    "row_sum": _row_sum,
+}
+"""By op: a call of it in a dtype, its arrays as large as the second argument says (1 is small)."""
+
+
+def kernels_in_use() -> Iterator[Fact]:
+    """By op, which implementation this machine takes in bfloat16 and float32, and why not a faster one."""
+    for op in ops.list_ops():
+        chosen, reasons = {}, []
+        for dtype in ("bfloat16", "float32"):
+            case = CASES[op.name](dtype, 1)
+            with registry.recorded() as record, registry.fallbacks() as refusals:
+                jax.eval_shape(case.call, *case.args)
+            chosen[dtype] = next((name for each, name in sorted(record) if each == op.name), "unknown")
+            reasons += refusals
+        names = " and ".join(sorted(set(chosen.values())))
+        if len(set(chosen.values())) > 1:
+            names = ", ".join(f"{name} in {dtype}" for dtype, name in chosen.items())
+        why = f" ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
+        # A kernel of the platform that is left out costs speed; that other ways are for other shapes does not.
+        is_slower = any(f"{op.name}, {registry.platform()}-" in reason for reason in reasons)
+        yield Fact(op.name, names + why, "note" if is_slower else "ok")
+
+
+def numerics(note: Callable[[str], None], *, size: int = 4) -> Iterator[Fact]:
+    """By op and implementation, the largest difference from the reference; one beyond `TOLERANCE` is a problem."""
+    for op in ops.list_ops():
+        for implementation in op.implementations:
+            if registry.platform() not in implementation.platforms or implementation.name == _ON_A_MESH:
+                continue
+            note(f"computing {op.name} by {implementation.name}")
+            yield _compared(op.name, implementation.name, size)
+
+
+def _compared(op: str, implementation: str, size: int) -> Fact:
+    differences, refused = {}, []
+    for dtype, tolerance in TOLERANCE.items():
+        case = CASES[op](dtype, size)
+        if implementation == "cpu-packed":
+            case = _packed(case, dtype)
+        reason = _refusal(op, implementation, case)
+        if reason is not None:
+            refused.append(f"{dtype}: {reason}")
+            continue
+        try:
+            with registry.use(op, implementation):
+                got = jax.jit(lambda *args, case=case: case.call(*args))(*case.args)
+            differences[dtype] = (largest_difference(got, _reference(CASES[op](dtype, size))), tolerance)
+        except Exception as error:  # whatever a compiler raises is what is looked for
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return Fact(f"{op}, {implementation}", f"{dtype} fails with {reason}", "problem")
+    said = [f"{dtype} {largest:.1e}" for dtype, (largest, _) in differences.items()]
+    beyond = [dtype for dtype, (largest, tolerance) in differences.items() if not largest <= tolerance]
+    text = ", ".join([*said, *(f"not for {each}" for each in refused)])
+    if beyond:
+        allowed = ", ".join(f"{dtype} {TOLERANCE[dtype]:g}" for dtype in beyond)
+        return Fact(f"{op}, {implementation}", f"{text}; expected at most {allowed}", "problem")
+    return Fact(f"{op}, {implementation}", text)
+
+
+def _packed(case: Case, dtype: str) -> Case:
+    """`case` of ``linear`` with its weight packed; as it is where it cannot be."""
+    weight = packed_weight.pack(case.args[1]) if dtype == "bfloat16" else None
+    if weight is None:
+        return case
+
+    def call(x: jax.Array, held: packed_weight.PackedWeight) -> jax.Array:
+        with packed_weight.in_place({"weight": held}) as unpacked:
+            return ops.linear(x, unpacked["weight"])
+
+    return Case(call, (case.args[0], weight))
+
+
+def _refusal(op: str, implementation: str, case: Case) -> str | None:
+    """Why `implementation` does not take the call, or None."""
+    try:
+        with registry.use(op, implementation):
+            jax.eval_shape(lambda *args: case.call(*args), *case.args)
+    except InvalidArgumentError as error:
+        return str(error).partition("cannot serve: ")[2].rpartition("; drop")[0] or str(error)
+    return None
+
+
+def _reference(case: Case) -> Any:
+    """What `case` is in float32 on the CPU, by references alone: they are made of each other."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.default_device(jax.devices("cpu")[0]))
+        stack.enter_context(registry.on_platform("cpu"))
+        for op in ops.list_ops():
+            stack.enter_context(registry.use(op.name, registry.REFERENCE))
+        return jax.jit(lambda *given: case.call(*given))(*map(_wide, case.args))
+
+
+def _wide(array: jax.Array) -> jax.Array:
+    host = np.asarray(array)
+    return jnp.asarray(host.astype(np.float32) if jnp.issubdtype(array.dtype, jnp.floating) else host)
+
+
+def largest_difference(got: Any, expected: Any) -> float:
+    """The largest ``|got - expected| / (|expected| + rms)`` of two results; nan where one of them has one."""
+    largest = 0.0
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        one, other = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+        scale = np.sqrt(np.mean(other**2)) or 1.0
+        largest = float(np.maximum(largest, np.max(np.abs(one - other) / (np.abs(other) + scale), initial=0.0)))
+    return largest
+
+
+def bandwidth(note: Callable[[str], None], *, buffer_bytes: int | None = None) -> Iterator[Fact]:
+    """How fast memory is read here, and how much of that the kernels reach that wait for it."""
+    from torchax_serve.bench.machine import measure_bandwidth
+
+    note("reading memory")
+    best = measure_bandwidth(buffer_bytes)
+    yield Fact("memory", f"{best.bytes_per_s / 1e9:.1f} GB/s reading {best.buffer_bytes / 1e6:.0f} MB ({best.method})")
+    size = 8 if registry.platform() == "cpu" else 32
+    for op in ("linear", "decode_attention"):
+        note(f"timing {op}")
+        case = CASES[op]("bfloat16", size)
+        assert case.read_bytes is not None
+        with registry.recorded() as record:
+            run = jax.jit(lambda *args, case=case: case.call(*args))
+            rate = case.read_bytes / _fastest_s(run, case.args)
+        name = next((name for each, name in sorted(record) if each == op), "reference")
+        amount = f"{case.read_bytes / 1e6:.0f} MB in bfloat16"
+        yield Fact(f"{op}, {name}", f"{rate / 1e9:.1f} GB/s, {rate / best.bytes_per_s:.0%} of it ({amount})")
+
+
+def _fastest_s(run: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    jax.block_until_ready(run(*args))
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,42 @@
+"""Sizes of a mesh by axis, as text and checked; imports neither jax nor torch, so that flags are checked at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from model_adapters.errors import InvalidArgumentError
+
+
+def parse_mesh(text: str | None, num_devices: int | None) -> dict[str, int]:
+    """``data=2,model=4`` as a mapping; all devices on ``model`` where nothing is said.
+
+    With `num_devices` None any number is right.
+
+    Raises:
+        InvalidArgumentError: an axis that nobody knows, or numbers that are not the devices.
+    """
+    if text is None:
+        return {"data": 1, "model": num_devices or 1, "expert": 1}
+    shape = {"data": 1, "model": 1, "expert": 1}
+    for part in text.split(","):
+        axis, _, number = part.partition("=")
+        if axis.strip() not in shape:
+            raise InvalidArgumentError(f"mesh: expected axes out of {', '.join(shape)}, got {axis.strip()!r}")
+        if not number.strip().isdigit() or int(number) < 1:
+            raise InvalidArgumentError(f"mesh: expected {axis.strip()}=<a positive number>, got {part.strip()!r}")
+        shape[axis.strip()] = int(number)
+    return shape if num_devices is None else check_mesh(shape, num_devices)
+
+
+def check_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """`shape` with all axes; raises InvalidArgumentError unless it multiplies out to `num_devices`."""
+    product = math.prod(shape.values())
+    if product != num_devices:
+        written = " x ".join(f"{axis} {size}" for axis, size in shape.items())
+        relation = "more" if product > num_devices else "fewer"
+        raise InvalidArgumentError(
+            f"mesh: expected axes that multiply out to the {num_devices} devices, got {written} = {product}, "
+            f"{relation} than there are; change an axis"
+        )
+    return dict(shape)
