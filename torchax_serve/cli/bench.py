@@ -94,6 +94,7 @@ def bench(
         if random_weights is not None and model is not None:
             raise InvalidArgumentError(f"--random-weights makes its own model; leave {model} out")
         settings = measured.settings()
+        load.show_details()
         if plot is not None:
             check_plot(plot)
         report = measure(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +71,23 @@ class LoadOptions(ConfigOptions):
         bool,
         _option("--allow-pickle", help="Load weights from pickle files (.bin, .pt). Only from authors you trust."),
     ] = False
+    strict: Annotated[
+        bool, _option("--strict", help="Refuse files with tensors that the model has no use for, or without its head.")
+    ] = False
+    verbose: Annotated[
+        bool, _option("--verbose", help="More lines on stderr, such as the name of each tensor that is left unused.")
+    ] = False
 
     def serve_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of `torchax_serve.serve`."""
-        return {**self.kwargs(), "allow_pickle": self.allow_pickle}
+        return {**self.kwargs(), "allow_pickle": self.allow_pickle, "strict": self.strict}
+
+    def show_details(self) -> None:
+        """With ``--verbose``, sends the project's own log to stderr, details included."""
+        if self.verbose:
+            logging.getLogger("torchax_serve").setLevel(logging.INFO)
+            if logging.lastResort is not None:
+                logging.lastResort.setLevel(logging.INFO)
 
 
 @dataclass(frozen=True)

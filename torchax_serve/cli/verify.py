@@ -77,6 +77,7 @@ def verify(
 
         if random_weights is not None and model is not None:
             raise InvalidArgumentError(f"--random-weights makes its own model; leave {model} out")
+        load.show_details()
         note("running both sides; the first time, compiling takes a while")
         result = compare(
             model if random_weights is None else str(random_weights),

@@ -52,7 +52,7 @@ class RankedDocument:
 def classify(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
     """See `torchax_serve.encoders.EncoderModel.classify`."""
     asked = checked_texts(texts)
-    _require(runtime, "ForSequenceClassification", "classify", "classifies texts")
+    _require(loaded, runtime, "ForSequenceClassification", "classify", "classifies texts")
     rows = rows_of(loaded, asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
     logits = text_logits(loaded, runtime, rows)
     names = _names(runtime, logits.shape[-1])
@@ -63,7 +63,7 @@ def classify(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text],
 def classify_tokens(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
     """See `torchax_serve.encoders.EncoderModel.classify_tokens`."""
     asked = checked_texts(texts)
-    _require(runtime, "ForTokenClassification", "classify_tokens", "classifies tokens")
+    _require(loaded, runtime, "ForTokenClassification", "classify_tokens", "classifies tokens")
     rows = rows_of(loaded, asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
     found: list[Any] = [None] * len(rows)
     for batch in run(runtime, rows, pad_id=pad_id_of(loaded, runtime)):
@@ -78,7 +78,7 @@ def rerank(
     loaded: LoadedModel, runtime: Runtime, query: str, documents: Sequence[str], *, top_k: int | None
 ) -> list[RankedDocument]:
     """See `torchax_serve.encoders.EncoderModel.rerank`."""
-    _require(runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
+    _require(loaded, runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
     if not isinstance(query, str) or not query:
         raise InvalidArgumentError(f"query: expected some text, got {query!r}")
     if isinstance(documents, str) or not documents or not all(isinstance(each, str) for each in documents):
@@ -112,10 +112,12 @@ def text_logits(loaded: LoadedModel, runtime: Runtime, rows: Sequence[Row]) -> n
     return np.stack(found)
 
 
-def _require(runtime: Runtime, ending: str, name: str, what: str) -> None:
+def _require(loaded: LoadedModel, runtime: Runtime, ending: str, name: str, what: str) -> None:
     class_name = type(runtime.program.module).__name__
     if not class_name.endswith(ending):
-        raise UnsupportedModelError(f"{name}: expected a model that {what} (…{ending}), got {class_name}")
+        raise UnsupportedModelError(
+            f"{name}: expected a model that {what} (…{ending}), got {class_name}{loaded.report.lack}"
+        )
 
 
 def _names(runtime: Runtime, num_labels: int) -> list[str]:
