@@ -145,7 +145,7 @@ def find_class(
 
     In this order: the repository's own class (with `trust_remote_code` alone), the class that ``config.architectures``
     names, the class that ``AutoModelForImageTextToText`` has for the model type, that of ``AutoModelForCausalLM``, the
-    one that ``AutoModel`` has. Encoders such as BERT, whose types have a causal class as well, are encoders unless their
+    one that ``AutoModel`` has. Types such as BERT, which have a causal class as well, are encoders unless their
     configuration says ``is_decoder``.
 
     Raises:

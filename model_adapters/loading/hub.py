@@ -113,7 +113,7 @@ class _StoppedError(Exception):
 
 
 def _cached(request: HubRequest) -> Path:
-    """The folder of a cached copy; raises LocalEntryNotFoundError without one, CheckpointError where it lacks weights."""
+    """The folder of a cached copy; raises LocalEntryNotFoundError without one, CheckpointError without weights."""
     try:
         folder = _file(request, CONFIG, request.revision, local=True).parent
     except errors.LocalEntryNotFoundError:
@@ -127,8 +127,8 @@ def _cached(request: HubRequest) -> Path:
             )
         except CheckpointError as error:
             raise CheckpointError(
-                f"the cached copy of {request.hub_id} is incomplete, and the network is switched off or away ({error}): "
-                "run once with the network"
+                f"the cached copy of {request.hub_id} is incomplete, and the network is switched off or away "
+                f"({error}): run once with the network"
             ) from error
     return folder
 

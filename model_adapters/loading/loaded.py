@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import huggingface_hub
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ from model_adapters.loading.source import ModelSource
 from model_adapters.loading.tensor_match import TensorMatch, some
 from model_adapters.ops.packed_weight import Weight
 from model_adapters.sharding import ModelSharding
+
+T = TypeVar("T")
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -83,6 +86,8 @@ class LoadedModel:
     _tokenizers: list[PreTrainedTokenizerBase | None] = field(default_factory=list, repr=False, compare=False)
     _processors: list[Any] = field(default_factory=list, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _making: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer that belongs to the model, loaded at the first call; None where its folder has none.
@@ -94,6 +99,13 @@ class LoadedModel:
             if not self._tokenizers:
                 self._tokenizers.append(self._load_tokenizer())
             return self._tokenizers[0]
+
+    def once(self, kind: type[T], make: Callable[[], T]) -> T:
+        """What `make` gives, made at the first call for `kind` and kept as long as the model."""
+        with self._making:
+            if kind not in self._made:
+                self._made[kind] = make()
+            return self._made[kind]
 
     @property
     def files_folder(self) -> Path | None:

@@ -1,8 +1,8 @@
 """What the files of a checkpoint hold beside what its class asks for, by transformers' own account of a load.
 
-transformers loads what fits, draws at random what is missing and logs both. Here nothing is drawn: what is missing is an
-error, or belongs to a part that the model can be without. What the class has no place for is left unused, as there; names
-that transformers' classes list as harmless (buffers of old releases, the other head) are not counted.
+transformers loads what fits, draws at random what is missing and logs both. Here nothing is drawn: what is missing is
+an error, or belongs to a part that the model can be without. What the class has no place for is left unused, as there;
+names that transformers' classes list as harmless (buffers of old releases, the other head) are not counted.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class TensorMatch:
 def without_missing_parts(module: PreTrainedModel, missing: tuple[str, ...]) -> PreTrainedModel | None:
     """`module`, or what lies under its head, without the parts whose tensors are missing.
 
-    Hidden states of tokens need neither a head nor a pooler behind the last layer. None where something else is missing.
+    Hidden states of tokens need neither a head nor a pooler behind the last layer. None where more is missing.
     """
     base: Any = module.base_model
     prefix = f"{module.base_model_prefix}." if base is not module else ""

@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, body, "application/octet-stream", False, **headers)
         with self.hub.sending():
             cut = repository.cut.pop(file, None)
-            self._send(status, body[start:], "application/octet-stream", num_bytes=cut, **headers)
+            return self._send(status, body[start:], "application/octet-stream", num_bytes=cut, **headers)
 
     def _refuse(self, status, code):
         return self._send(status, b"", "text/plain", **({"X-Error-Code": code} if code else {}))
