@@ -46,6 +46,7 @@ def serve(
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    strict: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     random_weights: bool = False,
@@ -70,6 +71,8 @@ def serve(
         dtype: of the weights; "auto" follows the checkpoint.
         trust_remote_code: run code that comes with the checkpoint.
         allow_pickle: read pickle files where there are no safetensors.
+        strict: an error for tensors of the files that the model has no use for, and for a head that they lack. Without
+            it both are left out, with one line; ``load_report`` lists them.
         cache_dir: where downloads are kept; None is the hub library's own folder.
         progress: shows download, load and compilation.
         random_weights: make the weights up, from the configuration alone.
@@ -96,6 +99,7 @@ def serve(
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
         "allow_pickle": allow_pickle,
+        "strict": strict,
         "cache_dir": cache_dir,
         "progress": progress,
         "random_weights": random_weights,
@@ -198,6 +202,7 @@ class ServedModel(OpenModel):
         if not self.torch_model.can_generate():
             raise UnsupportedModelError(
                 f"{type(self.torch_model).__name__} does not generate text; call the model on its inputs instead"
+                + self.load_report.lack
             )
         return self.torch_model
 

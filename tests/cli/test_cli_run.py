@@ -113,7 +113,7 @@ def test_decoding_options_arrive(call):
 
 def test_loading_options_arrive(call):
     flags = "--revision main --dtype bfloat16 --token secret --offline --trust-remote-code --allow-pickle"
-    flags += " --tensor-parallel 2"
+    flags += " --strict --tensor-parallel 2"
     call("some/model", "Hi there", *flags.split(), "--cache-dir", "/somewhere")
     options = call.served[1]
     del options["progress"]
@@ -124,6 +124,7 @@ def test_loading_options_arrive(call):
         "local_files_only": True,
         "trust_remote_code": True,
         "allow_pickle": True,
+        "strict": True,
         "cache_dir": "/somewhere",
         "tensor_parallel": 2,
         "mesh": None,

@@ -21,6 +21,7 @@ def followed(name: str | None, options: DeviceOptions) -> bool:
     with passing_note("starting torch and jax ..."):
         from torchax_serve import follow
     _keep_stdout_for_answers()
+    options.show_details()
     follow(name, **options.serve_kwargs())
     return True
 
@@ -48,6 +49,7 @@ def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
 
         if isinstance(options, DeviceOptions) and options.hosts() is not None:
             _keep_stdout_for_answers()
+        options.show_details()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
         model = serve(name, progress=progress, **options.serve_kwargs())
     with contextlib.closing(model):

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,10 +91,23 @@ class LoadOptions(ConfigOptions):
         bool,
         _option("--allow-pickle", help="Load weights from pickle files (.bin, .pt). Only from authors you trust."),
     ] = False
+    strict: Annotated[
+        bool, _option("--strict", help="Refuse files with tensors that the model has no use for, or without its head.")
+    ] = False
+    verbose: Annotated[
+        bool, _option("--verbose", help="More lines on stderr, such as the name of each tensor that is left unused.")
+    ] = False
 
     def serve_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of `torchax_serve.serve`."""
-        return {**self.kwargs(), "allow_pickle": self.allow_pickle}
+        return {**self.kwargs(), "allow_pickle": self.allow_pickle, "strict": self.strict}
+
+    def show_details(self) -> None:
+        """With ``--verbose``, sends the project's own log to stderr, details included."""
+        if self.verbose:
+            logging.getLogger("torchax_serve").setLevel(logging.INFO)
+            if logging.lastResort is not None:
+                logging.lastResort.setLevel(logging.INFO)
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ def verify(
     with prompt_interrupts(leave_at=1):
         from torchax_serve.verify import verify as compare
 
+        load.show_details()
         note("running both sides; the first time, compiling takes a while")
         result = compare(
             model if random_weights is None else str(random_weights),
