@@ -86,9 +86,9 @@ def _silent(text: str) -> None:
 
 
 def _check_positions(loaded: LoadedModel, settings: Settings) -> None:
-    limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(loaded.config.get_text_config())
     wanted = settings.prompt_len + settings.new_tokens
-    if isinstance(limit, int) and wanted > limit:
+    if limit is not None and wanted > limit:
         raise InvalidArgumentError(
             f"prompt_len + new_tokens is {wanted}, expected at most {limit}, the positions of {loaded.source.name}"
         )
