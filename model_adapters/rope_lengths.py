@@ -14,9 +14,9 @@ class RopeLengths:
 
     Attributes:
         border: the longest length, in tokens, with the frequencies of a short one.
-        has_one_long: whether all longer lengths share their frequencies (LongRoPE); else each has its own (dynamic NTK).
-        recompute_len: the length behind which transformers' `generate` computes the whole sequence anew, so that all its
-            tokens have the frequencies of one length; None where it goes on with the cache it has.
+        has_one_long: whether all longer lengths share theirs (LongRoPE); else each has its own (dynamic NTK scaling).
+        recompute_len: the length behind which transformers' `generate` computes the whole sequence anew, so that all
+            its tokens have the frequencies of one length; None where it goes on with the cache it has.
     """
 
     border: int

@@ -264,7 +264,7 @@ class DecodeLoop:
         return self._pick()
 
     def _decode_anew(self) -> Choice:
-        """As `_decode`, with the keys of all tokens computed once more, as models do that change how these are rotated."""
+        """As `_decode`, all tokens computed once more, as models do that then rotate all their keys otherwise."""
         names, ids = self.runtime.program.names, self.sequences
         starts = torch.from_numpy(np.array(self.carry.starts)).long()
         steps = torch.arange(ids.shape[1])[None] - starts[:, None]

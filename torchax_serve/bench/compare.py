@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel, load_model, require_causal_lm
 from model_adapters.loading.packing import lay_out_weights
+from model_adapters.position_limits import max_positions
 from torchax_serve.bench.engine import Call, Engine, JaxMemory, TorchMemory
 from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth, num_cores
 from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, same_part

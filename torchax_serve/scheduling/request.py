@@ -86,7 +86,7 @@ class RequestState:
     prompt_len: int
     end_len: int  # length of prompt and outputs at which the request ends with "length"
     rope_len: int  # length that rotary frequencies are at least for: the prompt's, or more where it was computed anew
-    recompute_len: float = math.inf  # length behind which the sequence is computed anew, for the frequencies of longer ones
+    recompute_len: float = math.inf  # length behind which all is computed anew, for the frequencies of longer ones
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     pages: SequencePages | None = None  # also holds the slot; kept after the end while steps are in flight
