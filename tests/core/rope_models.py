@@ -1,4 +1,4 @@
-"""Tiny models by type of rotary embeddings, prompts on both sides of the border, and what eager transformers answers."""
+"""Tiny models by type of rotary embeddings, prompts on both sides of the border, and eager transformers' answers."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ FAMILIES = {
     "phi3": {},
     "phimoe": {"num_local_experts": 4},
     "gemma3_text": {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    "falcon_h1": {"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+    "diffllama": {},
 }
 COMPUTED_ANEW = {("phi3", "longrope")}
 """Models that compute all tokens anew when they grow past the border; some releases do not get that right."""
@@ -56,16 +56,16 @@ def rope_model(family, kind):
     return copy.deepcopy(_shared(family, kind))
 
 
-def answers(family, kind, ids, mask=None):
-    """New token ids int64[batch, NUM_NEW] of greedy decoding by eager transformers, of a model that was never called.
+def answers(family, kind, ids, mask=None, num_new=NUM_NEW):
+    """New token ids int64[batch, num_new] of greedy decoding by eager transformers, of a model that was never called.
 
-    Where all tokens are computed anew at the border, a model without a cache gives the same and does so in all releases.
+    Where all tokens are computed anew at the border, a model without a cache gives the same, in all releases.
     """
     given = {} if (family, kind) not in COMPUTED_ANEW else {"use_cache": False}
     output = rope_model(family, kind).generate(
         ids,
         attention_mask=torch.ones_like(ids) if mask is None else mask,
-        max_new_tokens=NUM_NEW,
+        max_new_tokens=num_new,
         do_sample=False,
         **given,
     )
