@@ -30,6 +30,7 @@ from model_adapters.module_state import attributes_restored
 from model_adapters.ops.packed_weight import Weights, in_place
 from model_adapters.ops.sharded import by_token, tokens_divided
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache, Pool, laid_out
+from model_adapters.rope import LengthDependentRope, lengths_told
 from model_adapters.sharding import ModelSharding
 from model_adapters.slices import slices_of_parts
 from model_adapters.trace_config import implementations
@@ -82,6 +83,7 @@ class ModelProgram:
     Attributes:
         called: the module or its part.
         names: what the forward calls the tokens that are decoded.
+        rope: rotary modules whose frequencies depend on a sequence's length; None where there are none.
     """
 
     def __init__(self, module: PreTrainedModel, sharding: ModelSharding | None = None, part: str = "") -> None:
@@ -105,6 +107,7 @@ class ModelProgram:
         self.folds = False  # what is computed of known values stays known: found out where nothing else lets it trace
         self.kept_in_module: set[str] = set()  # tensors that the code has left on the module in some trace
         self.is_float32 = module.dtype == torch.float32
+        self.rope = LengthDependentRope.of(module)
         self.sizes: dict[str, int] = {}  # tensors of one whole number by name, such as strides, known in methods
 
     def found_out(self) -> dict[str, Any]:
@@ -151,7 +154,9 @@ class ModelProgram:
             states: cache layers (`DeviceCache.states`), or None for a forward without a cache.
             offset: int32[], tokens already stored in the cache.
             inputs: arrays by the forward's argument names. ``starts`` int32[batch] stands for left padding: the
-                attention mask is made of it. ``last`` int32[] asks for the logits of that one position.
+                attention mask is made of it. ``last`` int32[] asks for the logits of that one position. ``rope_lens``,
+                int32[] or int32[len], are lengths of sequences that rotary frequencies are for; without, they are for
+                that of the positions.
             spec: what is static.
 
         Returns:
@@ -173,14 +178,15 @@ class ModelProgram:
         spec: CallSpec,
     ) -> tuple[Arrays, LayerStates | None]:
         inputs = dict(inputs)
-        starts, last = inputs.pop("starts", None), inputs.pop("last", None)
+        starts, last, rope_lens = (inputs.pop(name, None) for name in ("starts", "last", "rope_lens"))
         first_error: Exception | None = None
         folds = (True,) if self.folds else (False, True)
         for fold, (masked, leaning) in itertools.product(folds, self._ways(states, starts, spec)):
             given = starts if masked else None
             before, self.folds = self.folds, fold
             try:
-                result = self._attempt(weights, states, offset, inputs, spec, given, last, leaning)
+                with lengths_told(rope_lens):
+                    result = self._attempt(weights, states, offset, inputs, spec, given, last, leaning)
             except Exception as error:
                 first_error, self.folds = first_error or error, before
                 continue
@@ -319,7 +325,9 @@ class ModelProgram:
         keep_last = self.accepts("logits_to_keep") and not layout.all_logits
         if keep_last:
             kwargs["logits_to_keep"] = torch_view(batch.last)
-        with divided, self._knowing(CallSpec()):
+        rope_lens = batch.positions + 1 if layout.is_decode else batch.rope_lens
+        assert self.rope is None or rope_lens is not None
+        with divided, self._knowing(CallSpec()), lengths_told(rope_lens):
             output = self._run(weights, kwargs, implementation_of(self.module))
         check_layers_keep_all(cache, self.cache_name, self.called)
         logits = jax_view(output["logits"])[0]
@@ -381,6 +389,7 @@ class ModelProgram:
             torch_mode(self.module, state),
             quirks.applied(self.module),
             norms.intercepted(self.module),
+            contextlib.nullcontext() if self.rope is None else self.rope.intercepted(),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):
             yield

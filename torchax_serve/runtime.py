@@ -204,6 +204,8 @@ class Runtime:
         inputs = {query.name: pad_tokens(query.tensor, query.padded_len)}
         positions = given.get(names.positions)
         padding = Padding.of(given.get(names.mask), past + query.len)
+        if self.program.rope is not None and positions is None:  # which the model then counts, padding included
+            inputs["rope_lens"] = from_host(past + query.len, np.int32)
         length = query.padded_len if cache is None or past == 0 else cache.capacity
         inputs |= padding.inputs(length, names.mask)
         if past and padding.starts is None and padding.mask is None:

@@ -115,6 +115,7 @@ def run(runtime: Runtime, rows: Sequence[Row], *, pad_id: int | None) -> Iterato
     """
     called = runtime.program.called
     may_pad = pad_id is not None and runtime.program.accepts(MASK) and may_share_batches(called)
+    may_pad = may_pad and runtime.program.rope is None  # whose frequencies depend on the length of all that is padded
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][IDS]))
     while order:
         longest = len(rows[order[0]][IDS])

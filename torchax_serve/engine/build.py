@@ -140,6 +140,7 @@ def build_engine(
         packed=is_packed,
         max_decode_slowdown=options.max_decode_slowdown,
         token_rungs=token_rungs(sizes.token_budget) if is_packed else (),
+        rope=None if runtime.program.rope is None else runtime.program.rope.lengths,
     )
     road = dataclasses.replace(road, tables_bytes=sizes.tables_bytes)
     logger.info("%s", road)

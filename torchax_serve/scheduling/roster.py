@@ -100,7 +100,11 @@ class Roster:
             list(request.prompt_ids),
             length - 1,
             min(length - 1 + request.max_new_tokens, self._config.max_len),
+            length - 1,
         )
+        rope = self._config.rope
+        if rope is not None and rope.recompute_len is not None and state.rope_len <= rope.recompute_len:
+            state.recompute_len = rope.recompute_len
         self._num_arrived += 1
         self._live[request.request_id] = state
         self.waiting.add(state)

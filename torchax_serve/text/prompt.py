@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.position_limits import has_end, max_positions
 from torchax_serve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -152,8 +153,7 @@ def need_tokenizer(model: TextModel) -> Any:
 def position_limit(model: TextModel, *, of_encoder: bool = False) -> int | None:
     """How many tokens, prompt and answer together, `model` can hold, or its encoder; None where nothing limits them."""
     text_config = _text_config(model, of_encoder=of_encoder)
-    limits = [getattr(model, "max_len", None)]
-    limits += [getattr(text_config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    limits = [getattr(model, "max_len", None), max_positions(text_config), getattr(text_config, "max_seq_len", None)]
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
@@ -177,7 +177,7 @@ def _checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> tuple[int, ...]
         expected = "at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
         raise InvalidArgumentError(f"prompt: expected token ids {expected} for {model.name}, got {beyond}")
     limit = position_limit(model, of_encoder=has_encoder)
-    if limit is not None and len(ids) > limit:
+    if limit is not None and len(ids) > limit and has_end(_text_config(model, of_encoder=has_encoder)):
         raise InvalidArgumentError(
             f"prompt: expected at most {limit} tokens, the positions of {model.name}, got {len(ids)}; shorten it"
         )
