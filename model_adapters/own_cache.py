@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from model_adapters.attention import goes_through_interface
+
 TYPES = {
     "cpmant": "a prompt of embeddings stands in its cache before the text, which without a cache sees all of it",
     "git": "its cache holds the patches of an image before the text",
@@ -38,7 +40,22 @@ def reason(module: torch.nn.Module) -> str | None:
         return "its cache holds the last token of a prompt alone"
     if known is None and getattr(config, "is_decoder", False) and _masks_as_an_encoder(module):
         return "its masks are those of an encoder: a step shows all that its cache has room for"
+    if known is None and leaves_cache_unanswered(module):
+        return "it is configured as an encoder: its masks are, and yet its own attention code reads what a cache holds"
     return known
+
+
+def leaves_cache_unanswered(module: torch.nn.Module) -> bool:
+    """Whether `module` writes into the cache that it is given, and neither makes nor returns one.
+
+    So do decoders with attention code of their own that their configuration makes encoders (``is_decoder=False``), such
+    as RemBERT's as it is published.
+    """
+    config = getattr(module, "config", None)
+    is_encoder = getattr(config, "is_decoder", None) is False and not getattr(config, "is_encoder_decoder", False)
+    if not is_encoder or not isinstance(module, PreTrainedModel) or goes_through_interface(module):
+        return False
+    return hasattr(sys.modules.get(type(module).__module__), "create_bidirectional_mask")
 
 
 def _masks_as_an_encoder(module: torch.nn.Module) -> bool:

@@ -68,6 +68,16 @@ def test_tokens_are_those_of_transformers_own_cache(model_type):
     assert served._jax_runtime.caches.why_none
 
 
+def test_an_encoder_that_writes_into_the_cache_it_is_given():
+    """RemBERT as it is published: its configuration makes it an encoder, and its attention reads its cache."""
+    model = random_model(causal_class("rembert"), tiny_config("rembert", as_decoder=False), seed=1)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            torch.nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(0))
+    served = served_like_eager(model, 6)
+    assert "configured as an encoder" in served._jax_runtime.caches.why_none
+
+
 def bigbird_with_the_masks_of_an_encoder(monkeypatch):
     """Its code as transformers had it until 5.17: a decoder whose tokens see those behind them."""
     source = Path(modeling_big_bird.__file__).read_text()
