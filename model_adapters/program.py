@@ -29,7 +29,7 @@ from model_adapters.host_values import HostValue, as_tensors, without_constants
 from model_adapters.module_state import attributes_restored
 from model_adapters.ops.packed_weight import Weights, in_place
 from model_adapters.ops.sharded import by_token, tokens_divided
-from model_adapters.own_cache import leaves_cache_unanswered
+from model_adapters.own_cache import generates_as_encoder
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache, Pool, laid_out
 from model_adapters.sharding import ModelSharding
 from model_adapters.slices import slices_of_parts
@@ -245,7 +245,7 @@ class ModelProgram:
         if self.accepts("use_cache"):
             kwargs["use_cache"] = cache is not None
         keeps_own = dict(spec.extra).get("use_cache", False)  # transformers' cache, a field as any other
-        fills_cache = keeps_own and leaves_cache_unanswered(self.called)
+        fills_cache = keeps_own and generates_as_encoder(self.called)
         if fills_cache:
             kwargs.setdefault(self.cache_name, DynamicCache(config=self.called.config))
         keep_one = self.accepts("logits_to_keep")
