@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 import pytree_registry
@@ -29,6 +29,7 @@ from model_adapters.host_values import HostValue, as_tensors, without_constants
 from model_adapters.module_state import attributes_restored
 from model_adapters.ops.packed_weight import Weights, in_place
 from model_adapters.ops.sharded import by_token, tokens_divided
+from model_adapters.own_cache import generates_as_encoder
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache, Pool, laid_out
 from model_adapters.rope import LengthDependentRope, lengths_told
 from model_adapters.sharding import ModelSharding
@@ -249,6 +250,10 @@ class ModelProgram:
                 kwargs[self.names.mask] = padding_mask(starts, length)
         if self.accepts("use_cache"):
             kwargs["use_cache"] = cache is not None
+        keeps_own = dict(spec.extra).get("use_cache", False)  # transformers' cache, a field as any other
+        fills_cache = keeps_own and generates_as_encoder(self.called)
+        if fills_cache:
+            kwargs.setdefault(self.cache_name, DynamicCache(config=self.called.config))
         keep_one = self.accepts("logits_to_keep")
         if last is not None and keep_one:
             kwargs["logits_to_keep"] = torch_view(last[None])
@@ -257,12 +262,14 @@ class ModelProgram:
             output = self._run(weights, {**kwargs, **rest}, self._attention(spec))
         if cache is not None:
             check_layers_keep_all(cache, self.cache_name, self.called)
-        keeps_own = dict(spec.extra).get("use_cache", False)  # transformers' cache, a field as any other
         fields = {
             name: jax_view(views_of(value))  # some hand an argument of known values back as it came
             for name, value in output.items()
             if value is not cache and (keeps_own or name != self.cache_name)
         }
+        if fills_cache:
+            assert self.cache_name is not None
+            fields[self.cache_name] = jax_view(kwargs[self.cache_name])
         if met:
             fields[CONDITIONS] = jnp.stack(met)
         if last is not None and not keep_one:

@@ -16,7 +16,7 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.loading import LoadedModel, Progress, has_own_generate, load_model
 from model_adapters.loading.packing import lay_out_weights
 from torchax_serve import collector
-from torchax_serve.alone import tokens_alone
+from torchax_serve.alone import is_beam_search, tokens_alone
 from torchax_serve.class_generate import for_the_loop, has_class_generate
 from torchax_serve.compile_cache import enable_compile_cache
 from torchax_serve.drop_in import rows_elsewhere
@@ -256,7 +256,7 @@ class ServedModel(OpenModel):
         if params is not None and (unknown := params.engine_only()):
             raise UnsupportedArgumentError(
                 f"{', '.join(unknown)}: expected a request that the engine takes, and this one is not ({why}); "
-                "leave the option out"
+                "leave the option out" + (", or set num_beams=1" if is_beam_search(config) else "")
             )
         return self._iter_alone(model, prompt_ids, config, stop_strings, seed)
 

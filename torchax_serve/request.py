@@ -76,6 +76,7 @@ LIMITS: Mapping[str, Limits] = {
     "eta_cutoff": Limits(0, 1, high_open=True),
     "repetition_penalty": Limits(0, low_open=True),
     "no_repeat_ngram_size": Limits(0, whole=True),
+    "num_beams": Limits(1, whole=True),
     "forced_bos_token_id": Limits(0, whole=True),
 }
 """Each option that is one number, under transformers' name. Wider than useful, never wider than defined."""
@@ -125,6 +126,7 @@ REMEDIES: Mapping[str, str] = {
     "eta_cutoff": "0 switches it off",
     "repetition_penalty": "1.0 switches it off",
     "no_repeat_ngram_size": "0 switches it off",
+    "num_beams": "1 switches beam search off",
     "presence_penalty": "0 switches it off",
     "frequency_penalty": "0 switches it off",
     "logprobs": "0 gives that of the chosen token alone, None none",
@@ -226,6 +228,7 @@ class SamplingParams:
     eta_cutoff: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
+    num_beams: int | None = None  # 1 switches off a checkpoint's beam search, whose text comes at its end
     bad_words_ids: Sequence[Sequence[int]] | None = None
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Sequence[Any]] | None = None
     suppress_tokens: Sequence[int] | None = None
@@ -341,6 +344,7 @@ class SamplingParams:
             config.max_length = None
         if self.is_greedy:
             config.do_sample, config.temperature = False, None
+            config.num_beams = self.num_beams or 1
         elif self.do_sample is None and (self.temperature is not None or self._sampling_options):
             config.do_sample = True
         if (config.num_return_sequences or 1) > 1 and not config.do_sample:
