@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,11 @@ from transformers.cache_utils import Cache
 
 from model_adapters import quirks
 from model_adapters.arrays import from_host
-from model_adapters.bridge import to_torch_tensor
+from model_adapters.bridge import tensors_of, to_torch_tensor
 from model_adapters.caches import DeviceCache
 from model_adapters.causality import is_causal
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.module_watch import Change, ModuleWatch, Structure
 from model_adapters.ops.packed_weight import PackedWeight, Weights
 from model_adapters.program import CONDITIONS, CallSpec, MethodSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
@@ -30,11 +32,15 @@ from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.images.placeholders import unmet
 from torchax_serve.known_inputs import Known, KnownCalls, all_met, arrays_and_rest
 from torchax_serve.limits import Limits
+from torchax_serve.module_changes import check_can_follow, weights_of
 from torchax_serve.padding import Padding
 from torchax_serve.program_cache import ProgramCache
 from torchax_serve.query import Query, cut, pad_positions, pad_tokens
 from torchax_serve.steps import Steps
 
+NUM_EARLIER = 4
+"""Structures of a model whose programs are kept: with an adapter and without it, and some more."""
+_OF_ALL_STRUCTURES = frozenset({"weights", "watch", "num_changes", "_earlier", "_lock"})
 Call = tuple[tuple[Any, Any, dict[str, jax.Array]], CallSpec]
 """Cache, offset and arrays of a step, and what is static of it."""
 
@@ -49,12 +55,21 @@ class Runtime:
         programs: ProgramCache | None = None,
         sharding: ModelSharding | None = None,
         part: str = "",
+        watch: ModuleWatch | None = None,
     ) -> None:
-        self.program = ModelProgram(module, sharding, part)
-        called = self.program.called
         self.weights = weights if part and isinstance(weights, dict) else dict(weights)
+        self.watch = watch or ModuleWatch(module)
+        self.num_changes = 0
+        self._earlier: list[tuple[Structure, dict[str, Any]]] = []
+        self._lock = threading.Lock()
+        self._set_up(ModelProgram(module, sharding, part, self.watch), programs or ProgramCache())
+
+    def _set_up(self, program: ModelProgram, programs: ProgramCache) -> None:
+        """Makes all that depends on the module's structure."""
+        module = program.module
+        self.program, called = program, program.called
         self.program.sizes = _sizes(self.weights)
-        self.steps = Steps(self.program, programs or ProgramCache())
+        self.steps = Steps(self.program, programs)
         self.config = getattr(called, "config", module.config)  # a part need not have one of its own
         has_encoder = self.program.names.has_encoder
         self._encoder = name_in(module, called.get_encoder()) if has_encoder else None
@@ -67,6 +82,65 @@ class Runtime:
         self.unread = quirks.unread(called)
         self._parts: dict[str, Runtime] = {}
         self._known = KnownCalls(self.program.names.sequence, self.steps.cache, self.weights)
+
+    def follow_module(self) -> None:
+        """Takes over what has changed on the module since its programs and arrays were made.
+
+        Other values are read anew; other parts, hooks, attributes or settings mean other programs. Those of the last
+        few states are kept, so that an adapter may be switched on and off.
+
+        Raises:
+            InvalidArgumentError: the module has become something that cannot run here; it stays so until mended.
+        """
+        if (change := self.watch.change()) is None:
+            return
+        with self._lock:
+            if (change := self.watch.change()) is None:  # another thread has been here
+                return
+            check_can_follow(self.program, self.weights, change)
+            before, new = self.watch.structure, weights_of(self.program.module, self.weights, change)
+            self.watch.take()
+            self.num_changes += 1
+            for name in self.weights.keys() - new.keys():
+                del self.weights[name]
+            self.weights.update(new)  # the same dict for all that read it
+            if change.is_structural:
+                self._change_structure(before)
+            self.program.sizes = _sizes(self.weights)
+
+    def refresh(self) -> None:
+        """Makes programs and arrays anew, as if every tensor and every part had changed."""
+        with self._lock:
+            module = self.program.module
+            change = Change("refresh", frozenset(n for n, t in tensors_of(module).items() if not t.is_meta), True)
+            check_can_follow(self.program, self.weights, change)
+            self.weights.update(weights_of(module, self.weights, change))
+            self.watch.take()
+            self.num_changes += 1
+            self._earlier.clear()
+            self._change_structure(None)
+
+    def _change_structure(self, before: Structure | None) -> None:
+        """Lays aside what was made for the structure `before`; takes up again, or makes, what the present one needs."""
+        if before is not None:
+            state = {name: value for name, value in vars(self).items() if name not in _OF_ALL_STRUCTURES}
+            self._earlier = [*self._earlier, (before, state)][-NUM_EARLIER:]
+        for name in ("limits", "encoder"):
+            vars(self).pop(name, None)
+        for index, (structure, state) in enumerate(self._earlier):
+            if structure == self.watch.structure:
+                vars(self).update(state)
+                del self._earlier[index]
+                return
+        module, sharding, part = self.program.module, self.program.sharding, self.program.part
+        self._set_up(ModelProgram(module, sharding, part, self.watch), ProgramCache())  # its code is not the files'
+
+    @property
+    def why_stepwise(self) -> str | None:
+        """Why tokens must come from calls of the model itself, one by one: code of a script runs in each of them."""
+        if self.watch.hooked:
+            return f"a forward hook is set on {self.watch.hooked[0]}"
+        return "a forward hook or another forward is set on the model" if self.watch.is_wrapped else None
 
     @functools.cached_property
     def limits(self) -> Limits:
@@ -83,7 +157,8 @@ class Runtime:
         if not name:
             return self
         if name not in self._parts:
-            made = Runtime(self.program.module, self.weights, self.steps.cache, self.program.sharding, name)
+            program = self.program
+            made = Runtime(program.module, self.weights, self.steps.cache, program.sharding, name, self.watch)
             self._parts[name] = made
         return self._parts[name]
 
@@ -92,8 +167,8 @@ class Runtime:
 
         `is_kept` says that there is a cache: a recurrent state would go on through padding on the right.
         """
-        if length == 1 or not self.is_causal or (is_kept and self.caches.is_recurrent):
-            return length
+        if length == 1 or not self.is_causal or self.watch.hooked or (is_kept and self.caches.is_recurrent):
+            return length  # a hook would see padding
         rung = bucket(length)
         # Nor may padding reach behind the end of a table of positions: what is read there is no number.
         fits = self.limits.learned_positions is None or past + rung <= self.limits.learned_positions
