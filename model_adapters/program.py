@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 import pytree_registry
-from model_adapters import conditions, experts, folding, lowerings, norms, quirks
+from model_adapters import conditions, experts, folding, index_checks, lowerings, norms, quirks
 from model_adapters.attention import goes_through_interface, implementation_of, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view, views_of
 from model_adapters.cache_layers import AttentionLayer
@@ -41,6 +41,8 @@ TORCH_CLASS = "_torch_class"
 """Attribute of a class that runs on JAX: the class as transformers has it."""
 PATCHED = "_patched_forward"
 """Attribute of a model with the forward that a script had put in the place of its class's when it came to JAX."""
+INDICES = "indices"
+"""Beside the fields of an output: whether indices were rows of the tables they were looked up in, bool[n]."""
 CONDITIONS = "conditions"
 """Beside the fields of an output: what the model's code checks of values, bool[n], all True where they are met."""
 
@@ -262,7 +264,7 @@ class ModelProgram:
         if last is not None and keep_one:
             kwargs["logits_to_keep"] = torch_view(last[None])
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
-        with self._knowing(spec), conditions.collected() as met:
+        with self._knowing(spec), conditions.collected() as met, index_checks.collected() as in_range:
             output = self._run(weights, {**kwargs, **rest}, self._attention(spec))
         if cache is not None:
             check_layers_keep_all(cache, self.cache_name, self.called)
@@ -274,6 +276,8 @@ class ModelProgram:
         }
         if met:
             fields[CONDITIONS] = jnp.stack(met)
+        if in_range:
+            fields[INDICES] = jnp.stack(in_range)
         if last is not None and not keep_one:
             fields["logits"] = jax.lax.dynamic_slice_in_dim(fields["logits"], last, 1, axis=1)
         if "logits" in fields:
@@ -399,6 +403,7 @@ class ModelProgram:
             attributes_restored(self.module) as kept,
             on_devices,
             torch_mode(self.module, state),
+            index_checks.named(arrays),
             quirks.applied(self.module),
             norms.intercepted(self.module),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),

@@ -22,18 +22,19 @@ from model_adapters.causality import is_causal
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.module_watch import Change, ModuleWatch, Structure
 from model_adapters.ops.packed_weight import PackedWeight, Weights
-from model_adapters.program import CONDITIONS, CallSpec, MethodSpec, ModelProgram
+from model_adapters.program import CONDITIONS, INDICES, CallSpec, MethodSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
 from model_adapters.tables import name_in
 from torchax_serve.buckets import bucket
 from torchax_serve.cache_maker import CacheMaker
+from torchax_serve.call_arguments import check_positions_kept
 from torchax_serve.encoder_beside import EncoderBeside
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.images.placeholders import unmet
 from torchax_serve.known_inputs import Known, KnownCalls, all_met, arrays_and_rest
 from torchax_serve.limits import Limits
 from torchax_serve.module_changes import check_can_follow, weights_of
-from torchax_serve.padding import Padding
+from torchax_serve.padding import Padding, is_own_mask, own_mask
 from torchax_serve.program_cache import ProgramCache
 from torchax_serve.query import Query, cut, pad_positions, pad_tokens
 from torchax_serve.steps import Steps
@@ -199,15 +200,58 @@ class Runtime:
         Raises:
             InvalidArgumentError: values that the model's code has checked are not as it needs them.
         """
+        past = 0 if cache is None else cache.length
         fields = self._forward_arrays(given, spec, cache)
         _check(fields.pop(CONDITIONS, None), given, self.config)
+        self._check_indices(fields.pop(INDICES, None), given, spec, cache, past)
         return fields
+
+    def _check_indices(
+        self, in_range: jax.Array | None, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None, past: int
+    ) -> None:
+        """Raises InvalidArgumentError if a call, which has been made, looked something up beyond the end of a table.
+
+        Padding may have: the call is made again at its true length, operator by operator, where a table has its name.
+        """
+        if all_met(in_range):
+            return
+        error = InvalidArgumentError(
+            "expected token ids, positions and token types that the model's tables have, got some beyond them; give "
+            "fewer tokens or smaller values"
+        )
+        if self.program.sharding is not None:
+            raise error
+        try:
+            (states, offset, arrays), exact = self._exact_call(given, spec, cache, past)
+            self.program.forward(self.weights, states, offset, arrays, exact)
+        except InvalidArgumentError:
+            if cache is not None:
+                cache.length = past
+            raise
+        except Exception as other:  # whatever model code raises of values that it has not seen so far
+            raise error from other
+
+    def _exact_call(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None, past: int) -> Call:
+        """A call of the program without padding, over a cache that holds `past` tokens."""
+        given = {key: value for key, value in given.items() if key not in self.unread}
+        name = self.program.names.ids if given.get(self.program.names.ids) is not None else self.program.names.embeds
+        if cache is None or given.get(name) is None:
+            arrays, rest = arrays_and_rest(given)
+            return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
+        tensor = given.pop(name)
+        after, cache.length = cache.length, past
+        try:
+            inputs, extended = self._inputs(Query(name, tensor, tensor.shape[1]), given, spec, cache, Known.NOTHING)
+            return (cache.states, from_host(past, np.int32), inputs), extended
+        finally:
+            cache.length = after
 
     def _forward_arrays(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None) -> dict[str, Any]:
         given = {key: value for key, value in given.items() if key not in self.unread}
         names = self.program.names
         name = names.ids if given.get(names.ids) is not None else names.embeds
         exact = bool(set(given) - names.sequence - {"logits_to_keep"}) or given.get(name) is None
+        exact = exact or (cache is None and is_own_mask(given.get(names.mask)))
         if cache is None and (exact or names.has_encoder):
             return self.forward_as_is(given, spec)
         tensor = given.pop(name)
@@ -216,6 +260,10 @@ class Runtime:
         # What padding computes is garbage, and here it would be looked at.
         exact = exact or spec.output_attentions or spec.output_hidden_states
         length = tensor.shape[1]
+        if (keep := check_positions_kept(given.pop("logits_to_keep", 0), length)) is not None:
+            given["logits_to_keep"] = keep
+        # Who brings positions to keep or a mask of queries and keys means them at the length that they have.
+        exact = exact or isinstance(keep, torch.Tensor) or is_own_mask(given.get(names.mask))
         past = 0 if cache is None else cache.length
         query = Query(name, tensor, length if exact else self.padded_len(length, past, is_kept=cache is not None))
         return self._forward_padded(query, given, spec, cache)
@@ -237,6 +285,7 @@ class Runtime:
         """
         fields, _ = self._known.run(given, call, self.program.forward, self.steps.forward, _conditions)
         _check(fields.pop(CONDITIONS, None), given, self.config)
+        self._check_indices(fields.pop(INDICES, None), given, CallSpec(), None, 0)
         return fields
 
     def _forward_padded(
@@ -245,29 +294,40 @@ class Runtime:
         past = 0 if cache is None else cache.length
         if cache is not None:
             cache.reserve(bucket(past + query.padded_len))
-        keep = given.pop("logits_to_keep", 0)
+        keep = given.get("logits_to_keep", 0)
         states, offset = (None, None) if cache is None else (cache.states, from_host(past, np.int32))
 
         names = self.program.names
         context = self._context(given, cache) if names.has_encoder and cache is not None else {}
 
         def call(known: Known) -> Call:
-            inputs, padded = self._text_inputs(query, given, cache, known)
-            rest_given = {name: value for name, value in given.items() if name not in names.sequence}
-            if known >= Known.MASKS:
-                rest_given |= {query.name: query.tensor}
-                rest_given |= {name: given[name] for name in names.sequence & given.keys()}
-            arrays, rest = arrays_and_rest(rest_given, known)
-            if keep == 1:
-                inputs["last"] = from_host(query.len - 1, np.int32)
-            extended = dataclasses.replace(spec, padded=padded, extra=spec.extra + rest)
-            return (states, offset, inputs | context | arrays), extended
+            inputs, extended = self._inputs(query, given, spec, cache, known)
+            return (states, offset, inputs | context), extended
 
         described = {**given, query.name: query.tensor}
         fields, states = self._known.run(described, call, self.program.forward, self.steps.forward, _conditions)
         if cache is not None:
             cache.states, cache.length = states, past + query.len
         return cut(fields, query, past, keep, cache)
+
+    def _inputs(
+        self, query: Query, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None, known: Known
+    ) -> tuple[dict[str, Any], CallSpec]:
+        """The arrays of a call with `query` and what else is `given`, and what is static of it."""
+        names = self.program.names
+        given = dict(given)
+        keep = given.get("logits_to_keep", 0)
+        if not isinstance(keep, torch.Tensor):  # which is an argument as any other
+            given.pop("logits_to_keep", None)
+        inputs, padded = self._text_inputs(query, given, cache, known)
+        rest_given = {name: value for name, value in given.items() if name not in names.sequence}
+        if known >= Known.MASKS:
+            rest_given |= {query.name: query.tensor}
+            rest_given |= {name: given[name] for name in names.sequence & given.keys()}
+        arrays, rest = arrays_and_rest(rest_given, known)
+        if not isinstance(keep, torch.Tensor) and keep == 1:
+            inputs["last"] = from_host(query.len - 1, np.int32)
+        return inputs | arrays, dataclasses.replace(spec, padded=padded, extra=spec.extra + rest)
 
     def _text_inputs(
         self, query: Query, given: dict[str, Any], cache: DeviceCache | None, known: Known
@@ -278,10 +338,14 @@ class Runtime:
         names, past = self.program.names, 0 if cache is None else cache.length
         inputs = {query.name: pad_tokens(query.tensor, query.padded_len)}
         positions = given.get(names.positions)
-        padding = Padding.of(given.get(names.mask), past + query.len)
         length = query.padded_len if cache is None or past == 0 else cache.capacity
-        inputs |= padding.inputs(length, names.mask)
-        if past and padding.starts is None and padding.mask is None:
+        if is_own_mask(mask := given.get(names.mask)):
+            padding = Padding()
+            inputs[names.mask] = own_mask(mask, past + query.len, length)
+        else:
+            padding = Padding.of(mask, past + query.len)
+            inputs |= padding.inputs(length, names.mask)
+        if past and names.mask not in inputs and padding.starts is None and padding.mask is None:
             inputs["starts"] = from_host(np.zeros(query.batch), np.int32)  # in case the model cannot do without a mask
             if positions is None and self.program.accepts(names.positions):
                 # Without padding every model counts like this; some would do it by a length only the host knows.
