@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 import pytree_registry
-from model_adapters import conditions, experts, folding, lowerings, norms, quirks
+from model_adapters import conditions, experts, folding, index_checks, lowerings, norms, quirks
 from model_adapters.attention import goes_through_interface, implementation_of, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view, views_of
 from model_adapters.cache_layers import AttentionLayer
@@ -25,8 +25,10 @@ from model_adapters.caches import LayerStates, check_layers_keep_all, shortest_w
 from model_adapters.call_names import names_of
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.gathers import gathers_first
+from model_adapters.hooks import on_torch_tensors
 from model_adapters.host_values import HostValue, as_tensors, without_constants
 from model_adapters.module_state import attributes_restored
+from model_adapters.module_watch import ModuleWatch
 from model_adapters.ops.packed_weight import Weights, in_place
 from model_adapters.ops.sharded import by_token, tokens_divided
 from model_adapters.own_cache import generates_as_encoder
@@ -37,6 +39,12 @@ from model_adapters.slices import slices_of_parts
 from model_adapters.trace_config import implementations
 
 Arrays = dict[str, Any]
+TORCH_CLASS = "_torch_class"
+"""Attribute of a class that runs on JAX: the class as transformers has it."""
+PATCHED = "_patched_forward"
+"""Attribute of a model with the forward that a script had put in the place of its class's when it came to JAX."""
+INDICES = "indices"
+"""Beside the fields of an output: whether indices were rows of the tables they were looked up in, bool[n]."""
 CONDITIONS = "conditions"
 """Beside the fields of an output: what the model's code checks of values, bool[n], all True where they are met."""
 
@@ -80,6 +88,7 @@ class ModelProgram:
         module: the model.
         sharding: how `weights` lie on a mesh; None: on one device, as the model has them.
         part: name of a part of `module`, such as its encoder, that is called in its place.
+        watch: of `module`, which notices that it has changed; None makes one.
 
     Attributes:
         called: the module or its part.
@@ -87,7 +96,13 @@ class ModelProgram:
         rope: rotary modules whose frequencies depend on a sequence's length; None where there are none.
     """
 
-    def __init__(self, module: PreTrainedModel, sharding: ModelSharding | None = None, part: str = "") -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        sharding: ModelSharding | None = None,
+        part: str = "",
+        watch: ModuleWatch | None = None,
+    ) -> None:
         lowerings.install()
         experts.install()
         self.sharding = sharding
@@ -95,8 +110,9 @@ class ModelProgram:
         self.module = module
         self.part = part
         self.called: Any = module.get_submodule(part)
-        self.forward_function = type(self.called).forward
-        parameters = inspect.signature(self.forward_function).parameters
+        cls = getattr(type(self.called), TORCH_CLASS, type(self.called))
+        self._forward_of_class = vars(self.called).get(PATCHED) or functools.partial(cls.forward, self.called)
+        parameters = inspect.signature(self._forward_of_class).parameters
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.parameters = frozenset(parameters)
         self.names = names_of(getattr(self.called, "config", None), parameters)
@@ -109,6 +125,7 @@ class ModelProgram:
         self.kept_in_module: set[str] = set()  # tensors that the code has left on the module in some trace
         self.is_float32 = module.dtype == torch.float32
         self.rope = LengthDependentRope.of(module)
+        self.watch = watch or ModuleWatch(module)
         self.sizes: dict[str, int] = {}  # tensors of one whole number by name, such as strides, known in methods
 
     def found_out(self) -> dict[str, Any]:
@@ -258,7 +275,7 @@ class ModelProgram:
         if last is not None and keep_one:
             kwargs["logits_to_keep"] = torch_view(last[None])
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
-        with self._knowing(spec), conditions.collected() as met:
+        with self._knowing(spec), conditions.collected() as met, index_checks.collected() as in_range:
             output = self._run(weights, {**kwargs, **rest}, self._attention(spec))
         if cache is not None:
             check_layers_keep_all(cache, self.cache_name, self.called)
@@ -272,6 +289,8 @@ class ModelProgram:
             fields[self.cache_name] = jax_view(kwargs[self.cache_name])
         if met:
             fields[CONDITIONS] = jnp.stack(met)
+        if in_range:
+            fields[INDICES] = jnp.stack(in_range)
         if last is not None and not keep_one:
             fields["logits"] = jax.lax.dynamic_slice_in_dim(fields["logits"], last, 1, axis=1)
         if "logits" in fields:
@@ -347,9 +366,11 @@ class ModelProgram:
 
     def _run(self, weights: Weights, kwargs: dict[str, Any], attention: str | None) -> ModelOutput:
         """The unmodified forward, with `weights` in the place of the module's own tensors."""
+        # What a script has put on the model itself calls this; what it has put on a part is the part's forward.
+        scripts = None if self.part else vars(self.module).get("forward")
         with self._in_place(weights, attention):
-            replaced = vars(self.called).get("forward")  # by a quirk
-            forward = replaced or functools.partial(self.forward_function, self.called)
+            replaced = vars(self.called).get("forward")  # by a quirk, or a script
+            forward: Any = self._forward_of_class if replaced is scripts or replaced is None else replaced
             output = forward(**kwargs, return_dict=True)
         self.output_class = type(output)
         return output
@@ -389,11 +410,15 @@ class ModelProgram:
         state |= {name: views_of(torch.tensor(value)) for name, value in known.items()}
         on_devices = contextlib.nullcontext() if self.sharding is None else self.sharding.tracing(self.module, arrays)
         grouped = experts.ON_GROUPED if self.sharding is None else experts.IMPLEMENTATION
+        hooked = on_torch_tensors(self.module) if self.watch.hooked else contextlib.nullcontext()
         with (
+            self.watch.running(),
+            hooked,
             implementations(self.module, attention=attention, experts=grouped),  # one trace at a time from here on
             attributes_restored(self.module) as kept,
             on_devices,
             torch_mode(self.module, state),
+            index_checks.named(arrays),
             quirks.applied(self.module),
             norms.intercepted(self.module),
             contextlib.nullcontext() if self.rope is None else self.rope.intercepted(),

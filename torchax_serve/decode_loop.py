@@ -70,6 +70,8 @@ def start_of(runtime: Runtime, request: LoopRequest) -> Start | str:
     kwargs, config = request.model_kwargs, request.config
     names = runtime.program.names
     cache = kwargs.get(runtime.program.cache_name or "")
+    if (why := runtime.why_stepwise) is not None:
+        return why
     if not isinstance(cache, DeviceCache) or cache.length:
         return "the cache is not a fresh one of this model"
     if config.output_attentions or config.output_hidden_states:

@@ -34,6 +34,7 @@ import pytree_registry
 import sharding_rules
 import torchax_serve
 from model_adapters.disk_cache import SealedFolder
+from model_adapters.hooks import errors_of_hooks
 from model_adapters.ops import registry
 from model_adapters.ops.cpu import build, kernels
 from model_adapters.ops.packed_weight import Weights
@@ -193,6 +194,7 @@ class KeptFunction:
         donate: names of the arguments whose buffers are given away.
         facts: called after a trace; what it answers is kept beside the program.
         recall: gets those facts when a program is read from the folder.
+        is_uncompiled: whether calls run operator by operator now, for hooks that a script has set.
     """
 
     def __init__(
@@ -204,10 +206,12 @@ class KeptFunction:
         donate: Sequence[str] = (),
         facts: Callable[[], dict[str, Any]] = dict,
         recall: Callable[[dict[str, Any]], None] = lambda facts: None,
+        is_uncompiled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._cache, self.name, self._function = cache, name, function
         self._donate, self.facts, self.recall = tuple(donate), facts, recall
         self._programs: dict[_Signature, Any] = {}
+        self._is_uncompiled = is_uncompiled
         self._lock = threading.Lock()
         cache.functions[name] = self
 
@@ -223,6 +227,9 @@ class KeptFunction:
 
     def __call__(self, weights: Weights, *args: Any, spec: Any) -> Any:
         """Runs the program of these arguments, compiled at the first call of their kind."""
+        if self._is_uncompiled():
+            with errors_of_hooks():
+                return self._function(weights, *args, spec=spec)
         return self.compiled(weights, *args, spec=spec)(weights, *args)
 
     def compiled(self, weights: Weights, *args: Any, spec: Any) -> Any:
