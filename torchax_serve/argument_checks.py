@@ -71,9 +71,11 @@ def _in_float32(value: Any) -> float:
 
 def invalid(name: str, expected: object, got: object, remedy: str | None = None) -> InvalidArgumentError:
     """The one-line error of an argument: what was expected, what came, what to do."""
-    return InvalidArgumentError(
-        f"{name}: expected {expected}, got {short_repr(got)}; {remedy or 'None leaves it unset'}"
-    )
+    return _error(name, expected, short_repr(got), remedy or "None leaves it unset")
+
+
+def _error(name: str, expected: object, got: str, remedy: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{name}: expected {expected}, got {got}; {remedy}")
 
 
 class _Repr(reprlib.Repr):
@@ -115,7 +117,7 @@ def is_list(value: object) -> bool:
 def check_token_ids(name: str, value: object, *, may_be_empty: bool = False, most: int = MAX_LISTED_IDS) -> None:
     """Raises `InvalidArgumentError` unless `value` is a sequence of at most `most` token ids (whole numbers >= 0)."""
     if is_list(value) and len(value) > most:  # type: ignore[arg-type]
-        raise invalid(name, f"at most {most} token ids", f"{len(value)} of them", "shorten it")  # type: ignore[arg-type]
+        raise _error(name, f"at most {most} token ids", f"{len(value)} of them", "shorten it")  # type: ignore[arg-type]
     if not is_list(value) or not (may_be_empty or value) or any(item not in TOKEN_ID for item in value):  # type: ignore[attr-defined]
         raise invalid(name, f"a {'' if may_be_empty else 'non-empty '}list of token ids >= 0", value)
 
@@ -132,7 +134,7 @@ def check_bad_words(value: object) -> None:
 def _check_num_ids(name: str, sequences: Any) -> None:
     num_ids = sum(len(ids) for ids in sequences if is_list(ids))
     if num_ids > MAX_SEQUENCE_IDS:
-        raise invalid(name, f"at most {MAX_SEQUENCE_IDS} token ids in all", f"{num_ids} of them", "shorten it")
+        raise _error(name, f"at most {MAX_SEQUENCE_IDS} token ids in all", f"{num_ids} of them", "shorten it")
 
 
 def bias_pairs(value: object) -> list[tuple[tuple[int, ...], float]]:
@@ -171,7 +173,7 @@ def check_logit_bias(value: object) -> None:
     if not isinstance(value, Mapping):
         raise invalid("logit_bias", expected, value)
     if len(value) > MAX_LISTED_IDS:
-        raise invalid("logit_bias", f"at most {MAX_LISTED_IDS} biases", f"{len(value)} of them", "shorten it")
+        raise _error("logit_bias", f"at most {MAX_LISTED_IDS} biases", f"{len(value)} of them", "shorten it")
     for token_id, bias in value.items():
         if token_id not in TOKEN_ID or bias not in _LOGIT_BIAS:
             raise invalid("logit_bias", expected, {token_id: bias}, "use whole token ids and clip the biases")
@@ -180,11 +182,11 @@ def check_logit_bias(value: object) -> None:
 def check_text(name: str, value: str, most: int = MAX_TEXT_LEN) -> None:
     """Raises `InvalidArgumentError` for a text of more than `most` characters, or one that no encoding has."""
     if len(value) > most:
-        raise invalid(name, f"at most {most} characters", f"{len(value)} of them", "shorten it")
+        raise _error(name, f"at most {most} characters", f"{len(value)} of them", "shorten it")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise invalid(
+        raise _error(
             name,
             "text that UTF-8 can encode",
             f"half of a surrogate pair, {value[error.start]!a}, at character {error.start}",

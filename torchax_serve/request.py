@@ -238,7 +238,9 @@ class SamplingParams:
         if not is_list(texts) or not all(isinstance(text, str) and text for text in texts[: MAX_STOPS + 1]):
             raise invalid("stop", "a non-empty string, or a list of them", self.stop)
         if len(texts) > MAX_STOPS:
-            raise invalid("stop", f"at most {MAX_STOPS} strings", f"{len(texts)} of them", "shorten the list")
+            raise InvalidArgumentError(
+                f"stop: expected at most {MAX_STOPS} strings, got {len(texts)}; shorten the list"
+            )
         for text in texts:
             check_text("stop", text)
 

@@ -1,4 +1,4 @@
-"""Options of vLLM's, OpenAI's and transformers' interfaces that `SamplingParams` has under another name, or not at all."""
+"""Options of vLLM's, OpenAI's and transformers' interfaces that `SamplingParams` spells otherwise, or does not have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ RENAMED: Mapping[str, str] = {
     "stop_strings": "stop",
     "stop_sequences": "stop",
     "num_return_sequences": "n",
-    "best_of": "n",
     "random_seed": "seed",
     "top_logprobs": "logprobs",
     "max_time": "timeout_s",
