@@ -329,6 +329,7 @@ class ServedModel(OpenModel):
         *,
         stream: Literal[False] = ...,
         system: str | None = ...,
+        **options: Any,
     ) -> str: ...
     @overload
     def chat(
@@ -338,6 +339,7 @@ class ServedModel(OpenModel):
         *,
         stream: Literal[True],
         system: str | None = ...,
+        **options: Any,
     ) -> TextStream: ...
     def chat(
         self,
@@ -346,11 +348,12 @@ class ServedModel(OpenModel):
         *,
         stream: bool = False,
         system: str | None = None,
+        **options: Any,
     ) -> str | TextStream:
-        """The answer to a conversation; see `torchax_serve.text.chat`."""
+        """The answer to a conversation; see `torchax_serve.text.chat`, also for `options` such as ``tools``."""
         if stream:
-            return chat(self, messages, params, stream=True, system=system)
-        return chat(self, messages, params, system=system)
+            return chat(self, messages, params, stream=True, system=system, **options)
+        return chat(self, messages, params, system=system, **options)
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None, **unknown: Any) -> TextStream:
         """Text that follows `prompt`, piece by piece; see `torchax_serve.text.stream`."""

@@ -48,8 +48,8 @@ def generate_batch(
     """Continues every prompt; the completions stand in the order of the prompts.
 
     All requests are handed to the model before the first answer is read: on the engine they run side by side, and each
-    gets the tokens it would get alone. What the engine does not let wait is handed over as others end. With ``n`` answers to a prompt they stand one after the other, and with a
-    ``seed`` the i-th of them draws from ``seed + i``.
+    gets the tokens it would get alone. What the engine does not let wait is handed over as others end. With ``n``
+    answers to a prompt they stand one after the other, and with a ``seed`` the i-th of them draws from ``seed + i``.
 
     Args:
         model: the model.

@@ -22,7 +22,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "generation_config": "set model.generation_config, or write its options in SamplingParams(...)",
     "streamer": "stream() and chat(stream=True) hand out the pieces; generate(streamer=...) takes a streamer",
     "chat_template": "set model.tokenizer.chat_template",
-    "add_generation_prompt": "the answer always begins a message; continue_final_message=True goes on with the last one",
+    "add_generation_prompt": "an answer begins a message; continue_final_message=True goes on with the last one",
     "conversation": "give it as messages",
     "stop_strings": "write SamplingParams(stop=...)",
 }

@@ -140,6 +140,12 @@ def encode_prompt(model: TextModel, prompt: str | Sequence[int]) -> list[int]:
     return list(need_tokenizer(model)(prompt)["input_ids"])
 
 
+def encode_rendered(tokenizer: Any, text: str) -> list[int]:
+    """The token ids of a rendered conversation, in which the template has written the special tokens."""
+    check_text("messages", text, MAX_PROMPT_CHARS)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def _ids_of_array(prompt: Any) -> Any:
     """The ids of a one-dimensional array of whole numbers, NumPy's, JAX's or PyTorch's; anything else as it is."""
     if not hasattr(prompt, "tolist") or not hasattr(prompt, "ndim"):
