@@ -14,7 +14,7 @@ from torchax_serve.engine.sampler import FLOAT_COLUMNS, Level
 from torchax_serve.request import MAX_SEED, NEVER_A_TOKEN, Limits, SamplingParams, bias_pairs, invalid
 from torchax_serve.sampling import CALLER_OPTIONS, SamplingPlan, unsupported_by_fast_path, validate
 from torchax_serve.sampling.options import id_list
-from torchax_serve.sampling.plan import SMALLEST_TEMPERATURE
+from torchax_serve.sampling.plan import COLDEST
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -151,7 +151,8 @@ def _floats(params: SamplingParams, config: GenerationConfig) -> dict[str, float
     for name in ("temperature", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
         if getattr(config, name) is not None:
             floats[name] = float(getattr(config, name))
-    floats["temperature"] = max(floats["temperature"], SMALLEST_TEMPERATURE)
+    if floats["temperature"] < COLDEST:
+        floats["temperature"] = 0.0
     if config.top_p is not None:
         floats["top_p_tail"] = 1 - float(config.top_p)
     return floats

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 MIN_CANDIDATES = 128
-SMALLEST_TEMPERATURE = 1e-30
-"""Scores divided by less overflow; a greedy choice is what all of them stand for."""
+COLDEST = 1e-5
+"""Temperature below which the best token is taken: float32 scores divided by less are too coarse to draw from."""
+SMALLEST_TEMPERATURE = 1e-30  # scores divided by less overflow
 MAX_DECAY_STEPS = 2**20  # entries of a table of weights; the last one holds for all tokens behind it
 
 
@@ -69,6 +70,7 @@ class SamplingPlan:
 
     vocab_size: int = dataclasses.field(metadata=_STATIC)  # shapes depend on it
     do_sample: bool = dataclasses.field(metadata=_STATIC)  # greedy decoding compiles to another program
+    is_cold: bool = dataclasses.field(metadata=_STATIC)  # the temperature is below `COLDEST`
     rules: TransformersRules = dataclasses.field(
         metadata=_STATIC
     )  # of the installed transformers; never changes in a process
@@ -138,6 +140,7 @@ class SamplingPlan:
         return cls(
             vocab_size=vocab_size,
             do_sample=bool(config.do_sample),
+            is_cold=bool(config.do_sample) and config.temperature is not None and config.temperature < COLDEST,
             rules=installed_rules(),
             max_length=_int(max_length),
             eos_ids=from_host(eos, np.int32) if eos else None,

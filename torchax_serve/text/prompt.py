@@ -207,11 +207,9 @@ def checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> tuple[int, ...]:
     """
     if len(prompt_ids) == 0:
         raise InvalidArgumentError("prompt: expected at least one token, got none; an empty prompt has no continuation")
-    wrong = next(
-        (item for item in prompt_ids if isinstance(item, bool) or not isinstance(item, numbers.Integral)), None
-    )
-    if wrong is not None:
-        raise InvalidArgumentError(f"prompt: expected token ids (whole numbers), got {short_repr(wrong)} among them")
+    for item in prompt_ids:
+        if isinstance(item, bool) or not isinstance(item, numbers.Integral):
+            raise InvalidArgumentError(f"prompt: expected token ids (whole numbers), got {short_repr(item)} among them")
     ids = tuple(int(token_id) for token_id in prompt_ids)
     has_encoder = getattr(model.config, "is_encoder_decoder", False)
     vocab_size = getattr(_text_config(model, of_encoder=has_encoder), "vocab_size", None)
