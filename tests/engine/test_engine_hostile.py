@@ -40,6 +40,14 @@ def llama():
         yield model
 
 
+@pytest.fixture(scope="module")
+def roomy():
+    """A model whose answers are long, and whose programs are compiled."""
+    with serve(tiny_model("llama"), engine=EngineOptions(max_len=2048, num_slots=2, page_len=8)) as model:
+        list(model.iter_tokens([5], transformers.GenerationConfig(max_new_tokens=8)))
+        yield model
+
+
 def is_idle(model, within_s=20):
     """Whether no request is left, and no page in use, soon."""
     until = time.monotonic() + within_s
@@ -195,9 +203,7 @@ def test_a_cut_that_leaves_one_token_is_greedy(llama, options):
 def test_where_all_tokens_are_forbidden_one_line_says_so(llama):
     everything = list(range(VOCAB_SIZE))
     innocent = llama.engine.submit(request(INNOCENT, max_new_tokens=NEW))
-    with pytest.raises(
-        InvalidArgumentError, match="at least one token of .* that may be chosen, got options that forbid"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"at least one token of \d+ .*, got options that forbid all"):
         llama.iter_tokens([5], params=SamplingParams(suppress_tokens=everything))
     with pytest.raises(InvalidArgumentError, match="got options that forbid all"):
         llama.iter_tokens([5], params=SamplingParams(allowed_token_ids=[7], bad_words_ids=[[7]], eos_token_id=3))
@@ -263,7 +269,7 @@ def test_waiting_requests_are_bounded(llama):
 
 def test_a_batch_waits_for_room_by_itself(llama):
     assert is_idle(llama)
-    prompts = [[5, index] for index in range(40)]
+    prompts = [[5, index % 3] for index in range(14)]
     completions = llama.generate_batch(prompts, SamplingParams(max_new_tokens=3, temperature=0))
     assert [each.token_ids for each in completions] == [expected_tokens("llama", prompt, 3) for prompt in prompts]
 
@@ -379,15 +385,13 @@ def text_dropped(model):
     [dropped, never_read, closed, failing, in_a_thread, in_a_loop, in_a_loop_that_ends, text_dropped],
     ids=lambda function: function.__name__,
 )
-def test_a_reader_that_is_gone_frees_its_request(stops_reading, monkeypatch):
-    with serve(tiny_model("llama"), engine=EngineOptions(max_len=2048, num_slots=2, page_len=8)) as model:
-        list(model.iter_tokens([5], transformers.GenerationConfig(max_new_tokens=2)))  # has compiled
-        stops_reading(model)
-        gc.collect()  # an exception that a test has caught may hold a frame
-        num_before = model.stats().scheduler.num_new_tokens
-        assert is_idle(model)
-        assert model.stats().scheduler.num_new_tokens - num_before < 200
-        assert len(model.engine._deliveries.open_ids()) == 0
+def test_a_reader_that_is_gone_frees_its_request(roomy, stops_reading):
+    stops_reading(roomy)
+    gc.collect()  # an exception that a test has caught may hold a frame
+    num_before = roomy.stats().scheduler.num_new_tokens
+    assert is_idle(roomy)
+    assert roomy.stats().scheduler.num_new_tokens - num_before < 200  # of 10,000
+    assert len(roomy.engine._deliveries.open_ids()) == 0
 
 
 def test_deadlines_far_away_hold_no_ended_requests(llama):
@@ -433,7 +437,8 @@ if not child:
             print(f"{{name}}: {{type(error).__name__}}: {{error}}", flush=True)
     model.close()
     del tokens
-    sys.exit(7)  # with finalizers and exit functions
+    engine.close()
+    os._exit(7)  # as multiprocessing ends its children; XLA's own threads hang in the exit of others
 _, status = os.waitpid(child, 0)
 print("child", os.waitstatus_to_exitcode(status), "parent", len([next(tokens), next(tokens)]), flush=True)
 model.close()

@@ -56,8 +56,10 @@ class Ticket:
 
     def __del__(self) -> None:
         """Ends the request: nobody will read what it brings."""
-        with contextlib.suppress(Exception):  # also while the interpreter is taken down
+        try:
             self.cancel()
+        except Exception:  # the interpreter is being taken down
+            return
 
     def put(self, new: NewTokens | Outcome) -> None:
         """Called by the engine's thread, which then has `wake` called in `loop`, if there is one.
