@@ -209,6 +209,7 @@ class DecodeLoop:
 
     def _prefill(self) -> None:
         runtime, request = self.runtime, self.request
+        runtime.process.check()
         names = runtime.program.names
         mask = request.model_kwargs.get(names.mask)
         starts = Padding.of(mask, self.prompt_len).starts

@@ -34,6 +34,7 @@ from torchax_serve.images.placeholders import unmet
 from torchax_serve.known_inputs import Known, KnownCalls, all_met, arrays_and_rest
 from torchax_serve.limits import Limits
 from torchax_serve.module_changes import check_can_follow, weights_of
+from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.padding import Padding, is_own_mask, own_mask
 from torchax_serve.program_cache import ProgramCache
 from torchax_serve.query import Query, cut, pad_positions, pad_tokens
@@ -82,6 +83,7 @@ class Runtime:
         self.is_causal = not has_encoder and has_token_outputs and is_causal(called)
         self.unread = quirks.unread(called)
         self._parts: dict[str, Runtime] = {}
+        self.process = OwnerProcess()
         self._known = KnownCalls(self.program.names.sequence, self.steps.cache, self.weights)
 
     def follow_module(self) -> None:
@@ -200,6 +202,7 @@ class Runtime:
         Raises:
             InvalidArgumentError: values that the model's code has checked are not as it needs them.
         """
+        self.process.check()
         past = 0 if cache is None else cache.length
         fields = self._forward_arrays(given, spec, cache)
         _check(fields.pop(CONDITIONS, None), given, self.config)
@@ -270,6 +273,8 @@ class Runtime:
 
     def forward_as_is(self, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
         """As `forward_arrays` without a cache, the arguments at the lengths that they have."""
+
+        self.process.check()
 
         def call(known: Known) -> Call:
             arrays, rest = arrays_and_rest(given, known)

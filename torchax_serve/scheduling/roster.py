@@ -109,8 +109,15 @@ class Roster:
         self._live[request.request_id] = state
         self.waiting.add(state)
         if request.deadline_s is not None:
+            self._drop_old_deadlines()
             heapq.heappush(self._deadlines, (request.deadline_s, state.rank[1], state))
         return state
+
+    def _drop_old_deadlines(self) -> None:
+        """Lets go of requests that ended before a deadline far away, once they are most of the heap."""
+        if len(self._deadlines) > 2 * len(self._live) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
+            heapq.heapify(self._deadlines)
 
     def seat(self, state: RequestState, pages: SequencePages, num_computed: int) -> None:
         """Lets a waiting request run on `pages`, the first `num_computed` tokens of which are in the cache."""
