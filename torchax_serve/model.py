@@ -165,8 +165,6 @@ class ServedModel(OpenModel):
                 try:
                     self._engine = self._build_engine()
                 except UnsupportedModelError as error:
-                    if self._engine_options is not None:
-                        raise
                     self._engine = error
             if isinstance(self._engine, UnsupportedModelError):
                 raise self._engine
