@@ -195,7 +195,8 @@ class ServedModel(OpenModel):
         self._open()
         if not self.torch_model.can_generate():
             raise UnsupportedModelError(
-                f"{type(self.torch_model).__name__} does not generate text; call the model on its inputs instead"
+                f"{type(self.torch_model).__name__} does not generate text; embed() gives embeddings of texts, and the "
+                "model can be called on its inputs"
             )
         return self.torch_model
 
@@ -316,6 +317,7 @@ class ServedModel(OpenModel):
         system: str | None = None,
     ) -> str | TextStream:
         """The answer to a conversation; see `torchax_serve.text.chat`."""
+        self._generator()  # no template is missed where there is nothing to answer with
         if stream:
             return chat(self, messages, params, stream=True, system=system)
         return chat(self, messages, params, system=system)
