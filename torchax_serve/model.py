@@ -192,8 +192,6 @@ class ServedModel(OpenModel):
         try:
             return self._build_engine()
         except UnsupportedModelError as error:
-            if self._engine_options is not None:
-                raise
             return error
         finally:
             self._is_building = False
@@ -223,8 +221,8 @@ class ServedModel(OpenModel):
         self._open()
         if not self.torch_model.can_generate():
             raise UnsupportedModelError(
-                f"{type(self.torch_model).__name__} does not generate text; call the model on its inputs instead"
-                + self.load_report.lack
+                f"{type(self.torch_model).__name__} does not generate text{self.load_report.lack}; embed() gives "
+                "embeddings of texts, and the model can be called on its inputs"
             )
         return self.torch_model
 
@@ -356,6 +354,7 @@ class ServedModel(OpenModel):
         **options: Any,
     ) -> str | TextStream:
         """The answer to a conversation; see `torchax_serve.text.chat`, also for `options` such as ``tools``."""
+        self._generator()  # no template is missed where there is nothing to answer with
         if stream:
             return chat(self, messages, params, stream=True, system=system, **options)
         return chat(self, messages, params, system=system, **options)

@@ -56,6 +56,11 @@ def test_ways_to_give_a_prompt(call, arguments, stdin, name):
     assert call.model.closed
 
 
+def test_the_cache_is_that_of_one_conversation(call):
+    assert call("Hi there").exit_code == 0
+    assert call.served[1]["engine"].num_slots == 1
+
+
 def test_a_prompt_before_stdin(call):
     assert call("some/model", "-", "-p", "Sum this up:", input="a\nb\n").stdout == "u(Sum this up:\n\na\nb)a(\n"
 

@@ -35,8 +35,13 @@ def _keep_stdout_for_answers() -> None:
 
 
 @contextlib.contextmanager
-def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
+def loaded_model(name: str | None, options: LoadOptions, *, num_slots: int | None = None) -> Iterator[Any]:
     """The model that `name` leads to (None: the embedded one), closed at the end.
+
+    Args:
+        name: as `torchax_serve.serve` takes it.
+        options: of the command.
+        num_slots: requests that run at once, for which the cache is laid out; None for those of a server.
 
     Raises:
         TorchaxServeError: whatever `torchax_serve.serve` has to say.
@@ -45,12 +50,19 @@ def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
     with prompt_interrupts(leave_at=1), hidden_keys():
         with passing_note("starting torch and jax ..."):
             from model_adapters.loading.progress import RichProgress, SilentProgress
-            from torchax_serve import serve
+            from torchax_serve import EngineOptions, serve
 
         if isinstance(options, DeviceOptions) and options.hosts() is not None:
             _keep_stdout_for_answers()
         options.show_details()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
-        model = serve(name, progress=progress, **options.serve_kwargs())
+        engine = None if num_slots is None else EngineOptions(num_slots=num_slots)
+        try:
+            model = serve(name, progress=progress, engine=engine, **options.serve_kwargs())
+        except ModelNotFoundError as error:
+            if name is None or "/" in name:
+                raise
+            remedy = f'to ask the embedded model, give the prompt as -p "{name}"'
+            raise ModelNotFoundError(f"{error}; {remedy}") from error
     with contextlib.closing(model):
         yield model

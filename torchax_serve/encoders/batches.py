@@ -48,6 +48,8 @@ def checked_texts(texts: str | Sequence[Text]) -> list[Text]:
     Raises:
         InvalidArgumentError: none, one without a letter, or what is neither text nor token ids.
     """
+    if not isinstance(texts, str) and (isinstance(texts, bytes) or not isinstance(texts, Iterable)):
+        raise InvalidArgumentError(f"texts: expected a text or several, got {texts!r:.80}")
     asked: list[Text] = [texts] if isinstance(texts, str) else list(texts)
     if not asked:
         raise InvalidArgumentError("texts: expected at least one text, got none")
@@ -55,9 +57,23 @@ def checked_texts(texts: str | Sequence[Text]) -> list[Text]:
         if isinstance(text, str):
             if not text.strip():
                 raise InvalidArgumentError(f"texts[{index}]: expected some text, got an empty one; leave it out")
+            if surrogate := _lone_surrogate(text):
+                raise InvalidArgumentError(
+                    f"texts[{index}]: expected Unicode text, got {surrogate!r}, half of a character; decode its bytes "
+                    "with errors='replace'"
+                )
         elif isinstance(text, bytes) or not isinstance(text, Iterable) or not all(_is_id(token) for token in text):
             raise InvalidArgumentError(f"texts[{index}]: expected text or a list of token ids, got {text!r:.80}")
     return asked
+
+
+def _lone_surrogate(text: str) -> str | None:
+    """The first code point that has no place in UTF-8, which tokenizers refuse; None if there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return None
 
 
 def _is_id(token: Any) -> bool:
