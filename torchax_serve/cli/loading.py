@@ -57,12 +57,6 @@ def loaded_model(name: str | None, options: LoadOptions, *, num_slots: int | Non
         options.show_details()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
         engine = None if num_slots is None else EngineOptions(num_slots=num_slots)
-        try:
-            model = serve(name, progress=progress, engine=engine, **options.serve_kwargs())
-        except ModelNotFoundError as error:
-            if name is None or "/" in name:
-                raise
-            remedy = f'to ask the embedded model, give the prompt as -p "{name}"'
-            raise ModelNotFoundError(f"{error}; {remedy}") from error
+        model = serve(name, progress=progress, engine=engine, **options.serve_kwargs())
     with contextlib.closing(model):
         yield model
