@@ -10,13 +10,14 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
+import functools
 import importlib
 import json
 import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +66,8 @@ def _packed(value: Any, arrays: list[bytes]) -> Any:
     """`value` for JSON: itself where that is enough, else a list that begins with its kind."""
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if (fields := _fields_of(type(value))) is not None:
+        return ["object", fields.name, *(_packed(getattr(value, name), arrays) for name in fields.names)]
     if isinstance(value, np.ndarray):
         begin = sum(map(len, arrays))
         arrays.append(np.ascontiguousarray(value).tobytes())
@@ -91,15 +94,28 @@ def _packed(value: Any, arrays: list[bytes]) -> Any:
         others = {key: each for key, each in items.items() if attributes.get(key) is not each}
         sent = [attributes, list(items), others]
         return ["node", _registered_name(type(value)), *(_packed(each, arrays) for each in sent)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return ["object", _name_of(type(value)), {name: _packed(getattr(value, name), arrays) for name in fields}]
     if isinstance(value, type) and issubclass(value, ModelOutput):
         return ["output", value.__module__, value.__qualname__]
     raise UnsupportedArgumentError(
         f"expected arguments that other hosts can be sent, got {type(value).__module__}.{type(value).__qualname__}; "
         "leave it out, or run on one host"
     )
+
+
+class _Fields(NamedTuple):
+    """A dataclass of this project, and what it is made from."""
+
+    made: type
+    name: str
+    names: tuple[str, ...]
+
+
+@functools.cache
+def _fields_of(kind: type) -> _Fields | None:
+    """What `kind` is made from; None for one that is no dataclass, and for pytree nodes of transformers."""
+    if not dataclasses.is_dataclass(kind) or pytree_registry.is_registered(kind):
+        return None
+    return _Fields(kind, _name_of(kind), tuple(field.name for field in dataclasses.fields(kind) if field.init))
 
 
 def _unpacked(value: Any, arrays: memoryview) -> Any:
@@ -123,11 +139,18 @@ def _read_dict(parts: list[Any], arrays: memoryview) -> dict[Any, Any]:
 
 
 def _read_object(parts: list[Any], arrays: memoryview) -> Any:
-    name, fields = parts
-    made = _class_of(name)
-    if not dataclasses.is_dataclass(made):
+    name, *values = parts
+    fields = _fields_named(name)
+    given = [_unpacked(each, arrays) for each in values]
+    return fields.made(**dict(zip(fields.names, given, strict=True)))
+
+
+@functools.cache
+def _fields_named(name: str) -> _Fields:
+    fields = _fields_of(_class_of(name))
+    if fields is None:
         raise CodecError(f"what came is no message of this program ({name} is no dataclass)")
-    return made(**{field: _unpacked(each, arrays) for field, each in fields.items()})
+    return fields
 
 
 def _read_node(parts: list[Any], arrays: memoryview) -> Any:
