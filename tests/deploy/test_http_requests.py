@@ -131,6 +131,7 @@ BAD_REQUESTS = [
     (b"{}", "expected one of prompt and messages, got both or neither", None),
     (body_of(messages=[{}]), "expected one of prompt and messages, got both or neither", None),
     (body_of(temprature=1), "got temprature", None),
+    (b'{"messages": [], "temprature": 1}', "got temprature", None),
     (body_of(**{"x" * 5000: 1}), "expected fields out of", None),
     (b'{"prompt": 7}', "prompt: expected a text, got a number", "prompt"),
     (b'{"prompt": null}', "prompt: expected a text, got null", "prompt"),

@@ -66,7 +66,8 @@ def _packed(value: Any, arrays: list[bytes]) -> Any:
     """`value` for JSON: itself where that is enough, else a list that begins with its kind."""
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if (fields := _fields_of(type(value))) is not None:
+    kind: Any = type(value)
+    if (fields := _fields_of(kind)) is not None:
         return ["object", fields.name, *(_packed(getattr(value, name), arrays) for name in fields.names)]
     if isinstance(value, np.ndarray):
         begin = sum(map(len, arrays))

@@ -118,6 +118,7 @@ def parse_request(body: bytes, max_body_bytes: int) -> dict[str, Any]:
         request = parse_json(body, max_bytes=max_body_bytes)
         if not isinstance(request, dict):
             raise InvalidArgumentError(f"expected a JSON object, got {_json_kind(request)}")
+        _check_fields(request)
         _check_values(request)
         params_of(request)
     except RequestError:
@@ -134,11 +135,7 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
         InvalidArgumentError: a field that nobody knows, not exactly one of ``prompt`` and ``messages``, or a value that
             nobody can honour.
     """
-    if unknown := sorted(set(request) - KNOWN):
-        names = ", ".join(name[:60] for name in unknown[:5])
-        raise InvalidArgumentError(f"expected fields out of {', '.join(sorted(KNOWN))}, got {names}")
-    if ("prompt" in request) == ("messages" in request):
-        raise InvalidArgumentError("expected one of prompt and messages, got both or neither; leave one out")
+    _check_fields(request)
     options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
     return SamplingParams(**{name: _as_option(name, value) for name, value in options.items()})
 
@@ -187,6 +184,14 @@ def _as_option(name: str, value: Any) -> Any:
     if name == "logit_bias" and isinstance(value, dict):
         return {int(key) if key.isascii() and key.isdigit() else key: bias for key, bias in value.items()}
     return tuple(value) if isinstance(value, list) else value
+
+
+def _check_fields(request: Mapping[str, Any]) -> None:
+    if unknown := sorted(set(request) - KNOWN):
+        names = ", ".join(name[:60] for name in unknown[:5])
+        raise InvalidArgumentError(f"expected fields out of {', '.join(sorted(KNOWN))}, got {names}")
+    if ("prompt" in request) == ("messages" in request):
+        raise InvalidArgumentError("expected one of prompt and messages, got both or neither; leave one out")
 
 
 def _check_values(request: dict[str, Any]) -> None:
