@@ -113,7 +113,7 @@ class SealedFolder:
             return None
         try:
             content = self._verified(name)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except NotPrivateError as error:
             self._warn(str(error))
