@@ -113,7 +113,7 @@ class SealedFolder:
             return None
         try:
             content = self._verified(name)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except NotPrivateError as error:
             self._warn(str(error))
@@ -213,11 +213,19 @@ class SealedFolder:
         return mac.digest()
 
     def _stored_key(self) -> bytes | None:
-        """The folder's key; None where there is none, or one that is damaged."""
+        """The folder's key; None where there is none, or one that is damaged.
+
+        Raises:
+            NotPrivateError: there is one that cannot be used: its files are not to blame.
+        """
         try:
             key = _read_private(self.path / KEY_NAME)
         except FileNotFoundError:
             return None
+        except NotPrivateError:
+            raise
+        except (OSError, DamagedError) as error:
+            raise NotPrivateError(f"{self.path / KEY_NAME} cannot be read ({error}); remove it") from error
         return key if len(key) == KEY_BYTES else None
 
     def _key(self) -> bytes:

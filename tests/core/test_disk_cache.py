@@ -88,6 +88,16 @@ def test_a_damaged_key_is_replaced(folder):
     assert folder.read("one") == CONTENT
 
 
+def test_a_key_that_cannot_be_read_is_named_and_removes_nothing(folder, warnings_of):
+    (folder.path / ".key").unlink()
+    (folder.path / ".key").mkdir()
+    assert folder.read("one") is None
+    with pytest.raises(OSError, match="cannot be read"):
+        folder.write("two", CONTENT)
+    assert f"{folder.path / '.key'} cannot be read (it is no file); remove it" in warnings_of()[0]
+    assert (folder.path / "one").exists()
+
+
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
 def test_a_folder_that_others_can_write_is_neither_read_nor_written(folder, mode, warnings_of):
     folder.path.chmod(mode)

@@ -175,9 +175,9 @@ print(float(jax.jit(lambda x: (x * 3 + 1).sum())(jnp.arange(5.0))), bool(hits))
 
 
 def test_what_jax_itself_keeps_is_checked_too(tmp_path):
-    def run():
-        command = [sys.executable, "-c", JAX_RUN, str(tmp_path / "compiled")]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    def run(**variables):
+        command, environment = [sys.executable, "-c", JAX_RUN, str(tmp_path / "compiled")], {**os.environ, **variables}
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
 
     def entries():
         return [file for file in (tmp_path / "compiled").iterdir() if file.name.startswith("jit")]
@@ -190,6 +190,10 @@ def test_what_jax_itself_keeps_is_checked_too(tmp_path):
     assert run() == ["35.0", "False"]
     assert run() == ["35.0", "True"]
     assert set(good) == set(entries())
+    for file in good:
+        file.unlink()
+    assert run(TORCHAX_SERVE_CACHE_SIZE="1k", XDG_CACHE_HOME=str(tmp_path)) == ["35.0", "False"]
+    assert sum(file.stat().st_size for file in entries()) <= 1000
 
 
 @pytest.fixture

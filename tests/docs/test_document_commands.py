@@ -34,9 +34,7 @@ FROM_THE_HUB = {
 # At a terminal these talk to a person; here they read from a pipe.
 TYPED = {"torchax-serve run": "Hello!\n"}
 # Ask nothing of bash and no devices of their own: the process that has imported torch and jax runs them as well.
-IN_PROCESS = re.compile(
-    r"torchax-serve (?:models|ops|embed|doctor)\b[^|&;<>$]*|torchax-serve plan --sharding [^|&;<>$]*"
-)
+IN_PROCESS = re.compile(r"torchax-serve (?:(?:models|ops|embed|doctor|cache)\b|plan --sharding )[^|&;<>$]*")
 # Runs these tests itself; tests/docs/test_ci_run.py is about it.
 RUNS_THE_TESTS = {".ci/run"}
 
@@ -88,8 +86,10 @@ def test_every_command_is_run_or_checked():
 
 
 @pytest.mark.parametrize("command", [command for command in RUN if IN_PROCESS.fullmatch(command)])
-def test_command_runs_in_process(command, monkeypatch):
+def test_command_runs_in_process(command, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
+    if command.startswith("torchax-serve cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing of the user's is removed
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
     done = CliRunner().invoke(app, shlex.split(command)[1:])

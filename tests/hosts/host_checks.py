@@ -77,7 +77,7 @@ def load(served):
 
 def main():
     action, host_id, coordinator = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    hosts = Hosts(coordinator=coordinator, num_hosts=2, host_id=host_id, join_timeout_s=120)
+    hosts = Hosts(coordinator=coordinator, num_hosts=2, host_id=host_id, join_timeout_s=120, secret="a secret of these")
     try:
         if host_id:
             follow(model_of(int(os.environ.get("SEED", "0"))), hosts=hosts)

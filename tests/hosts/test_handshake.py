@@ -196,6 +196,21 @@ def test_another_secret_is_one_line_on_both_sides(secret, said, noted, caplog):
     assert line == f"a host at 127.0.0.1 was turned away: {noted}; give all hosts the same secret"
 
 
+def test_a_host_that_goes_while_others_are_awaited_is_named(monkeypatch):
+    port, say = free_port(), Wire.say
+
+    def unheard(wire, **said):
+        if "go" in said:
+            raise ConnectionResetError(104, "Connection reset by peer")
+        say(wire, **said)
+
+    monkeypatch.setattr(Wire, "say", unheard)
+    leader, follower = met(hosts_of(port, 0), hosts_of(port, 1))
+    assert str(leader).startswith("host 1 is gone (")
+    assert str(leader).endswith("; start all hosts again")
+    assert "host 0 could not gather all hosts" in str(follower)
+
+
 def test_a_leader_without_the_secret_is_found_out():
     follower, leader, *sockets = greeted(SECRET.encode(), None)
     assert [str(follower), str(leader)] == ["it has no secret", "it has a secret, and this host has none"]

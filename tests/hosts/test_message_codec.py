@@ -5,12 +5,15 @@ import os
 import pickle
 import struct
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
+import pytree_registry
+from model_adapters.cache_layers import AttentionLayer
 from model_adapters.errors import UnsupportedArgumentError
 from model_adapters.host_values import HostValue
 from model_adapters.paged import PagedLayout
@@ -43,6 +46,20 @@ MESSAGES = [
     ),
     CallSpec(padded=True, extra=(("grid", HostValue.of(torch.tensor([[1, 2], [3, 4]]))), ("use_cache", False))),
 ]
+
+
+def test_caches_and_outputs_come_out_as_pytrees_of_the_same_structure():
+    """As steps take them, with what stands for their arrays."""
+    pytree_registry.register_all()
+    layers = [AttentionLayer(32), AttentionLayer(16, window=8)]
+    layers[1].pool, layers[1].k_dim = np.zeros((1, 2, 16, 8), np.float32), 4
+    output = BaseModelOutput(last_hidden_state=np.ones((1, 2, 3), np.float32))
+    leaves, tree = jax.tree.flatten((tuple(layers), {"encoder_outputs": output}))
+    described = jax.tree.unflatten(tree, [Held(number) for number in range(len(leaves))])
+    out = decode(encode(described))
+    leaves_out, tree_out = jax.tree.flatten(out, is_leaf=lambda leaf: isinstance(leaf, Held))
+    assert leaves_out == [Held(0), Held(1)]
+    assert jax.tree.structure(jax.tree.unflatten(tree_out, leaves)) == tree
 
 
 def equal(one, other):
@@ -90,13 +107,14 @@ HOSTILE = {
     "an unknown kind": message_of(["exec", "print(1)"]),
     "an empty kind": message_of([]),
     "a kind that is none": message_of([["tuple"], 1]),
-    "another package's class": message_of(["object", "subprocess:Popen", {"args": "true"}]),
-    "a class behind ours": message_of(["object", "torchax_serve.hosts.join:socket.socket", {}]),
-    "imported by ours": message_of(["object", "torchax_serve.hosts.join:Hosts", {}]),
-    "a function of ours": message_of(["object", "torchax_serve.hosts.join:join", {}]),
-    "a class of ours that is no dataclass": message_of(["object", "torchax_serve.hosts.wire:Wire", {"sock": 1}]),
-    "a module of ours that is none": message_of(["object", "torchax_serve.no_such:X", {}]),
-    "fields that are none": message_of(["object", "torchax_serve.hosts.orders:End", {"how": 1}]),
+    "another package's class": message_of(["object", "subprocess:Popen", "true"]),
+    "a class behind ours": message_of(["object", "torchax_serve.hosts.join:socket.socket"]),
+    "imported by ours": message_of(["object", "torchax_serve.hosts.join:Hosts"]),
+    "a function of ours": message_of(["object", "torchax_serve.hosts.join:join"]),
+    "a class of ours that is no dataclass": message_of(["object", "torchax_serve.hosts.wire:Wire", 1]),
+    "a module of ours that is none": message_of(["object", "torchax_serve.no_such:X"]),
+    "fields that are none": message_of(["object", "torchax_serve.hosts.orders:End", 1, 2]),
+    "a node that nobody has registered": message_of(["node", "subprocess:Popen", {"args": "true"}]),
     "no class of outputs": message_of(["output", "subprocess", "Popen"]),
     "an array beyond the end": message_of(["array", "int32", [1000], 0]),
     "an array of a huge shape": message_of(["array", "int32", [2**62, 2**62], 0]),

@@ -49,7 +49,8 @@ def body_of(question, **options):
 
 def ask(body):
     """Status and text of an answer; a text that breaks off comes with status 0."""
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/", json.dumps(body).encode())
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/", json.dumps(body).encode(), headers)
     text = b""
     try:
         with urllib.request.urlopen(request, timeout=300) as answer:
@@ -88,13 +89,34 @@ def test_answers_are_those_of_the_model_alone(handle, wanted):
         ({"max_new_tokens": 3}, "expected one of prompt and messages"),
         ({"prompt": "a", "max_new_tokens": -3}, "max_new_tokens"),
         ({"prompt": "word " * 500}, "tokens"),
-        ([1], "expected a JSON object, got list"),
+        ([1], "expected a JSON object, got an array"),
     ],
 )
 def test_bad_requests_are_told_so(handle, body, said):
     status, text = ask(body)
     assert status == 400
-    assert said in json.loads(text)["error"]
+    error = json.loads(text)["error"]
+    assert said in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status"),
+    [
+        ("GET", "/", None, {}, 405),
+        ("POST", "/v1/nothing", b"{}", {"Content-Type": "application/json"}, 404),
+        ("POST", "/", b"{}", {"Content-Type": "text/plain"}, 415),
+        ("POST", "/", b"x" * (5 << 20), {"Content-Type": "application/json"}, 413),
+        ("POST", "/", b"[" * 200_000, {"Content-Type": "application/json"}, 400),
+    ],
+)
+def test_other_paths_methods_and_bodies(handle, method, path, body, headers, status):
+    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
+    connection.request(method, path, body, headers)
+    answer = connection.getresponse()
+    assert answer.status == status
+    assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"
+    connection.close()
 
 
 def test_one_beginning_goes_to_one_replica_and_others_go_elsewhere_too(handle):

@@ -6,11 +6,9 @@ does ``torchax-serve deploy``.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
@@ -20,32 +18,21 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from model_adapters.errors import TorchaxServeError
 from torchax_serve.deploy.options import ROUTER, DeployOptions
-from torchax_serve.request import SamplingParams
+from torchax_serve.distributed.ray.http_requests import (
+    RequestError,
+    bad_request,
+    check_head,
+    params_of,
+    parse_request,
+    read_body,
+    within,
+)
 
 logger = logging.getLogger("torchax_serve")
 
-KNOWN = frozenset({"prompt", "messages"}) | {field.name for field in dataclasses.fields(SamplingParams)}
 MOST_TRIES = 5
-
-
-def params_of(request: Mapping[str, Any]) -> SamplingParams:
-    """How a request is decoded.
-
-    Raises:
-        InvalidArgumentError: a field that nobody knows, or not exactly one of ``prompt`` and ``messages``.
-    """
-    if unknown := sorted(set(request) - KNOWN):
-        raise InvalidArgumentError(f"expected fields out of {', '.join(sorted(KNOWN))}, got {', '.join(unknown)}")
-    if ("prompt" in request) == ("messages" in request):
-        raise InvalidArgumentError("expected one of prompt and messages, got both or neither; leave one out")
-    options: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in request.items()
-        if name not in ("prompt", "messages")
-    }
-    return SamplingParams(**options)
 
 
 class Replica:
@@ -85,8 +72,8 @@ class Replica:
 class Ingress:
     """Takes requests, by HTTP or by handle, and tries another replica where one is lost before its first word."""
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
-        self._replicas = replicas.options(stream=True)
+    def __init__(self, replicas: DeploymentHandle, options: DeployOptions) -> None:
+        self._replicas, self._options = replicas.options(stream=True), options
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[str]:
         """Pieces of the answer."""
@@ -106,21 +93,24 @@ class Ingress:
     async def __call__(self, request: Request) -> Response:
         """POST of ``{"prompt": ...}`` or ``{"messages": ...}`` with sampling options; answers text as it comes."""
         try:
-            body = await request.json()
-            if not isinstance(body, dict):
-                raise InvalidArgumentError(f"expected a JSON object, got {type(body).__name__}")
-            params_of(body)
-        except (json.JSONDecodeError, TorchaxServeError, TypeError, ValueError) as error:
-            return JSONResponse({"error": " ".join(str(error).split())}, status_code=400)
-        pieces = self.stream(body)
-        try:
+            check_head(request.scope, self._options.max_body_bytes)
+            body = await read_body(request.stream(), self._options.max_body_bytes)
+            pieces = within(self.stream(parse_request(body, self._options.max_body_bytes)), self._options.stall_s)
             first = await anext(pieces, "")
         except Exception as error:
-            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, TorchaxServeError):
-                return JSONResponse({"error": " ".join(str(error.cause).split())}, status_code=400)
-            logger.exception("a request has failed")
-            return JSONResponse({"error": "the request failed on all replicas that were tried"}, status_code=503)
+            refused = self._refused(error)
+            return JSONResponse(refused.content(), status_code=refused.status, headers=refused.headers)
         return StreamingResponse(_joined(first, pieces), media_type="text/plain; charset=utf-8")
+
+    @staticmethod
+    def _refused(error: Exception) -> RequestError:
+        """What a client is told of an error."""
+        if isinstance(error, RequestError):
+            return error
+        if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, TorchaxServeError):
+            return bad_request(error.cause)
+        logger.error("a request has failed", exc_info=error)
+        return RequestError(503, "the request failed on all replicas that were tried; send it again", "unavailable")
 
 
 async def _joined(first: str, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -154,7 +144,7 @@ def application_of(options: DeployOptions) -> ray_serve.Application:
         ray_actor_options=options.actor_options(),
     )
     ingress = ray_serve.deployment(Ingress).options(max_ongoing_requests=4096)
-    return ingress.bind(replicas.bind(options))
+    return ingress.bind(replicas.bind(options), options)
 
 
 def application(arguments: dict[str, str]) -> ray_serve.Application:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ class DeployOptions:
         num_cpus: processor cores that Ray sets aside for a replica.
         health_check_period_s, health_check_timeout_s: how often replicas are asked, and how long they may take.
         drain_s: how long a replica that is replaced may go on with its requests.
+        max_body_bytes: of a request by HTTP.
+        stall_s: how long an answer may pause before its first piece, and between pieces, until it is given up.
     """
 
     model: str | None = None
@@ -45,6 +48,8 @@ class DeployOptions:
     health_check_period_s: float = 10.0
     health_check_timeout_s: float = 30.0
     drain_s: float = 120.0
+    max_body_bytes: int = 4 << 20
+    stall_s: float = 600.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
@@ -52,9 +57,14 @@ class DeployOptions:
                 f"min_replicas and max_replicas: expected 1 <= min <= max, got {self.min_replicas} and "
                 f"{self.max_replicas}; correct them"
             )
-        for name in ("upscale_delay_s", "downscale_delay_s"):
-            if not getattr(self, name) >= 0:
-                raise InvalidArgumentError(f"{name}: expected a number of seconds >= 0, got {getattr(self, name)!r}")
+        for name in [field.name for field in dataclasses.fields(self) if field.name.endswith("_s")]:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not 0 <= value < math.inf:
+                raise InvalidArgumentError(f"{name}: expected a number of seconds >= 0, got {value!r}")
+        if not 0 < self.num_cpus < math.inf:
+            raise InvalidArgumentError(f"num_cpus: expected a number > 0, got {self.num_cpus!r}")
+        if self.max_body_bytes < 1:
+            raise InvalidArgumentError(f"max_body_bytes: expected a whole number >= 1, got {self.max_body_bytes!r}")
         if self.num_slots < 1:
             raise InvalidArgumentError(f"num_slots: expected a whole number >= 1, got {self.num_slots}")
         if self.kv_cache_dtype not in (None, "int8"):

@@ -10,7 +10,7 @@ import jax
 
 from model_adapters.errors import HostsError
 from model_adapters.sharding import ModelSharding
-from torchax_serve.distributed.hosts.message_codec import decode
+from torchax_serve.distributed.hosts.message_codec import CodecError, decode
 from torchax_serve.engine.cache import CachePlan, PagedCache
 from torchax_serve.engine.mirrored_pages import MirroredPages
 from torchax_serve.engine.packed import PackedModel
@@ -43,7 +43,12 @@ class Follower:
             HostsError: the leader says that something is wrong.
         """
         while True:
-            order = decode(self._leader.incoming.get())
+            try:
+                order = decode(self._leader.incoming.get())
+            except CodecError as error:
+                raise HostsError(
+                    f"expected an order of host 0, got something else ({error}); start all alike"
+                ) from error
             if isinstance(order, End):
                 self._leader.over()
                 jax.distributed.shutdown()

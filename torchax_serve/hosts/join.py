@@ -100,8 +100,11 @@ def _gather(hosts: Hosts, hello: Mapping[str, str], deadline: float) -> list[Wat
                 if came is None:
                     raise _missing(hosts, wires, acceptor.num_turned_away)
                 _admit(*came, hosts, hello, wires)
-        for wire in wires.values():
-            wire.say(go=hosts.jax_address)
+        for host_id, wire in wires.items():
+            try:
+                wire.say(go=hosts.jax_address)
+            except OSError as error:
+                raise HostsError(f"host {host_id} is gone ({error}); start all hosts again") from error
     except BaseException:
         for wire in wires.values():
             with contextlib.suppress(OSError):

@@ -1,7 +1,8 @@
 """Messages between hosts as JSON and raw arrays: what comes out is data, whatever was sent.
 
 Pickle would run what a peer names. Here a peer can name dataclasses and enumerations of this project alone, which are
-made from their fields, and classes of outputs that this process has already loaded.
+made from their fields, and caches and outputs that this process itself has registered as pytrees, which are made from
+their attributes.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
+import functools
 import importlib
 import json
 import struct
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers.utils import ModelOutput
 
+import pytree_registry
 from model_adapters.errors import UnsupportedArgumentError
 
 PACKAGES = ("torchax_serve", "model_adapters", "sharding_rules")
@@ -54,7 +58,7 @@ def decode(content: bytes) -> Any:
         return _unpacked(json.loads(content[_HEAD.size : end]), memoryview(content)[end:])
     except (CodecError, MemoryError):
         raise
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, struct.error) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, struct.error) as error:
         raise CodecError(f"what came is no message of this program ({type(error).__name__})") from error
 
 
@@ -62,13 +66,16 @@ def _packed(value: Any, arrays: list[bytes]) -> Any:
     """`value` for JSON: itself where that is enough, else a list that begins with its kind."""
     if value is None or type(value) in (bool, int, float, str):
         return value
+    kind: Any = type(value)
+    if (fields := _fields_of(kind)) is not None:
+        return ["object", fields.name, *(_packed(getattr(value, name), arrays) for name in fields.names)]
     if isinstance(value, np.ndarray):
         begin = sum(map(len, arrays))
         arrays.append(np.ascontiguousarray(value).tobytes())
         return ["array", value.dtype.name, list(value.shape), begin]
     if isinstance(value, np.generic):
         return ["number", value.dtype.name, _packed(value.item(), arrays)]
-    if type(value) in (tuple, list):
+    if type(value) in (tuple, list, frozenset):
         return [type(value).__name__, *(_packed(each, arrays) for each in value)]
     if type(value) is dict:
         return ["dict", *([_packed(key, arrays), _packed(each, arrays)] for key, each in value.items())]
@@ -78,17 +85,38 @@ def _packed(value: Any, arrays: list[bytes]) -> Any:
         return ["dtype", value.name]
     if isinstance(value, torch.dtype):
         return ["torch dtype", str(value).removeprefix("torch.")]
+    if isinstance(value, torch.device):
+        return ["torch device", str(value)]
     if isinstance(value, enum.Enum):
         return ["enum", _name_of(type(value)), value.name]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return ["object", _name_of(type(value)), {name: _packed(getattr(value, name), arrays) for name in fields}]
+    if pytree_registry.is_registered(type(value)):
+        # Entries of an output are its attributes once more, the same objects; that has to stay so.
+        attributes, items = vars(value), dict(value) if isinstance(value, OrderedDict) else {}
+        others = {key: each for key, each in items.items() if attributes.get(key) is not each}
+        sent = [attributes, list(items), others]
+        return ["node", _registered_name(type(value)), *(_packed(each, arrays) for each in sent)]
     if isinstance(value, type) and issubclass(value, ModelOutput):
         return ["output", value.__module__, value.__qualname__]
     raise UnsupportedArgumentError(
         f"expected arguments that other hosts can be sent, got {type(value).__module__}.{type(value).__qualname__}; "
         "leave it out, or run on one host"
     )
+
+
+class _Fields(NamedTuple):
+    """A dataclass of this project, and what it is made from."""
+
+    made: type
+    name: str
+    names: tuple[str, ...]
+
+
+@functools.cache
+def _fields_of(kind: type) -> _Fields | None:
+    """What `kind` is made from; None for one that is no dataclass, and for pytree nodes of transformers."""
+    if not dataclasses.is_dataclass(kind) or pytree_registry.is_registered(kind):
+        return None
+    return _Fields(kind, _name_of(kind), tuple(field.name for field in dataclasses.fields(kind) if field.init))
 
 
 def _unpacked(value: Any, arrays: memoryview) -> Any:
@@ -112,11 +140,31 @@ def _read_dict(parts: list[Any], arrays: memoryview) -> dict[Any, Any]:
 
 
 def _read_object(parts: list[Any], arrays: memoryview) -> Any:
-    name, fields = parts
-    made = _class_of(name)
-    if not dataclasses.is_dataclass(made):
+    name, *values = parts
+    fields = _fields_named(name)
+    given = [_unpacked(each, arrays) for each in values]
+    return fields.made(**dict(zip(fields.names, given, strict=True)))
+
+
+@functools.cache
+def _fields_named(name: str) -> _Fields:
+    fields = _fields_of(_class_of(name))
+    if fields is None:
         raise CodecError(f"what came is no message of this program ({name} is no dataclass)")
-    return made(**{field: _unpacked(each, arrays) for field, each in fields.items()})
+    return fields
+
+
+def _read_node(parts: list[Any], arrays: memoryview) -> Any:
+    name, *sent = parts
+    made: Any = next((each for each in pytree_registry.registered_classes() if _registered_name(each) == name), None)
+    if made is None:
+        raise CodecError(f"what came is no message of this program ({name} is no pytree node here)")
+    attributes, keys, others = (_unpacked(each, arrays) for each in sent)
+    node = made.__new__(made)
+    vars(node).update(attributes)
+    for key in keys:
+        OrderedDict.__setitem__(node, key, others[key] if key in others else attributes[key])
+    return node
 
 
 def _read_enum(parts: list[Any], arrays: memoryview) -> Any:
@@ -146,12 +194,15 @@ _READERS: dict[str, Callable[[list[Any], memoryview], Any]] = {
     "array": _read_array,
     "number": lambda parts, arrays: jnp.dtype(parts[0]).type(_unpacked(parts[1], arrays)),
     "tuple": lambda parts, arrays: tuple(_unpacked(each, arrays) for each in parts),
+    "frozenset": lambda parts, arrays: frozenset(_unpacked(each, arrays) for each in parts),
     "list": lambda parts, arrays: [_unpacked(each, arrays) for each in parts],
     "dict": _read_dict,
     "bytes": lambda parts, arrays: base64.b64decode(parts[0], validate=True),
     "dtype": lambda parts, arrays: jnp.dtype(parts[0]),
     "torch dtype": _read_torch_dtype,
+    "torch device": lambda parts, arrays: torch.device(parts[0]),
     "enum": _read_enum,
+    "node": _read_node,
     "object": _read_object,
     "output": _read_output,
 }
@@ -163,6 +214,10 @@ def _name_of(kind: type) -> str:
             f"expected arguments that other hosts can be sent, got {kind.__module__}.{kind.__qualname__}; leave it "
             "out, or run on one host"
         )
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _registered_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 

@@ -1,0 +1,237 @@
+"""HTTP requests as the ingress takes them: everything about one is checked here, before a replica hears of it.
+
+Plain Python on ASGI's terms: neither Ray nor jax. Errors have the form of OpenAI's interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from torchax_serve.bounded_json import parse_json
+from torchax_serve.request import SamplingParams
+
+KNOWN = frozenset({"prompt", "messages"}) | {field.name for field in dataclasses.fields(SamplingParams)}
+BODY_TIMEOUT_S = 30.0
+"""How long a body may take to come."""
+MAX_INTEGER = 2**64 - 1
+"""The largest seed; nothing else is larger."""
+
+
+class RequestError(Exception):
+    """A request that is not taken.
+
+    Attributes:
+        status: of HTTP.
+        message: what was expected, what came, what to do.
+        code: in one word, for programs.
+        param: the field of the body that is meant; None for none.
+        headers: that the answer has to have.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = dict(headers or {})
+
+    def content(self) -> dict[str, Any]:
+        """Returns the body of the answer, in the form of OpenAI's interface."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def check_head(scope: Mapping[str, Any], max_body_bytes: int) -> None:
+    """Checks path, method and headers of a request.
+
+    Args:
+        scope: ASGI's.
+        max_body_bytes: that a body may have.
+
+    Raises:
+        RequestError: 404, 405, 413, 415, or 400 for a length that is none.
+    """
+    path, root = scope["path"], scope.get("root_path", "").rstrip("/")
+    if root and f"{path}/".startswith(f"{root}/"):
+        path = path[len(root) :]
+    if path.strip("/"):
+        raise RequestError(404, f"expected the path {root or '/'}, got {scope['path'][:200]!r}", "unknown_url")
+    if scope["method"] != "POST":
+        raise RequestError(
+            405, f"expected POST, got {scope['method'][:20]!r}", "method_not_allowed", headers={"Allow": "POST"}
+        )
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    kind, _, parameters = headers.get("content-type", "none").partition(";")
+    charset = parameters.partition("charset=")[2].strip(' "').lower()
+    if kind.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8"):
+        raise RequestError(
+            415,
+            f"expected the header Content-Type: application/json, got {headers.get('content-type', 'none')[:100]!r}",
+            "unsupported_media_type",
+        )
+    if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
+        raise RequestError(
+            415, f"expected a body as it is, got Content-Encoding: {coding[:40]}", "unsupported_media_type"
+        )
+    length = headers.get("content-length")
+    if length is not None and not (length.isascii() and length.isdigit()):
+        raise RequestError(400, f"expected a Content-Length in digits, got {length[:40]!r}", "invalid_header")
+    if length is not None and (len(length) > 18 or int(length) > max_body_bytes):
+        raise _too_large(max_body_bytes)
+
+
+async def read_body(parts: AsyncIterator[bytes], max_body_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
+    """Returns the body of a request, however it was cut.
+
+    Raises:
+        RequestError: 413 as soon as it is too long, 408 where it has not come within `timeout_s`.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in parts:
+                body += part
+                if len(body) > max_body_bytes:
+                    raise _too_large(max_body_bytes)
+    except TimeoutError as error:
+        raise RequestError(408, f"expected the body within {timeout_s:g} s; send it at once", "timeout") from error
+    return bytes(body)
+
+
+def parse_request(body: bytes, max_body_bytes: int) -> dict[str, Any]:
+    """Returns the request in a body, checked as far as this is possible without the model.
+
+    Raises:
+        RequestError: 400 for what is no JSON object of known fields with values that can be honoured.
+    """
+    try:
+        request = parse_json(body, max_bytes=max_body_bytes)
+        if not isinstance(request, dict):
+            raise InvalidArgumentError(f"expected a JSON object, got {_json_kind(request)}")
+        _check_fields(request)
+        _check_values(request)
+        params_of(request)
+    except RequestError:
+        raise
+    except (TorchaxServeError, TypeError, ValueError, OverflowError) as error:
+        raise bad_request(error) from error
+    return request
+
+
+def params_of(request: Mapping[str, Any]) -> SamplingParams:
+    """How a request is decoded.
+
+    Raises:
+        InvalidArgumentError: a field that nobody knows, not exactly one of ``prompt`` and ``messages``, or a value that
+            nobody can honour.
+    """
+    _check_fields(request)
+    options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
+    return SamplingParams(**{name: _as_option(name, value) for name, value in options.items()})
+
+
+def bad_request(error: Exception) -> RequestError:
+    """Returns the answer to an error that the request is to blame for; of status 400."""
+    message = " ".join(str(error).split())[:2000]
+    name = message.partition(":")[0]
+    return RequestError(400, message, param=name if name in KNOWN else None)
+
+
+async def within(pieces: AsyncIterator[str], timeout_s: float) -> AsyncIterator[str]:
+    """Yields pieces of an answer; none may take longer than `timeout_s`.
+
+    Raises:
+        RequestError: 504, where one does.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(timeout_s):
+                piece = await anext(pieces)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            with contextlib.suppress(Exception):
+                await pieces.aclose()  # type: ignore[attr-defined]  # ends the request at the replica
+            raise RequestError(
+                504, f"expected a piece of the answer within {timeout_s:g} s, got none", "timeout"
+            ) from error
+        yield piece
+
+
+def _too_large(max_body_bytes: int) -> RequestError:
+    return RequestError(
+        413,
+        f"expected a body of at most {max_body_bytes} bytes, got more; shorten the prompt",
+        "request_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+def _as_option(name: str, value: Any) -> Any:
+    """A field of JSON as `SamplingParams` has it: token ids are keys of objects there, and JSON's keys are text."""
+    if name == "do_sample" and not (value is None or isinstance(value, bool)):
+        raise InvalidArgumentError(f"do_sample: expected true or false, got {_json_kind(value)}")
+    if name == "logit_bias" and isinstance(value, dict):
+        return {int(key) if key.isascii() and key.isdigit() else key: bias for key, bias in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_fields(request: Mapping[str, Any]) -> None:
+    if unknown := sorted(set(request) - KNOWN):
+        names = ", ".join(name[:60] for name in unknown[:5])
+        raise InvalidArgumentError(f"expected fields out of {', '.join(sorted(KNOWN))}, got {names}")
+    if ("prompt" in request) == ("messages" in request):
+        raise InvalidArgumentError("expected one of prompt and messages, got both or neither; leave one out")
+
+
+def _check_values(request: dict[str, Any]) -> None:
+    """Checks prompt and messages, and every number and text wherever it stands."""
+    prompt, messages = request.get("prompt", ""), request.get("messages", [{}])
+    if not isinstance(prompt, str):
+        raise InvalidArgumentError(f"prompt: expected a text, got {_json_kind(prompt)}")
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise InvalidArgumentError("messages: expected a non-empty array of objects; such as {role, content}")
+    for name, value in request.items():
+        for each in _scalars(value):
+            if isinstance(each, str):
+                try:
+                    each.encode()
+                except UnicodeEncodeError as error:
+                    raise RequestError(
+                        400, f"{name[:60]!r}: expected text, got half of a surrogate pair", param=_known(name)
+                    ) from error
+            elif isinstance(each, int) and abs(each) > MAX_INTEGER:
+                raise RequestError(
+                    400, f"{name[:60]}: expected whole numbers of at most 64 bits, got a larger one", param=_known(name)
+                )
+
+
+def _known(name: str) -> str | None:
+    return name if name in KNOWN else None
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            waiting += [*each, *each.values()]
+        elif isinstance(each, list):
+            waiting += each
+        else:
+            yield each
+
+
+def _json_kind(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
