@@ -34,7 +34,9 @@ FROM_THE_HUB = {
 # At a terminal these talk to a person; here they read from a pipe.
 TYPED = {"torchax-serve run": "Hello!\n"}
 # Ask nothing of bash and no devices of their own: the process that has imported torch and jax runs them as well.
-IN_PROCESS = re.compile(r"torchax-serve (?:models|ops|embed|doctor)\b[^|&;<>$]*|torchax-serve plan --sharding [^|&;<>$]*")
+IN_PROCESS = re.compile(
+    r"torchax-serve (?:models|ops|embed|doctor)\b[^|&;<>$]*|torchax-serve plan --sharding [^|&;<>$]*"
+)
 # Runs these tests itself; tests/docs/test_ci_run.py is about it.
 RUNS_THE_TESTS = {".ci/run"}
 
