@@ -194,6 +194,20 @@ def _on_this_thread() -> Iterator[None]:
         _THREAD.depth -= 1
 
 
+@contextlib.contextmanager
+def outside_torch_mode() -> Iterator[None]:
+    """Torch code inside computes on PyTorch's own tensors again, on a thread that is in `torch_mode`."""
+    depth, _THREAD.depth = getattr(_THREAD, "depth", 0), 0
+    functions = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        with torch.utils._python_dispatch._disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(functions):
+            torch.overrides._push_mode(mode)
+        _THREAD.depth = depth
+
+
 def is_in_torch_mode() -> bool:
     """Whether this thread is inside of `torch_mode`; others see the arrays that then stand in a module, too."""
     return getattr(_THREAD, "depth", 0) > 0

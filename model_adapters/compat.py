@@ -1,27 +1,97 @@
-"""Makes torchax importable on torch versions newer than its last release.
+"""Makes ``import torchax`` work on torch versions newer than its last release, for this project and for scripts.
 
 torchax 0.0.13 names overloads of named tensors (``aten.prod.dim_Dimname`` and its like) that torch 2.13 no longer has,
 so ``import torchax`` fails there. Its source is mended (commit d1a9349), no release carries that yet. While torchax is
 being imported, a missing overload whose name speaks of names is answered with an existing one of the same operator; the
 entries that torchax then registers twice are the same function. Where torchax imports by itself nothing is touched.
+
+`install` puts a finder in front of Python's own, which has torchax executed so whoever imports it. Nothing heavy is
+imported here, so that every package of this project can call it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+import importlib.machinery
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-import torch
+NAME = "torchax"
+LATE = "torchax.decompositions"
+"""What torchax itself loads with its first environment, and which names such overloads, too."""
 
-_PACKET = type(torch.ops.aten.add)
+
+def install() -> None:
+    """Has every later ``import torchax`` of the process run with missing overloads answered. Idempotent."""
+    if NAME not in sys.modules and not any(isinstance(finder, TorchaxFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, TorchaxFinder())
+
+
+class TorchaxFinder(MetaPathFinder):
+    """Finds torchax where Python finds it, with a loader that answers missing overloads."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of torchax; None of everything else."""
+        if fullname != NAME:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _AnsweringLoader(spec.loader)
+                return spec
+        return None
+
+
+class _AnsweringLoader(Loader):
+    """Executes torchax by the loader that Python has for it, in the place of what a failed import has left."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """Python's own."""
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Runs torchax and the module that it loads late."""
+        _drop_parts()
+        with _answered_where_needed():
+            self._loader.exec_module(module)
+            importlib.import_module(LATE)
+
+
+def _drop_parts() -> None:
+    """Takes away what a failed import of torchax has left: submodules without their package, torch's device module."""
+    import torch
+
+    for name in [name for name in sys.modules if name.startswith(f"{NAME}.")]:
+        del sys.modules[name]
+    if getattr(getattr(torch, "jax", None), "__name__", None) == f"{NAME}.device_module":
+        del torch.jax, sys.modules["torch.jax"]  # which torch lets nobody register twice
+
+
+def _answered_where_needed() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if torch_has_named_overloads() else _missing_named_overloads_answered()
 
 
 @contextlib.contextmanager
 def _missing_named_overloads_answered() -> Iterator[None]:
-    original = _PACKET.__getattr__
+    """Inside, an overload that is missing and named after names is the first overload of its operator."""
+    import torch
+
+    packet_type: Any = type(torch.ops.aten.add)
+    original = packet_type.__getattr__
 
     def getattr_or_first_overload(packet: Any, name: str) -> Any:
         try:
@@ -32,21 +102,24 @@ def _missing_named_overloads_answered() -> Iterator[None]:
             # getattr, not the saved method: the packet must hand out the overload object it caches.
             return getattr(packet, packet.overloads()[0])
 
-    _PACKET.__getattr__ = getattr_or_first_overload  # type: ignore[method-assign]
+    packet_type.__getattr__ = getattr_or_first_overload
     try:
         yield
     finally:
-        _PACKET.__getattr__ = original  # type: ignore[method-assign]
+        packet_type.__getattr__ = original
 
 
 def torch_has_named_overloads() -> bool:
     """Whether this torch still has the overloads that torchax 0.0.13 names."""
+    import torch
+
     return "dimname" in torch.ops.aten.all.overloads()
 
 
 def import_torchax() -> ModuleType:
-    """Returns the ``torchax`` module with its operator tables loaded, imported in the plain way where that works."""
-    with contextlib.nullcontext() if torch_has_named_overloads() else _missing_named_overloads_answered():
-        torchax = importlib.import_module("torchax")
-        importlib.import_module("torchax.decompositions")  # torchax itself loads it late, with the first environment
+    """Returns the ``torchax`` module with its operator tables loaded."""
+    install()
+    with _answered_where_needed():  # where it was imported before this project, and has not loaded all yet
+        torchax = importlib.import_module(NAME)
+        importlib.import_module(LATE)
     return torchax

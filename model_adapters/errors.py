@@ -10,6 +10,7 @@
     ├── UnsupportedArgumentError  an argument that exists in transformers and is not honoured here (also a ValueError)
     ├── ChatTemplateError       no chat template, or one that does not render
     ├── HostsError              hosts of one model that do not find each other, or are not alike
+    ├── QueueFullError          more requests wait for an engine than it lets wait; ask again later
     └── OutOfMemoryError        weights or cache do not fit; says how much was needed
 
 A message says what was expected, what came, and what to do.
@@ -46,6 +47,10 @@ class ChatTemplateError(TorchaxServeError):
 
 class HostsError(TorchaxServeError):
     """Hosts that are to share a model do not find each other, or are not alike."""
+
+
+class QueueFullError(TorchaxServeError):
+    """More requests wait for an engine than it lets wait (``EngineOptions(max_num_waiting=...)``)."""
 
 
 class OutOfMemoryError(TorchaxServeError, MemoryError):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from model_adapters import conditions, folding, interpolation, ops, torch_ops
+from model_adapters import conditions, folding, index_checks, interpolation, ops, torch_ops
 from model_adapters.bridge import (
     StoredLength,
     TorchTensor,
@@ -84,7 +84,7 @@ def _addmm(bias: jax.Array, x: jax.Array, weight: jax.Array, *, beta: float = 1.
 
 
 def _keep_tables_short() -> None:
-    """``embedding``: a table of 16-bit floats stays as it is on a CPU.
+    """``embedding``: indices are checked, and a table of 16-bit floats stays as it is on a CPU.
 
     XLA makes float32 there of what rows are taken from. That is part of the taking, of those rows alone; but before a
     loop it would make a whole table of float32, since the table is the same for all turns of the loop. Behind a barrier
@@ -93,6 +93,7 @@ def _keep_tables_short() -> None:
     theirs = lowering_of(torch.ops.aten.embedding)
 
     def embedding(weight: jax.Array, indices: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        index_checks.check(weight, indices)
         is_short = jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize == 2
         if is_short and registry.platform() == "cpu":
             weight, indices = jax.lax.optimization_barrier((weight, indices))

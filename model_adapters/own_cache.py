@@ -38,7 +38,22 @@ def reason(module: torch.nn.Module) -> str | None:
         return "its cache holds the last token of a prompt alone"
     if known is None and getattr(config, "is_decoder", False) and _masks_as_an_encoder(module):
         return "its masks are those of an encoder: a step shows all that its cache has room for"
+    if known is None and generates_as_encoder(module):
+        return "it is configured as an encoder: its masks are, and a step sees what its code has put into the cache"
     return known
+
+
+def generates_as_encoder(module: torch.nn.Module) -> bool:
+    """Whether `module` generates under an encoder's masks, which ``is_decoder=False`` asks for.
+
+    Such code returns no cache, and makes none. Some writes into the one that it is given and reads it, such as
+    RemBERT's, whose published configuration is such a one; some does neither, and a step sees its own token alone.
+    """
+    config = getattr(module, "config", None)
+    is_encoder = getattr(config, "is_decoder", None) is False and not getattr(config, "is_encoder_decoder", False)
+    if not is_encoder or not isinstance(module, PreTrainedModel) or not module.can_generate():
+        return False
+    return hasattr(sys.modules.get(type(module).__module__), "create_bidirectional_mask")
 
 
 def _masks_as_an_encoder(module: torch.nn.Module) -> bool:

@@ -35,6 +35,7 @@ class PackedBatch:
     kv_lens: jax.Array  # int32[S], length of each sequence with its new tokens; 0 for an unused row
     last: jax.Array  # int32[S], index of each sequence's last token, whose logits are wanted
     page_tables: tuple[jax.Array, ...]  # by group of layers, int32[S, pages_per_seq]
+    rope_lens: jax.Array | None = None  # int32[T], lengths that tokens' rotary frequencies are for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 import pytree_registry
-from model_adapters import conditions, experts, folding, lowerings, norms, quirks
+from model_adapters import conditions, experts, folding, index_checks, lowerings, norms, quirks
 from model_adapters.attention import goes_through_interface, implementation_of, padding_mask
 from model_adapters.bridge import jax_view, torch_mode, torch_view, views_of
 from model_adapters.cache_layers import AttentionLayer
@@ -25,16 +25,26 @@ from model_adapters.caches import LayerStates, check_layers_keep_all, shortest_w
 from model_adapters.call_names import names_of
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.gathers import gathers_first
+from model_adapters.hooks import on_torch_tensors
 from model_adapters.host_values import HostValue, as_tensors, without_constants
 from model_adapters.module_state import attributes_restored
+from model_adapters.module_watch import ModuleWatch
 from model_adapters.ops.packed_weight import Weights, in_place
 from model_adapters.ops.sharded import by_token, tokens_divided
+from model_adapters.own_cache import generates_as_encoder
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache, Pool, laid_out
+from model_adapters.rope import LengthDependentRope, lengths_told
 from model_adapters.sharding import ModelSharding
 from model_adapters.slices import slices_of_parts
 from model_adapters.trace_config import implementations
 
 Arrays = dict[str, Any]
+TORCH_CLASS = "_torch_class"
+"""Attribute of a class that runs on JAX: the class as transformers has it."""
+PATCHED = "_patched_forward"
+"""Attribute of a model with the forward that a script had put in the place of its class's when it came to JAX."""
+INDICES = "indices"
+"""Beside the fields of an output: whether indices were rows of the tables they were looked up in, bool[n]."""
 CONDITIONS = "conditions"
 """Beside the fields of an output: what the model's code checks of values, bool[n], all True where they are met."""
 
@@ -78,13 +88,21 @@ class ModelProgram:
         module: the model.
         sharding: how `weights` lie on a mesh; None: on one device, as the model has them.
         part: name of a part of `module`, such as its encoder, that is called in its place.
+        watch: of `module`, which notices that it has changed; None makes one.
 
     Attributes:
         called: the module or its part.
         names: what the forward calls the tokens that are decoded.
+        rope: rotary modules whose frequencies depend on a sequence's length; None where there are none.
     """
 
-    def __init__(self, module: PreTrainedModel, sharding: ModelSharding | None = None, part: str = "") -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        sharding: ModelSharding | None = None,
+        part: str = "",
+        watch: ModuleWatch | None = None,
+    ) -> None:
         lowerings.install()
         experts.install()
         self.sharding = sharding
@@ -92,8 +110,9 @@ class ModelProgram:
         self.module = module
         self.part = part
         self.called: Any = module.get_submodule(part)
-        self.forward_function = type(self.called).forward
-        parameters = inspect.signature(self.forward_function).parameters
+        cls = getattr(type(self.called), TORCH_CLASS, type(self.called))
+        self._forward_of_class = vars(self.called).get(PATCHED) or functools.partial(cls.forward, self.called)
+        parameters = inspect.signature(self._forward_of_class).parameters
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.parameters = frozenset(parameters)
         self.names = names_of(getattr(self.called, "config", None), parameters)
@@ -105,6 +124,8 @@ class ModelProgram:
         self.folds = False  # what is computed of known values stays known: found out where nothing else lets it trace
         self.kept_in_module: set[str] = set()  # tensors that the code has left on the module in some trace
         self.is_float32 = module.dtype == torch.float32
+        self.rope = LengthDependentRope.of(module)
+        self.watch = watch or ModuleWatch(module)
         self.sizes: dict[str, int] = {}  # tensors of one whole number by name, such as strides, known in methods
 
     def found_out(self) -> dict[str, Any]:
@@ -151,7 +172,9 @@ class ModelProgram:
             states: cache layers (`DeviceCache.states`), or None for a forward without a cache.
             offset: int32[], tokens already stored in the cache.
             inputs: arrays by the forward's argument names. ``starts`` int32[batch] stands for left padding: the
-                attention mask is made of it. ``last`` int32[] asks for the logits of that one position.
+                attention mask is made of it. ``last`` int32[] asks for the logits of that one position. ``rope_lens``,
+                int32[] or int32[len], are lengths of sequences that rotary frequencies are for; without, they are for
+                that of the positions.
             spec: what is static.
 
         Returns:
@@ -173,14 +196,15 @@ class ModelProgram:
         spec: CallSpec,
     ) -> tuple[Arrays, LayerStates | None]:
         inputs = dict(inputs)
-        starts, last = inputs.pop("starts", None), inputs.pop("last", None)
+        starts, last, rope_lens = (inputs.pop(name, None) for name in ("starts", "last", "rope_lens"))
         first_error: Exception | None = None
         folds = (True,) if self.folds else (False, True)
         for fold, (masked, leaning) in itertools.product(folds, self._ways(states, starts, spec)):
             given = starts if masked else None
             before, self.folds = self.folds, fold
             try:
-                result = self._attempt(weights, states, offset, inputs, spec, given, last, leaning)
+                with lengths_told(rope_lens):
+                    result = self._attempt(weights, states, offset, inputs, spec, given, last, leaning)
             except Exception as error:
                 first_error, self.folds = first_error or error, before
                 continue
@@ -243,22 +267,30 @@ class ModelProgram:
                 kwargs[self.names.mask] = padding_mask(starts, length)
         if self.accepts("use_cache"):
             kwargs["use_cache"] = cache is not None
+        keeps_own = dict(spec.extra).get("use_cache", False)  # transformers' cache, a field as any other
+        fills_cache = keeps_own and generates_as_encoder(self.called)
+        if fills_cache:
+            kwargs.setdefault(self.cache_name, DynamicCache(config=self.called.config))
         keep_one = self.accepts("logits_to_keep")
         if last is not None and keep_one:
             kwargs["logits_to_keep"] = torch_view(last[None])
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
-        with self._knowing(spec), conditions.collected() as met:
+        with self._knowing(spec), conditions.collected() as met, index_checks.collected() as in_range:
             output = self._run(weights, {**kwargs, **rest}, self._attention(spec))
         if cache is not None:
             check_layers_keep_all(cache, self.cache_name, self.called)
-        keeps_own = dict(spec.extra).get("use_cache", False)  # transformers' cache, a field as any other
         fields = {
             name: jax_view(views_of(value))  # some hand an argument of known values back as it came
             for name, value in output.items()
             if value is not cache and (keeps_own or name != self.cache_name)
         }
+        if fills_cache:
+            assert self.cache_name is not None
+            fields[self.cache_name] = jax_view(kwargs[self.cache_name])
         if met:
             fields[CONDITIONS] = jnp.stack(met)
+        if in_range:
+            fields[INDICES] = jnp.stack(in_range)
         if last is not None and not keep_one:
             fields["logits"] = jax.lax.dynamic_slice_in_dim(fields["logits"], last, 1, axis=1)
         if "logits" in fields:
@@ -319,7 +351,9 @@ class ModelProgram:
         keep_last = self.accepts("logits_to_keep") and not layout.all_logits
         if keep_last:
             kwargs["logits_to_keep"] = torch_view(batch.last)
-        with divided, self._knowing(CallSpec()):
+        rope_lens = batch.positions + 1 if layout.is_decode else batch.rope_lens
+        assert self.rope is None or rope_lens is not None
+        with divided, self._knowing(CallSpec()), lengths_told(rope_lens):
             output = self._run(weights, kwargs, implementation_of(self.module))
         check_layers_keep_all(cache, self.cache_name, self.called)
         logits = jax_view(output["logits"])[0]
@@ -332,9 +366,11 @@ class ModelProgram:
 
     def _run(self, weights: Weights, kwargs: dict[str, Any], attention: str | None) -> ModelOutput:
         """The unmodified forward, with `weights` in the place of the module's own tensors."""
+        # What a script has put on the model itself calls this; what it has put on a part is the part's forward.
+        scripts = None if self.part else vars(self.module).get("forward")
         with self._in_place(weights, attention):
-            replaced = vars(self.called).get("forward")  # by a quirk
-            forward = replaced or functools.partial(self.forward_function, self.called)
+            replaced = vars(self.called).get("forward")  # by a quirk, or a script
+            forward: Any = self._forward_of_class if replaced is scripts or replaced is None else replaced
             output = forward(**kwargs, return_dict=True)
         self.output_class = type(output)
         return output
@@ -374,13 +410,18 @@ class ModelProgram:
         state |= {name: views_of(torch.tensor(value)) for name, value in known.items()}
         on_devices = contextlib.nullcontext() if self.sharding is None else self.sharding.tracing(self.module, arrays)
         grouped = experts.ON_GROUPED if self.sharding is None else experts.IMPLEMENTATION
+        hooked = on_torch_tensors(self.module) if self.watch.hooked else contextlib.nullcontext()
         with (
+            self.watch.running(),
+            hooked,
             implementations(self.module, attention=attention, experts=grouped),  # one trace at a time from here on
             attributes_restored(self.module) as kept,
             on_devices,
             torch_mode(self.module, state),
+            index_checks.named(arrays),
             quirks.applied(self.module),
             norms.intercepted(self.module),
+            contextlib.nullcontext() if self.rope is None else self.rope.intercepted(),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):
             yield

@@ -7,9 +7,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 _TRACE_LOCK = threading.RLock()  # a trace changes the module and its configuration for as long as it lasts
+
+
+def trace_lock() -> contextlib.AbstractContextManager[Any]:
+    """Held while a trace has exchanged parts of a module; may be taken again by who holds it."""
+    return _TRACE_LOCK
 
 
 @contextlib.contextmanager
@@ -27,7 +33,7 @@ def implementations(module: PreTrainedModel, *, attention: str | None, experts: 
     with _TRACE_LOCK:
         before = [
             (config, name, getattr(config, name))
-            for config in _configs(module)
+            for config in configs_of(module)
             for name in wanted
             if hasattr(config, name)
         ]
@@ -40,7 +46,7 @@ def implementations(module: PreTrainedModel, *, attention: str | None, experts: 
                 setattr(config, name, value)
 
 
-def _configs(module: PreTrainedModel) -> list[Any]:
+def configs_of(module: torch.nn.Module) -> list[Any]:
     """Each configuration that a part of `module` reads, once."""
     found = {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}
     for config in list(found.values()):

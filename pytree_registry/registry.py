@@ -22,6 +22,7 @@ from jax.tree_util import GetAttrKey
 from pytree_registry.attributes import join_attributes, split_attributes
 from pytree_registry.counts import CountRule, StepCount
 from pytree_registry.errors import RegistrationError
+from pytree_registry.shared_classes import Handover, hands_over, refusal
 
 OWNER = "pytree_registry"
 
@@ -38,7 +39,8 @@ _VIEWS_OF_ONE_BUFFER = {"UnlimitedOcrStaticReferenceSlidingWindowLayer": "all_ke
 _MODEL_FILE = re.compile(r"transformers(_modules)?\..*\b(modeling|generation)_\w+")
 _BASELESS_CACHE = re.compile(r"\w+Cache(Layer)?")
 
-_registered: dict[type, None] = {}  # in the order of registration
+_registered: dict[type, Handover] = {}  # in the order of registration
+_registered_by_others: set[type] = set()
 _watched: set[type] = set()
 _searched_modules: set[str] = set()
 _lock = threading.RLock()
@@ -50,8 +52,10 @@ def register_all() -> None:
     Idempotent, and cheap when repeated. A class that must be left to another package says so in its body by
     ``pytree_owner = "name of that package"``.
 
+    An output or a whole cache that a script registers by its own hand, before or afterwards, stays the script's.
+
     Raises:
-        RegistrationError: a class has been registered with JAX by somebody else; names it.
+        RegistrationError: a cache layer has been registered with JAX by somebody else; names it.
     """
     with _lock:
         for root in _roots():
@@ -66,10 +70,11 @@ def register(cls: type) -> None:
     """Registers one class of the same manner: attributes in ``vars``, or an ordered dict with attributes.
 
     Raises:
-        RegistrationError: `cls` belongs to somebody else; names it and its owner.
+        RegistrationError: `cls` declares another owner, or is a cache layer that a script has registered; names it.
     """
     with _lock:
-        if cls in _registered:
+        hands_over(_registered, may_be_shared)
+        if cls in _registered or cls in _registered_by_others:
             return
         owner = getattr(cls, "pytree_owner", OWNER)
         if owner != OWNER:
@@ -77,25 +82,35 @@ def register(cls: type) -> None:
                 f"expected a class without an owner, got {_name(cls)}, which declares pytree_owner = {owner!r}; "
                 f"let {owner} register it"
             )
-        flatten_with_keys, flatten, unflatten = _functions_for(cls)
+        handover = Handover(*_functions_for(cls))
         try:
-            jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-        except ValueError:
-            raise RegistrationError(
-                f"expected a class that is no pytree node yet, got {_name(cls)}, which somebody else has registered "
-                "with JAX; remove that registration, pytree_registry provides it"
-            ) from None
-        _registered[cls] = None
+            jax.tree_util.register_pytree_with_keys(
+                cls, handover.flatten_with_keys, handover.unflatten, handover.flatten
+            )
+        except ValueError:  # a script has registered it by hand
+            if not may_be_shared(cls):
+                raise refusal(cls) from None
+            _registered_by_others.add(cls)
+            return
+        _registered[cls] = handover
 
 
 def is_registered(cls: type) -> bool:
-    """Whether this package has registered `cls`."""
-    return cls in _registered
+    """Whether this package has registered `cls`, and takes it apart."""
+    return cls in _registered and not _registered[cls].is_handed_over
+
+
+def may_be_shared(cls: type) -> bool:
+    """Whether a script may register `cls` by its own hand: outputs and whole caches, whose layers come apart here."""
+    from transformers.cache_utils import Cache
+    from transformers.utils import ModelOutput
+
+    return issubclass(cls, ModelOutput | Cache)
 
 
 def registered_classes() -> tuple[type, ...]:
     """All classes that this package has registered so far, oldest first."""
-    return tuple(_registered)
+    return tuple(cls for cls in _registered if is_registered(cls))
 
 
 def owner_of(cls: type) -> str | None:
@@ -103,7 +118,7 @@ def owner_of(cls: type) -> str | None:
 
     ``"unknown"`` is a registration by code that does not say its name (JAX's own containers among them), None nobody.
     """
-    if cls in _registered:
+    if is_registered(cls):
         return OWNER
     declared = getattr(cls, "pytree_owner", None)
     if declared is not None:

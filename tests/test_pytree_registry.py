@@ -193,8 +193,8 @@ def test_second_owner_is_refused():
     with pytest.raises(RegistrationError, match=r"Taken, which somebody else has registered"):
         pytree_registry.register(Taken)
     assert not pytree_registry.is_registered(Taken)
-    with pytest.raises(ValueError, match="StaticCache"):
-        jax.tree_util.register_pytree_node(cache_utils.StaticCache, lambda _: ((), None), lambda *_: None)
+    with pytest.raises(RegistrationError, match="StaticLayer"):
+        jax.tree_util.register_pytree_node(cache_utils.StaticLayer, lambda _: ((), None), lambda *_: None)
 
 
 def test_a_class_may_name_another_owner():

@@ -21,8 +21,9 @@ from torchax_serve.decode_loop import DecodeLoop, LoopRequest, Start, start_of
 def tokens_alone(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None) -> Iterator[int]:
     """New token ids behind one prompt, the one that ends it included.
 
-    On the fast loop where that can honour the request, else on transformers' own, token by token. A ``generate`` that
-    the model's repository brings along hands its tokens over at its end: what it does with a streamer is up to it.
+    On the fast loop where that can honour the request, else on transformers' own, token by token. Beam search knows its
+    tokens at its end alone, and hands them over then; so does a ``generate`` that the model's repository brings along,
+    for what it does with a streamer is up to it.
 
     Args:
         model: what `torchax_serve.drop_in.attach` returned.
@@ -37,7 +38,13 @@ def tokens_alone(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], se
     if has_own_generate(model):
         yield from _tokens_of_own_generate(model, input_ids, kwargs, seed)
         return
-    if (found := prepared(model, input_ids, kwargs)) is not None:
+    request = _prepared_request(model, input_ids, kwargs)
+    if request is not None and is_beam_search(request.config):
+        with torch_seed(seed):
+            output = model.generate(input_ids, **kwargs)
+        sequences = getattr(output, "sequences", output)
+        yield from sequences[0, request.input_ids.shape[1] :].tolist()
+    elif (found := _with_start(model, request)) is not None:
         for token in DecodeLoop(model._jax_runtime, *found, seed).tokens():
             yield int(token[0])
     else:
@@ -52,9 +59,23 @@ def prepared(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tup
         input_ids: int64[1, prompt_len].
         kwargs: of ``generate``.
     """
+    return _with_start(model, _prepared_request(model, input_ids, kwargs))
+
+
+def is_beam_search(config: GenerationConfig) -> bool:
+    """Whether several beams are kept, so that no token is certain before the last one."""
+    return (config.num_beams or 1) > 1
+
+
+def _prepared_request(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> LoopRequest | None:
+    """What ``generate`` prepares for its loop; None where a class's own ends in none."""
     request = model.generate(input_ids, custom_generate=_as_request, **kwargs)
-    start = start_of(model._jax_runtime, request) if isinstance(request, LoopRequest) else None
-    return (request, start) if isinstance(start, Start) else None
+    return request if isinstance(request, LoopRequest) else None
+
+
+def _with_start(model: Any, request: LoopRequest | None) -> tuple[LoopRequest, Start] | None:
+    start = None if request is None else start_of(model._jax_runtime, request)
+    return (request, start) if request is not None and isinstance(start, Start) else None
 
 
 def _as_request(

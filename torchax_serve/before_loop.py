@@ -27,6 +27,11 @@ def put_parts_on_jax(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> N
         put(model, run)
 
 
+def has_parts_on_jax(model: Any) -> bool:
+    """Whether `put_parts_on_jax` has replaced methods of parts of `model`."""
+    return getattr(model.config, "model_type", "") in _BY_TYPE
+
+
 def check_is_whole(kwargs: dict[str, Any]) -> None:
     """Raises UnsupportedArgumentError for a sound that comes piece by piece, from a generator."""
     for name, value in kwargs.items():

@@ -3,44 +3,47 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import jax
 
+from model_adapters.disk_cache import SealedFolder
+from torchax_serve.compilation import jax_cache
+from torchax_serve.compilation.cache_folders import EVICTOR, PROGRAMS, compiled_dir, max_cache_bytes
+
 logger = logging.getLogger("torchax_serve")
 
 
-def default_cache_dir() -> Path:
-    """Folder of compiled programs: ``torchax-serve/compiled`` in the user's cache folder (XDG_CACHE_HOME)."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "torchax-serve" / "compiled"
-
-
 def enable_compile_cache(folder: Path | None = None) -> Path | None:
-    """Keeps compiled programs in `folder`; a folder the user chose for JAX before stays.
+    """Keeps compiled programs in `folder`; a folder the user chose for JAX before stays, and is JAX's own matter.
 
     Returns:
-        The folder in use; None where it cannot be written, which is said once and costs only time.
+        The folder in use; None where it cannot be written or trusted, which is said once and costs only time.
+
+    Raises:
+        InvalidArgumentError: TORCHAX_SERVE_CACHE_SIZE is no size.
     """
+    EVICTOR.max_bytes = max_cache_bytes()
     if chosen := jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return Path(chosen)
-    folder = folder or default_cache_dir()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK | os.X_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        logger.warning("compiled programs are not kept: %s cannot be written; every start compiles anew", folder)
+        folder = folder or compiled_dir()
+        SealedFolder(folder).check_writable()
+    except (OSError, RuntimeError) as error:
+        logger.warning("compiled programs are not kept: %s; until then every start compiles anew", error)
+        return None
+    if not jax_cache.seal(folder):
+        logger.warning("compiled programs are not kept: this release of jax has no place to check them; update us")
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # XLA would keep the autotuning of GPUs in files of its own there, which nobody checks; programs hold its result.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     return folder
 
 
 def programs_dir() -> Path | None:
     """Folder of whole programs beside JAX's own cache; None where nothing is kept."""
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    return Path(folder) / "programs" if folder else None
+    return Path(folder) / PROGRAMS if folder else None

@@ -70,6 +70,8 @@ def start_of(runtime: Runtime, request: LoopRequest) -> Start | str:
     kwargs, config = request.model_kwargs, request.config
     names = runtime.program.names
     cache = kwargs.get(runtime.program.cache_name or "")
+    if (why := runtime.why_stepwise) is not None:
+        return why
     if not isinstance(cache, DeviceCache) or cache.length:
         return "the cache is not a fresh one of this model"
     if config.output_attentions or config.output_hidden_states:
@@ -84,6 +86,8 @@ def start_of(runtime: Runtime, request: LoopRequest) -> Start | str:
         return f"{', '.join(options)} is set"
     if isinstance(prepared := _prepared(runtime, request), str):
         return prepared
+    if prepared is not None and runtime.program.rope is not None and runtime.program.rope.lengths.recompute_len:
+        return "there is more than text, and the model computes it anew when it grows"
     beside = runtime.encoder
     is_masked = beside is not None and beside.is_masked
     encoder = EncoderOutput.of(kwargs, is_masked=is_masked) if names.has_encoder else None
@@ -138,6 +142,8 @@ class DecodeLoop:
         kinds = {type(criterion) for criterion in request.stopping_criteria}
         # Rows that end for a reason only the host can see must reach the device before the next step is launched if
         # what a finished row goes on to compute is going to be looked at.
+        rope = runtime.program.rope
+        self.recompute_len = None if rope is None else rope.lengths.recompute_len
         self.device_stops = kinds <= {MaxLengthCriteria, EosTokenCriteria}
         self.look_ahead = (self.device_stops or not self.keep_scores) and (self.cache.is_croppable or not wants_dict)
         self.scores: list[jax.Array] = []
@@ -173,7 +179,9 @@ class DecodeLoop:
         pending = self._pick()
         for index in range(max_new):
             # Not before the first token is out: that step may have to be compiled.
-            following = self._decode() if self.look_ahead and 0 < index < max_new - 1 else None
+            # Nor where the sequence, this token included, is about to be computed anew.
+            looks_ahead = self.look_ahead and 0 < index < max_new - 1 and self.prompt_len + index != self.recompute_len
+            following = self._decode() if looks_ahead else None
             token = _on_host(pending.token)
             if pad is not None:
                 token = token * unfinished + pad * (1 - unfinished)
@@ -188,7 +196,8 @@ class DecodeLoop:
             if following is None:
                 if not self.device_stops:
                     self.state = dataclasses.replace(self.state, ended=from_host(unfinished.numpy() == 0, bool))
-                following = self._decode()
+                is_new = self.sequences.shape[1] - 1 == self.recompute_len
+                following = self._decode_anew() if is_new else self._decode()
             pending = following
 
     def _keep(self, choice: Choice) -> None:
@@ -200,6 +209,7 @@ class DecodeLoop:
 
     def _prefill(self) -> None:
         runtime, request = self.runtime, self.request
+        runtime.process.check()
         names = runtime.program.names
         mask = request.model_kwargs.get(names.mask)
         starts = Padding.of(mask, self.prompt_len).starts
@@ -253,6 +263,22 @@ class DecodeLoop:
         """Launches a step: the model on the newest token, then the choice of the next."""
         self.last_logits, self.cache.states, self.carry = self.runtime.steps.decode(
             self.runtime.weights, self.cache.states, self.newest, self.carry, self.context, spec=self.spec
+        )
+        return self._pick()
+
+    def _decode_anew(self) -> Choice:
+        """As `_decode`, all tokens computed once more, as models do that then rotate all their keys otherwise."""
+        names, ids = self.runtime.program.names, self.sequences
+        starts = torch.from_numpy(np.array(self.carry.starts)).long()
+        steps = torch.arange(ids.shape[1])[None] - starts[:, None]
+        given: dict[str, Any] = {names.ids: ids, names.mask: (steps >= 0).long(), "logits_to_keep": 1}
+        if self.spec.position_ids:
+            given[names.positions] = steps.clamp(min=0)
+        self.cache = self.runtime.caches.new(1)
+        self.cache.reserve(bucket(self.max_length))
+        self.last_logits = of_last_position(self.runtime.forward_arrays(given, CallSpec(), self.cache)["logits"])
+        self.carry = dataclasses.replace(
+            self.carry, position=self.carry.position + 1, offset=from_host(ids.shape[1], np.int32)
         )
         return self._pick()
 

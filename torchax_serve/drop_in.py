@@ -31,15 +31,18 @@ from transformers.utils import ModelOutput
 from model_adapters.bridge import extract_jax, is_in_torch_mode
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from model_adapters.program import CallSpec
+from model_adapters.program import PATCHED, TORCH_CLASS, CallSpec
 from torchax_serve.before_loop import check_is_whole, put_parts_on_jax
+from torchax_serve.call_arguments import all_on_host, check_surroundings, on_host
 from torchax_serve.class_generate import for_the_loop, take_suppression
+from torchax_serve.copies import state_to_copy, torch_state
 from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
 from torchax_serve.encoder_road import EncoderOnJax
 from torchax_serve.images.encoding import compiled_encoders
 from torchax_serve.images.placeholders import check_has_media
 from torchax_serve.images.positions import positions_on_host
 from torchax_serve.in_torch import refuse_what_torch_cannot
+from torchax_serve.module_changes import check_dtypes, check_evaluates
 from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
 
@@ -63,32 +66,56 @@ def rows_elsewhere(rows: RowsElsewhere | None) -> Iterator[None]:
 def to_jax(model: PreTrainedModel) -> PreTrainedModel:
     """Makes `model` run on JAX: the same object, its ``forward`` and ``generate`` compiled. Idempotent.
 
-    The weights are shared with the torch tensors where the device is the CPU; change them afterwards and the effect is
-    undefined.
+    The weights are shared with the torch tensors where the device is the CPU. What changes on the model afterwards, an
+    adapter, a hook, a weight, takes effect at the next call, or that call raises.
+
+    Args:
+        model: a model of transformers, or a ``PeftModel`` around one.
 
     Raises:
-        InvalidArgumentError: `model` is no `PreTrainedModel`, or lies on another device than the CPU.
+        InvalidArgumentError: `model` is neither, or lies on another device than the CPU.
+        UnsupportedModelError: weights in float64, where JAX has no 64-bit types.
     """
     if not isinstance(model, PreTrainedModel):
-        raise InvalidArgumentError(
-            f"expected a transformers PreTrainedModel, got {type(model).__name__}; load one first"
-        )
+        return _inside_of_wrapper(model)
     if isinstance(model, JaxModel):
         return model
     if model.device.type != "cpu":
         raise InvalidArgumentError(
             f'expected a model on the CPU, got one on {model.device}; call model.to("cpu") first'
         )
+    check_dtypes(model)
     model.eval()
     weights, _ = extract_jax(model)
     return attach(model, Runtime(model, weights))
 
 
+def _inside_of_wrapper(model: Any) -> Any:
+    """`model`, a module of peft, with the model that it has around run by JAX.
+
+    Raises:
+        InvalidArgumentError: it is no such module.
+    """
+    inner = model.get_base_model() if isinstance(model, torch.nn.Module) and hasattr(model, "get_base_model") else None
+    if not isinstance(inner, PreTrainedModel):
+        raise InvalidArgumentError(
+            f"expected a transformers PreTrainedModel, got {type(model).__name__}; load one first"
+        )
+    model.eval()
+    to_jax(inner)
+    return model
+
+
 def attach(model: PreTrainedModel, runtime: Runtime) -> PreTrainedModel:
     """Gives `model` the class whose forward and generation are run by `runtime`."""
+    if not isinstance(model, JaxModel):
+        if (patched := vars(model).pop("forward", None)) is not None:  # by a script: that is the model's forward
+            vars(model)[PATCHED] = patched
+            runtime.follow_module()
+        put_parts_on_jax(model, runtime.method)
+        model.__class__ = _jax_class(type(model))  # type: ignore[arg-type]
     vars(model)["_jax_runtime"] = runtime
-    put_parts_on_jax(model, runtime.method)
-    model.__class__ = _jax_class(type(model))  # type: ignore[arg-type]
+    runtime.watch.take()
     return model
 
 
@@ -106,7 +133,16 @@ class JaxModel:
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own, after a look at the prompt."""
+        runtime = self._jax_runtime
+        if is_in_torch_mode():
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        with following(runtime):
+            return self._generate(args, kwargs)
+
+    def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_is_whole(kwargs)
+        args = tuple(on_host("inputs", value) for value in args)
+        kwargs = all_on_host(kwargs)
         given = inspect.signature(GenerationMixin.generate).bind(self, *args, **kwargs).arguments
         custom = given.get("custom_generate")
         if not (custom is None or isinstance(custom, str) or callable(custom)):
@@ -122,6 +158,28 @@ class JaxModel:
         if (mask := kwargs.get("attention_mask")) is not None and mask.numel():
             check_rows(mask)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def refresh(self) -> None:
+        """Makes programs and arrays anew, for what no call notices, such as globals that the model's code reads."""
+        self._jax_runtime.refresh()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch's own; where the weights lie on the device alone, with their values."""
+        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        if is_in_torch_mode() or (values := torch_state(self)) is None:
+            return state
+        prefix = kwargs.get("prefix", "")
+        for name in state:
+            state[name] = values.get(name.removeprefix(prefix), state[name])
+        return state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _blank, (type(self)._torch_class,), state_to_copy(self)  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        weights, _ = extract_jax(self)  # type: ignore[arg-type]
+        attach(self, Runtime(self, weights))  # type: ignore[arg-type]
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own answer; outside of a trace its forward runs on JAX as well."""
@@ -230,9 +288,29 @@ class JaxModel:
         return as_transformers_output(super()._assisted_decoding(*args, **kwargs))  # type: ignore[misc]
 
 
-def _class_of(model: Any) -> type:
-    """The class of `model` before it was made to run on JAX."""
-    return next(cls for cls in type(model).__mro__ if not issubclass(cls, JaxModel))
+def _blank(cls: type[PreTrainedModel]) -> PreTrainedModel:
+    """An object of `cls` that runs on JAX, before its state is set."""
+    made = _jax_class(cls)
+    return made.__new__(made)
+
+
+FOLLOWED: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("followed", default=frozenset())
+"""Models, by id of their runtime, that were looked at when the present call began: not again at every token."""
+
+
+@contextlib.contextmanager
+def following(runtime: Runtime) -> Iterator[None]:
+    """A call of a model: where it begins, not in calls inside of it, what has changed on the model is taken over."""
+    before = FOLLOWED.get()
+    if id(runtime) not in before:
+        check_surroundings()
+        runtime.follow_module()
+        check_evaluates(runtime.program.module)
+    token = FOLLOWED.set(before | {id(runtime)})
+    try:
+        yield
+    finally:
+        FOLLOWED.reset(token)
 
 
 def as_transformers_output(output: Any) -> Any:
@@ -246,26 +324,29 @@ def as_transformers_output(output: Any) -> Any:
 @functools.cache
 def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The subclass of `cls` that runs on JAX; it carries the same name, which transformers looks things up by."""
-    signature = inspect.signature(cls.forward)
 
+    @torch.compiler.disable
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
+        function = vars(self).get(PATCHED) or functools.partial(cls.forward, self)
+        parameters = inspect.signature(function)
         given: dict[str, Any] = {}
-        for name, value in bound.arguments.items():
-            is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        for name, value in parameters.bind(*args, **kwargs).arguments.items():
+            is_rest = parameters.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             given.update(value if is_rest else {name: value})
-        given.pop(next(iter(signature.parameters)))
         return _forward(self, {name: value for name, value in given.items() if value is not None})
 
-    namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__, TORCH_CLASS: cls}
     return type(cls.__name__, (JaxModel, cls), namespace)
 
 
 def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
     """The forward of a model on JAX: flags and cache sorted out, tensors handed to the runtime."""
-    if model.training:
-        raise InvalidArgumentError("expected a model in evaluation mode, got one in training mode; call model.eval()")
+    with following(model._jax_runtime):
+        return _forward_followed(model, all_on_host(given))
+
+
+def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
     runtime: Runtime = model._jax_runtime
     cache_name = runtime.program.cache_name
     asked = {name: value for name, value in given.items() if not isinstance(value, DeviceCache)}
@@ -288,7 +369,7 @@ def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]
         fields = runtime.forward(given, spec, cache)
     except Exception as error:
         if not isinstance(cache, DeviceCache) or not cache.length:  # whose arguments are those of a call in PyTorch
-            refuse_what_torch_cannot(runtime, _class_of(model), asked, error)
+            refuse_what_torch_cannot(runtime, type(model)._torch_class, asked, error)
         raise
     output_class = runtime.program.output_class
     has_field = any(field.name == cache_name for field in dataclasses.fields(output_class))  # type: ignore[arg-type]

@@ -83,7 +83,7 @@ def encode(runtime: Runtime, given: dict[str, Any], spec: CallSpec) -> dict[str,
         return runtime.forward(given, spec, None)
     assert ids is not None
     length = ids.shape[1]
-    padded_len = bucket(length)
+    padded_len = bucket(length) if runtime.program.rope is None else length  # whose frequencies depend on it
     if runtime.limits.learned_positions is not None:
         padded_len = max(length, min(padded_len, runtime.limits.learned_positions))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.position_limits import has_end, max_positions
 from model_adapters.tables import learned_positions, num_words
 
 
@@ -18,13 +19,15 @@ class Limits:
 
     Attributes:
         vocab_size: rows of the table of tokens.
-        max_positions: tokens that the configuration allows; None: any number.
+        max_positions: tokens that the configuration makes room for; None: any number.
         learned_positions: the same where positions are looked up in a table, behind which there is nothing to read.
+        has_end: whether a prompt of more tokens than `max_positions` is an error.
     """
 
     vocab_size: int
     max_positions: int | None
     learned_positions: int | None
+    has_end: bool = True
 
     @classmethod
     def of(cls, decoder: torch.nn.Module, around: Sequence[torch.nn.Module], config: Any) -> Limits:
@@ -39,9 +42,9 @@ class Limits:
         vocab_size = next((size for size in sizes if size is not None), None)
         if vocab_size is None:
             vocab_size = int(getattr(config, "vocab_size", 2**31 - 1))  # characters, all there are
-        positions = getattr(config, "max_position_embeddings", None)
-        positions = positions if positions is not None and positions > 0 else None  # -1: no end
-        return cls(vocab_size, positions, learned_positions(decoder, positions))
+        positions = max_positions(config)
+        learned = learned_positions(decoder, positions)
+        return cls(vocab_size, positions, learned, has_end=learned is not None or has_end(config))
 
     def check_prompt(self, ids: torch.Tensor | None) -> None:
         """Raises InvalidArgumentError for a prompt [batch, len] that is empty or has more tokens than positions."""
@@ -51,7 +54,7 @@ class Limits:
             raise InvalidArgumentError(
                 "expected a prompt of at least one token, got an empty one; add a token, such as bos"
             )
-        if self.max_positions is not None and ids.shape[1] > self.max_positions:
+        if self.has_end and self.max_positions is not None and ids.shape[1] > self.max_positions:
             raise InvalidArgumentError(
                 f"expected a prompt of at most {self.max_positions} tokens, the positions this model has, "
                 f"got {ids.shape[1]}; shorten it"

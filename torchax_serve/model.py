@@ -12,11 +12,17 @@ import torch
 from jax.sharding import Mesh
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from model_adapters.errors import (
+    InvalidArgumentError,
+    TorchaxServeError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
 from model_adapters.loading import LoadedModel, Progress, has_own_generate, load_model
 from model_adapters.loading.packing import lay_out_weights
 from torchax_serve import collector
-from torchax_serve.alone import tokens_alone
+from torchax_serve.alone import is_beam_search, tokens_alone
+from torchax_serve.argument_checks import short_repr
 from torchax_serve.class_generate import for_the_loop, has_class_generate
 from torchax_serve.compile_cache import enable_compile_cache
 from torchax_serve.drop_in import rows_elsewhere
@@ -35,6 +41,7 @@ from torchax_serve.open_model import OpenModel
 from torchax_serve.request import SamplingParams
 from torchax_serve.sampling import unsupported_by_fast_path
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
+from torchax_serve.text.prompt import checked_ids, detokenizer_of, encode_prompt, given_or_default
 
 
 def serve(
@@ -46,6 +53,7 @@ def serve(
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    strict: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     random_weights: bool = False,
@@ -70,6 +78,8 @@ def serve(
         dtype: of the weights; "auto" follows the checkpoint.
         trust_remote_code: run code that comes with the checkpoint.
         allow_pickle: read pickle files where there are no safetensors.
+        strict: an error for tensors of the files that the model has no use for, and for a head that they lack. Without
+            it both are left out, with one line; ``load_report`` lists them.
         cache_dir: where downloads are kept; None is the hub library's own folder.
         progress: shows download, load and compilation.
         random_weights: make the weights up, from the configuration alone.
@@ -96,6 +106,7 @@ def serve(
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
         "allow_pickle": allow_pickle,
+        "strict": strict,
         "cache_dir": cache_dir,
         "progress": progress,
         "random_weights": random_weights,
@@ -133,7 +144,9 @@ class ServedModel(OpenModel):
     ) -> None:
         self._engine_options = engine_options
         self._engine: Engine | Replicas | UnsupportedModelError | None = None  # made at the first request
-        self._engine_lock = threading.Lock()
+        # A signal handler may ask for the engine while the code that it interrupts has the lock.
+        self._engine_lock = threading.RLock()
+        self._is_building = False
         super().__init__(loaded, mirror)
 
     def __enter__(self) -> Self:
@@ -144,6 +157,8 @@ class ServedModel(OpenModel):
 
         Closing twice is fine; any other call afterwards raises.
         """
+        if not self._process.is_current:
+            return  # a forked child: engine and weights are the parent's
         self._loaded = None
         with self._engine_lock:
             if isinstance(self._engine, Engine | Replicas):
@@ -162,15 +177,24 @@ class ServedModel(OpenModel):
         self._open()
         with self._engine_lock:
             if self._engine is None:
-                try:
-                    self._engine = self._build_engine()
-                except UnsupportedModelError as error:
-                    if self._engine_options is not None:
-                        raise
-                    self._engine = error
+                self._engine = self._engine_or_reason()
             if isinstance(self._engine, UnsupportedModelError):
                 raise self._engine
             return self._engine
+
+    def _engine_or_reason(self) -> Engine | Replicas | UnsupportedModelError:
+        if self._is_building:
+            raise TorchaxServeError(
+                "expected an engine that is made, and this call came, as from a signal handler, while it was being "
+                "made; call again when the interrupted code has returned"
+            )
+        self._is_building = True
+        try:
+            return self._build_engine()
+        except UnsupportedModelError as error:
+            return error
+        finally:
+            self._is_building = False
 
     def _build_engine(self) -> Engine | Replicas:
         model = self._generator()
@@ -197,7 +221,8 @@ class ServedModel(OpenModel):
         self._open()
         if not self.torch_model.can_generate():
             raise UnsupportedModelError(
-                f"{type(self.torch_model).__name__} does not generate text; call the model on its inputs instead"
+                f"{type(self.torch_model).__name__} does not generate text{self.load_report.lack}; embed() gives "
+                "embeddings of texts, and the model can be called on its inputs"
             )
         return self.torch_model
 
@@ -235,11 +260,19 @@ class ServedModel(OpenModel):
         generator.
 
         Raises:
-            UnsupportedArgumentError: `params` has options that only the engine knows, and this runs without it.
+            InvalidArgumentError: token ids outside the vocabulary, or stop strings without a tokenizer.
+            UnsupportedArgumentError: `params` has options that only the engine knows, and this runs without it; or
+                options about texts and answers, which are not yielded here.
+            QueueFullError: too many requests wait already.
         """
         model = self._generator()
+        prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))
         check_has_media(self.config, prompt_ids, ())
         config = model.generation_config if generation_config is None else generation_config
+        if stop_strings:
+            detokenizer_of(self, stop_strings)  # refuses them where there is no tokenizer
+        if params is not None:
+            config, seed = _merged(config, params), params.seed if seed is None else seed
         why = self._why_not_engine(config, stop_strings, len(prompt_ids))
         if why is None:
             if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
@@ -251,7 +284,7 @@ class ServedModel(OpenModel):
         if params is not None and (unknown := params.engine_only()):
             raise UnsupportedArgumentError(
                 f"{', '.join(unknown)}: expected a request that the engine takes, and this one is not ({why}); "
-                "leave the option out"
+                "leave the option out" + (", or set num_beams=1" if is_beam_search(config) else "")
             )
         return self._iter_alone(model, prompt_ids, config, stop_strings, seed)
 
@@ -299,6 +332,7 @@ class ServedModel(OpenModel):
         *,
         stream: Literal[False] = ...,
         system: str | None = ...,
+        **options: Any,
     ) -> str: ...
     @overload
     def chat(
@@ -308,6 +342,7 @@ class ServedModel(OpenModel):
         *,
         stream: Literal[True],
         system: str | None = ...,
+        **options: Any,
     ) -> TextStream: ...
     def chat(
         self,
@@ -316,20 +351,39 @@ class ServedModel(OpenModel):
         *,
         stream: bool = False,
         system: str | None = None,
+        **options: Any,
     ) -> str | TextStream:
-        """The answer to a conversation; see `torchax_serve.text.chat`."""
+        """The answer to a conversation; see `torchax_serve.text.chat`, also for `options` such as ``tools``."""
+        self._generator()  # no template is missed where there is nothing to answer with
         if stream:
-            return chat(self, messages, params, stream=True, system=system)
-        return chat(self, messages, params, system=system)
+            return chat(self, messages, params, stream=True, system=system, **options)
+        return chat(self, messages, params, system=system, **options)
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None, **unknown: Any) -> TextStream:
         """Text that follows `prompt`, piece by piece; see `torchax_serve.text.stream`."""
-        return stream(self, prompt, params)
+        return stream(self, prompt, params, **unknown)
 
     def generate_batch(
         self,
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **unknown: Any,
     ) -> list[Completion]:
         """Completions of many prompts, in their order; see `torchax_serve.text.generate_batch`."""
-        return generate_batch(self, prompts, params)
+        return generate_batch(self, prompts, params, **unknown)
+
+
+def _merged(config: GenerationConfig, params: SamplingParams) -> GenerationConfig:
+    """`config` with what `params` ask of the choice of tokens.
+
+    Raises:
+        UnsupportedArgumentError: they ask for stop strings or several answers.
+    """
+    given_or_default(params)
+    for name in ("stop", "n"):
+        if (value := getattr(params, name)) not in (None, 1):
+            raise UnsupportedArgumentError(
+                f"{name}: expected None for tokens of one answer, got {short_repr(value)}; call "
+                f"{'stream()' if name == 'stop' else 'generate_batch()'}"
+            )
+    return params.without_engine_only().to_generation_config(config)

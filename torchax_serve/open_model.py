@@ -17,6 +17,7 @@ from torchax_serve.compile_cache import programs_dir
 from torchax_serve.drop_in import attach
 from torchax_serve.engine.replicas import runtimes_of
 from torchax_serve.hosts.mirror import Mirror
+from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.program_cache import ProgramCache, model_identity
 from torchax_serve.runtime import Runtime
 
@@ -31,6 +32,7 @@ class OpenModel:
 
     def __init__(self, loaded: LoadedModel, mirror: Mirror | None = None) -> None:
         self._mirror = mirror
+        self._process = OwnerProcess()
         self._loaded: LoadedModel | None = loaded
         self.name = loaded.source.name
         self.config = loaded.config
@@ -85,6 +87,7 @@ class OpenModel:
         return self.torch_model(*args, **kwargs)
 
     def _open(self) -> LoadedModel:
+        self._process.check("a model")
         if self._loaded is None:
             raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
         return self._loaded

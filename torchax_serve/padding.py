@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
 import torch
 
 from model_adapters.arrays import from_host
+from model_adapters.bridge import to_jax_array
 from model_adapters.errors import InvalidArgumentError
 
 
@@ -54,6 +56,28 @@ class Padding:
             mask = torch.nn.functional.pad(self.mask, (0, length - self.mask.shape[1]), value=True)
             return {mask_name: from_host(mask.numpy(), bool)}
         return {}
+
+
+def is_own_mask(mask: Any) -> bool:
+    """Whether `mask` says who sees whom: [batch, heads, queries, keys], or such masks by kind of layer."""
+    return isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim > 2)
+
+
+def own_mask(mask: Any, num_keys: int, length: int) -> Any:
+    """The array of a mask of the caller's own, its `num_keys` keys filled up to `length` with keys that nobody sees.
+
+    Raises:
+        InvalidArgumentError: another dtype, or another number of keys.
+    """
+    if isinstance(mask, dict):
+        return {kind: own_mask(each, num_keys, length) for kind, each in mask.items() if each is not None}
+    if mask.ndim != 4 or mask.shape[-1] != num_keys or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise InvalidArgumentError(
+            f"attention_mask: expected bool or float [batch, 1, queries, {num_keys}] (cached and new tokens), or "
+            f"[batch, {num_keys}], got {mask.dtype} {list(mask.shape)}"
+        )
+    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    return to_jax_array(torch.nn.functional.pad(mask, (0, length - num_keys), value=hidden))
 
 
 def check_rows(mask: torch.Tensor) -> None:

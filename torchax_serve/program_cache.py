@@ -1,10 +1,10 @@
 """Compiled programs that outlive the process: a second start neither traces nor compiles.
 
-JAX's own persistent cache is looked up by the lowered program, so a model's Python code must be traced to find it. Here
-a program is found by what it was made from: the model's configuration and weights' shapes, the source of its modeling
-code and of this project, the versions of the libraries, the processor, and the arguments. Any of these that differs
-means another entry. The files hold machine code and are as trustworthy as the folder they lie in; they are read from
-the user's own cache folder alone.
+JAX's own persistent cache is looked up by the lowered program, so a model's Python code must be traced to find it.
+Here a program is found by what it was made from: the model's configuration and weights' shapes, the source of its
+modeling code and of this project, the versions of the libraries, the processor, and the arguments. Any of these that
+differs means another entry. The files hold machine code and pickles: they are sealed, and nothing of one is looked at
+before its seal is checked (`model_adapters/disk_cache.py`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ import model_adapters
 import pytree_registry
 import sharding_rules
 import torchax_serve
+from model_adapters.disk_cache import SealedFolder
+from model_adapters.hooks import errors_of_hooks
 from model_adapters.ops import registry
 from model_adapters.ops.cpu import build, kernels
 from model_adapters.ops.packed_weight import Weights
 from torchax_serve import collector
+from torchax_serve.compilation import jax_cache
+from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.mesh_programs import MeshProgram, on_mesh
 
 if TYPE_CHECKING:
@@ -101,6 +105,7 @@ class ProgramCache:
         mirror: Mirror | None = None,
     ) -> None:
         self.folder = folder if identity is not None and mesh is None else None
+        self._files = None if self.folder is None else SealedFolder(self.folder)
         self.mesh, self.mirror = mesh, mirror
         self.functions: weakref.WeakValueDictionary[str, KeptFunction] = weakref.WeakValueDictionary()
         self.identity = identity
@@ -122,17 +127,16 @@ class ProgramCache:
 
     def read(self, path: Path) -> tuple[Any, dict[str, Any]] | None:
         """The program in `path` and its facts; None if there is none that can be used."""
-        try:
-            content = path.read_bytes()
-        except OSError:
+        assert self._files is not None
+        content = self._files.read(path.name)
+        if content is None:
             return None
         try:
             code, in_tree, out_tree, facts = pickle.loads(content)
             program = serialize_executable.deserialize_and_load(code, in_tree, out_tree, execution_devices=_devices())
-        except Exception as error:  # damaged, or nothing for this machine: compile as if it were not there
+        except Exception as error:  # intact, and still nothing for this machine: compile as if it were not there
             logger.info("a kept program is not used: %s (%s)", path.name, str(error).splitlines()[0:1])
-            with contextlib.suppress(OSError):
-                path.unlink()
+            self._files.remove(path.name)
             return None
         self.num_loaded += 1
         return program, facts
@@ -142,7 +146,7 @@ class ProgramCache:
 
         def run() -> None:
             try:
-                _write_whole(path, pickle.dumps((*serialize_executable.serialize(program), facts)))
+                self._write(path.name, (*serialize_executable.serialize(program), facts))
             except Exception as error:  # keeping a program costs nothing but time when it fails
                 logger.info("a program is not kept: %s", error)
 
@@ -151,16 +155,27 @@ class ProgramCache:
         self._writers.append(thread)
         thread.start()
 
+    def _write(self, name: str, value: Any) -> None:
+        assert self._files is not None
+        content = pickle.dumps(value)
+        self._files.write(name, content)
+        EVICTOR.wrote(len(content), self._files)
+
     def remembered(self, name: str, described: str, compute: Callable[[], Value]) -> Value:
         """What `compute` answers, from the folder where an earlier process has asked the same of this model."""
-        path = None if self.folder is None or registry.is_overridden() else self._file_of(name, described)
-        if path is not None:
-            with contextlib.suppress(Exception):  # nothing there, or damaged
-                return pickle.loads(path.read_bytes())
+        if self._files is None or registry.is_overridden():
+            return compute()
+        file = self._file_of(name, described).name
+        content = self._files.read(file)
+        if content is not None:
+            try:
+                kept: Value = pickle.loads(content)
+                return kept
+            except Exception as error:  # intact, and written by a library that has changed
+                logger.info("a kept answer is not used: %s (%s)", file, error)
         value = compute()
-        if path is not None:
-            with contextlib.suppress(OSError):
-                _write_whole(path, pickle.dumps(value))
+        with contextlib.suppress(OSError):
+            self._write(file, value)
         return value
 
     def flush(self) -> None:
@@ -179,6 +194,7 @@ class KeptFunction:
         donate: names of the arguments whose buffers are given away.
         facts: called after a trace; what it answers is kept beside the program.
         recall: gets those facts when a program is read from the folder.
+        is_uncompiled: whether calls run operator by operator now, for hooks that a script has set.
     """
 
     def __init__(
@@ -190,10 +206,12 @@ class KeptFunction:
         donate: Sequence[str] = (),
         facts: Callable[[], dict[str, Any]] = dict,
         recall: Callable[[dict[str, Any]], None] = lambda facts: None,
+        is_uncompiled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._cache, self.name, self._function = cache, name, function
         self._donate, self.facts, self.recall = tuple(donate), facts, recall
         self._programs: dict[_Signature, Any] = {}
+        self._is_uncompiled = is_uncompiled
         self._lock = threading.Lock()
         cache.functions[name] = self
 
@@ -209,6 +227,9 @@ class KeptFunction:
 
     def __call__(self, weights: Weights, *args: Any, spec: Any) -> Any:
         """Runs the program of these arguments, compiled at the first call of their kind."""
+        if self._is_uncompiled():
+            with errors_of_hooks():
+                return self._function(weights, *args, spec=spec)
         return self.compiled(weights, *args, spec=spec)(weights, *args)
 
     def compiled(self, weights: Weights, *args: Any, spec: Any) -> Any:
@@ -234,8 +255,9 @@ class KeptFunction:
         if path is not None and (kept := self._cache.read(path)) is not None:
             self.recall(kept[1])
             return kept[0]
-        with _counting_hits() as hits:
-            # The name tells JAX's own cache apart what this one does: see below.
+        # A program that is kept here as a whole does not lie in JAX's own cache as well, unless the user has chosen
+        # that one's folder: then the name tells it apart what this cache does.
+        with _counting_hits() as hits, jax_cache.bypassed(path is not None):
             program: Any = self.compile(
                 weights, args, signature.spec, name=None if path is None else path.name.replace("-", "_")
             )
@@ -275,19 +297,6 @@ class KeptFunction:
         return jax.jit(traced, donate_argnums=donated).lower(weights, *args).compile()
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that no reader sees in parts; leaves nothing behind where that fails."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-
-
 def _devices() -> list[jax.Device]:
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     return [device] if isinstance(device, jax.Device) else jax.devices()[:1]
@@ -314,27 +323,51 @@ def _listen() -> None:
     jax.monitoring.register_event_listener(_on_event)
 
 
+PACKAGES = (model_adapters, pytree_registry, sharding_rules, torchax_serve)
+NOT_TRACED = ("bench", "cli", "deploy", "distributed/ray", "parity", "planning", "text", "verify.py")
+"""Parts of `torchax_serve` that programs do not depend on: an edit there leaves them valid.
+
+Listed is what is left out, not what is taken, so that a new module counts until somebody has looked at it. What may
+be listed is what no module with a traced function imports, directly or through others; a test holds that. Everything
+in the other packages counts: model code reaches it while it is traced, or it decides which weights a program gets.
+"""
+
+
 @functools.cache
 def source_digest() -> str:
-    """Of this project's source."""
+    """Of this project's source, all of it: what hosts of one model must have alike."""
+    return _digest_of(())
+
+
+@functools.cache
+def program_source_digest() -> str:
+    """Of the source that programs depend on; see `NOT_TRACED`."""
+    return _digest_of(NOT_TRACED)
+
+
+def _digest_of(left_out: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for package in (model_adapters, pytree_registry, sharding_rules, torchax_serve):
-        for file in sorted(Path(package.__path__[0]).rglob("*")):
+    for package in PACKAGES:
+        root = Path(package.__path__[0])
+        for file in sorted(root.rglob("*")):
+            name = file.relative_to(root).as_posix()
+            if package.__name__ == "torchax_serve" and any(f"{name}/".startswith(f"{each}/") for each in left_out):
+                continue
             if file.suffix in (".py", ".cc", ".h"):
-                digest.update(file.read_bytes())
+                digest.update(f"{package.__name__}/{name}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 
 
 @functools.cache
-def _installed() -> str:
+def _installed(source: str) -> str:
     """What stays as it is while the process lives: this project's source, the libraries, the processor."""
     versions = [f"{name} {version(name)}" for name in LIBRARIES]
-    return "\n".join([source_digest(), sys.version, *versions, build.processor()])
+    return "\n".join([source, sys.version, *versions, build.processor()])
 
 
 def installed_versions() -> str:
-    """A digest and versions of all that a program is made with, whatever it is compiled for."""
-    return _installed()
+    """A digest of all source and versions of all libraries, whatever is compiled for."""
+    return _installed(source_digest())
 
 
 def _environment() -> str:
@@ -343,7 +376,7 @@ def _environment() -> str:
     device = _devices()[0]
     return "\n".join(
         [
-            _installed(),
+            _installed(program_source_digest()),
             f"{device.platform} {device.device_kind} {device.client.platform_version}",
             f"kernels {kernels.missing() is None}" if device.platform == "cpu" else "",
             os.environ.get("XLA_FLAGS", ""),

@@ -47,13 +47,13 @@ def pad_positions(tensor: torch.Tensor, length: int) -> jax.Array:
     return to_jax_array(tensor)
 
 
-def cut(fields: dict[str, Any], query: Query, past: int, keep: int, cache: DeviceCache | None) -> dict[str, Any]:
+def cut(fields: dict[str, Any], query: Query, past: int, keep: Any, cache: DeviceCache | None) -> dict[str, Any]:
     """Takes the padding off again."""
     cut = dict(fields)
-    if "logits" in cut and keep != 1:
+    if "logits" in cut and (isinstance(keep, torch.Tensor) or keep != 1):
         # Without padding there is nothing to take off: some models put images before the text, and these logits, too.
         logits = cut["logits"] if query.len == query.padded_len else cut["logits"][:, : query.len]
-        cut["logits"] = logits[:, -keep:]
+        cut["logits"] = logits if isinstance(keep, torch.Tensor) else logits[:, -keep:]
     if "last_hidden_state" in cut:
         cut["last_hidden_state"] = cut["last_hidden_state"][:, : query.len]
     if cut.get("hidden_states") is not None:

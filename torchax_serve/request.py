@@ -6,68 +6,63 @@ This module imports neither jax nor torch: front ends and the scheduler build re
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
 import difflib
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from torchax_serve.argument_checks import (
+    MAX_INT,
+    TOKEN_ID,
+    Limits,
+    bias_pairs,
+    check_bad_words,
+    check_logit_bias,
+    check_text,
+    check_token_ids,
+    invalid,
+    is_list,
+    python_number,
+    short_repr,
+)
+from torchax_serve.sampling_hints import hint_for
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+__all__ = [
+    "ENGINE_LIMITS",
+    "ENGINE_ONLY",
+    "LIMITS",
+    "MAX_SEED",
+    "NEVER_A_TOKEN",
+    "REMEDIES",
+    "SAMPLING_ONLY",
+    "Limits",
+    "SamplingParams",
+    "bias_pairs",
+    "check_bad_words",
+    "check_logit_bias",
+    "check_number",
+    "check_token_ids",
+    "invalid",
+]
+
 MAX_SEED = 2**64 - 1  # what torch.Generator.manual_seed takes
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """The values that an option may take: an interval, and whether they are whole numbers."""
-
-    low: float
-    high: float = math.inf
-    low_open: bool = False
-    high_open: bool = False
-    whole: bool = False
-
-    def __contains__(self, value: object) -> bool:
-        """Whether `value` is a number (never a bool, nan or infinite) inside the interval, as the device sees it."""
-        kind = numbers.Integral if self.whole else numbers.Real
-        if isinstance(value, bool) or not isinstance(value, kind):
-            return False
-        number: Any = value if self.whole else _in_float32(value)
-        if not self.whole and not math.isfinite(number):
-            return False
-        above = number > self.low if self.low_open else number >= self.low
-        below = number < self.high if self.high_open else number <= self.high
-        return above and below
-
-    def __str__(self) -> str:
-        """In words, as error messages print it."""
-        kind = "a whole number" if self.whole else "a number"
-        above = f"{'>' if self.low_open else '>='} {self.low:g}"
-        below = "" if math.isinf(self.high) else f" and {'<' if self.high_open else '<='} {self.high:g}"
-        return f"{kind} {above}{below}"
-
-
-def _in_float32(value: Any) -> float:
-    """What is left of `value` on the device: a temperature of 1e-60 is zero there, one of 10**400 infinite."""
-    try:
-        return ctypes.c_float(float(value)).value
-    except OverflowError:
-        return math.inf
-
+MAX_ANSWERS = 16384  # to one prompt, as in vLLM
+MAX_STOPS = 64  # stop strings, and ids of end-of-sequence and stop tokens each
+NEVER_A_TOKEN = -1
+"""An end-of-sequence id that no token has. Where a config has none, transformers takes the model's own."""
 
 LIMITS: Mapping[str, Limits] = {
-    "max_new_tokens": Limits(1, whole=True),
-    "min_new_tokens": Limits(0, whole=True),
+    "max_new_tokens": Limits(1, MAX_INT, whole=True),
+    "min_new_tokens": Limits(0, MAX_INT, whole=True),
     "max_length": Limits(1, whole=True),
-    "min_length": Limits(0, whole=True),
+    "min_length": Limits(0, MAX_INT, whole=True),
     "num_return_sequences": Limits(1, whole=True),
     "temperature": Limits(0, low_open=True),
-    "top_k": Limits(0, 2**31 - 1, whole=True),
+    "top_k": Limits(0, MAX_INT, whole=True),
     "top_p": Limits(0, 1, low_open=True),
     "min_p": Limits(0, 1),
     "top_h": Limits(0, 1, low_open=True),
@@ -75,8 +70,9 @@ LIMITS: Mapping[str, Limits] = {
     "epsilon_cutoff": Limits(0, 1, high_open=True),
     "eta_cutoff": Limits(0, 1, high_open=True),
     "repetition_penalty": Limits(0, low_open=True),
-    "no_repeat_ngram_size": Limits(0, whole=True),
-    "forced_bos_token_id": Limits(0, whole=True),
+    "no_repeat_ngram_size": Limits(0, MAX_INT, whole=True),
+    "num_beams": Limits(1, MAX_INT, whole=True),
+    "forced_bos_token_id": Limits(0, MAX_INT, whole=True),
 }
 """Each option that is one number, under transformers' name. Wider than useful, never wider than defined."""
 
@@ -85,7 +81,7 @@ ENGINE_LIMITS: Mapping[str, Limits] = {
     "frequency_penalty": Limits(-2, 2),
     "logprobs": Limits(0, 20, whole=True),
     "prompt_logprobs": Limits(0, 20, whole=True),
-    "priority": Limits(-(2**31), 2**31 - 1, whole=True),
+    "priority": Limits(-MAX_INT - 1, MAX_INT, whole=True),
     "timeout_s": Limits(0, low_open=True),
 }
 """Each option that is one number and that transformers does not have; ranges of log-probabilities and penalties are
@@ -125,6 +121,7 @@ REMEDIES: Mapping[str, str] = {
     "eta_cutoff": "0 switches it off",
     "repetition_penalty": "1.0 switches it off",
     "no_repeat_ngram_size": "0 switches it off",
+    "num_beams": "1 switches beam search off",
     "presence_penalty": "0 switches it off",
     "frequency_penalty": "0 switches it off",
     "logprobs": "0 gives that of the chosen token alone, None none",
@@ -133,71 +130,11 @@ REMEDIES: Mapping[str, str] = {
 }
 
 
-def invalid(name: str, expected: object, got: object, remedy: str | None = None) -> InvalidArgumentError:
-    """The one-line error of an argument: what was expected, what came, what to do."""
-    return InvalidArgumentError(f"{name}: expected {expected}, got {got!r}; {remedy or 'None leaves it unset'}")
-
-
 def check_number(name: str, value: object) -> None:
     """Raises `InvalidArgumentError` when `value` lies outside the option's limits; None (unset) passes."""
     limits = LIMITS[name] if name in LIMITS else ENGINE_LIMITS[name]
     if value is not None and value not in limits:
         raise invalid(name, limits, value, REMEDIES.get(name))
-
-
-def check_token_ids(name: str, value: object, *, may_be_empty: bool = False) -> None:
-    """Raises `InvalidArgumentError` unless `value` is a sequence of token ids (whole numbers >= 0)."""
-    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_sequence or not (may_be_empty or value) or any(item not in _TOKEN_ID for item in value):  # type: ignore[attr-defined]
-        raise invalid(name, f"a {'' if may_be_empty else 'non-empty '}list of token ids >= 0", value)
-
-
-def check_bad_words(value: object) -> None:
-    """Raises `InvalidArgumentError` unless `value` is a non-empty list of non-empty lists of token ids."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise invalid("bad_words_ids", "a non-empty list of lists of token ids", value)
-    for word in value:
-        check_token_ids("bad_words_ids", word)
-
-
-def bias_pairs(value: object) -> list[tuple[tuple[int, ...], float]]:
-    """The pairs (token ids, bias) of a `sequence_bias` in either of transformers' two forms.
-
-    Raises:
-        InvalidArgumentError: it is neither a non-empty ``{(ids): bias}`` nor a non-empty ``[[ids, bias]]``.
-    """
-    expected = "a non-empty {(token ids): bias} or [[[token ids], bias]] with finite or infinite biases"
-    if isinstance(value, Mapping):
-        pairs = list(value.items())
-    elif isinstance(value, Sequence) and not isinstance(value, str) and all(_is_pair(item) for item in value):
-        pairs = [(item[0], item[1]) for item in value]
-    else:
-        raise invalid("sequence_bias", expected, value)
-    for ids, bias in pairs:
-        check_token_ids("sequence_bias", ids)
-        if isinstance(bias, bool) or not isinstance(bias, numbers.Real) or math.isnan(bias):
-            raise invalid("sequence_bias", expected, value)
-    if not pairs:
-        raise invalid("sequence_bias", expected, value)
-    return list({tuple(int(i) for i in ids): float(bias) for ids, bias in pairs}.items())
-
-
-def check_logit_bias(value: object) -> None:
-    """Raises `InvalidArgumentError` unless `value` maps token ids to biases from -100 to 100, as OpenAI's does."""
-    expected = "{token id: bias from -100 to 100}"
-    if not isinstance(value, Mapping):
-        raise invalid("logit_bias", expected, value)
-    for token_id, bias in value.items():
-        if token_id not in _TOKEN_ID or bias not in _LOGIT_BIAS:
-            raise invalid("logit_bias", expected, {token_id: bias}, "use whole token ids and clip the biases")
-
-
-_TOKEN_ID = Limits(0, 2**31 - 1, whole=True)
-_LOGIT_BIAS = Limits(-100, 100)
-
-
-def _is_pair(item: object) -> bool:
-    return isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,11 +163,14 @@ class SamplingParams:
     eta_cutoff: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
+    num_beams: int | None = None  # 1 switches off a checkpoint's beam search, whose text comes at its end
     bad_words_ids: Sequence[Sequence[int]] | None = None
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Sequence[Any]] | None = None
     suppress_tokens: Sequence[int] | None = None
     stop: str | Sequence[str] | None = None  # ends a request once its text contains one of them
     eos_token_id: int | Sequence[int] | None = None
+    stop_token_ids: Sequence[int] | None = None  # end a request too, and are no part of its text
+    ignore_eos: bool | None = None  # goes on behind an end-of-sequence token; those of stop_token_ids still end it
     n: int | None = None  # answers to one prompt
     seed: int | None = None  # same seed, same request, same tokens, whatever runs beside it
 
@@ -249,39 +189,63 @@ class SamplingParams:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in names:
-                near = difflib.get_close_matches(name, names) or names
-                raise InvalidArgumentError(f"SamplingParams has no {name!r}; did you mean {' or '.join(near)}?")
+                near = " or ".join(difflib.get_close_matches(name, names) or names)
+                raise InvalidArgumentError(
+                    f"SamplingParams has no {short_repr(name)}; {hint_for(name) or f'did you mean {near}?'}"
+                )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        fields = {field.name for field in dataclasses.fields(self)}
-        for name in [name for name in (*LIMITS, *ENGINE_LIMITS) if name in fields]:
-            if not (name == "temperature" and self.is_greedy):
-                check_number(name, getattr(self, name))
-        if self.do_sample not in (None, True, False):
-            raise invalid("do_sample", "True or False", self.do_sample)
-        if self.n is not None and self.n not in LIMITS["num_return_sequences"]:
-            raise invalid("n", LIMITS["num_return_sequences"], self.n)
-        if self.seed is not None and self.seed not in Limits(0, MAX_SEED, whole=True):
-            raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", self.seed, "None draws a fresh one")
+        self._check_numbers()
+        for name in ("do_sample", "ignore_eos"):
+            if getattr(self, name) is not None and type(getattr(self, name)) is not bool:
+                raise invalid(name, "True or False", getattr(self, name))
         if self.bad_words_ids is not None:
             check_bad_words(self.bad_words_ids)
         if self.sequence_bias is not None:
             bias_pairs(self.sequence_bias)
         if self.suppress_tokens is not None:
             check_token_ids("suppress_tokens", self.suppress_tokens, may_be_empty=True)
-        if self.eos_token_id is not None and self.eos_token_id not in _TOKEN_ID:
-            check_token_ids("eos_token_id", self.eos_token_id)
-        is_list = self.stop is None or isinstance(self.stop, Sequence)
-        if not is_list or not all(isinstance(text, str) and text for text in self.stop_strings):
-            raise invalid("stop", "a non-empty string, or a list of them", self.stop)
+        if self.eos_token_id is not None and self.eos_token_id not in TOKEN_ID:
+            check_token_ids("eos_token_id", self.eos_token_id, most=MAX_STOPS)
+        if self.stop_token_ids is not None:
+            check_token_ids("stop_token_ids", self.stop_token_ids, may_be_empty=True, most=MAX_STOPS)
+        self._check_stop_strings()
         if self.logit_bias is not None:
             check_logit_bias(self.logit_bias)
         if self.allowed_token_ids is not None:
             check_token_ids("allowed_token_ids", self.allowed_token_ids)
-        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise invalid("cache_salt", "a string", self.cache_salt, "None shares with all requests that have none")
+        if self.cache_salt is not None:
+            if not isinstance(self.cache_salt, str):
+                raise invalid("cache_salt", "a string", self.cache_salt, "None shares with all requests that have none")
+            check_text("cache_salt", self.cache_salt)
         self._check_together()
+
+    def _check_numbers(self) -> None:
+        fields = {field.name for field in dataclasses.fields(self)}
+        names = [name for name in (*LIMITS, *ENGINE_LIMITS) if name in fields]
+        for name in (*names, "n", "seed"):
+            object.__setattr__(self, name, python_number(getattr(self, name)))
+        for name in names:
+            if not (name == "temperature" and self.is_greedy):
+                check_number(name, getattr(self, name))
+        if self.n is not None and self.n not in Limits(1, MAX_ANSWERS, whole=True):
+            raise invalid("n", f"a whole number from 1 to {MAX_ANSWERS}", self.n)
+        if self.seed is not None and self.seed not in Limits(0, MAX_SEED, whole=True):
+            raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", self.seed, "None draws a fresh one")
+
+    def _check_stop_strings(self) -> None:
+        if self.stop is None:
+            return
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop
+        if not is_list(texts) or not all(isinstance(text, str) and text for text in texts[: MAX_STOPS + 1]):
+            raise invalid("stop", "a non-empty string, or a list of them", self.stop)
+        if len(texts) > MAX_STOPS:
+            raise InvalidArgumentError(
+                f"stop: expected at most {MAX_STOPS} strings, got {len(texts)}; shorten the list"
+            )
+        for text in texts:
+            check_text("stop", text)
 
     def _check_together(self) -> None:
         if None not in (self.min_new_tokens, self.max_new_tokens) and self.min_new_tokens > self.max_new_tokens:  # type: ignore[operator]
@@ -334,19 +298,34 @@ class SamplingParams:
         renamed = {"n": "num_return_sequences", "stop": "stop_strings"}
         for field in dataclasses.fields(self):
             value = self.stop_strings if field.name == "stop" else getattr(self, field.name)
-            if field.name in ("seed", *ENGINE_ONLY) or value is None or value == ():
+            if field.name in (*_NOT_IN_CONFIGS, *ENGINE_ONLY) or value is None or value == ():
                 continue
             setattr(config, renamed.get(field.name, field.name), _as_transformers_takes_it(field.name, value))
+        self._set_ends(config)
         if self.max_new_tokens is not None:
             config.max_length = None
         if self.is_greedy:
             config.do_sample, config.temperature = False, None
+            config.num_beams = self.num_beams or 1
         elif self.do_sample is None and (self.temperature is not None or self._sampling_options):
             config.do_sample = True
         if (config.num_return_sequences or 1) > 1 and not config.do_sample:
             remedy = "greedy answers are all the same: give a temperature, or n=1"
             raise invalid("n", "1 with greedy decoding", config.num_return_sequences, remedy)
         return config
+
+    def _set_ends(self, config: GenerationConfig) -> None:
+        """Puts what `ignore_eos` and `stop_token_ids` ask for into the end-of-sequence tokens of `config`."""
+        if not (self.ignore_eos or self.stop_token_ids):
+            return
+        own = config.eos_token_id
+        own = own.tolist() if hasattr(own, "tolist") else own
+        ids = [] if own is None or self.ignore_eos else [own] if isinstance(own, int) else list(own)
+        ids = list(dict.fromkeys([*ids, *(int(token_id) for token_id in self.stop_token_ids or ())]))
+        config.eos_token_id = ids or [NEVER_A_TOKEN]
+
+
+_NOT_IN_CONFIGS = ("seed", "stop_token_ids", "ignore_eos")
 
 
 def _as_transformers_takes_it(name: str, value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,26 +16,33 @@ from transformers.cache_utils import Cache
 
 from model_adapters import quirks
 from model_adapters.arrays import from_host
-from model_adapters.bridge import to_torch_tensor
+from model_adapters.bridge import tensors_of, to_torch_tensor
 from model_adapters.caches import DeviceCache
 from model_adapters.causality import is_causal
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.module_watch import Change, ModuleWatch, Structure
 from model_adapters.ops.packed_weight import PackedWeight, Weights
-from model_adapters.program import CONDITIONS, CallSpec, MethodSpec, ModelProgram
+from model_adapters.program import CONDITIONS, INDICES, CallSpec, MethodSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
 from model_adapters.tables import name_in
 from torchax_serve.buckets import bucket
 from torchax_serve.cache_maker import CacheMaker
+from torchax_serve.call_arguments import check_positions_kept
 from torchax_serve.encoder_beside import EncoderBeside
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.images.placeholders import unmet
 from torchax_serve.known_inputs import Known, KnownCalls, all_met, arrays_and_rest
 from torchax_serve.limits import Limits
-from torchax_serve.padding import Padding
+from torchax_serve.module_changes import check_can_follow, weights_of
+from torchax_serve.owner_process import OwnerProcess
+from torchax_serve.padding import Padding, is_own_mask, own_mask
 from torchax_serve.program_cache import ProgramCache
 from torchax_serve.query import Query, cut, pad_positions, pad_tokens
 from torchax_serve.steps import Steps
 
+NUM_EARLIER = 4
+"""Structures of a model whose programs are kept: with an adapter and without it, and some more."""
+_OF_ALL_STRUCTURES = frozenset({"weights", "watch", "num_changes", "_earlier", "_lock"})
 Call = tuple[tuple[Any, Any, dict[str, jax.Array]], CallSpec]
 """Cache, offset and arrays of a step, and what is static of it."""
 
@@ -49,12 +57,21 @@ class Runtime:
         programs: ProgramCache | None = None,
         sharding: ModelSharding | None = None,
         part: str = "",
+        watch: ModuleWatch | None = None,
     ) -> None:
-        self.program = ModelProgram(module, sharding, part)
-        called = self.program.called
         self.weights = weights if part and isinstance(weights, dict) else dict(weights)
+        self.watch = watch or ModuleWatch(module)
+        self.num_changes = 0
+        self._earlier: list[tuple[Structure, dict[str, Any]]] = []
+        self._lock = threading.Lock()
+        self._set_up(ModelProgram(module, sharding, part, self.watch), programs or ProgramCache())
+
+    def _set_up(self, program: ModelProgram, programs: ProgramCache) -> None:
+        """Makes all that depends on the module's structure."""
+        module = program.module
+        self.program, called = program, program.called
         self.program.sizes = _sizes(self.weights)
-        self.steps = Steps(self.program, programs or ProgramCache())
+        self.steps = Steps(self.program, programs)
         self.config = getattr(called, "config", module.config)  # a part need not have one of its own
         has_encoder = self.program.names.has_encoder
         self._encoder = name_in(module, called.get_encoder()) if has_encoder else None
@@ -66,7 +83,67 @@ class Runtime:
         self.is_causal = not has_encoder and has_token_outputs and is_causal(called)
         self.unread = quirks.unread(called)
         self._parts: dict[str, Runtime] = {}
+        self.process = OwnerProcess()
         self._known = KnownCalls(self.program.names.sequence, self.steps.cache, self.weights)
+
+    def follow_module(self) -> None:
+        """Takes over what has changed on the module since its programs and arrays were made.
+
+        Other values are read anew; other parts, hooks, attributes or settings mean other programs. Those of the last
+        few states are kept, so that an adapter may be switched on and off.
+
+        Raises:
+            InvalidArgumentError: the module has become something that cannot run here; it stays so until mended.
+        """
+        if (change := self.watch.change()) is None:
+            return
+        with self._lock:
+            if (change := self.watch.change()) is None:  # another thread has been here
+                return
+            check_can_follow(self.program, self.weights, change)
+            before, new = self.watch.structure, weights_of(self.program.module, self.weights, change)
+            self.watch.take()
+            self.num_changes += 1
+            for name in self.weights.keys() - new.keys():
+                del self.weights[name]
+            self.weights.update(new)  # the same dict for all that read it
+            if change.is_structural:
+                self._change_structure(before)
+            self.program.sizes = _sizes(self.weights)
+
+    def refresh(self) -> None:
+        """Makes programs and arrays anew, as if every tensor and every part had changed."""
+        with self._lock:
+            module = self.program.module
+            change = Change("refresh", frozenset(n for n, t in tensors_of(module).items() if not t.is_meta), True)
+            check_can_follow(self.program, self.weights, change)
+            self.weights.update(weights_of(module, self.weights, change))
+            self.watch.take()
+            self.num_changes += 1
+            self._earlier.clear()
+            self._change_structure(None)
+
+    def _change_structure(self, before: Structure | None) -> None:
+        """Lays aside what was made for the structure `before`; takes up again, or makes, what the present one needs."""
+        if before is not None:
+            state = {name: value for name, value in vars(self).items() if name not in _OF_ALL_STRUCTURES}
+            self._earlier = [*self._earlier, (before, state)][-NUM_EARLIER:]
+        for name in ("limits", "encoder"):
+            vars(self).pop(name, None)
+        for index, (structure, state) in enumerate(self._earlier):
+            if structure == self.watch.structure:
+                vars(self).update(state)
+                del self._earlier[index]
+                return
+        module, sharding, part = self.program.module, self.program.sharding, self.program.part
+        self._set_up(ModelProgram(module, sharding, part, self.watch), ProgramCache())  # its code is not the files'
+
+    @property
+    def why_stepwise(self) -> str | None:
+        """Why tokens must come from calls of the model itself, one by one: code of a script runs in each of them."""
+        if self.watch.hooked:
+            return f"a forward hook is set on {self.watch.hooked[0]}"
+        return "a forward hook or another forward is set on the model" if self.watch.is_wrapped else None
 
     @functools.cached_property
     def limits(self) -> Limits:
@@ -83,7 +160,8 @@ class Runtime:
         if not name:
             return self
         if name not in self._parts:
-            made = Runtime(self.program.module, self.weights, self.steps.cache, self.program.sharding, name)
+            program = self.program
+            made = Runtime(program.module, self.weights, self.steps.cache, program.sharding, name, self.watch)
             self._parts[name] = made
         return self._parts[name]
 
@@ -92,8 +170,8 @@ class Runtime:
 
         `is_kept` says that there is a cache: a recurrent state would go on through padding on the right.
         """
-        if length == 1 or not self.is_causal or (is_kept and self.caches.is_recurrent):
-            return length
+        if length == 1 or not self.is_causal or self.watch.hooked or (is_kept and self.caches.is_recurrent):
+            return length  # a hook would see padding
         rung = bucket(length)
         # Nor may padding reach behind the end of a table of positions: what is read there is no number.
         fits = self.limits.learned_positions is None or past + rung <= self.limits.learned_positions
@@ -124,15 +202,59 @@ class Runtime:
         Raises:
             InvalidArgumentError: values that the model's code has checked are not as it needs them.
         """
+        self.process.check()
+        past = 0 if cache is None else cache.length
         fields = self._forward_arrays(given, spec, cache)
         _check(fields.pop(CONDITIONS, None), given, self.config)
+        self._check_indices(fields.pop(INDICES, None), given, spec, cache, past)
         return fields
+
+    def _check_indices(
+        self, in_range: jax.Array | None, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None, past: int
+    ) -> None:
+        """Raises InvalidArgumentError if a call, which has been made, looked something up beyond the end of a table.
+
+        Padding may have: the call is made again at its true length, operator by operator, where a table has its name.
+        """
+        if all_met(in_range):
+            return
+        error = InvalidArgumentError(
+            "expected token ids, positions and token types that the model's tables have, got some beyond them; give "
+            "fewer tokens or smaller values"
+        )
+        if self.program.sharding is not None:
+            raise error
+        try:
+            (states, offset, arrays), exact = self._exact_call(given, spec, cache, past)
+            self.program.forward(self.weights, states, offset, arrays, exact)
+        except InvalidArgumentError:
+            if cache is not None:
+                cache.length = past
+            raise
+        except Exception as other:  # whatever model code raises of values that it has not seen so far
+            raise error from other
+
+    def _exact_call(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None, past: int) -> Call:
+        """A call of the program without padding, over a cache that holds `past` tokens."""
+        given = {key: value for key, value in given.items() if key not in self.unread}
+        name = self.program.names.ids if given.get(self.program.names.ids) is not None else self.program.names.embeds
+        if cache is None or given.get(name) is None:
+            arrays, rest = arrays_and_rest(given)
+            return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
+        tensor = given.pop(name)
+        after, cache.length = cache.length, past
+        try:
+            inputs, extended = self._inputs(Query(name, tensor, tensor.shape[1]), given, spec, cache, Known.NOTHING)
+            return (cache.states, from_host(past, np.int32), inputs), extended
+        finally:
+            cache.length = after
 
     def _forward_arrays(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None) -> dict[str, Any]:
         given = {key: value for key, value in given.items() if key not in self.unread}
         names = self.program.names
         name = names.ids if given.get(names.ids) is not None else names.embeds
         exact = bool(set(given) - names.sequence - {"logits_to_keep"}) or given.get(name) is None
+        exact = exact or (cache is None and is_own_mask(given.get(names.mask)))
         if cache is None and (exact or names.has_encoder):
             return self.forward_as_is(given, spec)
         tensor = given.pop(name)
@@ -141,12 +263,18 @@ class Runtime:
         # What padding computes is garbage, and here it would be looked at.
         exact = exact or spec.output_attentions or spec.output_hidden_states
         length = tensor.shape[1]
+        if (keep := check_positions_kept(given.pop("logits_to_keep", 0), length)) is not None:
+            given["logits_to_keep"] = keep
+        # Who brings positions to keep or a mask of queries and keys means them at the length that they have.
+        exact = exact or isinstance(keep, torch.Tensor) or is_own_mask(given.get(names.mask))
         past = 0 if cache is None else cache.length
         query = Query(name, tensor, length if exact else self.padded_len(length, past, is_kept=cache is not None))
         return self._forward_padded(query, given, spec, cache)
 
     def forward_as_is(self, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
         """As `forward_arrays` without a cache, the arguments at the lengths that they have."""
+
+        self.process.check()
 
         def call(known: Known) -> Call:
             arrays, rest = arrays_and_rest(given, known)
@@ -162,6 +290,7 @@ class Runtime:
         """
         fields, _ = self._known.run(given, call, self.program.forward, self.steps.forward, _conditions)
         _check(fields.pop(CONDITIONS, None), given, self.config)
+        self._check_indices(fields.pop(INDICES, None), given, CallSpec(), None, 0)
         return fields
 
     def _forward_padded(
@@ -170,29 +299,40 @@ class Runtime:
         past = 0 if cache is None else cache.length
         if cache is not None:
             cache.reserve(bucket(past + query.padded_len))
-        keep = given.pop("logits_to_keep", 0)
+        keep = given.get("logits_to_keep", 0)
         states, offset = (None, None) if cache is None else (cache.states, from_host(past, np.int32))
 
         names = self.program.names
         context = self._context(given, cache) if names.has_encoder and cache is not None else {}
 
         def call(known: Known) -> Call:
-            inputs, padded = self._text_inputs(query, given, cache, known)
-            rest_given = {name: value for name, value in given.items() if name not in names.sequence}
-            if known >= Known.MASKS:
-                rest_given |= {query.name: query.tensor}
-                rest_given |= {name: given[name] for name in names.sequence & given.keys()}
-            arrays, rest = arrays_and_rest(rest_given, known)
-            if keep == 1:
-                inputs["last"] = from_host(query.len - 1, np.int32)
-            extended = dataclasses.replace(spec, padded=padded, extra=spec.extra + rest)
-            return (states, offset, inputs | context | arrays), extended
+            inputs, extended = self._inputs(query, given, spec, cache, known)
+            return (states, offset, inputs | context), extended
 
         described = {**given, query.name: query.tensor}
         fields, states = self._known.run(described, call, self.program.forward, self.steps.forward, _conditions)
         if cache is not None:
             cache.states, cache.length = states, past + query.len
         return cut(fields, query, past, keep, cache)
+
+    def _inputs(
+        self, query: Query, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None, known: Known
+    ) -> tuple[dict[str, Any], CallSpec]:
+        """The arrays of a call with `query` and what else is `given`, and what is static of it."""
+        names = self.program.names
+        given = dict(given)
+        keep = given.get("logits_to_keep", 0)
+        if not isinstance(keep, torch.Tensor):  # which is an argument as any other
+            given.pop("logits_to_keep", None)
+        inputs, padded = self._text_inputs(query, given, cache, known)
+        rest_given = {name: value for name, value in given.items() if name not in names.sequence}
+        if known >= Known.MASKS:
+            rest_given |= {query.name: query.tensor}
+            rest_given |= {name: given[name] for name in names.sequence & given.keys()}
+        arrays, rest = arrays_and_rest(rest_given, known)
+        if not isinstance(keep, torch.Tensor) and keep == 1:
+            inputs["last"] = from_host(query.len - 1, np.int32)
+        return inputs | arrays, dataclasses.replace(spec, padded=padded, extra=spec.extra + rest)
 
     def _text_inputs(
         self, query: Query, given: dict[str, Any], cache: DeviceCache | None, known: Known
@@ -203,10 +343,16 @@ class Runtime:
         names, past = self.program.names, 0 if cache is None else cache.length
         inputs = {query.name: pad_tokens(query.tensor, query.padded_len)}
         positions = given.get(names.positions)
-        padding = Padding.of(given.get(names.mask), past + query.len)
+        if self.program.rope is not None and positions is None:  # which the model then counts, padding included
+            inputs["rope_lens"] = from_host(past + query.len, np.int32)
         length = query.padded_len if cache is None or past == 0 else cache.capacity
-        inputs |= padding.inputs(length, names.mask)
-        if past and padding.starts is None and padding.mask is None:
+        if is_own_mask(mask := given.get(names.mask)):
+            padding = Padding()
+            inputs[names.mask] = own_mask(mask, past + query.len, length)
+        else:
+            padding = Padding.of(mask, past + query.len)
+            inputs |= padding.inputs(length, names.mask)
+        if past and names.mask not in inputs and padding.starts is None and padding.mask is None:
             inputs["starts"] = from_host(np.zeros(query.batch), np.int32)  # in case the model cannot do without a mask
             if positions is None and self.program.accepts(names.positions):
                 # Without padding every model counts like this; some would do it by a length only the host knows.

@@ -49,11 +49,22 @@ class Steps:
     def __init__(self, program: ModelProgram, cache: ProgramCache) -> None:
         self.program = program
         self.cache = cache
-        kept = partial(KeptFunction, cache, donate=["states"], facts=program.found_out, recall=program.recall)
+
+        def has_hooks() -> bool:
+            return bool(program.watch.hooked)
+
+        kept = partial(
+            KeptFunction,
+            cache,
+            donate=["states"],
+            facts=program.found_out,
+            recall=program.recall,
+            is_uncompiled=has_hooks,
+        )
         of_part = f"_{program.part.replace('.', '_')}" if program.part else ""
         self.forward = kept(f"forward{of_part}", self._forward)
         self.decode = kept(f"decode{of_part}", self.decode_once)
-        self.method = KeptFunction(cache, "method", self._method)
+        self.method = KeptFunction(cache, "method", self._method, is_uncompiled=has_hooks)
 
     @property
     def num_traces(self) -> collections.Counter[str]:

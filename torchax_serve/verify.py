@@ -3,20 +3,25 @@
 Both sides run the same weights on the same prompt. Compared are the hidden states of a whole prompt, layer by layer,
 those of one more token that reads the cache, the logits of every step of ``generate``, and the greedy tokens. The first
 layer beyond the tolerance is where a fault sits: what comes after it has inherited the difference.
+
+In bfloat16 and float16 both sides round, each elsewhere, and how far that carries depends on the model. So eager
+PyTorch runs the same weights in float32 as well, and the JAX model may be a few times as far from that as eager PyTorch
+is in 16 bits.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, load_model
@@ -24,48 +29,16 @@ from model_adapters.loading.sink import one_load
 from torchax_serve.compile_cache import enable_compile_cache
 from torchax_serve.drop_in import JaxModel, attach
 from torchax_serve.eager_twin import EagerTwin
+from torchax_serve.parity.differences import Difference, Named, by_name, position_error, within
 from torchax_serve.runtime import Runtime
 
-TOLERANCES = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
-"""Default tolerance by dtype, in the measure of `Difference.relative`. Two orders of summation in float32 stay below
-1e-5 on models of a few dozen layers; half precision is a few rounding errors (2^-9, 2^-12) per layer."""
+FLOAT32_TOLERANCE = 1e-4
+"""Default tolerance in float32, on `Difference.relative`. Two orders of summation stay below 1e-5 on models of a few
+dozen layers. In 16 bits no number does for all models, for real activations amplify rounding: the error of eager
+PyTorch in the same dtype is the measure."""
 
 DEFAULT_PROMPT = "The quick brown fox jumps over the lazy dog. One, two, three, four: what comes next, and why? "
 RANDOM_PROMPT_LEN = 24  # tokens, for a model without a tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """How far one tensor of the JAX model is from that of eager PyTorch.
-
-    Attributes:
-        name: what the tensor is.
-        largest: max of ``|jax - eager|``; infinite where a shape differs or a number is not finite on one side alone.
-        relative: max of ``|jax - eager| / (|eager| + rms(eager))``, which neither a channel of huge values nor a value
-            near zero dominates.
-        within: whether `relative` is at most the tolerance.
-    """
-
-    name: str
-    largest: float
-    relative: float
-    within: bool
-
-    @classmethod
-    def between(cls, name: str, ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> Difference:
-        """Compares two tensors of one meaning, in float64."""
-        a, b = ours.detach().double().numpy(), theirs.detach().double().numpy()
-        if a.shape != b.shape:
-            return cls(name, math.inf, math.inf, False)
-        finite = np.isfinite(b)
-        rms = float(np.sqrt(np.mean(b[finite] ** 2))) if finite.any() else 0.0
-        same = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities (masked logits) are equal to themselves
-        with np.errstate(invalid="ignore", divide="ignore"):
-            gap = np.where(same, 0.0, np.abs(a - b))
-            gap = np.where(np.isnan(gap), np.inf, gap)
-            relative = np.where(gap > 0, gap / (np.where(finite, np.abs(b), 0.0) + rms), 0.0)
-        largest, highest = float(gap.max(initial=0.0)), float(relative.max(initial=0.0))
-        return cls(name, largest, highest, highest <= tolerance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +48,16 @@ class Verification:
     Attributes:
         model, architecture, dtype, device: what ran, and where JAX ran it.
         eager_weights: where the eager side had its weights from.
-        tolerance: on `Difference.relative`.
+        tolerance: on `Difference.relative`; None where the error of eager PyTorch in the same dtype is the measure, and
+            differences are to eager float32.
         prompt_ids: the prompt.
         prompt: embedding, layers and logits of the whole prompt in one forward.
         cached_step: the same for the prompt's last token alone, behind a cache that holds the others; empty where the
             model has no cache.
         steps: logits of each step of greedy ``generate``, up to the first token that differs.
         tokens, eager_tokens: new tokens of both sides; empty for a model that does not generate.
-        tie: in half precision, whether eager PyTorch's own logits of the two tokens that differ first are closer than
-            the tolerance, so that rounding decides between them.
+        tie: in 16 bits, whether the logits of the two tokens that differ first are as close as eager PyTorch's rounding
+            errors are large, so that rounding decides between them.
     """
 
     model: str
@@ -91,7 +65,7 @@ class Verification:
     dtype: str
     device: str
     eager_weights: str
-    tolerance: float
+    tolerance: float | None
     prompt_ids: tuple[int, ...]
     prompt: tuple[Difference, ...]
     cached_step: tuple[Difference, ...]
@@ -143,7 +117,8 @@ def verify(
         prompt: text, or token ids; None for a text of ours, or random ids where there is no tokenizer.
         new_tokens: how many greedy tokens to compare; 0 for the forward alone.
         dtype: of weights and computation, on both sides; a model object keeps its own.
-        tolerance: on `Difference.relative`; None for the one of `TOLERANCES`.
+        tolerance: on `Difference.relative`, both sides in `dtype`; None for `FLOAT32_TOLERANCE` in float32, and in 16
+            bits for `ERROR_RATIO` times the error that eager PyTorch itself makes in `dtype`.
         random_weights: make the weights up, from the configuration alone.
         load_options: further arguments of `model_adapters.loading.load_model`.
 
@@ -166,10 +141,11 @@ def verify(
             f"{type(loaded.module).__name__} has an encoder and a decoder; verify compares models of a single stack"
         )
     ids = _prompt_ids(loaded, prompt)
-    tolerance = TOLERANCES[str(loaded.dtype)] if tolerance is None else tolerance
+    if tolerance is None and str(loaded.dtype) == "float32":
+        tolerance = FLOAT32_TOLERANCE
     from_files = not given and not random_weights
-    ours, (theirs, origin) = _run_both(loaded, ids, new_tokens, from_files=from_files)
-    return _compared(loaded, ids, tolerance, ours, theirs, origin)
+    sides = _run_sides(loaded, ids, new_tokens, from_files=from_files, in_float32=tolerance is None)
+    return _compared(loaded, ids, tolerance, sides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,10 +158,19 @@ class _Trace:
     tokens: tuple[int, ...]
 
 
-def _run_both(
-    loaded: LoadedModel, ids: torch.Tensor, new_tokens: int, *, from_files: bool
-) -> tuple[_Trace, tuple[_Trace, str]]:
-    """The JAX side, then the eager side; weights that are read from files are held by one side at a time."""
+class _Sides(NamedTuple):
+    """What each side computed, and where eager PyTorch had its weights from."""
+
+    ours: _Trace
+    theirs: _Trace
+    exact: _Trace | None  # eager PyTorch in float32, on the tokens of `theirs`; None if nobody asked for it
+    origin: str
+
+
+def _run_sides(
+    loaded: LoadedModel, ids: torch.Tensor, new_tokens: int, *, from_files: bool, in_float32: bool
+) -> _Sides:
+    """The JAX side, then the eager sides; weights that are read from files are held by one side at a time."""
     module, eager_class = loaded.module, type(loaded.module)
     is_object = loaded.source.kind == "object"
     twin = None if is_object or from_files else EagerTwin(loaded)
@@ -200,19 +185,33 @@ def _run_both(
     finally:
         module.__class__ = eager_class
         vars(module).pop("_jax_runtime", None)
+    eager: Any = module
     if is_object:
-        return ours, (_trace(module, ids, new_tokens, cache_name), "those of the model object")
-    if twin is not None:
-        return ours, (_trace(twin.module, ids, new_tokens, cache_name), "random, the memory of the JAX arrays")
-    loaded.weights.clear()
+        origin = "those of the model object"
+    elif twin is not None:
+        eager, origin = twin.module, "random, the memory of the JAX arrays"
+    else:
+        loaded.weights.clear()
+        eager, origin = _read_anew(loaded), "read anew by from_pretrained"
+    theirs = _trace(eager, ids, new_tokens, cache_name)
+    exact = None
+    if in_float32:
+        widened = (copy.deepcopy(eager) if is_object else eager).float()
+        exact = _trace(widened, ids, new_tokens, cache_name, forced=theirs.tokens)
+    return _Sides(ours, theirs, exact, origin)
+
+
+def _read_anew(loaded: LoadedModel) -> PreTrainedModel:
+    """The model in eager PyTorch with the weights of its files, in the dtype of `loaded`."""
+    eager_class: Any = type(loaded.module)
     with one_load():
-        eager: Any = eager_class.from_pretrained(
+        eager = eager_class.from_pretrained(
             loaded.source.folder,
             config=loaded.config,
             dtype=getattr(torch, str(loaded.dtype)),
             local_files_only=True,
         )
-    return ours, (_trace(eager.eval(), ids, new_tokens, cache_name), "read anew by from_pretrained")
+    return eager.eval()
 
 
 def _prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int] | None) -> torch.Tensor:
@@ -239,8 +238,10 @@ def _prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int] | None) -> torc
 
 
 @torch.no_grad()
-def _trace(model: Any, ids: torch.Tensor, new_tokens: int, cache_name: str | None) -> _Trace:
-    """Runs one side: `model` is a transformers model, eager or on JAX."""
+def _trace(
+    model: Any, ids: torch.Tensor, new_tokens: int, cache_name: str | None, *, forced: Sequence[int] = ()
+) -> _Trace:
+    """Runs one side: `model` is a transformers model, eager or on JAX; `forced` are tokens that it has to choose."""
     whole = _tensors_of_output(model(input_ids=ids, output_hidden_states=True, return_dict=True))
     step: dict[str, torch.Tensor] = {}
     if cache_name is not None and ids.shape[1] > 1:
@@ -259,8 +260,21 @@ def _trace(model: Any, ids: torch.Tensor, new_tokens: int, cache_name: str | Non
         num_beams=1,
         return_dict_in_generate=True,
         output_logits=True,
+        logits_processor=[_Forced(ids.shape[1], forced)] if forced else [],
     )
     return _Trace(whole, step, tuple(output.logits), tuple(output.sequences[0, ids.shape[1] :].tolist()))
+
+
+class _Forced(LogitsProcessor):
+    """Lets ``generate`` choose the tokens of another side; logits are given out as they were before."""
+
+    def __init__(self, prompt_len: int, tokens: Sequence[int]) -> None:
+        self._prompt_len, self._tokens = prompt_len, tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = torch.full_like(scores, -math.inf)
+        chosen[:, self._tokens[input_ids.shape[1] - self._prompt_len]] = 0.0
+        return chosen
 
 
 def _tensors_of_output(output: Any) -> dict[str, torch.Tensor]:
@@ -280,46 +294,85 @@ def _tensors_of_output(output: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _compared(
-    loaded: LoadedModel, ids: torch.Tensor, tolerance: float, ours: _Trace, theirs: _Trace, origin: str
-) -> Verification:
-    def rows(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[Difference, ...]:
-        absent = torch.empty(0)
-        names = [*b, *(name for name in a if name not in b)]
-        return tuple(Difference.between(each, a.get(each, absent), b.get(each, absent), tolerance) for each in names)
-
+def _compared(loaded: LoadedModel, ids: torch.Tensor, tolerance: float | None, sides: _Sides) -> Verification:
+    ours, theirs = sides.ours, sides.theirs
     pairs = zip(ours.tokens, theirs.tokens, strict=True)
     parted = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
     # Behind the first different token the two sides continue different texts.
     num_steps = len(theirs.tokens) if parted is None else parted + 1
-    logits = zip(ours.step_logits[:num_steps], theirs.step_logits[:num_steps], strict=True)
-    steps = tuple(
-        Difference.between(f"logits of new token {index}", a, b, tolerance) for index, (a, b) in enumerate(logits)
-    )
+    ours = dataclasses.replace(ours, step_logits=ours.step_logits[:num_steps])
+    if sides.exact is None:
+        assert tolerance is not None
+        parts = [within(tolerance, *each) for each in _pairs(ours, theirs)]
+    else:
+        parts = _beside_eager(ours, theirs, sides.exact)
     half = str(loaded.dtype) != "float32"
-    tie = half and parted is not None and _is_tie(theirs, ours.tokens[parted], parted, tolerance)
     return Verification(
         model=loaded.source.name,
         architecture=type(loaded.module).__name__,
         dtype=str(loaded.dtype),
         device=jax.devices()[0].device_kind,
-        eager_weights=origin,
+        eager_weights=sides.origin,
         tolerance=tolerance,
         prompt_ids=tuple(ids[0].tolist()),
-        prompt=rows(ours.prompt, theirs.prompt),
-        cached_step=rows(ours.cached_step, theirs.cached_step),
-        steps=steps,
+        prompt=parts[0],
+        cached_step=parts[1],
+        steps=parts[2],
         tokens=ours.tokens,
         eager_tokens=theirs.tokens,
-        tie=tie,
+        tie=half and parted is not None and _is_tie(sides, parted, tolerance),
     )
 
 
-def _is_tie(theirs: _Trace, our_token: int, index: int, tolerance: float) -> bool:
-    """Whether eager PyTorch's logits of its own token and of ours differ by less than the tolerance allows."""
-    logits = theirs.step_logits[index][0].double()
-    best, other = logits[theirs.tokens[index]], logits[our_token]
-    rms = logits[logits.isfinite()].square().mean().sqrt()
+def _pairs(a: _Trace, b: _Trace) -> tuple[tuple[Named, Named], ...]:
+    """The tensors of two sides by name: whole prompt, cached step, and as many steps as `a` has."""
+    steps = [
+        {f"logits of new token {index}": each for index, each in enumerate(side.step_logits[: len(a.step_logits)])}
+        for side in (a, b)
+    ]
+    return (a.prompt, b.prompt), (a.cached_step, b.cached_step), (steps[0], steps[1])
+
+
+def _beside_eager(ours: _Trace, theirs: _Trace, exact: _Trace) -> list[tuple[Difference, ...]]:
+    """Differences to float32, judged by those of eager PyTorch: whole prompt, cached step, steps.
+
+    One token may be rounded luckily. So a cached step's error stands beside that of the whole prompt if that is larger,
+    and a step's beside that of all steps together.
+    """
+    errors = [
+        {name: position_error(*pair) for name, pair in by_name(*each).items()}
+        for each in _pairs(dataclasses.replace(theirs, step_logits=theirs.step_logits[: len(ours.step_logits)]), exact)
+    ]
+    whole, cached, steps = errors
+    of_all_steps = math.sqrt(sum(error**2 for error in steps.values()) / max(1, len(steps)))
+    allowed = [
+        whole,
+        {name: max(error, whole.get(name, 0.0)) for name, error in cached.items()},
+        {name: max(error, of_all_steps) for name, error in steps.items()},
+    ]
+    return [
+        tuple(
+            Difference.from_float32(name, *pair, allowed[part].get(name, 0.0)) for name, pair in by_name(*each).items()
+        )
+        for part, each in enumerate(_pairs(ours, exact))
+    ]
+
+
+def _is_tie(sides: _Sides, index: int, tolerance: float | None) -> bool:
+    """Whether the logits of the two sides' tokens of this step are so close that rounding may have chosen.
+
+    By a tolerance eager PyTorch's own logits are compared; without one those of float32, with twice the largest error
+    that eager PyTorch makes in 16 bits on a logit of this step.
+    """
+    eager = sides.theirs.step_logits[index][0].double()
+    our_token, their_token = sides.ours.tokens[index], sides.theirs.tokens[index]
+    if sides.exact is not None:
+        exact = sides.exact.step_logits[index][0].double()
+        errors = (eager - exact)[exact.isfinite() & eager.isfinite()].abs()
+        return bool((exact[their_token] - exact[our_token]).abs() <= 2 * errors.max())
+    assert tolerance is not None
+    best, other = eager[their_token], eager[our_token]
+    rms = eager[eager.isfinite()].square().mean().sqrt()
     allowed = tolerance * ((best.abs() + rms) + (other.abs() + rms))
     return bool((best - other).abs() <= allowed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from model_adapters.errors import CheckpointError, InvalidArgumentError, Unsuppo
 
 _CAUSAL = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _IMAGE_TEXT = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+_CODE = re.compile(r"(?:[\w.-]+/[\w.-]+--)?[\w-]+\.\w+")  # possibly in another repository of the hub
+_FILES_WITH_CODE = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 # what a class is for, by the mapping of transformers that lists it; the first that does decides
 _TASKS: dict[str, str] = {
@@ -93,6 +97,8 @@ def load_config(file: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     _refuse_what_is_not_honoured(content, file)
     auto_map = content.get("auto_map")
     auto_map = auto_map if isinstance(auto_map, dict) else {}
+    if trust_remote_code:
+        _check_code_paths(file)
     model_type = content.get("model_type")
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     if not known and "AutoConfig" in auto_map:
@@ -139,7 +145,8 @@ def find_class(
 
     In this order: the repository's own class (with `trust_remote_code` alone), the class that ``config.architectures``
     names, the class that ``AutoModelForImageTextToText`` has for the model type, that of ``AutoModelForCausalLM``, the
-    one that ``AutoModel`` has.
+    one that ``AutoModel`` has. Types such as BERT, which have a causal class as well, are encoders unless their
+    configuration says ``is_decoder``.
 
     Raises:
         UnsupportedModelError: none of these, or the class is the repository's own and `trust_remote_code` is False.
@@ -159,6 +166,8 @@ def find_class(
     sees_images = name is None or name.endswith("ForConditionalGeneration")
     mapping = {**_CAUSAL, **(_IMAGE_TEXT if sees_images else {})}
     by_type: Any = mapping.get(config.model_type) if causal_by_name else None
+    if name is None and _is_encoder(config):
+        by_type = None
     if by_type is None and name is None:
         by_type = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
     if by_type is not None:
@@ -173,6 +182,30 @@ def find_class(
         f"transformers {transformers.__version__} has no class {name!r} for model type {config.model_type!r}: "
         "install a transformers that has it, or correct `architectures` in config.json"
     )
+
+
+def _check_code_paths(file: Path) -> None:
+    """Raises CheckpointError for a reference to code that is not ``module.Class`` in the folder of `file`.
+
+    transformers joins the first part to the folder as a path, and would follow one that leads out of it.
+    """
+    for each in (file, *(file.with_name(name) for name in _FILES_WITH_CODE)):
+        auto_map = read_config_json(each).get("auto_map") if each.is_file() else None
+        if not isinstance(auto_map, dict):
+            continue
+        for value in auto_map.values():
+            for reference in value if isinstance(value, list) else [value]:
+                if reference is not None and not (isinstance(reference, str) and _CODE.fullmatch(reference)):
+                    raise CheckpointError(
+                        f"{each}: auto_map names {reference!r}, expected module.Class in a file of the same folder: "
+                        "do not trust this checkpoint"
+                    )
+
+
+def _is_encoder(config: PreTrainedConfig) -> bool:
+    """Whether a configuration that names no class is one of an encoder alone."""
+    fills_masks = config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return fills_masks and not config.is_encoder_decoder and not getattr(config, "is_decoder", False)
 
 
 def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
@@ -224,8 +257,11 @@ def task_of(module: PreTrainedModel) -> str | None:
     return "not a causal language model"
 
 
-def require_causal_module(module: PreTrainedModel, name: str) -> None:
-    """Raises `UnsupportedModelError` that says what the model is for, unless it is a causal language model."""
+def require_causal_module(module: PreTrainedModel, name: str, lack: str = "") -> None:
+    """Raises `UnsupportedModelError` that says what the model is for, unless it is a causal language model.
+
+    `lack` says what its files do not hold (`LoadReport.lack`).
+    """
     task = task_of(module)
     if task is None:
         return
@@ -233,5 +269,5 @@ def require_causal_module(module: PreTrainedModel, name: str) -> None:
     hint = f"; {causal} is its causal sibling" if isinstance(causal, str) and causal != type(module).__name__ else ""
     raise UnsupportedModelError(
         f"{name} cannot generate text token by token: {type(module).__name__} is {task}{hint}. "
-        "Expected a causal language model (…ForCausalLM)"
+        f"Expected a causal language model (…ForCausalLM){lack}"
     )

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import EllipsisType
 from typing import Any
 
@@ -133,7 +133,7 @@ def weight_files(folder: Path, *, explicit: str | None, extra: tuple[str, ...], 
         allow_pickle: whether files that ``torch.load`` unpickles (tensors only) are accepted where there is no
             safetensors file.
     """
-    candidates = [explicit] if explicit else [SAFE_FILE, SAFE_INDEX]
+    candidates = [inside(explicit, folder / "config.json")] if explicit else [SAFE_FILE, SAFE_INDEX]
     if allow_pickle and not explicit:
         candidates += [PICKLE_FILE, PICKLE_INDEX]
     for name in candidates:
@@ -145,6 +145,23 @@ def weight_files(folder: Path, *, explicit: str | None, extra: tuple[str, ...], 
     there = sorted(path.name for path in folder.iterdir() if path.is_file())
     listed = ", ".join(there[:12]) + (" …" if len(there) > 12 else "")
     raise CheckpointError(f"{folder} holds no weights: expected {' or '.join(candidates)}, found {listed or 'nothing'}")
+
+
+def inside(name: Any, said_in: str | os.PathLike[str]) -> str:
+    """`name` if it is the path of a file below its folder; raises CheckpointError for one that leads out of it.
+
+    Symbolic links are not followed: the hub's cache consists of them.
+
+    Args:
+        name: what a file of the checkpoint names.
+        said_in: that file.
+    """
+    path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
+    if path.is_absolute() or ".." in path.parts or "\\" in path.as_posix() or "\0" in path.as_posix():
+        raise CheckpointError(
+            f"{said_in} names {name!r}, expected a path within its own folder: do not trust this checkpoint"
+        )
+    return str(name)
 
 
 def pickle_only(where: str) -> CheckpointError:
@@ -164,7 +181,7 @@ def shard_names(index: Path) -> list[str]:
         raise CheckpointError(
             f"{index} is not an index of weight files (expected JSON with a weight_map): get the file again"
         ) from error
-    if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+    if not names or any(not isinstance(name, str) or Path(name).name != name or name == ".." for name in names):
         raise CheckpointError(f"{index} names no weight files of its own folder: get the file again")
     return names
 

@@ -1,7 +1,8 @@
 """Downloads what a model needs from the Hugging Face Hub into its cache, and says in one line why that failed.
 
-Files come one after another in the calling thread, so that Ctrl-C leaves nothing running; a large file is fetched in
-parallel pieces by the hub's own client where the server can do that.
+The hub's listing of a repository is asked for once, and the files that are needed come side by side, each by the hub's
+own client at the listed commit: what an interrupted download left behind goes on where it was. This is what
+`huggingface_hub.snapshot_download` does, but for its second listing, which mirrors and look-alikes do not all answer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import errno
 import fnmatch
 import os
+import threading
+import urllib.parse
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +26,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError, TorchaxServeError
 from model_adapters.loading import checkpoint
 from model_adapters.loading.architecture import read_config_json
+from model_adapters.loading.modules_json import MODULES, read_modules, transformer_path
 from model_adapters.loading.names import near_matches
-from model_adapters.loading.progress import Progress, hub_bar_class
+from model_adapters.loading.progress import Advance, Progress, hub_bar_class
 from model_adapters.loading.source import CONFIG
+
+NUM_CONNECTIONS = 8
 
 # beside the weights: configurations, vocabularies in their various formats, chat templates
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja")
@@ -58,27 +65,72 @@ def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
     Raises:
         ModelNotFoundError: no such repository or revision, no access, no network and no cached copy.
         CheckpointError: no ``config.json``, pickle files only, an index without its files, a cache that cannot be
-            written.
+            written or lacks files.
     """
     with _hub_errors(request):
         info = None if request.offline else _info(request, request.revision)
-        config = _file(request, CONFIG, request.revision, local=info is None)
-        folder = config.parent
-        if info is None:  # what else may be missing is found when it is read
-            return folder, 0
+        if info is None:
+            return _cached(request), 0
+        listed = {each.rfilename for each in info.siblings or []}
+        # by the revision's name, so that the cache knows where it leads to
+        first = _file(request, CONFIG if CONFIG in listed or MODULES not in listed else MODULES, request.revision)
+        folder = first.parent
         if info.sha != folder.name:  # the branch has moved between the two calls
             info = _info(request, folder.name) or info
-        siblings = {each.rfilename: each.size or 0 for each in info.siblings or []}
-        names = [name for name in siblings if _wanted(name, request)]
-        if request.with_weights:
-            names += _weight_names(request, siblings, config)
-        missing = {name: siblings[name] for name in dict.fromkeys(names) if not (folder / name).exists()}
+        files = {each.rfilename: each.size or 0 for each in info.siblings or []}
+        names = dict.fromkeys(_names(request, folder, files))
+        missing = {name: files[name] for name in names if not (folder / name).exists()}
         if missing:
-            total = sum(missing.values())
-            with progress.stage(f"downloading {request.hub_id}", total) as advance:
-                for name in missing:
-                    _file(request, name, folder.name, hub_bar_class(advance))
+            with progress.stage(f"downloading {request.hub_id}", sum(missing.values())) as advance:
+                _download(request, list(missing), folder.name, advance)
         return folder, sum(missing.values())
+
+
+def _download(request: HubRequest, names: list[str], commit: str, advance: Advance) -> None:
+    """Fetches files side by side; the first error, or Ctrl-C, ends those that are under way."""
+    lock, stopped = threading.Lock(), threading.Event()
+
+    def counted(amount: int) -> None:
+        if stopped.is_set():
+            raise _StoppedError
+        with lock:
+            advance(amount)
+
+    bar = hub_bar_class(counted)
+    with ThreadPoolExecutor(NUM_CONNECTIONS, thread_name_prefix="download") as pool:
+        tasks = [pool.submit(_file, request, name, commit, bar) for name in names]
+        try:
+            for task in as_completed(tasks):
+                task.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+class _StoppedError(Exception):
+    """Ends a download whose result nobody waits for any more."""
+
+
+def _cached(request: HubRequest) -> Path:
+    """The folder of a cached copy; raises LocalEntryNotFoundError without one, CheckpointError without weights."""
+    try:
+        folder = _file(request, CONFIG, request.revision, local=True).parent
+    except errors.LocalEntryNotFoundError:
+        folder = _file(request, MODULES, request.revision, local=True).parent
+    model = folder / transformer_path(folder, lambda path: (folder / path / CONFIG).is_file())
+    if request.with_weights:
+        config = read_config_json(model / CONFIG)
+        try:
+            checkpoint.weight_files(
+                model, explicit=config.get("transformers_weights"), extra=(), allow_pickle=request.allow_pickle
+            )
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the cached copy of {request.hub_id} is incomplete, and the network is switched off or away "
+                f"({error}): run once with the network"
+            ) from error
+    return folder
 
 
 def _info(request: HubRequest, revision: str | None) -> ModelInfo | None:
@@ -96,7 +148,10 @@ def _info(request: HubRequest, revision: str | None) -> ModelInfo | None:
         try:
             _file(request, CONFIG, revision, local=True)
         except errors.LocalEntryNotFoundError:
-            raise error from None
+            try:
+                _file(request, MODULES, revision, local=True)
+            except errors.LocalEntryNotFoundError:
+                raise error from None
         return None
 
 
@@ -116,34 +171,76 @@ def _file(
     )
 
 
-def _wanted(name: str, request: HubRequest) -> bool:
-    if "/" not in name and name.endswith(".index.json"):
+def _names(request: HubRequest, folder: Path, files: dict[str, int]) -> list[str]:
+    """What has to be there of the files of a repository, of which `folder` is the cached copy."""
+    commit = folder.name
+    if MODULES in files:
+        _file(request, MODULES, commit)
+    model = transformer_path(folder, lambda path: _joined(path, CONFIG) in files)
+    config = _file(request, _joined(model, CONFIG), commit)
+    names = [name for name in files if _is_small(name, "", request) or _is_small(name, model, request)]
+    if request.with_weights:
+        names += _weight_names(request, files, config, model)
+    for module in read_modules(folder / MODULES) if MODULES in files else []:
+        if module.path != model:
+            names += _of_module(request, files, module.path)
+    return names
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _is_small(name: str, folder: str, request: HubRequest) -> bool:
+    """Whether a file is one that belongs to a model in `folder`, beside its weights."""
+    start = _joined(folder, "")
+    if not name.startswith(start):
+        return False
+    rest = name[len(start) :]
+    if "/" not in rest and rest.endswith(".index.json"):
         return False  # an index comes with the weights it names
     patterns = _SMALL_FILES + (_CODE_FILES if request.with_code else ())
-    return any(fnmatch.fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
+    return any(fnmatch.fnmatchcase(rest, pattern) and rest.count("/") == pattern.count("/") for pattern in patterns)
 
 
-def _weight_names(request: HubRequest, siblings: dict[str, int], config: Path) -> list[str]:
+def _of_module(request: HubRequest, files: dict[str, int], folder: str) -> list[str]:
+    """The files of a module behind the model, such as a pooling or a layer with weights of its own."""
+    names = [name for name in files if _is_small(name, folder, request)] if folder else []
+    safe, pickled = _joined(folder, checkpoint.SAFE_FILE), _joined(folder, checkpoint.PICKLE_FILE)
+    if not folder or not request.with_weights:
+        return names
+    if safe in files:
+        return [*names, safe]
+    return [*names, pickled] if pickled in files and request.allow_pickle else names
+
+
+def _weight_names(request: HubRequest, files: dict[str, int], config: Path, model: str) -> list[str]:
     """The weight files of one format: safetensors where there are any, pickle files only where they are allowed."""
     explicit = read_config_json(config).get("transformers_weights")
-    candidates = [explicit] if explicit else [checkpoint.SAFE_FILE, checkpoint.SAFE_INDEX]
+    candidates = [checkpoint.inside(explicit, config)] if explicit else [checkpoint.SAFE_FILE, checkpoint.SAFE_INDEX]
     pickles = [checkpoint.PICKLE_FILE, checkpoint.PICKLE_INDEX]
     if request.allow_pickle and not explicit:
         candidates += pickles
-    found = next((name for name in candidates if name in siblings), None)
-    if found is None and any(name in siblings for name in pickles):
+    found = next((name for name in candidates if _joined(model, name) in files), None)
+    if found is None and any(_joined(model, name) in files for name in pickles):
         raise checkpoint.pickle_only(request.hub_id)
     if found is None:
-        there = ", ".join(sorted(name for name in siblings if "/" not in name)[:12])
+        there = ", ".join(sorted(name for name in files if "/" not in name)[:12])
         raise CheckpointError(f"{request.hub_id} holds no weights: expected {' or '.join(candidates)}, found {there}")
-    names = [found]
+    names = [_joined(model, found)]
     if found.endswith(".index.json"):
-        names += checkpoint.shard_names(_file(request, found, config.parent.name))
-        lost = [name for name in names if name not in siblings]
+        index = _file(request, names[0], _commit_of(config, model))
+        names += [_joined(model, name) for name in checkpoint.shard_names(index)]
+        lost = [name for name in names if name not in files]
         if lost:
             raise CheckpointError(f"{request.hub_id} lacks {', '.join(lost[:3])}, which {found} names: ask its owner")
     # few architectures keep a part of their weights in further files; they are small beside the rest
-    return names + [name for name in siblings if name in _extra_names(config)]
+    return names + [name for extra in _extra_names(config) if (name := _joined(model, extra)) in files]
+
+
+def _commit_of(config: Path, model: str) -> str:
+    """The name of the cached copy's folder, which is the commit."""
+    return config.parents[len(Path(model).parts)].name
 
 
 def _extra_names(config: Path) -> tuple[str, ...]:
@@ -153,6 +250,12 @@ def _extra_names(config: Path) -> tuple[str, ...]:
 
 def _status(error: BaseException) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _file_of(error: errors.EntryNotFoundError) -> str:
+    """The file that a refusal is about."""
+    url = str(getattr(getattr(error, "response", None), "url", ""))
+    return urllib.parse.unquote(url.partition("/resolve/")[2].partition("/")[2].partition("?")[0]) or CONFIG
 
 
 def _is_connection_error(error: BaseException) -> bool:
@@ -177,6 +280,8 @@ def _hub_errors(request: HubRequest) -> Iterator[None]:
 
 
 def _translated(error: Exception, request: HubRequest) -> TorchaxServeError | None:
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
+        error = error.__cause__  # the client has looked into its cache after the hub's refusal
     name, endpoint = request.hub_id, constants.ENDPOINT
     status = _status(error)
     revision = request.revision or "main"
@@ -211,6 +316,9 @@ def _translated(error: Exception, request: HubRequest) -> TorchaxServeError | No
             "set HF_ENDPOINT to a mirror, or name a folder"
         )
     if isinstance(error, errors.EntryNotFoundError):
+        file = _file_of(error)
+        if file != CONFIG:
+            return CheckpointError(f"{name} (revision {revision}) lacks {file}, which its listing names: ask its owner")
         return CheckpointError(
             f"{name} (revision {revision}) holds no {CONFIG}, so it is not a transformers model: "
             "look for a repository of this model in transformers' format"

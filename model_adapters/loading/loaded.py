@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import huggingface_hub
 import jax.numpy as jnp
@@ -24,8 +25,11 @@ from model_adapters.errors import CheckpointError, UnsupportedModelError
 from model_adapters.loading.architecture import require_causal_module
 from model_adapters.loading.memory import PeakMemory
 from model_adapters.loading.source import ModelSource
+from model_adapters.loading.tensor_match import TensorMatch, some
 from model_adapters.ops.packed_weight import Weight
 from model_adapters.sharding import ModelSharding
+
+T = TypeVar("T")
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -52,6 +56,13 @@ class LoadReport:
     peak_host_bytes: int  # highest growth of the process's resident memory while loading
     num_tensors: int  # names
     num_shared: int  # names whose array another name has as well
+    unused_tensors: tuple[str, ...] = ()  # names in the files that the class has no place for
+    missing_tensors: tuple[str, ...] = ()  # names of the class that the files lack: a head, a pooler; left out
+
+    @property
+    def lack(self) -> str:
+        """What the files lack, as the end of a sentence on what the model therefore cannot do; else empty."""
+        return f"; its files lack {some(self.missing_tensors, 2)}" if self.missing_tensors else ""
 
 
 @dataclass(frozen=True)
@@ -71,9 +82,12 @@ class LoadedModel:
     report: LoadReport
     trust_remote_code: bool = False
     sharding: ModelSharding | None = None  # how `weights` lie on a mesh; None: on one device
+    allow_pickle: bool = False  # whether pickle files beside the weights may be read as well
     _tokenizers: list[PreTrainedTokenizerBase | None] = field(default_factory=list, repr=False, compare=False)
     _processors: list[Any] = field(default_factory=list, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _making: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer that belongs to the model, loaded at the first call; None where its folder has none.
@@ -85,6 +99,13 @@ class LoadedModel:
             if not self._tokenizers:
                 self._tokenizers.append(self._load_tokenizer())
             return self._tokenizers[0]
+
+    def once(self, kind: type[T], make: Callable[[], T]) -> T:
+        """What `make` gives, made at the first call for `kind` and kept as long as the model."""
+        with self._making:
+            if kind not in self._made:
+                self._made[kind] = make()
+            return self._made[kind]
 
     @property
     def files_folder(self) -> Path | None:
@@ -151,7 +172,7 @@ def _folder_of(name_or_path: str | None) -> Path | None:
 
 def require_causal_lm(loaded: LoadedModel) -> None:
     """Raises `UnsupportedModelError`, saying what the model is for, unless it is a causal language model."""
-    require_causal_module(loaded.module, loaded.source.name)
+    require_causal_module(loaded.module, loaded.source.name, loaded.report.lack)
 
 
 def numpy_dtype(dtype: torch.dtype) -> Any:
@@ -160,9 +181,14 @@ def numpy_dtype(dtype: torch.dtype) -> Any:
 
 
 def report_of(
-    weights: dict[str, Weight], peak: PeakMemory, source: ModelSource, load_s: float, checkpoint_bytes: int | None
+    weights: dict[str, Weight],
+    peak: PeakMemory,
+    source: ModelSource,
+    load_s: float,
+    checkpoint_bytes: int | None,
+    match: TensorMatch | None = None,
 ) -> LoadReport:
-    """Counts the arrays; `checkpoint_bytes` is None where there were no files."""
+    """Counts the arrays; `checkpoint_bytes` and `match` are None where there were no files."""
     unique = {id(array): array.nbytes for array in weights.values()}
     weights_bytes = sum(unique.values())
     return LoadReport(
@@ -174,4 +200,6 @@ def report_of(
         peak_host_bytes=peak.growth_bytes,
         num_tensors=len(weights),
         num_shared=len(weights) - len(unique),
+        unused_tensors=() if match is None else match.unused,
+        missing_tensors=() if match is None else match.missing,
     )

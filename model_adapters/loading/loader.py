@@ -32,6 +32,7 @@ from model_adapters.loading.own_generate import attach_own_generate
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.sink import DevicePut, Placement, WeightSink, meta_like
 from model_adapters.loading.source import ModelSource, of_object, resolve
+from model_adapters.loading.tensor_match import TensorMatch, logger, smaller_classes, without_missing_parts
 from model_adapters.ops.packed_weight import Weight
 from model_adapters.sharding import ModelSharding
 
@@ -45,7 +46,7 @@ def load_model(
     dtype: Any = "auto",
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
-    allow_extra_tensors: bool = False,
+    strict: bool = False,
     progress: Progress | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     random_weights: bool = False,
@@ -64,7 +65,8 @@ def load_model(
             that the architecture keeps in float32 and buffers keep theirs.
         trust_remote_code: run the Python code of the repository.
         allow_pickle: load tensors (nothing else) from pickle files where there is no safetensors file.
-        allow_extra_tensors: leave out tensors that the architecture has no place for, in place of an error.
+        strict: an error for tensors that the class has no place for, and for a head that the files do not hold. Without
+            it they are left out, as transformers leaves them out, with one line of the logger ``torchax_serve``.
         progress: shown for download and load.
         random_weights: no checkpoint: the configuration (folder, hub id or JSON file) with weights drawn from the
             architecture's own initial distributions.
@@ -101,14 +103,10 @@ def load_model(
             f"{source.name} is a configuration without weights: pass its folder, or random_weights=True"
         )
     with _memory_running_out(source.name):
-        builder = _Builder(source, torch_dtype, trust_remote_code, device_put is None and mesh is None)
-        if mesh is not None:
-            builder.sharding = ModelSharding.of(builder.empty_module(), mesh, refuse_uneven=refuse_uneven)
-            device_put = builder.sharding.put
-        place = Placement(device_put)
+        builder = _Builder(source, torch_dtype, trust_remote_code, device_put, mesh, refuse_uneven)
         if random_weights:
-            return builder.with_random_weights(place, seed, shown)
-        return builder.from_checkpoint(place, allow_pickle, allow_extra_tensors, shown)
+            return builder.with_random_weights(seed, shown)
+        return builder.from_checkpoint(allow_pickle, strict, shown)
 
 
 def _refuse(**given: Any) -> None:
@@ -133,11 +131,21 @@ def _memory_running_out(name: str) -> Iterator[None]:
 class _Builder:
     """One load: configuration, class, module, weights."""
 
-    def __init__(self, source: ModelSource, dtype: torch.dtype | None, trust_remote_code: bool, whole: bool) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        dtype: torch.dtype | None,
+        trust_remote_code: bool,
+        device_put: DevicePut | None,
+        mesh: Mesh | None,
+        refuse_uneven: bool,
+    ) -> None:
         assert source.path is not None
         self._source, self._trust = source, trust_remote_code
-        self._whole = whole
-        self.sharding: ModelSharding | None = None
+        self._device_put, self._mesh, self._refuse_uneven = device_put, mesh, refuse_uneven
+        self._sharding: ModelSharding | None = None
+        self._allow_pickle = False
+        self._match: TensorMatch | None = None
         self._peak, self._start = PeakMemory(), time.perf_counter()
         file = source.path if source.kind == "config" else source.path / CONFIG
         config = load_config(file, trust_remote_code=trust_remote_code)
@@ -145,15 +153,18 @@ class _Builder:
         said: Any = config.dtype or self._config.dtype
         self._dtype: torch.dtype | None = dtype if dtype is not None else said
 
-    def empty_module(self) -> PreTrainedModel:
-        """The model on the meta device, as its configuration describes it."""
-        return module_of(self._class, self._config, self._dtype or torch.float32)
+    def _placement(self) -> Placement:
+        """Where arrays of the class are to live; lays out the mesh, if there is one."""
+        if self._mesh is None:
+            return Placement(self._device_put)
+        empty = module_of(self._class, self._config, self._dtype or torch.float32)
+        self._sharding = ModelSharding.of(empty, self._mesh, refuse_uneven=self._refuse_uneven)
+        return Placement(self._sharding.put)
 
-    def from_checkpoint(
-        self, place: Placement, allow_pickle: bool, allow_extra_tensors: bool, progress: Progress
-    ) -> LoadedModel:
+    def from_checkpoint(self, allow_pickle: bool, strict: bool, progress: Progress) -> LoadedModel:
         """The weights of the files."""
         assert self._source.path is not None
+        self._allow_pickle = allow_pickle
         checkpoint = Checkpoint.of(
             weight_files(
                 self._source.path,
@@ -165,6 +176,48 @@ class _Builder:
         dtype = self._checked(self._dtype or checkpoint.dtype or torch.float32)
         sizes = checkpoint.sizes_in(dtype).values()
         self._check_fits(list(sizes))
+        module, place, sink = self._read(checkpoint, dtype, strict, progress)
+        weights = _harvest(module, place, sink)
+        loaded = self._loaded(module, weights, dtype, checkpoint.num_bytes)
+        assert self._match is not None
+        if note := self._match.note(self._source.name, type(module).__name__):
+            logger.warning("%s", note)
+        self._match.log_names()
+        return loaded
+
+    def _read(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, strict: bool, progress: Progress
+    ) -> tuple[PreTrainedModel, Placement, WeightSink]:
+        """The module whose tensors are all there: that of the class, or what the files hold of it.
+
+        Raises:
+            CheckpointError: tensors are missing that no part can be without; with `strict`, any that do not correspond.
+        """
+        module, place, sink = self._read_as_it_is(checkpoint, dtype, progress)
+        first = self._match = TensorMatch.of(module, sink.taken())
+        if strict and (first.missing or first.unused) and not first.faults:
+            raise first.strict_error(self._source.name)
+        if first.faults:
+            raise first.error(self._source.name)
+        if not first.missing:
+            return module, place, sink
+        part = without_missing_parts(module, first.missing)
+        if part is not None and (part is module or self._mesh is None):
+            return part, place, sink
+        whole, smaller = self._class, smaller_classes(self._class, self._config.model_type)
+        for self._class in [type(part)] if part is not None else smaller if module.base_model is module else []:
+            module, place, sink = self._read_as_it_is(checkpoint, dtype, progress)
+            match = TensorMatch.of(module, sink.taken())
+            if not match.faults and without_missing_parts(module, match.missing) is module:
+                self._match = TensorMatch(first.class_name, first.missing, match.unused, ())
+                return module, place, sink
+        self._class = whole
+        raise first.error(self._source.name)
+
+    def _read_as_it_is(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
+    ) -> tuple[PreTrainedModel, Placement, WeightSink]:
+        place = self._placement()
         sink = WeightSink(place, self._peak)
         with (
             progress.stage(f"loading {self._source.name}", checkpoint.num_bytes) as advance,
@@ -172,13 +225,12 @@ class _Builder:
             sink.hooked(),
         ):
             module = self._from_pretrained(readers, dtype)
-        self._check(sink, type(module).__name__, allow_extra_tensors)
-        weights = _harvest(module, place, sink)
-        return self._loaded(module, weights, dtype, checkpoint.num_bytes)
+        return module, place, sink
 
-    def with_random_weights(self, place: Placement, seed: int, progress: Progress) -> LoadedModel:
+    def with_random_weights(self, seed: int, progress: Progress) -> LoadedModel:
         """Weights drawn anew."""
         dtype = self._checked(self._dtype or torch.float32)
+        place = self._placement()
         sink, init = WeightSink(place, self._peak), random_init.RandomInit(seed)
         while True:
             with sink.hooked(), init.recording():
@@ -205,7 +257,8 @@ class _Builder:
         return self._loaded(module, weights, dtype, None)
 
     def _check_fits(self, sizes: list[int]) -> None:
-        check_fits(sum(sizes), max(sizes), what=self._source.name, device=jax.local_devices()[0], whole=self._whole)
+        whole = self._device_put is None and self._mesh is None
+        check_fits(sum(sizes), max(sizes), what=self._source.name, device=jax.local_devices()[0], whole=whole)
 
     def _checked(self, dtype: torch.dtype) -> torch.dtype:
         if dtype == torch.float64:
@@ -228,32 +281,6 @@ class _Builder:
                 f"({type(error).__name__}: {lines[0]}): check config.json"
             ) from error
 
-    def _check(self, sink: WeightSink, class_name: str, allow_extra_tensors: bool) -> None:
-        """Raises `CheckpointError` with all that is missing, left over or of another shape."""
-        info = sink.info
-        assert info is not None
-        shapes = [f"{name} {list(got)}, expected {list(want)}" for name, got, want in info.mismatched_keys]
-        found = {
-            "not convertible": list(info.conversion_errors),
-            "missing": list(info.missing_keys),
-            "of another shape": shapes,
-            "without a place": [] if allow_extra_tensors else list(info.unexpected_keys),
-        }
-        if info.conversion_errors:  # those are missing as well
-            found["missing"] = []
-        parts = [f"{len(names)} {what}: {_some(names)}" for what, names in found.items() if names]
-        if not parts:
-            return
-        extra_only = len(parts) == 1 and bool(found["without a place"])
-        remedy = (
-            "pass allow_extra_tensors=True to leave them out"
-            if extra_only
-            else "config.json and the weight files are not of one model, or files are lacking; get both again"
-        )
-        raise CheckpointError(
-            f"the tensors of {self._source.name} do not fit {class_name}; {'; '.join(parts)}. {remedy}"
-        )
-
     def _loaded(
         self, module: PreTrainedModel, weights: dict[str, Weight], dtype: torch.dtype, checkpoint_bytes: int | None
     ) -> LoadedModel:
@@ -265,7 +292,7 @@ class _Builder:
                 attach_own_generate(module, folder)
         jax.block_until_ready(weights)
         took = time.perf_counter() - self._start
-        report = report_of(weights, self._peak, self._source, took, checkpoint_bytes)
+        report = report_of(weights, self._peak, self._source, took, checkpoint_bytes, self._match)
         generation = module.generation_config if module.can_generate() else None
         return LoadedModel(
             module,
@@ -276,13 +303,9 @@ class _Builder:
             numpy_dtype(dtype),
             report,
             self._trust,
-            self.sharding,
+            self._sharding,
+            self._allow_pickle,
         )
-
-
-def _some(names: list[str], limit: int = 6) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(sorted(names)[:limit]) + more
 
 
 def _harvest(module: PreTrainedModel, place: Placement, sink: WeightSink, fill: Any = None) -> dict[str, Weight]:

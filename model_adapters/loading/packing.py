@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from model_adapters.loading.loaded import LoadedModel
+from model_adapters.loading.memory import give_back_freed
 from model_adapters.ops import packed_weight
 from model_adapters.ops.cpu import packing
 from model_adapters.ops.cpu.huge_pages import HugePages, in_huge_pages
@@ -33,6 +34,7 @@ def lay_out_weights(loaded: LoadedModel) -> int:
     for array in {id(array): array for array in loaded.weights.values()}.values():  # a tied one has several names
         if not isinstance(array, PackedWeight):
             in_huge_pages(array)
+    give_back_freed()  # what packed weights were before
     return num_packed
 
 

@@ -14,6 +14,7 @@ can, without bound.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections import deque
@@ -107,6 +108,11 @@ class WeightSink:
         found = self._landed.get(id(tensor))
         return None if found is None else found[1]
 
+    def taken(self) -> LoadStateDictInfo:
+        """transformers' account of what was there, missing and left over; there once `hooked` has been left."""
+        assert self.info is not None
+        return self.info
+
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
         """While this is open, what transformers loads lands here. One load at a time in a process."""
@@ -129,6 +135,7 @@ class WeightSink:
             replaced(core_model_loading, "set_param_for_module", set_and_land),
             replaced(modeling_utils, "log_state_dict_report", keep_report),
             _read_ahead_off(),
+            _without_remarks_on_missing(),
         ):
             yield
 
@@ -167,6 +174,21 @@ def _read_ahead_off() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+@contextlib.contextmanager
+def _without_remarks_on_missing() -> Iterator[None]:
+    """Keeps away transformers' guess at what missing tied tensors mean: they are in its account as well."""
+    remarks = logging.getLogger(modeling_utils.__name__)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("This checkpoint seem corrupted")
+
+    remarks.addFilter(is_other)
+    try:
+        yield
+    finally:
+        remarks.removeFilter(is_other)
 
 
 def meta_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,15 @@ def resolve(
     start = time.perf_counter()
     folder, download_bytes = fetch(request, progress or SilentProgress())
     took = time.perf_counter() - start
-    return ModelSource("hub", str(name_or_path).strip(), folder, hub_id, folder.name, download_bytes, took)
+    name = str(name_or_path).strip()
+    return ModelSource("hub", name, _model_folder(folder), hub_id, folder.name, download_bytes, took)
+
+
+def _model_folder(folder: Path) -> Path:
+    """`folder`, or the folder in it that its ``modules.json`` calls the model, where it has no ``config.json``."""
+    from model_adapters.loading.modules_json import transformer_path
+
+    return folder / transformer_path(folder, lambda path: (folder / path / CONFIG).is_file())
 
 
 def parse_name(name_or_path: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource | str:
@@ -128,7 +136,7 @@ def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | 
     path = Path(text).expanduser()
     try:
         if path.is_dir():
-            return ModelSource("folder", text, path)
+            return ModelSource("folder", text, _model_folder(path))
         if path.is_file():
             if path.suffix != ".json":
                 raise ModelNotFoundError(

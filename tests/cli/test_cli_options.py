@@ -22,6 +22,8 @@ GIVEN = {
     "trust_remote_code": ("--trust-remote-code", True),
     "allow_pickle": ("--allow-pickle", True),
     "cache_dir": ("--cache-dir=/there", Path("/there")),
+    "strict": ("--strict", True),
+    "verbose": ("--verbose", True),
 }
 
 

@@ -56,6 +56,11 @@ def test_ways_to_give_a_prompt(call, arguments, stdin, name):
     assert call.model.closed
 
 
+def test_the_cache_is_that_of_one_conversation(call):
+    assert call("Hi there").exit_code == 0
+    assert call.served[1]["engine"].num_slots == 1
+
+
 def test_a_prompt_before_stdin(call):
     assert call("some/model", "-", "-p", "Sum this up:", input="a\nb\n").stdout == "u(Sum this up:\n\na\nb)a(\n"
 
@@ -113,7 +118,7 @@ def test_decoding_options_arrive(call):
 
 def test_loading_options_arrive(call):
     flags = "--revision main --dtype bfloat16 --token secret --offline --trust-remote-code --allow-pickle"
-    flags += " --tensor-parallel 2"
+    flags += " --strict --tensor-parallel 2"
     call("some/model", "Hi there", *flags.split(), "--cache-dir", "/somewhere")
     options = call.served[1]
     del options["progress"]
@@ -124,6 +129,7 @@ def test_loading_options_arrive(call):
         "local_files_only": True,
         "trust_remote_code": True,
         "allow_pickle": True,
+        "strict": True,
         "cache_dir": "/somewhere",
         "tensor_parallel": 2,
         "mesh": None,

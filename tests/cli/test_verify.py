@@ -117,11 +117,59 @@ def test_a_broken_decode_op_is_found_where_the_prompt_is_right(folder, monkeypat
     assert not result.steps[1].within
 
 
-def test_bfloat16_passes_within_its_tolerance(folder):
-    result = verify(folder, prompt=PROMPT, new_tokens=2, dtype="bfloat16")
-    assert result.dtype == "bfloat16"
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_are_judged_by_the_error_of_eager_16_bits(folder, dtype):
+    result = verify(folder, prompt=PROMPT, new_tokens=4, dtype=dtype)
+    assert (result.dtype, result.tolerance) == (dtype, None)
     assert result.passed
-    assert result.prompt[1].relative > 1e-6  # it did run in half precision
+    eager = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        rounded = eager(ids, output_hidden_states=True)
+        exact = eager.float()(ids, output_hidden_states=True)
+    for index, row in enumerate(result.prompt[1:-1], start=1):
+        a, b = (output.hidden_states[index][0].double().numpy() for output in (rounded, exact))
+        expected = np.sqrt(np.mean(np.sum((a - b) ** 2, -1) / np.sum(b**2, -1)))
+        assert row.eager_error == pytest.approx(max(expected, torch.finfo(rounded.logits.dtype).eps / 2))
+        assert 0 < row.error <= 3 * row.eager_error
+
+
+@pytest.fixture(scope="module")
+def amplifying(tmp_path_factory):
+    """A model whose rounding errors in 16 bits grow, as in trained models: one token has huge activations."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("verify") / "amplifying"
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG | {"num_hidden_layers": 6, "initializer_range": 0.6}))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[PROMPT[0], 3] = 400.0
+        model.model.layers[4].mlp.down_proj.weight[3] *= 40.0
+    model.save_pretrained(path)
+    return path
+
+
+def test_a_model_that_amplifies_rounding_is_not_called_wrong(amplifying):
+    """The old bound, 0.06 on any element, is below the error of eager PyTorch itself in bfloat16."""
+    eager = AutoModelForCausalLM.from_pretrained(amplifying, dtype=torch.bfloat16)
+    with torch.no_grad():
+        rounded = eager(torch.tensor([PROMPT])).logits
+        exact = eager.float()(torch.tensor([PROMPT])).logits
+    assert not Difference.between("logits", rounded, exact, 6e-2).within
+    result = verify(amplifying, prompt=PROMPT, new_tokens=6, dtype="bfloat16")
+    assert result.passed, result.first_beyond
+
+
+def test_a_fault_in_bfloat16_is_found_at_its_layer(amplifying, break_weight):
+    break_weight("model.layers.2.mlp.down_proj.weight", 1.2)
+    done = call(amplifying, "--tokens", 3, "--dtype", "bfloat16")
+    assert done.exit_code == 1
+    assert "first beyond what rounding to bfloat16 explains is layer 2 (whole prompt)" in done.stdout
+
+
+def test_a_tolerance_that_is_given_judges_16_bits_too(folder):
+    result = verify(folder, prompt=PROMPT, new_tokens=1, dtype="bfloat16", tolerance=1e-6)
+    assert result.tolerance == 1e-6
+    assert not result.passed
+    assert result.prompt[1].error is None
 
 
 def test_random_weights_and_a_model_object(folder):

@@ -68,6 +68,20 @@ def test_tokens_are_those_of_transformers_own_cache(model_type):
     assert served._jax_runtime.caches.why_none
 
 
+@pytest.mark.parametrize("model_type", ["rembert", "bert"])
+def test_an_encoder_that_generates(model_type):
+    """RemBERT as it is published: its configuration makes it an encoder, and its attention reads its cache."""
+    model = random_model(causal_class(model_type), tiny_config(model_type, as_decoder=False), seed=1)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            torch.nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(0))
+    padded = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]), "min_new_tokens": 4}
+    wanted = copy.deepcopy(model).generate(IDS.repeat(2, 1), do_sample=False, max_new_tokens=4, **padded)
+    served = served_like_eager(model, 6)
+    assert "configured as an encoder" in served._jax_runtime.caches.why_none
+    assert torch.equal(served.generate(IDS.repeat(2, 1), do_sample=False, max_new_tokens=4, **padded), wanted)
+
+
 def bigbird_with_the_masks_of_an_encoder(monkeypatch):
     """Its code as transformers had it until 5.17: a decoder whose tokens see those behind them."""
     source = Path(modeling_big_bird.__file__).read_text()

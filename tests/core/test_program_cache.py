@@ -1,15 +1,21 @@
 """Programs that outlive the process: found by what they were made from, refused when anything of it differs."""
 
+import ast
 import os
+import shutil
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import jax
 import pytest
 import torch
 from tiny_models import prompts, tiny_model
 
+from model_adapters import disk_cache
 from model_adapters.ops import use
+from model_adapters.ops.cpu import build
 from torchax_serve import program_cache, serve, to_jax
 
 RUN = """
@@ -49,6 +55,8 @@ def generate(checkpoint, **kwargs):
 
 
 def test_a_second_process_neither_traces_nor_compiles(checkpoint, tmp_path):
+    ours = tmp_path / "cache" / "torchax-serve"
+    shutil.copytree(build.library_path().parent, ours / "kernels")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     lines = [
         subprocess.run(
@@ -58,6 +66,9 @@ def test_a_second_process_neither_traces_nor_compiles(checkpoint, tmp_path):
     ]
     tokens = tiny_model("qwen3").generate(torch.arange(3, 9)[None], max_new_tokens=6)[0].tolist()
     assert lines == [f"{tokens} {{'forward': 1, 'decode': 1}} 0", f"{tokens} {{}} 2"]
+    assert len(list((ours / "compiled" / "programs").glob("forward-*"))) == 1
+    others = [file.name for file in (ours / "compiled").iterdir()]
+    assert not [name for name in others if "forward" in name or "decode" in name], "kept twice"
 
 
 def test_a_second_model_of_the_same_folder_takes_the_first_ones_programs(checkpoint, kept):
@@ -77,7 +88,7 @@ def test_a_program_of_something_else_is_not_taken(checkpoint, kept, change, monk
         file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1'))
         assert "0.1" in file.read_text()
     if change == "source":
-        monkeypatch.setattr(program_cache, "_installed", lambda: "another state of this project's code")
+        monkeypatch.setattr(program_cache, "_installed", lambda source: "another state of this project's code")
     if change == "xla flags":
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     with jax.default_matmul_precision("highest" if change == "precision" else None):
@@ -90,14 +101,40 @@ def test_an_implementation_chosen_by_hand_is_compiled_anew_and_not_kept(checkpoi
     assert not kept.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"no program", None])
-def test_a_damaged_file_costs_a_compilation_and_is_replaced(checkpoint, kept, content):
+def flipped(whole, place):
+    return whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :]
+
+
+DAMAGES = {
+    "empty": lambda whole: b"",
+    "foreign": lambda whole: b"no program",
+    "a pickle that runs code": lambda whole: b"cbuiltins\nexit\n(I3\ntR.",
+    "cut at 1000": lambda whole: whole[:1000],
+    "without its last byte": lambda whole: whole[:-1],
+    "without its seal": lambda whole: whole[: -disk_cache.SEAL_BYTES],
+    "a bit of the head": lambda whole: flipped(whole, 40),
+    "a bit of the machine code": lambda whole: flipped(whole, len(whole) // 2),
+    "a bit of the facts": lambda whole: flipped(whole, len(whole) - disk_cache.SEAL_BYTES - 20),
+    "a bit of the seal": lambda whole: flipped(whole, len(whole) - 50),
+}
+
+
+def test_a_damaged_file_costs_a_compilation_and_is_replaced(checkpoint, kept):
     tokens, *_ = generate(checkpoint)
-    for file in kept.iterdir():
-        file.write_bytes(file.read_bytes()[:1000] if content is None else content)
-    jax.clear_caches()
-    again = generate(checkpoint)
-    assert again == (tokens, {"forward": 1, "decode": 1}, 0)
+    good = {file: file.read_bytes() for file in kept.iterdir() if not file.name.startswith(".")}
+    assert len(good) >= 2
+    for name, damage in DAMAGES.items():
+        for file, content in good.items():
+            file.write_bytes(damage(content))
+            file.chmod(0o600)
+        assert generate(checkpoint) == (tokens, {"forward": 1, "decode": 1}, 0), name
+        assert generate(checkpoint) == (tokens, {}, 2), name  # replaced
+
+
+def test_programs_of_a_folder_that_others_can_write_are_not_loaded(checkpoint, kept):
+    tokens, *_ = generate(checkpoint)
+    kept.chmod(0o777)
+    assert generate(checkpoint) == (tokens, {"forward": 1, "decode": 1}, 0)
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(checkpoint, kept):
@@ -123,3 +160,113 @@ def test_what_tracing_found_out_comes_with_the_program(tmp_path, kept):
         assert model.torch_model._jax_runtime.program.needs_mask
         logits = model(prompts()[0][1:])
         assert type(logits).__name__ == "CausalLMOutputWithPast"
+
+
+JAX_RUN = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from torchax_serve.compile_cache import enable_compile_cache
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None)
+assert enable_compile_cache(Path(sys.argv[1])) == Path(sys.argv[1])
+print(float(jax.jit(lambda x: (x * 3 + 1).sum())(jnp.arange(5.0))), bool(hits))
+"""
+
+
+def test_what_jax_itself_keeps_is_checked_too(tmp_path):
+    def run():
+        command = [sys.executable, "-c", JAX_RUN, str(tmp_path / "compiled")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+    def entries():
+        return [file for file in (tmp_path / "compiled").iterdir() if file.name.startswith("jit")]
+
+    assert run() == ["35.0", "False"]
+    assert run() == ["35.0", "True"]
+    good = {file: file.read_bytes() for file in entries()}
+    for file, whole in good.items():
+        file.write_bytes(flipped(whole, len(whole) // 2))
+    assert run() == ["35.0", "False"]
+    assert run() == ["35.0", "True"]
+    assert set(good) == set(entries())
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """A copy of this project's packages, whose source counts."""
+    for package in program_cache.PACKAGES:
+        sources = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.json")
+        shutil.copytree(package.__path__[0], tmp_path / package.__name__, ignore=sources)
+    copied = [
+        types.SimpleNamespace(__name__=package.__name__, __path__=[str(tmp_path / package.__name__)])
+        for package in program_cache.PACKAGES
+    ]
+    monkeypatch.setattr(program_cache, "PACKAGES", copied)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [
+        ("model_adapters/program.py", True),
+        ("model_adapters/ops/cpu/linear.cc", True),
+        ("model_adapters/quirks/aria.py", True),
+        ("sharding_rules/__init__.py", True),
+        ("torchax_serve/steps.py", True),
+        ("torchax_serve/engine/packed.py", True),
+        ("torchax_serve/sampling/warpers.py", True),
+        ("torchax_serve/cli/main.py", False),
+        ("torchax_serve/text/chat.py", False),
+        ("torchax_serve/bench/report.py", False),
+        ("torchax_serve/deploy/application.py", False),
+    ],
+)
+def test_an_edit_invalidates_programs_where_they_depend_on_it(packages, file, counts):
+    digest = program_cache.program_source_digest.__wrapped__
+    before, whole = digest(), program_cache.source_digest.__wrapped__()
+    (packages / file).write_text((packages / file).read_text() + "\n# edited\n")
+    assert (digest() != before) == counts
+    assert program_cache.source_digest.__wrapped__() != whole
+
+
+def test_what_is_left_out_of_the_digest_is_reached_by_no_traced_function():
+    """Follows imports, wherever they stand, from all that holds or hands over functions that are kept."""
+    root = Path(program_cache.__file__).parents[1]
+    files = {
+        ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
+        for package in program_cache.PACKAGES
+        for file in Path(package.__path__[0]).rglob("*.py")
+    }
+    left_out = {f"torchax_serve.{name.removesuffix('.py').replace('/', '.')}" for name in program_cache.NOT_TRACED}
+    assert left_out <= set(files), "a name that matches nothing"
+
+    def is_left_out(module):
+        return any(f"{module}.".startswith(f"{name}.") for name in left_out)
+
+    def imported(module):
+        waiting = [ast.parse(files[module].read_text())]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                continue
+            if isinstance(node, ast.Import):
+                yield from (each.name for each in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield node.module
+                yield from (f"{node.module}.{each.name}" for each in node.names)
+            waiting += ast.iter_child_nodes(node)
+
+    holders = ("KeptFunction", "remembered(", "steps.method", "MethodSpec")
+    reached = {
+        name
+        for name, file in files.items()
+        if not is_left_out(name) and any(each in file.read_text() for each in holders)
+    }
+    assert {"torchax_serve.steps", "torchax_serve.engine.packed"} <= reached
+    waiting = list(reached)
+    while waiting:
+        found = {name for name in imported(waiting.pop()) if name in files} - reached
+        assert not [name for name in found if is_left_out(name)]
+        reached |= found
+        waiting += found

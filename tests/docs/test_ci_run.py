@@ -20,15 +20,16 @@ GPU = [
     "pytest tests/aot/test_gpu_aot.py --dist load",
 ]
 RAY = ["pip install --quiet .[ray]", "pytest tests/replicas"]
+REAL = ["pip install --quiet .[real]", "python tests/real/fetch.py", "pytest -n 0 tests/real"]
 AS_SERVED = (
     "pytest --as-served tests/engine/test_engine.py tests/ops/test_paged_attention_invariance.py "
     "tests/core/test_drop_in.py"
 )
 PARITY = "python benchmarks/parity.py --third --diff changes.diff"
 SUITE = ["pip install .[dev]", "pytest", AS_SERVED]
-CHECKS = [*SUITE, PARITY, *TPU, *GPU, *RAY, "ruff check .", "ruff format --check .", "mypy"]
-COMPILERS = [TPU[0], GPU[0], RAY[0]]
-SUITES = [TPU[1:], GPU[1:], RAY[1:]]
+CHECKS = [*SUITE, PARITY, *TPU, *GPU, *RAY, *REAL, "ruff check .", "ruff format --check .", "mypy"]
+COMPILERS = [TPU[0], GPU[0], RAY[0], REAL[0], REAL[1]]
+SUITES = [TPU[1:], GPU[1:], RAY[1:], REAL[1:], REAL[2:]]
 
 # Stands for python3: makes a virtual environment whose programs write down how they are called.
 FAKE_PYTHON = """#!/bin/sh
@@ -93,7 +94,7 @@ def test_all_checks_run_in_order(project):
 
 
 @pytest.mark.parametrize("lacking", COMPILERS)
-def test_a_compiler_that_cannot_be_installed_leaves_its_suite_out(project, lacking):
+def test_what_cannot_be_installed_or_fetched_leaves_its_suite_out(project, lacking):
     index = CHECKS.index(lacking)
     suites = SUITES[COMPILERS.index(lacking)]
     assert project(lacking) == (0, [*CHECKS[: index + 1], *CHECKS[index + 1 + len(suites) :]])

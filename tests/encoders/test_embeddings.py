@@ -126,11 +126,17 @@ def test_bad_input(bert):
         served.embed([], pooling="mean")
     with pytest.raises(InvalidArgumentError, match=r"texts\[1\]: expected at least one token"):
         served.embed([[5], []], pooling="mean")
+    with pytest.raises(InvalidArgumentError, match=r"texts: expected a text or several, got 3"):
+        served.embed(3, pooling="mean")
+    with pytest.raises(InvalidArgumentError, match=r"texts\[1\]: expected Unicode text, got '\\ud83d', half of a char"):
+        served.embed(["cat", "a \ud83d dog"], pooling="mean")
     with pytest.raises(InvalidArgumentError, match="expected token ids from 0 to"):
         served.embed([[10_000]], pooling="mean")
     with pytest.raises(UnsupportedModelError, match="classify: expected a model that classifies texts"):
         served.classify("cat")
     with pytest.raises(UnsupportedModelError, match="BertModel does not generate text"):
         served.generate(torch.tensor([[5]]))
+    with pytest.raises(UnsupportedModelError, match=r"does not generate text; embed\(\) gives embeddings"):
+        served.chat("cat")
     with serve(model("BertModel")) as bare, pytest.raises(InvalidArgumentError, match="has no tokenizer"):
         bare.embed("cat", pooling="mean")

@@ -10,6 +10,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import psutil
 import pytest
 import torch
 import transformers
@@ -352,11 +353,11 @@ def test_pages_take_the_budget_that_was_asked_for(budget):
 
 def test_the_samplers_tables_are_part_of_what_the_engine_takes(monkeypatch):
     tables = tables_bytes(4, VOCAB_SIZE)
-    monkeypatch.setattr(road, "free_bytes", lambda: tables + 9 * 2048)  # nine pages
+    monkeypatch.setattr(road, "free_bytes", lambda: tables + 8 * 2048)  # eight pages
     monkeypatch.setattr(PackedModel, "temporary_bytes", lambda self: 0)
     with serve(tiny_model("llama"), engine=SMALL) as model:
         runner = model.engine._runner
-        assert sum(pool.nbytes for pool in runner._cache.pools) == 9 * 2048
+        assert sum(pool.nbytes for pool in runner._cache.pools) == 8 * 2048
         assert f"{tables / 1e6:.1f} MB for the sampler's tables" in model.engine.description
         model.engine.submit(request([5, 6], 2, params=SamplingParams(presence_penalty=0.5))).result()
         assert sum(array.nbytes for array in jax.tree.leaves(runner._sampler.state.tables)) == tables
@@ -368,6 +369,33 @@ def test_the_samplers_tables_are_part_of_what_the_engine_takes(monkeypatch):
         ),
     ):
         model.engine.stats()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_nearly_the_same_free_memory_gives_the_same_programs(name, monkeypatch):
+    """Pools of another size are other programs: two starts on one host, of which little changes, must share them."""
+    monkeypatch.setattr(PackedModel, "temporary_bytes", lambda self: 5000)
+    many = dataclasses.replace(SMALL, num_slots=400, max_len=128)  # which could use more than there is
+    shapes = set()
+    for left in (800_000, 850_000, 910_000):
+        monkeypatch.setattr(road, "free_bytes", lambda left=left: left + 5000 + tables_bytes(400, VOCAB_SIZE))
+        with serve(tiny_model(name), engine=many) as model:
+            pools = model.engine._runner._cache.pools
+            assert 0.8 * left - 5000 <= sum(pool.nbytes for pool in pools) <= left
+            shapes.add(tuple(pool.shape for pool in pools))
+    assert len(shapes) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked for the memory back")
+def test_a_large_cache_takes_no_memory_until_it_is_used():
+    """A server's cache may hold gigabytes; one short conversation must not take them."""
+    large = dataclasses.replace(SMALL, kv_cache_bytes=256 << 20)
+    process = psutil.Process()
+    with serve(tiny_model("llama"), engine=large) as model:
+        before = process.memory_info().rss
+        assert sum(pool.nbytes for pool in model.engine._runner._cache.pools) > 255 << 20
+        assert process.memory_info().rss - before < 128 << 20
+        assert model.engine.submit(request([5, 6, 7])).result() == expected_tokens("llama", [5, 6, 7], 8)
 
 
 def test_many_threads_on_one_model(llama):

@@ -68,7 +68,7 @@ def test_what_only_the_engine_honours_is_known():
     assert neutral.engine_only() == {}
     neutral.to_generation_config(GenerationConfig())
     in_transformers = vars(GenerationConfig()).keys()
-    places = in_transformers | ENGINE_ONLY.keys() | {"n", "stop", "seed"}
+    places = in_transformers | ENGINE_ONLY.keys() | {"n", "stop", "seed", "stop_token_ids", "ignore_eos"}
     assert {field.name for field in dataclasses.fields(SamplingParams)} <= places
 
 

@@ -99,25 +99,6 @@ def test_two_leaders():
     assert "got an address that is not this machine's; there is one leader" in str(error)
 
 
-def test_strangers_are_passed_over():
-    port = free_port()
-    greeting = threading.Thread(target=knock, args=(port, b"GET / HTTP/1.1\r\n\r\n"))
-    greeting.start()
-    leader, follower = met((hosts_of(port, 0), ASKED), (hosts_of(port, 1), ASKED))
-    greeting.join()
-    assert [len(leader), len(follower)] == [1, 1]
-
-
-def knock(port, content):
-    for _ in range(200):
-        try:
-            with socket.create_connection(("127.0.0.1", port)) as sock:
-                sock.sendall(content)
-            return
-        except OSError:
-            threading.Event().wait(0.05)
-
-
 def connection():
     """Both ends of a connection of TCP."""
     with socket.create_server(("127.0.0.1", 0)) as server:

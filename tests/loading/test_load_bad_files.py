@@ -66,17 +66,20 @@ def test_a_long_list_is_cut(folder):
     assert message.count("model.layers") == 6
 
 
-def test_extra_tensors_are_listed_and_can_be_left_out(folder):
+def test_extra_tensors_are_left_unused_and_said_in_one_line(folder, caplog):
     change_tensors(folder, lambda tensors: tensors.update({"model.novel.weight": torch.ones(3)}))
-    check_refused(folder, "1 without a place: model.novel.weight", "allow_extra_tensors=True")
-    loaded = load_model(folder, allow_extra_tensors=True)
+    loaded = load_model(folder)
     assert "model.novel.weight" not in loaded.weights
+    assert loaded.report.unused_tensors == ("model.novel.weight",)
+    (record,) = [each for each in caplog.records if each.name == "torchax_serve"]
+    assert record.getMessage() == f"{folder}: 1 tensor of the files unused by LlamaForCausalLM (model.novel.weight)"
+    check_refused(folder, "1 without a place: model.novel.weight", "leave strict out", strict=True)
 
 
 def test_wrong_shapes_are_listed_with_both_shapes(folder):
     change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
     check_refused(folder, "1 of another shape: model.norm.weight [31], expected [32]")
-    check_refused(folder, "of another shape", allow_extra_tensors=True)
+    check_refused(folder, "of another shape", strict=True)
 
 
 def test_all_that_is_wrong_is_said_at_once(folder):
@@ -93,6 +96,26 @@ def test_a_missing_expert(tmp_path):
     tiny_folder(tmp_path, "qwen3_moe")
     change_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight"))
     check_refused(tmp_path, "Qwen3MoeForCausalLM", "model.layers.1.mlp.experts")
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/model.safetensors", "a/../../b.safetensors", 3])
+def test_weights_outside_of_the_folder(folder, name):
+    shutil.copytree(folder, folder.parent / "other")
+    edit_json(folder / "config.json", transformers_weights=name)
+    check_refused(folder, "config.json names ", "expected a path within its own folder: do not trust")
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", "sub/model.safetensors"])
+def test_an_index_that_leads_out_of_the_folder(folder, name):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    check_refused(folder, "names no weight files of its own folder")
+
+
+def test_weights_by_another_name(folder):
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    edit_json(folder / "config.json", transformers_weights="other.safetensors")
+    assert load_model(folder).report.num_tensors
 
 
 # --- safetensors files
@@ -362,7 +385,7 @@ def test_models_that_do_not_generate_say_what_they_are_for(name, task, tmp_path)
 
 def test_a_base_model_is_no_language_model(folder):
     edit_json(folder / "config.json", architectures=["LlamaModel"])
-    loaded = load_model(folder, allow_extra_tensors=True)  # the head has no place
+    loaded = load_model(folder)  # the head has no place
     with pytest.raises(UnsupportedModelError, match="a base model without a language-model head; LlamaForCausalLM"):
         require_causal_lm(loaded)
 
@@ -401,6 +424,18 @@ def test_code_runs_only_when_trusted(with_code):
     assert loaded.module.is_own
     assert loaded.config.model_type == "own_llama"
     require_causal_lm(loaded)
+
+
+@pytest.mark.parametrize("reference", ["/etc/own.OwnConfig", "../own.OwnConfig", "own", 7, "a/b--../own.Config"])
+def test_code_outside_of_the_folder_is_not_run(with_code, reference):
+    edit_json(with_code / "config.json", auto_map={"AutoConfig": reference, "AutoModel": "own.OwnForCausalLM"})
+    check_refused(with_code, "auto_map names ", "a file of the same folder", trust_remote_code=True)
+
+
+def test_a_tokenizer_of_code_outside_of_the_folder(with_code):
+    auto_map = {"AutoTokenizer": ["/etc/own.OwnTokenizer", None]}
+    (with_code / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map}))
+    check_refused(with_code, "tokenizer_config.json: auto_map names '/etc/own.OwnT", trust_remote_code=True)
 
 
 def test_model_code_over_a_known_configuration(folder):

@@ -1,11 +1,15 @@
 """Memory in pages of 2 MiB: whoever gets some may write it, and arrays stay what and where they are."""
 
+import sys
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
 from model_adapters.ops.cpu import huge_pages
-from model_adapters.ops.cpu.huge_pages import HUGE_PAGE_BYTES, HugePages, in_huge_pages
+from model_adapters.ops.cpu.huge_pages import HUGE_PAGE_BYTES, HugePages, in_huge_pages, without_memory
 
 
 def test_memory_is_handed_out_by_the_line_and_once():
@@ -43,3 +47,16 @@ def test_pages_lie_within_the_array(monkeypatch):
     assert array.unsafe_buffer_pointer() <= begin
     assert begin + size <= array.unsafe_buffer_pointer() + array.nbytes
     assert size >= 2 * HUGE_PAGE_BYTES
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked for the memory back")
+def test_zeros_take_memory_only_as_they_are_written():
+    process, num_bytes = psutil.Process(), 128 << 20
+    before = process.memory_info().rss
+    zeros = without_memory(jnp.zeros(num_bytes, jnp.uint8))
+    assert process.memory_info().rss - before < num_bytes // 4
+    written = jax.jit(lambda array: array.at[: 8 << 20].set(7), donate_argnums=0)(zeros)
+    written.block_until_ready()
+    assert process.memory_info().rss - before < num_bytes // 2
+    assert int(written[: 8 << 20].sum(dtype=jnp.int32)) == 7 * (8 << 20)
+    assert not written[8 << 20 :].any()

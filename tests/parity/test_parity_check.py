@@ -2,15 +2,18 @@
 
 import copy
 import dataclasses
+import re
 
 import breaking_worker
 import numpy
 import pytest
 import torch
+import transformers
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.parity import check, sweep, table, tiny_model
+from torchax_serve.parity import check, sweep, table, tasks, tiny_model
 from torchax_serve.parity.tiny_config import MAX_LAYERS, tiny_config
 
 _, SHIPPED = table.shipped()
@@ -46,6 +49,37 @@ def test_torch_error_is_told(monkeypatch):
     result = check.check("llama")
     assert result.status == "impossible"
     assert "fails in PyTorch itself: RuntimeError: no such thing" in result.error
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+NOT_EXPERTS = {"gemma3n"}  # whose vision tower is of another package
+
+
+def test_experts_of_the_default_configuration_stay():
+    """A tiny mixture without a mixture checks nothing: layers before the first one, or steps between them."""
+    checked = 0
+    for task in (tasks.CAUSAL, "seq2seq"):
+        for model_type in set(tasks.TASKS[task].types()) - NOT_EXPERTS:
+            try:
+                configs = tiny_config(model_type), CONFIG_MAPPING[model_type]()
+                text = configs[1].get_text_config()
+                if not any(getattr(text, name, None) for name in EXPERTS):
+                    continue
+                tiny, default = (expert_classes(task, model_type, config) for config in configs)
+            except Exception:  # test_parity_table has these
+                continue
+            assert tiny == default, model_type
+            checked += 1
+    assert checked > 30
+
+
+def expert_classes(task, model_type, config):
+    """Names of the classes of modules that have experts, built without weights."""
+    names = getattr(modeling_auto, tasks.TASKS[task].mapping)[model_type]
+    model_class = getattr(transformers, names if isinstance(names, str) else names[0])
+    with torch.device("meta"):
+        modules = model_class._from_config(tiny_model._config_for(model_class, config)).modules()
+    return {name for name in (type(module).__name__ for module in modules) if re.search("Expert|MoE|Sparse", name)}
 
 
 def test_every_kind_of_layer_stays():

@@ -9,7 +9,7 @@ import pytest
 from scheduling_device import Oracle, make_loop, request, truth
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.scheduling import INVALID_TOKEN, CacheGroup, Request, Status
+from torchax_serve.scheduling import INVALID_TOKEN, CacheGroup, PlanRow, Request, Status
 from torchax_serve.scheduling.planner import BURST_HOLD
 
 
@@ -38,7 +38,7 @@ def test_the_first_plans_of_one_request():
     assert second.rows[0].samples
     assert second.fresh_slots == ()
     third = loop.step()
-    assert third.rows == ((7, 0, 10, 1, None, True),)
+    assert third.rows == (PlanRow(7, 0, 10, 1, None, True),)
     assert third.num_decode == third.num_steps == 1
     assert third.rows[0].is_decode
     assert loop.step() is None

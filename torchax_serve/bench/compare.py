@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel, load_model, require_causal_lm
 from model_adapters.loading.packing import lay_out_weights
+from model_adapters.position_limits import max_positions
 from torchax_serve.bench.engine import Call, Engine, JaxMemory, TorchMemory
 from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth, num_cores
 from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, same_part
@@ -86,9 +87,9 @@ def _silent(text: str) -> None:
 
 
 def _check_positions(loaded: LoadedModel, settings: Settings) -> None:
-    limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(loaded.config.get_text_config())
     wanted = settings.prompt_len + settings.new_tokens
-    if isinstance(limit, int) and wanted > limit:
+    if limit is not None and wanted > limit:
         raise InvalidArgumentError(
             f"prompt_len + new_tokens is {wanted}, expected at most {limit}, the positions of {loaded.source.name}"
         )

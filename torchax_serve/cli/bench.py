@@ -99,6 +99,7 @@ def bench(
         from torchax_serve.bench.plot import plot as draw
 
         settings = measured.settings()
+        load.show_details()
         if plot is not None:
             check_plot(plot)
         report = measure(

@@ -51,7 +51,22 @@ def embed(
         str | None,
         typer.Option("--prompt-name", show_default=False, help="Of the checkpoint's prompts, to stand before a text."),
     ] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")] = False,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", show_default=False, help="Text to stand before each text.")
+    ] = None,
+    truncate: Annotated[
+        bool | None,
+        typer.Option(
+            "--truncate/--no-truncate",
+            show_default=False,
+            help="Cut texts that are too long, or refuse them; without it they are cut where the checkpoint's files "
+            "say how texts are read.",
+        ),
+    ] = None,
+    truncate_dim: Annotated[
+        int | None,
+        typer.Option("--truncate-dim", show_default=False, help="Keep so many numbers; as the files say without it."),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -76,7 +91,15 @@ def embed(
     from torchax_serve.cli.terminal import note
 
     with loaded_model(model, load) as served, prompt_interrupts(leave_at=1):
-        vectors = served.embed(asked, pooling=pooling, normalize=normalize, prompt_name=prompt_name, truncate=truncate)
+        vectors = served.embed(
+            asked,
+            pooling=pooling,
+            normalize=normalize,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            truncate=truncate,
+            truncate_dim=truncate_dim,
+        )
         name = served.name
     if output is None:
         _print(name, asked, vectors, as_json=as_json)

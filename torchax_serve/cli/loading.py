@@ -21,6 +21,7 @@ def followed(name: str | None, options: DeviceOptions) -> bool:
     with passing_note("starting torch and jax ..."):
         from torchax_serve import follow
     _keep_stdout_for_answers()
+    options.show_details()
     follow(name, **options.serve_kwargs())
     return True
 
@@ -34,8 +35,13 @@ def _keep_stdout_for_answers() -> None:
 
 
 @contextlib.contextmanager
-def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
+def loaded_model(name: str | None, options: LoadOptions, *, num_slots: int | None = None) -> Iterator[Any]:
     """The model that `name` leads to (None: the embedded one), closed at the end.
+
+    Args:
+        name: as `torchax_serve.serve` takes it.
+        options: of the command.
+        num_slots: requests that run at once, for which the cache is laid out; None for those of a server.
 
     Raises:
         TorchaxServeError: whatever `torchax_serve.serve` has to say.
@@ -44,11 +50,13 @@ def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
     with prompt_interrupts(leave_at=1), hidden_keys():
         with passing_note("starting torch and jax ..."):
             from model_adapters.loading.progress import RichProgress, SilentProgress
-            from torchax_serve import serve
+            from torchax_serve import EngineOptions, serve
 
         if isinstance(options, DeviceOptions) and options.hosts() is not None:
             _keep_stdout_for_answers()
+        options.show_details()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
-        model = serve(name, progress=progress, **options.serve_kwargs())
+        engine = None if num_slots is None else EngineOptions(num_slots=num_slots)
+        model = serve(name, progress=progress, engine=engine, **options.serve_kwargs())
     with contextlib.closing(model):
         yield model

@@ -19,6 +19,7 @@ import typer
 
 from torchax_serve import __version__
 from torchax_serve.cli.bench import bench
+from torchax_serve.cli.cache import cache
 from torchax_serve.cli.deploy import deploy
 from torchax_serve.cli.doctor import doctor
 from torchax_serve.cli.embed import embed
@@ -47,6 +48,7 @@ COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("rm", rm),
     ("doctor", doctor),
     ("ops", ops),
+    ("cache", cache),
 )
 
 FIRST_SCREEN = """\

@@ -6,6 +6,8 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,10 +91,23 @@ class LoadOptions(ConfigOptions):
         bool,
         _option("--allow-pickle", help="Load weights from pickle files (.bin, .pt). Only from authors you trust."),
     ] = False
+    strict: Annotated[
+        bool, _option("--strict", help="Refuse files with tensors that the model has no use for, or without its head.")
+    ] = False
+    verbose: Annotated[
+        bool, _option("--verbose", help="More lines on stderr, such as the name of each tensor that is left unused.")
+    ] = False
 
     def serve_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of `torchax_serve.serve`."""
-        return {**self.kwargs(), "allow_pickle": self.allow_pickle}
+        return {**self.kwargs(), "allow_pickle": self.allow_pickle, "strict": self.strict}
+
+    def show_details(self) -> None:
+        """With ``--verbose``, sends the project's own log to stderr, details included."""
+        if self.verbose:
+            logging.getLogger("torchax_serve").setLevel(logging.INFO)
+            if logging.lastResort is not None:
+                logging.lastResort.setLevel(logging.INFO)
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,15 @@ class DeviceOptions(LoadOptions):
     join_timeout: Annotated[
         float, _hosts_option("--join-timeout", help="Seconds that hosts wait for each other.", show_default=True)
     ] = 300.0
+
+    hosts_secret_file: Annotated[
+        Path | None,
+        _hosts_option(
+            "--hosts-secret-file",
+            envvar="TORCHAX_SERVE_HOSTS_SECRET_FILE",
+            help="File with a secret that all hosts have; TORCHAX_SERVE_HOSTS_SECRET holds one itself.",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,7 +200,20 @@ class DeviceOptions(LoadOptions):
             num_hosts=self.num_hosts,
             host_id=self.host_id,
             join_timeout_s=self.join_timeout,
+            secret=self._hosts_secret(),
         )
+
+    def _hosts_secret(self) -> str | None:
+        """The secret of the hosts: from the file, else from the variable."""
+        if self.hosts_secret_file is None:
+            return os.environ.get("TORCHAX_SERVE_HOSTS_SECRET") or None
+        try:
+            return self.hosts_secret_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgumentError(
+                f"--hosts-secret-file: expected a file of text, got {self.hosts_secret_file} ({error}); make one: "
+                "openssl rand -hex 32"
+            ) from error
 
 
 def check_choice(flag: str, value: str, choices: Sequence[str]) -> None:

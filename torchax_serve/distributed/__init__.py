@@ -1,1 +1,1 @@
-"""A model on several devices or hosts."""
+"""One model on several hosts, and several models on a cluster."""

@@ -17,16 +17,14 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel
 from model_adapters.program import CallSpec
 from torchax_serve.buckets import bucket
+from torchax_serve.pooling.text_tokenizer import IDS, MASK, Row, TextTokenizer
 from torchax_serve.runtime import Runtime
 
 TOKENS_PER_BATCH = 4096
 MAX_ROWS = 32
-IDS, MASK = "input_ids", "attention_mask"
 
 Text = str | Sequence[int]
 """A text, or its token ids."""
-Row = dict[str, list[int]]
-"""A text as the tokenizer gives it: lists of equal length by argument of the forward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +48,8 @@ def checked_texts(texts: str | Sequence[Text]) -> list[Text]:
     Raises:
         InvalidArgumentError: none, one without a letter, or what is neither text nor token ids.
     """
+    if not isinstance(texts, str) and (isinstance(texts, bytes) or not isinstance(texts, Iterable)):
+        raise InvalidArgumentError(f"texts: expected a text or several, got {texts!r:.80}")
     asked: list[Text] = [texts] if isinstance(texts, str) else list(texts)
     if not asked:
         raise InvalidArgumentError("texts: expected at least one text, got none")
@@ -57,9 +57,23 @@ def checked_texts(texts: str | Sequence[Text]) -> list[Text]:
         if isinstance(text, str):
             if not text.strip():
                 raise InvalidArgumentError(f"texts[{index}]: expected some text, got an empty one; leave it out")
+            if surrogate := _lone_surrogate(text):
+                raise InvalidArgumentError(
+                    f"texts[{index}]: expected Unicode text, got {surrogate!r}, half of a character; decode its bytes "
+                    "with errors='replace'"
+                )
         elif isinstance(text, bytes) or not isinstance(text, Iterable) or not all(_is_id(token) for token in text):
             raise InvalidArgumentError(f"texts[{index}]: expected text or a list of token ids, got {text!r:.80}")
     return asked
+
+
+def _lone_surrogate(text: str) -> str | None:
+    """The first code point that has no place in UTF-8, which tokenizers refuse; None if there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return None
 
 
 def _is_id(token: Any) -> bool:
@@ -67,44 +81,44 @@ def _is_id(token: Any) -> bool:
 
 
 def rows_of(
-    loaded: LoadedModel, texts: Sequence[Text], pairs: Sequence[str] | None, *, max_len: int | None, truncate: bool
-) -> list[Row]:
-    """Tokenizes texts, or pairs of texts.
+    tokenizer: TextTokenizer,
+    texts: Sequence[Text],
+    pairs: Sequence[str] | None,
+    *,
+    max_len: int | None,
+    truncate: bool,
+    remedy: str = "shorten it, or pass truncate=True",
+) -> tuple[list[Row], list[int]]:
+    """Tokenizes texts, or pairs of texts; also the places of those that were cut to `max_len` tokens.
 
     Raises:
-        InvalidArgumentError: an empty text, text for a model without a tokenizer, more than `max_len` tokens.
+        InvalidArgumentError: an empty text, text for a model without a tokenizer; without `truncate`, more than
+            `max_len` tokens.
     """
     rows: list[Row] = []
+    cut: list[int] = []
     for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            row = {IDS: [int(token) for token in text]}
+        if isinstance(text, str):
+            row, length = tokenizer.rows_of(
+                text, None if pairs is None else pairs[index], max_len if truncate else None
+            )
         else:
-            tokenizer = loaded.tokenizer()
-            if tokenizer is None:
-                raise InvalidArgumentError(
-                    f"{loaded.source.name} has no tokenizer, and text needs one; put its tokenizer files beside the "
-                    "weights, or give token ids"
-                )
-            found = tokenizer(text) if pairs is None else tokenizer(text, pairs[index])
-            row = {name: list(found[name]) for name in found}
-        row = {name: values for name, values in row.items() if name != MASK}
-        length = len(row[IDS])
+            row = {IDS: [int(token) for token in text]}
+            length = len(row[IDS])
         if length == 0:
             raise InvalidArgumentError(f"texts[{index}]: expected at least one token, got none; leave it out")
         if max_len is not None and length > max_len:
-            if not truncate or pairs is not None:
-                raise InvalidArgumentError(
-                    f"texts[{index}]: expected at most {max_len} tokens, got {length}; shorten it"
-                    + ("" if pairs is not None else ", or pass truncate=True")
-                )
+            if not truncate:
+                raise InvalidArgumentError(f"texts[{index}]: expected at most {max_len} tokens, got {length}; {remedy}")
+            cut.append(index)
             row = {name: _cut(values, max_len) for name, values in row.items()}
         rows.append(row)
-    return rows
+    return rows, cut
 
 
 def _cut(values: list[int], length: int) -> list[int]:
-    """The first tokens and the very last one, which ends the text for the model."""
-    return [*values[: length - 1], values[-1]]
+    """The first tokens and the very last one, which ends the text for the model; texts come cut."""
+    return values if len(values) <= length else [*values[: length - 1], values[-1]]
 
 
 def run(runtime: Runtime, rows: Sequence[Row], *, pad_id: int | None) -> Iterator[Batch]:
@@ -117,6 +131,7 @@ def run(runtime: Runtime, rows: Sequence[Row], *, pad_id: int | None) -> Iterato
     """
     called = runtime.program.called
     may_pad = pad_id is not None and runtime.program.accepts(MASK) and may_share_batches(called)
+    may_pad = may_pad and runtime.program.rope is None  # whose frequencies depend on the length of all that is padded
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][IDS]))
     while order:
         longest = len(rows[order[0]][IDS])

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import load_file
+import torch
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
+from model_adapters.loading.checkpoint import PICKLE_FILE, SAFE_FILE, Checkpoint, pickle_only
 from torchax_serve.encoders.batches import Text, checked_texts, limit_of, rows_of, run
-from torchax_serve.encoders.rules import POOLINGS, Dense, EmbeddingRule, rule_in
+from torchax_serve.encoders.rules import POOLINGS, EmbeddingRule, rule_in
+from torchax_serve.pooling.layers import Layer, embeddings
+from torchax_serve.pooling.text_rule import TextRule
+from torchax_serve.pooling.text_tokenizer import TextTokenizer
 from torchax_serve.runtime import Runtime
 
 _CHOICES = ", ".join(f'"{name}"' for name in POOLINGS)
+_READS_NO_PROMPT = {"hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl"}
+"""Older than the setting for it; sentence-transformers knows them by name."""
 
 
 def embed(
@@ -27,50 +34,116 @@ def embed(
     *,
     pooling: str | None = None,
     normalize: bool | None = None,
+    prompt: str | None = None,
     prompt_name: str | None = None,
-    truncate: bool = False,
+    truncate: bool | None = None,
+    truncate_dim: int | None = None,
 ) -> np.ndarray:
     """Embeddings of texts.
 
     Args:
         loaded: the model.
         runtime: of the whole model.
-        texts: one text, or several; token ids may stand in a text's place.
+        texts: one text, or several; token ids may stand in a text's place, before which no prompt stands.
         pooling: one of `POOLINGS`; None: as the checkpoint's ``modules.json`` says, with its further layers.
         normalize: to length 1; None: as the checkpoint says, and not where it says nothing.
+        prompt: stands before each text.
         prompt_name: of the checkpoint's prompts, the one that stands before each text.
-        truncate: cut texts that are too long, in place of an error.
+        truncate: cut texts that are too long (True), or refuse them (False). None: cut them, with one line that says
+            so, where the checkpoint's files say how texts are read, and refuse them where there are none.
+        truncate_dim: how many numbers of each embedding are kept; None: as the checkpoint says, else all.
 
     Returns:
         float32[dim] of one text, float32[num_texts, dim] of several, in their order.
 
     Raises:
         InvalidArgumentError: no rule of pooling where none is given; an empty or too long text; an unknown prompt.
-        UnsupportedModelError: a model whose output has no hidden states of tokens.
+        CheckpointError: files of the checkpoint that say how texts are embedded, and are not readable.
+        UnsupportedModelError: a model whose output has no hidden states of tokens; a setting in the checkpoint's files
+            that is not honoured.
     """
-    rule = _rule(loaded, pooling)
-    prompt = _prompt(rule, prompt_name)
+    if pooling is None:
+        embedder = loaded.once(_Embedder, lambda: _Embedder(loaded, runtime, _own_rule(loaded)))
+    else:
+        embedder = _Embedder(loaded, runtime, _rule_of(pooling))
+    text = embedder.rule.text
+    chosen = _prompt(text, prompt, prompt_name)
+    if truncate_dim is not None and (isinstance(truncate_dim, bool) or not isinstance(truncate_dim, int)):
+        raise InvalidArgumentError(f"truncate_dim: expected a positive number, got {truncate_dim!r}")
     asked = checked_texts(texts)
-    if rule.lower_case:
-        asked = [text.lower() if isinstance(text, str) else text for text in asked]
-    asked = [prompt + text if isinstance(text, str) else text for text in asked]
-    part = runtime.part(part_of(runtime))
-    limits = [x for x in (rule.max_len, limit_of(loaded, part)) if x is not None]
-    rows = rows_of(loaded, asked, None, max_len=min(limits, default=None), truncate=truncate)
-    layers = tuple(_weights_of(dense) for dense in rule.dense)
-    is_unit = rule.normalize if normalize is None else normalize
-    found: list[Any] = [None] * len(rows)
-    for batch in run(part, rows, pad_id=pad_id_of(loaded, runtime)):
-        hidden = batch.fields.get("last_hidden_state")
-        if hidden is None:
-            raise UnsupportedModelError(
-                f"expected hidden states of tokens from {type(part.program.called).__name__}, got "
-                f"{', '.join(batch.fields)}"
+    found = embedder.embeddings(
+        asked,
+        chosen,
+        truncate=text.is_said if truncate is None else truncate,
+        is_asked=truncate is not None,
+        truncate_dim=truncate_dim,
+        normalize=normalize,
+    )
+    return found[0] if isinstance(texts, str) else found
+
+
+class _Embedder:
+    """A model, the rule by which it embeds, and what that needs: read once for a model."""
+
+    def __init__(self, loaded: LoadedModel, runtime: Runtime, rule: EmbeddingRule) -> None:
+        self.rule = rule
+        self._name, self._part = loaded.source.name, runtime.part(part_of(runtime))
+        self._pad_id = pad_id_of(loaded, runtime)
+        self._model_limit = limit_of(loaded, self._part)
+        self._tokenizer = TextTokenizer(loaded, lower_case=rule.text.lower_case)
+        self._weights = tuple(
+            _weights_of(layer, folder, allow_pickle=loaded.allow_pickle)
+            for layer, folder in zip(rule.layers, rule.folders, strict=True)
+        )
+
+    def embeddings(
+        self,
+        asked: Sequence[Text],
+        prompt: str,
+        *,
+        truncate: bool,
+        is_asked: bool,
+        truncate_dim: int | None,
+        normalize: bool | None,
+    ) -> np.ndarray:
+        """float32[num_texts, dim]; `is_asked`: whether the caller knows what is cut."""
+        text = self.rule.text
+        max_len = min((x for x in (text.max_len, self._model_limit) if x is not None), default=None)
+        whole = [prompt + each if isinstance(each, str) else each for each in asked]
+        rows, cut = rows_of(self._tokenizer, whole, None, max_len=max_len, truncate=truncate)
+        if cut and not is_asked:
+            self._tokenizer.say_once(
+                f"{self._name}: texts are cut to {max_len} tokens, as its files say; {len(cut)} of {len(rows)} are "
+                "longer"
             )
-        pooled = np.asarray(_finished(hidden, batch.mask, layers, rule.pooling, _activations(rule), is_unit))
-        for number, index in enumerate(batch.indices):
-            found[index] = pooled[number]
-    return found[0] if isinstance(texts, str) else np.stack(found)
+        layers, weights = self._layers(normalize)
+        skips_prompt = prompt and any(layer.kind == "pooling" and not layer.reads_prompt for layer in layers)
+        prompt_len = self._tokenizer.prompt_len(prompt, max_len) if skips_prompt else 0
+        lens = [prompt_len if isinstance(each, str) else 0 for each in asked]
+        found: list[Any] = [None] * len(rows)
+        for batch in run(self._part, rows, pad_id=self._pad_id):
+            hidden = batch.fields.get("last_hidden_state")
+            if hidden is None:
+                raise UnsupportedModelError(
+                    f"expected hidden states of tokens from {type(self._part.program.called).__name__}, got "
+                    f"{', '.join(batch.fields)}"
+                )
+            of_rows = np.zeros(hidden.shape[0], np.int32)
+            of_rows[: len(batch.indices)] = [lens[index] for index in batch.indices]
+            kept = text.truncate_dim if truncate_dim is None else truncate_dim
+            made = np.asarray(embeddings(layers, weights, hidden, batch.mask, of_rows, kept, bool(normalize)))
+            for number, index in enumerate(batch.indices):
+                found[index] = made[number]
+        return np.stack(found)
+
+    def _layers(self, normalize: bool | None) -> tuple[tuple[Layer, ...], tuple[dict[str, jax.Array], ...]]:
+        """The layers and their weights; without those that make the length 1 where that is not wanted."""
+        pairs = [
+            (layer, tensors)
+            for layer, tensors in zip(self.rule.layers, self._weights, strict=True)
+            if normalize is not False or layer.kind != "normalize"
+        ]
+        return tuple(layer for layer, _ in pairs), tuple(tensors for _, tensors in pairs)
 
 
 def part_of(runtime: Runtime) -> str:
@@ -91,84 +164,64 @@ def pad_id_of(loaded: LoadedModel, runtime: Runtime) -> int:
     return 0
 
 
-def _rule(loaded: LoadedModel, pooling: str | None) -> EmbeddingRule:
-    if pooling is not None:
-        if pooling not in POOLINGS:
-            raise InvalidArgumentError(f"pooling: expected one of {_CHOICES}, got {pooling!r}")
-        return EmbeddingRule((pooling,))
+def _rule_of(pooling: str) -> EmbeddingRule:
+    if pooling not in POOLINGS:
+        raise InvalidArgumentError(f"pooling: expected one of {_CHOICES}, got {pooling!r}")
+    return EmbeddingRule.of_pooling(pooling)
+
+
+def _own_rule(loaded: LoadedModel) -> EmbeddingRule:
     rule = rule_in(loaded.files_folder)
     if rule is None:
         raise InvalidArgumentError(
             f"embed: {loaded.source.name} has no modules.json that says how its tokens become one embedding; pass "
             f"pooling, one of {_CHOICES}"
         )
+    if loaded.source.hub_id in _READS_NO_PROMPT:
+        layers = tuple(dataclasses.replace(layer, reads_prompt=False) for layer in rule.layers)
+        rule = dataclasses.replace(rule, layers=layers)
     return rule
 
 
-def _prompt(rule: EmbeddingRule, name: str | None) -> str:
+def _prompt(text: TextRule, prompt: str | None, name: str | None) -> str:
+    if prompt is not None:
+        if name is not None:
+            raise InvalidArgumentError("prompt and prompt_name: expected one of them, got both; leave one out")
+        if not isinstance(prompt, str):
+            raise InvalidArgumentError(f"prompt: expected a text, got {prompt!r:.80}")
+        return prompt
     if name is None:
-        name = rule.default_prompt
+        name = text.default_prompt
     if name is None:
         return ""
-    if name not in rule.prompts:
+    if name not in text.prompts:
         raise InvalidArgumentError(
-            f"prompt_name: expected one of {', '.join(map(repr, rule.prompts)) or 'none, for there are none'}, got "
+            f"prompt_name: expected one of {', '.join(map(repr, text.prompts)) or 'none, for there are none'}, got "
             f"{name!r}"
         )
-    return rule.prompts[name]
+    return text.prompts[name]
 
 
-def _weights_of(dense: Dense) -> tuple[jax.Array, jax.Array | None]:
-    tensors = load_file(dense.folder / "model.safetensors")
-    weight = next((array for name, array in tensors.items() if name.endswith("weight")), None)
-    if weight is None:
-        raise CheckpointError(
-            f"{dense.folder / 'model.safetensors'}: expected a tensor linear.weight, got {list(tensors)}"
-        )
-    bias = next((array for name, array in tensors.items() if name.endswith("bias")), None)
-    return jnp.asarray(weight, jnp.float32), None if bias is None else jnp.asarray(bias, jnp.float32)
-
-
-def _activations(rule: EmbeddingRule) -> tuple[str | None, ...]:
-    return tuple(dense.activation for dense in rule.dense)
-
-
-_FUNCTIONS: dict[str | None, Any] = {
-    None: lambda x: x,
-    "tanh": jnp.tanh,
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "sigmoid": jax.nn.sigmoid,
+_TENSORS = {
+    "dense": ({"linear.weight"}, {"linear.bias", "residual.weight"}),
+    "layer_norm": ({"norm.weight", "norm.bias"}, set()),
 }
+"""Names of a layer's tensors: those that it must have, and those that it may have."""
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _finished(
-    hidden: jax.Array,
-    mask: jax.Array,
-    layers: tuple[tuple[jax.Array, jax.Array | None], ...],
-    pooling: tuple[str, ...],
-    activations: tuple[str | None, ...],
-    normalize: bool,
-) -> jax.Array:
-    """float32[rows, dim] of `hidden` [rows, len, width] and `mask` int32[rows, len]."""
-    out = jnp.concatenate([pooled(hidden.astype(jnp.float32), mask, name) for name in pooling], -1)
-    for (weight, bias), activation in zip(layers, activations, strict=True):
-        out = jnp.dot(out, weight.T, precision="highest")
-        out = _FUNCTIONS[activation](out if bias is None else out + bias)
-    return out / jnp.maximum(jnp.linalg.norm(out, axis=-1, keepdims=True), 1e-12) if normalize else out
-
-
-def pooled(hidden: jax.Array, mask: jax.Array, name: str) -> jax.Array:
-    """One of `POOLINGS` over the real tokens: [rows, width] of `hidden` [rows, len, width], `mask` int32[rows, len]."""
-    if name == "cls":
-        return hidden[:, 0]
-    if name == "last":
-        return jnp.take_along_axis(hidden, (mask.sum(1) - 1)[:, None, None], 1)[:, 0]
-    real = mask[..., None].astype(hidden.dtype)
-    if name == "max":
-        return jnp.where(real > 0, hidden, -jnp.inf).max(1)
-    if name == "weighted_mean":
-        real = real * jnp.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype)[None, :, None]
-    total, count = (jnp.where(real > 0, hidden, 0) * real).sum(1), real.sum(1)
-    return total / (jnp.sqrt(count) if name == "mean_sqrt_len" else count)
+def _weights_of(layer: Layer, folder: Path | None, *, allow_pickle: bool) -> dict[str, jax.Array]:
+    if folder is None:
+        return {}
+    files = [folder / name for name in (SAFE_FILE, PICKLE_FILE) if (folder / name).is_file()]
+    if not files:
+        raise CheckpointError(f"{folder} holds no {SAFE_FILE}, which the weights of its layer are expected in")
+    if files[0].name == PICKLE_FILE and not allow_pickle:
+        raise pickle_only(str(folder))
+    with Checkpoint.of(files[:1]).readers(lambda amount: None) as readers:
+        tensors = {name: reader[...].to(torch.float32).numpy() for name, reader in readers.items()}
+    needed, possible = _TENSORS[layer.kind]
+    if not needed <= set(tensors) <= needed | possible:
+        raise CheckpointError(
+            f"{files[0]}: expected tensors {', '.join(sorted(needed | possible))}, got {', '.join(sorted(tensors))}"
+        )
+    return {name: jnp.asarray(array) for name, array in tensors.items()}

@@ -10,8 +10,10 @@ import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
-from torchax_serve.encoders.batches import Row, Text, checked_texts, limit_of, rows_of, run
+from torchax_serve.encoders.batches import Text, checked_texts, limit_of, rows_of, run
 from torchax_serve.encoders.embedding import pad_id_of
+from torchax_serve.pooling.text_rule import read_json
+from torchax_serve.pooling.text_tokenizer import Row, TextTokenizer
 from torchax_serve.runtime import Runtime
 
 
@@ -52,8 +54,8 @@ class RankedDocument:
 def classify(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
     """See `torchax_serve.encoders.EncoderModel.classify`."""
     asked = checked_texts(texts)
-    _require(runtime, "ForSequenceClassification", "classify", "classifies texts")
-    rows = rows_of(loaded, asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
+    _require(loaded, runtime, "ForSequenceClassification", "classify", "classifies texts")
+    rows, _ = rows_of(_tokenizer(loaded), asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
     logits = text_logits(loaded, runtime, rows)
     names = _names(runtime, logits.shape[-1])
     found = [_classification(names, row) for row in _activated(runtime, logits)]
@@ -63,8 +65,8 @@ def classify(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text],
 def classify_tokens(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
     """See `torchax_serve.encoders.EncoderModel.classify_tokens`."""
     asked = checked_texts(texts)
-    _require(runtime, "ForTokenClassification", "classify_tokens", "classifies tokens")
-    rows = rows_of(loaded, asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
+    _require(loaded, runtime, "ForTokenClassification", "classify_tokens", "classifies tokens")
+    rows, _ = rows_of(_tokenizer(loaded), asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
     found: list[Any] = [None] * len(rows)
     for batch in run(runtime, rows, pad_id=pad_id_of(loaded, runtime)):
         logits = np.asarray(batch.fields["logits"], np.float32)
@@ -75,10 +77,16 @@ def classify_tokens(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence
 
 
 def rerank(
-    loaded: LoadedModel, runtime: Runtime, query: str, documents: Sequence[str], *, top_k: int | None
+    loaded: LoadedModel,
+    runtime: Runtime,
+    query: str,
+    documents: Sequence[str],
+    *,
+    top_k: int | None,
+    truncate: bool | None,
 ) -> list[RankedDocument]:
     """See `torchax_serve.encoders.EncoderModel.rerank`."""
-    _require(runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
+    _require(loaded, runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
     if not isinstance(query, str) or not query:
         raise InvalidArgumentError(f"query: expected some text, got {query!r}")
     if isinstance(documents, str) or not documents or not all(isinstance(each, str) for each in documents):
@@ -86,14 +94,20 @@ def rerank(
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise InvalidArgumentError(f"top_k: expected a positive number or None for all, got {top_k!r}")
     pairs = list(documents)
-    rows = rows_of(loaded, [query] * len(pairs), pairs, max_len=limit_of(loaded, runtime), truncate=False)
+    tokenizer, max_len = _tokenizer(loaded), limit_of(loaded, runtime)
+    rows, cut = rows_of(tokenizer, [query] * len(pairs), pairs, max_len=max_len, truncate=truncate is not False)
+    if cut and truncate is None:
+        tokenizer.say_once(
+            f"{loaded.source.name}: pairs are cut to {max_len} tokens, as by sentence-transformers; {len(cut)} of "
+            f"{len(rows)} are longer"
+        )
     logits = text_logits(loaded, runtime, rows)
     if logits.shape[-1] != 1:
         raise UnsupportedModelError(
             f"rerank: expected a cross-encoder with one score for a pair, got {type(runtime.program.module).__name__} "
             f"with {logits.shape[-1]} labels; call classify()"
         )
-    scores = _scores_of_pairs(runtime, logits[:, 0])
+    scores = _scores_of_pairs(loaded, runtime, logits[:, 0])
     order = sorted(range(len(pairs)), key=lambda index: -scores[index])
     return [RankedDocument(index, pairs[index], float(scores[index])) for index in order[:top_k]]
 
@@ -112,10 +126,12 @@ def text_logits(loaded: LoadedModel, runtime: Runtime, rows: Sequence[Row]) -> n
     return np.stack(found)
 
 
-def _require(runtime: Runtime, ending: str, name: str, what: str) -> None:
+def _require(loaded: LoadedModel, runtime: Runtime, ending: str, name: str, what: str) -> None:
     class_name = type(runtime.program.module).__name__
     if not class_name.endswith(ending):
-        raise UnsupportedModelError(f"{name}: expected a model that {what} (…{ending}), got {class_name}")
+        raise UnsupportedModelError(
+            f"{name}: expected a model that {what} (…{ending}), got {class_name}{loaded.report.lack}"
+        )
 
 
 def _names(runtime: Runtime, num_labels: int) -> list[str]:
@@ -133,13 +149,21 @@ def _activated(runtime: Runtime, logits: np.ndarray) -> np.ndarray:
     return _softmax(logits)
 
 
-def _scores_of_pairs(runtime: Runtime, logits: np.ndarray) -> np.ndarray:
+def _tokenizer(loaded: LoadedModel) -> TextTokenizer:
+    return loaded.once(TextTokenizer, lambda: TextTokenizer(loaded))
+
+
+def _scores_of_pairs(loaded: LoadedModel, runtime: Runtime, logits: np.ndarray) -> np.ndarray:
     """Scores as sentence-transformers' cross-encoders have them: a sigmoid, unless the checkpoint says none."""
     said = getattr(runtime.config, "sentence_transformers", None) or {}
     name = said.get("activation_fn") or getattr(runtime.config, "sbert_ce_default_activation_function", None)
+    if name is None and loaded.files_folder is not None:
+        name = read_json(loaded.files_folder / "config_sentence_transformers.json", optional=True).get("activation_fn")
     kind = "Sigmoid" if name is None else str(name).rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
-        raise UnsupportedModelError(f"rerank: expected an activation Sigmoid or Identity in config.json, got {name}")
+        raise UnsupportedModelError(
+            f"rerank: expected an activation Sigmoid or Identity in the model's files, got {name}"
+        )
     return _sigmoid(logits) if kind == "Sigmoid" else logits
 
 

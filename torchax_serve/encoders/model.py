@@ -32,16 +32,20 @@ class EncoderModel(ServedModel):
         """Labels of each token of texts, special tokens left out; arguments and errors as those of `classify`."""
         return labels.classify_tokens(self._open(), self._runtimes[0], texts, truncate=truncate)
 
-    def rerank(self, query: str, documents: Sequence[str], *, top_k: int | None = None) -> list[RankedDocument]:
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_k: int | None = None, truncate: bool | None = None
+    ) -> list[RankedDocument]:
         """Documents in the order of their scores for `query`, the best first; a cross-encoder reads both together.
 
         Args:
             query: a text.
             documents: texts.
             top_k: how many are returned; None: all.
+            truncate: cut pairs that are too long, the longer text first (True), or refuse them (False). None: cut them
+                as sentence-transformers does, with one line that says so.
 
         Raises:
             UnsupportedModelError: the model is no cross-encoder with one score.
             InvalidArgumentError: no query, no documents, or a pair that is too long.
         """
-        return labels.rerank(self._open(), self._runtimes[0], query, documents, top_k=top_k)
+        return labels.rerank(self._open(), self._runtimes[0], query, documents, top_k=top_k, truncate=truncate)

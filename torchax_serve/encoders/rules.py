@@ -1,17 +1,20 @@
 """How embeddings are made of a model's output, as the checkpoint's own files say it.
 
 The files are those of sentence-transformers (Reimers and Gurevych, 2019): ``modules.json`` lists what is done in turn,
-and each step has a folder with a configuration.
+each step has a folder with a configuration, and two files beside the model say how texts are read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from model_adapters.errors import CheckpointError, UnsupportedModelError
+from model_adapters.loading.modules_json import MODULES, ModuleEntry, modules_root, read_modules
+from torchax_serve.pooling.layers import ACTIVATIONS, Layer
+from torchax_serve.pooling.text_rule import TextRule, read_json, text_rule
 
 POOLINGS = ("mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean")
 """mean: of all tokens; cls: the first; last; max: by dimension; mean_sqrt_len: the sum over the square root of the
@@ -26,15 +29,11 @@ _FLAGS = {
     "pooling_mode_lasttoken": "last",
 }
 _NAMES = {"lasttoken": "last", "weightedmean": "weighted_mean", "mean_sqrt_len_tokens": "mean_sqrt_len"}
-_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "Sigmoid": "sigmoid"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Dense:
-    """A linear layer behind the pooling; its weights are in `folder`."""
-
-    folder: Path
-    activation: str | None
+_POOLING_KEYS = {"word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt", *_FLAGS}
+_DENSE_KEYS = {"in_features", "out_features", "bias", "activation_function", "use_residual"}
+_PLACES = {"module_input_name", "module_output_name"}
+_TOKENS, _TEXT = "token_embeddings", "sentence_embedding"
+_KINDS = "Transformer, Pooling, Dense, LayerNorm, Normalize and Dropout of sentence_transformers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,97 +41,103 @@ class EmbeddingRule:
     """From a model's hidden states to embeddings.
 
     Attributes:
-        pooling: one or several of `POOLINGS`, whose results are joined.
-        dense: layers behind it, in order.
-        normalize: to length 1, at the end.
-        max_len: most tokens of a text; None: what the model takes.
-        lower_case: texts are made lower case first.
-        prompts: texts that stand before a text, by name.
-        default_prompt: name of the one that is used where none is asked for.
+        layers: in their order.
+        folders: of the layers that have weights; else None.
+        text: how texts are read.
     """
 
-    pooling: tuple[str, ...]
-    dense: tuple[Dense, ...] = ()
-    normalize: bool = False
-    max_len: int | None = None
-    lower_case: bool = False
-    prompts: dict[str, str] = dataclasses.field(default_factory=dict)
-    default_prompt: str | None = None
+    layers: tuple[Layer, ...]
+    folders: tuple[Path | None, ...]
+    text: TextRule = dataclasses.field(default_factory=TextRule)
+
+    @classmethod
+    def of_pooling(cls, name: str) -> EmbeddingRule:
+        """One of `POOLINGS` and nothing else."""
+        return cls((Layer("pooling", (name,)),), (None,))
 
 
 def rule_in(folder: Path | None) -> EmbeddingRule | None:
-    """What the files in `folder` say; None where there is no ``modules.json``.
+    """What the files beside the model in `folder` say; None where there is no ``modules.json``.
 
     Raises:
         CheckpointError: files that are not readable or lack what they must have.
-        UnsupportedModelError: a step that is not known here.
+        UnsupportedModelError: a step or a setting that is not known here.
     """
-    if folder is None or not (folder / "modules.json").is_file():
+    root = None if folder is None else modules_root(folder)
+    if root is None or folder is None:
         return None
-    modules = _json(folder / "modules.json")
-    if not isinstance(modules, list) or not all(isinstance(m, dict) and "type" in m for m in modules):
-        raise CheckpointError(f"{folder / 'modules.json'}: expected a list of modules with a type, get the file again")
-    rule = EmbeddingRule(())
-    for module in modules:
-        kind, path = str(module["type"]).rpartition(".")[2], folder / str(module.get("path", ""))
-        if kind == "Transformer":
-            rule = _with_texts(rule, folder)
-        elif kind == "Pooling":
-            rule = dataclasses.replace(rule, pooling=_pooling(_json(path / "config.json"), path / "config.json"))
-        elif kind == "Dense":
-            rule = dataclasses.replace(rule, dense=(*rule.dense, _dense(path)))
-        elif kind == "Normalize":
-            rule = dataclasses.replace(rule, normalize=True)
-        else:
-            raise UnsupportedModelError(
-                f"{folder / 'modules.json'} has a module of type {module['type']}, expected Transformer, Pooling, "
-                "Dense and Normalize; pass pooling= to leave the file out of account"
-            )
-    if not rule.pooling:
-        raise CheckpointError(f"{folder / 'modules.json'} lists no pooling: pass pooling=, or get the file again")
-    return rule
+    steps: list[tuple[Layer, Path | None]] = []
+    for module in read_modules(root / MODULES):
+        steps += _layers_of(module, root, has_pooled=any(layer.kind == "pooling" for layer, _ in steps))
+    if sum(layer.kind == "pooling" for layer, _ in steps) != 1:
+        raise CheckpointError(
+            f"{root / MODULES}: expected one module of type Pooling, got "
+            f"{sum(layer.kind == 'pooling' for layer, _ in steps)}; pass pooling=, or get the file again"
+        )
+    return EmbeddingRule(tuple(step[0] for step in steps), tuple(step[1] for step in steps), text_rule(root, folder))
 
 
-def _with_texts(rule: EmbeddingRule, folder: Path) -> EmbeddingRule:
-    texts = _json(folder / "sentence_bert_config.json", optional=True)
-    prompts = _json(folder / "config_sentence_transformers.json", optional=True)
-    return dataclasses.replace(
-        rule,
-        max_len=texts.get("max_seq_length"),
-        lower_case=bool(texts.get("do_lower_case", False)),
-        prompts={name: str(text) for name, text in (prompts.get("prompts") or {}).items()},
-        default_prompt=prompts.get("default_prompt_name"),
+def _layers_of(module: ModuleEntry, root: Path, *, has_pooled: bool) -> list[tuple[Layer, Path | None]]:
+    kind, path = module.type.rpartition(".")[2], root / module.path
+    if not module.type.startswith("sentence_transformers."):
+        kind = ""  # code of somebody's own, whatever its name
+    if module.is_transformer or kind == "Dropout":
+        return []
+    if kind == "Pooling":
+        return [(_pooling(read_json(path / "config.json"), path / "config.json"), None)]
+    if kind == "Dense":
+        config = read_json(path / "config.json")
+        _check_place(config, path / "config.json", has_pooled=has_pooled)
+        return [(_dense(config, path / "config.json"), path)]
+    if kind == "LayerNorm":
+        _check_place({}, path, has_pooled=has_pooled)
+        return [(Layer("layer_norm"), path)]
+    if kind == "Normalize":
+        _check_place(read_json(path / "config.json", optional=True), path / "config.json", has_pooled=has_pooled)
+        return [(Layer("normalize"), None)]
+    raise UnsupportedModelError(
+        f"{root / MODULES} has a module of type {module.type}, expected {_KINDS}; pass pooling= to leave the file out "
+        "of account"
     )
 
 
-def _pooling(config: dict[str, Any], file: Path) -> tuple[str, ...]:
+def _check_place(config: Mapping[str, Any], file: Path, *, has_pooled: bool) -> None:
+    """Raises for a layer that reads or writes something else than what the steps before it made."""
+    read = config.get("module_input_name") or _TEXT
+    written = config.get("module_output_name") or read
+    expected = _TEXT if has_pooled else _TOKENS
+    if (read, written) != (expected, expected):
+        raise UnsupportedModelError(
+            f"{file}: expected a module that reads and writes {expected} at its place in {MODULES}, got one that reads "
+            f"{read} and writes {written}; pass pooling= to leave the file out of account"
+        )
+
+
+def _check_keys(config: Mapping[str, Any], known: set[str], file: Path) -> None:
+    if unknown := sorted(set(config) - known):
+        raise UnsupportedModelError(
+            f"{file}: expected {', '.join(sorted(known))}, got {', '.join(unknown)}, which would not be honoured; pass "
+            "pooling= to leave the file out of account"
+        )
+
+
+def _pooling(config: dict[str, Any], file: Path) -> Layer:
+    _check_keys(config, _POOLING_KEYS, file)
     said = config.get("pooling_mode")
     if said is not None:
         names = [said] if isinstance(said, str) else list(said)
         found = tuple(_NAMES.get(name, name) for name in names)
     else:
-        found = tuple(name for flag, name in _FLAGS.items() if config.get(flag))
+        found = tuple(name for flag, name in _FLAGS.items() if config.get(flag)) or ("mean",)
     if not found or set(found) - set(POOLINGS):
-        raise CheckpointError(f"{file}: expected a pooling of {', '.join(POOLINGS)}, got {said or 'none'}")
-    return found
+        raise CheckpointError(f"{file}: expected a pooling of {', '.join(POOLINGS)}, got {said}")
+    return Layer("pooling", found, reads_prompt=bool(config.get("include_prompt", True)))
 
 
-def _dense(folder: Path) -> Dense:
-    config = _json(folder / "config.json")
-    activation = str(config.get("activation_function", "Identity")).rpartition(".")[2]
-    if activation not in _ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"{folder / 'config.json'}: activation {activation}, expected one of {', '.join(_ACTIVATIONS)}"
-        )
-    if not (folder / "model.safetensors").is_file():
-        raise CheckpointError(f"{folder} holds no model.safetensors, which its layer's weights are expected in")
-    return Dense(folder, _ACTIVATIONS[activation])
-
-
-def _json(file: Path, *, optional: bool = False) -> Any:
-    if optional and not file.is_file():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not readable as JSON ({error}): get the file again") from error
+def _dense(config: dict[str, Any], file: Path) -> Layer:
+    _check_keys(config, _DENSE_KEYS | _PLACES, file)
+    said = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    name = said.rpartition(".")[2]
+    if not said.startswith("torch.") or name not in ACTIVATIONS:
+        raise UnsupportedModelError(f"{file}: activation {said}, expected torch.nn's {', '.join(ACTIVATIONS)}")
+    return Layer("dense", activation=name, has_residual=bool(config.get("use_residual", False)))

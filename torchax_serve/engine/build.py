@@ -10,7 +10,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.linear import why_not_invariant
 from model_adapters.paged import NotPackableError
 from torchax_serve.buckets import token_rungs
-from torchax_serve.engine.engine import Engine
+from torchax_serve.engine.engine import MAX_NUM_WAITING, Engine
 from torchax_serve.engine.gathered_road import gathered_road
 from torchax_serve.engine.packed_road import packed_road
 from torchax_serve.engine.road import Sizes
@@ -48,6 +48,8 @@ class EngineOptions:
         kv_cache_bytes: bytes of all pages together.
         token_budget: tokens computed in one step.
         prefix_caching: whether requests share the pages of a common beginning.
+        max_num_waiting: requests that may wait for a slot; one more is refused with `QueueFullError`. `generate_batch`
+            waits with more prompts than that by itself.
         max_num_steps: most decode steps sent to the device at once while nothing waits. Fewer are sent where they
             would take more than a tenth of a second, for a request that comes waits for them.
         max_decode_slowdown: by which factor prompts that come may lengthen the time per token of requests that run. A
@@ -71,6 +73,7 @@ class EngineOptions:
     batch_invariant: bool = False
     kv_cache_dtype: str | None = None
     max_source_len: int | None = None
+    max_num_waiting: int = MAX_NUM_WAITING
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -140,11 +143,12 @@ def build_engine(
         packed=is_packed,
         max_decode_slowdown=options.max_decode_slowdown,
         token_rungs=token_rungs(sizes.token_budget) if is_packed else (),
+        rope=None if runtime.program.rope is None else runtime.program.rope.lengths,
     )
     road = dataclasses.replace(road, tables_bytes=sizes.tables_bytes)
     logger.info("%s", road)
     runner = ModelRunner(road.model, road.cache, num_slots=sizes.num_slots, vocab_size=runtime.limits.vocab_size)
-    return Engine(Scheduler(config), runner, str(road), ids)
+    return Engine(Scheduler(config), runner, str(road), ids, options.max_num_waiting)
 
 
 def _check_invariance(options: EngineOptions, why_not: str | None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.cpu.huge_pages import in_huge_pages
+from model_adapters.ops.cpu.huge_pages import without_memory
 from model_adapters.paged import Int8Pool, PagedLayout, Pool, laid_out, pages_of, with_pages
 from torchax_serve.scheduling import CacheGroup, PageCopy
 
@@ -142,18 +142,23 @@ class Pages:
         """A pool ``[num_pages, num_heads, page_len, width]``."""
         if self._sharding is not None:
             return jnp.zeros(shape, dtype, device=self._sharding(shape[1]))
-        pool = jax.device_put(jnp.zeros(shape, dtype), jax.local_devices()[0])
-        return in_huge_pages(pool) if pool.platform() == "cpu" else pool
+        return _zeros(shape, dtype)
 
     def rows(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         """A state of one shape for each slot ``[num_slots + 1, ...]``."""
         if self._states is not None:
             return jnp.zeros(shape, dtype, device=self._states(shape))
-        return jax.device_put(jnp.zeros(shape, dtype), jax.local_devices()[0])
+        return _zeros(shape, dtype)
 
     def copied(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
         """`pools`, which are given away, with pages copied in each."""
         return _copy_pages(pools, from_host(sources, np.int32), from_host(targets, np.int32))
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    """Zeros on the default device; on a CPU they take memory only as they are written."""
+    made = jax.device_put(jnp.zeros(shape, dtype), jax.local_devices()[0])
+    return without_memory(made) if made.platform() == "cpu" else made
 
 
 class PagedCache:

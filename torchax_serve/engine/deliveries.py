@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import logging
+import weakref
 from collections.abc import Iterable
 
 from torchax_serve.engine.request import RowRequest
@@ -19,20 +19,23 @@ logger = logging.getLogger("torchax_serve")
 class Deliveries:
     """The requests that have not ended, with their tickets; used by the engine's thread alone.
 
+    Tickets are held weakly: one that its reader has dropped ends its request.
+
     Args:
         runner: reads log-probabilities.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._requests: dict[RequestId, tuple[RowRequest, Ticket]] = {}
+        self._requests: dict[RequestId, tuple[RowRequest, weakref.ref[Ticket]]] = {}
         # Handed something, and not woken yet.
         self._served: collections.defaultdict[asyncio.AbstractEventLoop, list[Ticket]] = collections.defaultdict(list)
         self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
+        self._failed: list[RequestId] = []  # whose tokens could not be handed out
 
     def add(self, request_id: RequestId, request: RowRequest, ticket: Ticket) -> None:
         """Takes a request in."""
-        self._requests[request_id] = (request, ticket)
+        self._requests[request_id] = (request, weakref.ref(ticket))
 
     def request_of(self, request_id: RequestId) -> RowRequest:
         """What was asked."""
@@ -53,14 +56,30 @@ class Deliveries:
             entry = self._requests.get(outcome.request_id)
             if entry is None:
                 continue
-            request, ticket = entry
+            request, ticket = entry[0], entry[1]()
             try:
-                ticket.put(self._news(outcome, request, flight, error))
-            except Exception:  # what one reader's data does may not stop the others
-                logger.exception("a request's tokens could not be handed out")
-                continue
-            if ticket.loop is not None:
-                self._served[ticket.loop].append(ticket)
+                new = self._news(outcome, request, flight, error)
+            except Exception as failure:  # what one reader's data does may not stop the others
+                new = self._failure(outcome.request_id, failure)
+            if ticket is not None:
+                self._put(ticket, new)
+
+    def _put(self, ticket: Ticket, new: NewTokens | Outcome) -> None:
+        ticket.put(new)
+        if ticket.loop is not None:
+            self._served[ticket.loop].append(ticket)
+
+    def _failure(self, request_id: RequestId, error: Exception) -> NewTokens:
+        logger.error("request %s: its tokens could not be handed out", request_id, exc_info=error)
+        self._requests.pop(request_id, None)
+        self._prompts.pop(request_id, None)
+        self._failed.append(request_id)
+        return NewTokens((), finish_reason="error", error=f"its tokens could not be handed out ({describe(error)})")
+
+    def take_failed(self) -> list[RequestId]:
+        """Requests whose readers have been told of a failure here, and that are to be ended; each is given once."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def wake_readers(self) -> None:
         """Wakes those who read in an event loop and were handed something since: all of a loop together.
@@ -69,8 +88,11 @@ class Deliveries:
         """
         served, self._served = self._served, collections.defaultdict(list)
         for loop, tickets in served.items():
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
+            try:
                 loop.call_soon_threadsafe(_wake_all, tickets)
+            except RuntimeError:  # the loop has been closed, and its readers with it
+                for ticket in tickets:
+                    ticket.cancel()
 
     def _news(
         self, outcome: Outcome, request: RowRequest, flight: Flight | None, error: str | None
@@ -89,7 +111,7 @@ class Deliveries:
             if by_position is not None and outcome.token_ids:
                 prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
         if outcome.finish_reason == "error":
-            error = error or "its logits were not finite numbers"
+            error = error or "no token could be chosen: its options forbid all, or its logits are no finite numbers"
         return NewTokens(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error)
 
     def note_prompts(self, flight: Flight) -> None:
@@ -99,10 +121,23 @@ class Deliveries:
         for index, row in enumerate(flight.plan.rows):
             if row.is_decode or row.request_id not in self._requests:
                 continue
-            request = self.request_of(row.request_id)
-            if request.params.prompt_logprobs is not None:
+            request, ticket = self._requests[row.request_id][0], self._requests[row.request_id][1]()
+            if request.params.prompt_logprobs is None:
+                continue
+            try:
                 found = self._runner.prompt_logprobs(flight, index, request)
+            except Exception as failure:
+                new = self._failure(row.request_id, failure)
+                if ticket is not None:
+                    self._put(ticket, new)
+            else:
                 self._prompts.setdefault(row.request_id, {}).update(found)
+
+
+def describe(error: BaseException) -> str:
+    """An error's type and the first line of what it says."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
 def _wake_all(tickets: Iterable[Ticket]) -> None:

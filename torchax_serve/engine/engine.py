@@ -9,17 +9,22 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-from model_adapters.errors import TorchaxServeError
-from torchax_serve.engine.deliveries import Deliveries
+from model_adapters.errors import QueueFullError, TorchaxServeError
+from torchax_serve.engine.deliveries import Deliveries, describe
 from torchax_serve.engine.flights import Flights
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.runner import ModelRunner
-from torchax_serve.engine.ticket import Ticket
+from torchax_serve.engine.runner import Flight, ModelRunner
+from torchax_serve.engine.ticket import NewTokens, Ticket
+from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.scheduling import FinishReason, Outcome, RequestId, Scheduler, SchedulerStats, StepPlan
 
 logger = logging.getLogger("torchax_serve")
+
+MAX_NUM_WAITING = 8192
+"""Requests that wait for a slot, where nobody has said how many may."""
 
 MAX_IN_FLIGHT = 2
 """Plans on the device: one computes while the host prepares the next."""
@@ -60,12 +65,21 @@ class Engine:
         runner: with the model and its cache.
         description: the road that requests take, and what the cache holds, in a line.
         ids: of the requests to come; 0, 1, ... by default.
+        max_num_waiting: requests beside those that have a slot.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, description: str = "", ids: Iterator[RequestId] | None = None
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        description: str = "",
+        ids: Iterator[RequestId] | None = None,
+        max_num_waiting: int = MAX_NUM_WAITING,
     ) -> None:
         self.description = description
+        self.max_num_waiting = max_num_waiting
+        self._num_entering = 0  # requests in commands
+        self._process = OwnerProcess()
         self._scheduler, self._runner = scheduler, runner
         self._deliveries = Deliveries(runner)
         self._flights = Flights()
@@ -87,7 +101,8 @@ class Engine:
 
         Raises:
             InvalidArgumentError: it can never run.
-            TorchaxServeError: the engine is closed.
+            QueueFullError: too many wait already.
+            TorchaxServeError: the engine is closed, or this process was forked from the one that made it.
         """
         return self.submit_all([request])[0]
 
@@ -96,38 +111,70 @@ class Engine:
 
         Raises:
             InvalidArgumentError: one can never run.
-            TorchaxServeError: the engine is closed.
+            QueueFullError: too many wait already.
+            TorchaxServeError: the engine is closed, or this process was forked from the one that made it.
         """
+        self._process.check("an engine")
         entries = [self._entry(request) for request in requests]
 
         def enter_all() -> None:
+            self._num_entering -= len(entries)
             for enter, _ in entries:
                 enter()
 
         def refuse() -> None:
             raise TorchaxServeError(f"expected an open model, this one is closed ({self._closed}); call serve() again")
 
-        self._command(enter_all, refuse)
+        with self._wake:
+            self._check_room(len(entries))
+            if self._closed is None:
+                self._num_entering += len(entries)
+            self._command(enter_all, refuse)
         return [ticket for _, ticket in entries]
+
+    def _check_room(self, num_new: int) -> None:
+        most = self._scheduler.config.num_slots + self.max_num_waiting
+        num_open = len(self._scheduler) + self._num_entering
+        if num_open + num_new > most:
+            raise QueueFullError(
+                f"expected at most {most} requests at a time, {self.max_num_waiting} of them waiting, got {num_new} "
+                f"beside {num_open}; ask again later, or raise EngineOptions(max_num_waiting=...)"
+            )
 
     def _entry(self, request: RowRequest) -> tuple[Callable[[], None], Ticket]:
         """What takes a request in, to be called by the engine's thread, and its ticket."""
         request_id = next(self._ids)
         ticket = Ticket(request_id, len(request.prompt_ids), lambda reason: self._cancel(request_id, reason))
+        request = request.within(self._scheduler.config.max_len)
         scheduled = request.to_scheduler(request_id, time.monotonic())
         self._scheduler.config.check_prompt(f"request {request_id}", ticket.prompt_len)
         self._runner.check(f"request {request_id}", request)
+        # The command may not keep a ticket alive whose reader has dropped it.
+        reader = weakref.ref(ticket)
 
         def enter() -> None:
-            parent = None if scheduled.fork_of is None else self._scheduler.find(scheduled.fork_of)
-            # A parent that has ended has left its prompt in the prefix cache.
-            self._scheduler.add(scheduled if parent else dataclasses.replace(scheduled, fork_of=None))
-            self._deliveries.add(request_id, request, ticket)
+            ticket = reader()
+            if ticket is None:
+                return
+            try:
+                parent = None if scheduled.fork_of is None else self._scheduler.find(scheduled.fork_of)
+                # A parent that has ended has left its prompt in the prefix cache.
+                self._scheduler.add(scheduled if parent else dataclasses.replace(scheduled, fork_of=None))
+            except Exception as error:  # its reader's, not the engine's
+                ticket.put(NewTokens((), finish_reason="error", error=describe(error)))
+            else:
+                self._deliveries.add(request_id, request, ticket)
 
         return enter, ticket
 
     def _command(self, command: Callable[[], None], abandon: Callable[[], None] = lambda: None) -> None:
-        """Has the engine's thread call `command` between two steps; `abandon` is called if there is no thread."""
+        """Has the engine's thread call `command` between two steps; `abandon` is called if there is no thread.
+
+        May be called from a signal handler or a finalizer: the lock is the thread's own if it holds it already.
+        """
+        if not self._process.is_current:
+            abandon()
+            return
         with self._wake:
             if self._closed is None:
                 self._commands.append(command)
@@ -148,6 +195,7 @@ class Engine:
         Raises:
             TorchaxServeError: the engine is closed, or a program cannot be compiled.
         """
+        self._process.check("an engine")
         done = threading.Event()
         errors: list[BaseException] = [TorchaxServeError("expected an open model, this one is closed")]
 
@@ -195,7 +243,10 @@ class Engine:
         return self._closed
 
     def close(self, why: str = "close() was called") -> None:
-        """Ends all requests with an error and the thread; closing twice is fine."""
+        """Ends all requests with an error and the thread; closing twice is fine, and so is a forked child."""
+        if not self._process.is_current:
+            self._closed = why
+            return
         with self._wake:
             if self._closed is None:
                 self._closed = why
@@ -232,11 +283,17 @@ class Engine:
                 self._wait_s, self._busy_s = self._wait_s + waited_s, self._busy_s + waited_s
             if self._closed:
                 return False
-            commands = list(self._commands)
-            self._commands.clear()
+            commands = self._take_commands()
         for command in commands:
             command()
         return True
+
+    def _take_commands(self) -> list[Callable[[], None]]:
+        """All commands, oldest first. One by one: a finalizer may add another meanwhile."""
+        commands = []
+        while self._commands:
+            commands.append(self._commands.popleft())
+        return commands
 
     def step(self) -> None:
         """One round: plan the next step, send it to the device, take the oldest one's tokens."""
@@ -248,6 +305,8 @@ class Engine:
         if len(self._flights) >= MAX_IN_FLIGHT or (plan is None and self._flights):
             self._deliveries.wake_readers()  # of what has ended: the device may compute for a while
             self._land()
+        for request_id in self._deliveries.take_failed():
+            self._scheduler.abort(request_id, "error")
         if self.check_integrity:
             self._scheduler.check_integrity()
         self._busy_s += time.monotonic() - began
@@ -266,8 +325,19 @@ class Engine:
         except Exception as error:
             self._fail(plan, error)
             return
+        self._end_failed(plan, flight)
         expected_s = self._scheduler.expected_s(plan) if plan.num_steps > 1 else 0.0
         self._flights.send(flight, expected_s, has_compiled=self._runner.num_programs > num_programs)
+
+    def _end_failed(self, plan: StepPlan, flight: Flight) -> None:
+        """Ends the requests of a plan that failed by themselves; what is computed for them is not looked at."""
+        if not flight.failures:
+            return
+        for row in plan.rows:
+            error = flight.failures.get(row.slot)
+            if error is not None and self._scheduler.abort(row.request_id, "error"):
+                message = f"it could not be prepared ({describe(error)})"
+                self._deliveries.deliver([Outcome(row.request_id, None, (), "error")], error=message)
 
     def _land(self) -> None:
         oldest = self._flights.take()
@@ -290,7 +360,7 @@ class Engine:
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """Ends the requests of a plan whose step has raised; if the cache went with it, all that have any of it."""
         logger.error("a step has failed: %s: %s", type(error).__name__, error)
-        message = f"its step failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        message = f"its step failed ({describe(error)})"
         outcomes = self._scheduler.fail(plan)
         if self._runner.cache_is_lost:
             for flight in self._flights:
@@ -307,8 +377,7 @@ class Engine:
     def _end_all(self) -> None:
         """The engine's thread ends: everybody who waits is told."""
         with self._wake:
-            commands = list(self._commands)
-            self._commands.clear()
+            commands = self._take_commands()
         for command in commands:
             command()  # a submission is entered, and told below
         open_ids = self._deliveries.open_ids()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,7 @@ class GatheredModel:
             page_len=cache.plan.page_len,
             pages_per_seq=cache.pages_per_seq if layout.pages else 0,
             source_rungs=() if sources is None else sources.rungs,
+            has_rope_lens=forward.program.rope is not None,
         )
         self._jobs = GatheredJobs(self.shapes, num_slots, sources)
         facts = forward.program
@@ -101,7 +103,8 @@ class GatheredModel:
         table = given.tables.reshape(spec.num_rows, spec.num_pages)
         if spec.kind == "begin":
             source = () if hidden is None else (hidden, given.source_lens[0])
-            logits, news = self._forward.begin(weights, ids[0], given.lens[0], self._layout, *source, **spec.how)
+            how = _how(spec, given)
+            logits, news = self._forward.begin(weights, ids[0], given.lens[0], self._layout, *source, **how)
             news = jax.tree.map(lambda new: new[None], news)
         else:
             dense = tuple(gather(pool, table, given.starts) for pool in pools)
@@ -134,7 +137,8 @@ class GatheredModel:
         kept = jax.tree.map(lambda leaf: leaf[0], kept)
         offset, length = given.starts[0], given.lens[0]
         source_len = None if source_lens is None else source_lens[0]
-        logits, news = self._forward.extend(weights, kept, offset, ids[0], length, self._layout, source_len, **spec.how)
+        how = _how(spec, given)
+        logits, news = self._forward.extend(weights, kept, offset, ids[0], length, self._layout, source_len, **how)
         return logits, jax.tree.map(lambda new: new[None], news)
 
     def run(
@@ -236,6 +240,11 @@ class GatheredModel:
                 out = jnp.zeros((num_rows, logits.shape[1]), jnp.float32)
                 _place(out, logits, from_host(np.full(len(logits), num_rows), np.int32))
             yield logits
+
+
+def _how(spec: GatheredSpec, given: Numbers) -> dict[str, Any]:
+    """How a chunk is computed, and for which length at least its rotary frequencies are."""
+    return spec.how | ({"rope_len": given.rope_lens[0]} if spec.has_rope_lens else {})
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -22,6 +22,7 @@ class Numbers(NamedTuple):
     starts: Any  # int32[S], tokens in the cache
     lens: Any  # int32[S], new tokens that are no padding
     tables: Any  # int32[S * num_pages]
+    rope_lens: Any  # int32[S], as in `PlanRow`; none where rotary frequencies do not depend on lengths
     source_lens: Any  # int32[S] tokens of the encoder's input; none where there is no encoder
 
     @classmethod
@@ -93,6 +94,8 @@ class GatheredJobs:
             parts.slots[index] = row.slot
             parts.starts[index] = row.start + ahead
             parts.lens[index] = row.num_tokens
+            if spec.has_rope_lens:
+                parts.rope_lens[index] = row.rope_len
             if spec.source_len:
                 parts.source_lens[index] = self._source_len(row)
         if spec.num_pages and job.rows:

@@ -158,6 +158,7 @@ class RowForward:
         *,
         block_len: int = LONGEST,
         all_logits: bool = False,
+        rope_len: Any = 0,
     ) -> Any:
         """A prompt's first tokens on an empty cache.
 
@@ -170,15 +171,17 @@ class RowForward:
             source_len: int32[], how much of it is real.
             block_len: tokens of one forward; more are computed one block after the other, and then none is padding.
             all_logits: logits of every token, not of the last one alone.
+            rope_len: int32[], the length that rotary frequencies are at least for; 0: each token's own.
 
         Returns:
             Logits float32[1, vocab] (or [T, vocab]), and by leaf new keys and values, or the state.
         """
         num_tokens = ids.shape[0]
         if num_tokens > block_len:
-            return self._begin_in_blocks(weights, ids, layout, hidden, source_len, block_len, all_logits)
+            how = {"all_logits": all_logits, "rope_len": rope_len}
+            return self._begin_in_blocks(weights, ids, layout, hidden, source_len, block_len, how)
         states: LayerStates = self._new_cache(num_tokens).states
-        inputs = {**self._inputs(ids, 0, length, all_logits), **self._source(hidden, source_len)}
+        inputs = {**self._inputs(ids, 0, length, all_logits, rope_len), **self._source(hidden, source_len)}
         return self._forward(weights, states, jnp.int32(0), inputs, layout)
 
     def extend(
@@ -193,15 +196,17 @@ class RowForward:
         *,
         block_len: int = LONGEST,
         all_logits: bool = False,
+        rope_len: Any = 0,
     ) -> Any:
         """As `begin`, behind `offset` int32[] tokens that `leaves` hold."""
         if ids.shape[0] > block_len:
-            return self._extend_in_blocks(weights, leaves, offset, ids, layout, source_len, block_len, all_logits)
+            how = {"all_logits": all_logits, "rope_len": rope_len}
+            return self._extend_in_blocks(weights, leaves, offset, ids, layout, source_len, block_len, how)
         states = jax.tree.unflatten(self._first[1], leaves)
         for layer in states:
             if isinstance(layer, AttentionLayer) and layer.pool is not None:
                 layer.capacity = layer.pool.shape[2]
-        inputs = self._inputs(ids, offset, length, all_logits)
+        inputs = self._inputs(ids, offset, length, all_logits, rope_len)
         inputs["starts"] = jnp.zeros(1, jnp.int32)  # in case the model cannot do without a mask
         _, kept = layout.split(leaves)
         padded_lens = {state.shape[2] for state, row in zip(kept, layout.rows, strict=True) if row.is_of_source}
@@ -245,24 +250,22 @@ class RowForward:
         hidden: jax.Array | None,
         source_len: Any,
         block_len: int,
-        all_logits: bool,
+        how: dict[str, Any],
     ) -> Any:
-        first_logits, first = self.begin(
-            weights, ids[:block_len], block_len, layout, hidden, source_len, all_logits=all_logits
-        )
+        first_logits, first = self.begin(weights, ids[:block_len], block_len, layout, hidden, source_len, **how)
         room = ((0, 0), (0, 0), (0, ids.shape[0] - block_len), (0, 0))
         leaves = tuple(
             jnp.pad(jnp.swapaxes(new, 0, 1)[None], room) if isinstance(kind, PageShape) else new
             for new, kind in zip(first, layout.leaves, strict=True)
         )
         logits, news = self._extend_in_blocks(
-            weights, leaves, jnp.int32(block_len), ids[block_len:], layout, source_len, block_len, all_logits
+            weights, leaves, jnp.int32(block_len), ids[block_len:], layout, source_len, block_len, how
         )
         both = [
             jnp.concatenate([old, new]) if isinstance(kind, PageShape) else new
             for old, new, kind in zip(first, news, layout.leaves, strict=True)
         ]
-        return jnp.concatenate([first_logits, logits]) if all_logits else logits, tuple(both)
+        return jnp.concatenate([first_logits, logits]) if how["all_logits"] else logits, tuple(both)
 
     def _extend_in_blocks(
         self,
@@ -273,13 +276,11 @@ class RowForward:
         layout: StateLayout,
         source_len: Any,
         block_len: int,
-        all_logits: bool,
+        how: dict[str, Any],
     ) -> Any:
         def step(carry: tuple[Leaves, jax.Array], block: jax.Array) -> Any:
             leaves, offset = carry
-            logits, news = self.extend(
-                weights, leaves, offset, block, block_len, layout, source_len, all_logits=all_logits
-            )
+            logits, news = self.extend(weights, leaves, offset, block, block_len, layout, source_len, **how)
             following, added = [], []
             for leaf, new, kind in zip(leaves, news, layout.leaves, strict=True):
                 is_pages = isinstance(kind, PageShape)
@@ -290,7 +291,7 @@ class RowForward:
             return (tuple(following), offset + block_len), (logits, tuple(added))
 
         (leaves, _), (logits, added) = jax.lax.scan(step, (leaves, offset), ids.reshape(-1, block_len))
-        logits = logits.reshape(-1, logits.shape[-1]) if all_logits else logits[-1]
+        logits = logits.reshape(-1, logits.shape[-1]) if how["all_logits"] else logits[-1]
         news = [
             new.reshape(-1, *new.shape[2:]) if isinstance(kind, PageShape) else leaf
             for leaf, new, kind in zip(leaves, added, layout.leaves, strict=True)
@@ -303,13 +304,15 @@ class RowForward:
             return {}
         return context(hidden, self._source_mask.argument(hidden.shape[1], source_len))
 
-    def _inputs(self, ids: jax.Array, offset: Any, length: Any, all_logits: bool) -> dict[str, Any]:
+    def _inputs(self, ids: jax.Array, offset: Any, length: Any, all_logits: bool, rope_len: Any = 0) -> dict[str, Any]:
         names = self.program.names
         inputs: dict[str, Any] = {names.ids: ids[None]}
+        # What lies behind the end of a table of positions is no number, so padding does not count on.
+        positions = offset + jnp.minimum(jnp.arange(ids.shape[0], dtype=jnp.int32), length - 1)
         if self.program.accepts(names.positions):
-            # What lies behind the end of a table of positions is no number, so padding does not count on.
-            positions = jnp.minimum(jnp.arange(ids.shape[0], dtype=jnp.int32), length - 1)
-            inputs[names.positions] = (offset + positions)[None]
+            inputs[names.positions] = positions[None]
+        if self.program.rope is not None:
+            inputs["rope_lens"] = jnp.maximum(positions + 1, rope_len)
         if not all_logits and ids.shape[0] > 1:
             inputs["last"] = jnp.asarray(length - 1)
         return inputs

@@ -26,12 +26,14 @@ class GatheredSpec:
     block_len: int  # tokens of one forward
     source_len: int = 0  # of an encoder's output, padded; 0 where there is no encoder
     all_logits: bool = False
+    has_rope_lens: bool = False  # rotary frequencies depend on lengths
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Lengths of the parts of a step's one array of integers, in order."""
         rows = self.num_rows
-        return (rows * self.num_tokens, rows, rows, rows, rows * self.num_pages, rows if self.source_len else 0)
+        tables, rope_lens = rows * self.num_pages, rows if self.has_rope_lens else 0
+        return (rows * self.num_tokens, rows, rows, rows, tables, rope_lens, rows if self.source_len else 0)
 
     @property
     def how(self) -> dict[str, Any]:
@@ -50,6 +52,7 @@ class GatheredShapes:
         page_len: tokens of a page.
         pages_per_seq: pages of a sequence at the most; 0 where nothing is kept in pages.
         source_rungs: lengths that an encoder's output is padded to, ascending; none where there is no encoder.
+        has_rope_lens: whether chunks are told the lengths that rotary frequencies are for.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class GatheredShapes:
         page_len: int,
         pages_per_seq: int,
         source_rungs: Sequence[int] = (),
+        has_rope_lens: bool = False,
     ) -> None:
         self.is_exact, self._block_len, self._page_len = is_exact, block_len, page_len
+        self._has_rope_lens = has_rope_lens
         # Two rows cost what four do: products of fewer are slow, or no faster.
         self._row_rungs = (1, *ladder(num_slots, 2, 4)) if num_slots > 1 else (1,)
         self._chunk_rungs = tuple(sorted(chunk_sizes))
@@ -113,7 +118,9 @@ class GatheredShapes:
             num_pages = -(-padded_len // self._page_len)  # nothing to gather
         kind: Kind = "extend" if start else "begin"
         source_len = rung(self._source_rungs, source_len)
-        return GatheredSpec(kind, padded_len, 1, num_pages, self._block_len, source_len, all_logits)
+        return GatheredSpec(
+            kind, padded_len, 1, num_pages, self._block_len, source_len, all_logits, self._has_rope_lens
+        )
 
     def all(self) -> Iterator[GatheredSpec]:
         """Every step there can be, of those that mixed traffic meets."""

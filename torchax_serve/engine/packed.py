@@ -40,6 +40,7 @@ class PackedSpec:
     pages_per_seq: int
     layout: PagedLayout
     batch_invariant: bool
+    has_rope_lens: bool = False  # rotary frequencies depend on lengths
 
     @property
     def num_tables(self) -> int:
@@ -51,7 +52,8 @@ class PackedSpec:
         """Where the parts of a step's one array of integers lie, in order; tables last."""
         tokens, rows = self.num_tokens, self.num_rows
         tables = [rows * self.pages_per_seq] * self.num_tables
-        ends = itertools.accumulate([0, tokens, tokens, tokens, rows + 1, rows, rows, *tables])
+        rope_lens = tokens if self.has_rope_lens else 0
+        ends = itertools.accumulate([0, tokens, tokens, tokens, rope_lens, rows + 1, rows, rows, *tables])
         return tuple(slice(begin, end) for begin, end in itertools.pairwise(ends))
 
     @property
@@ -61,7 +63,7 @@ class PackedSpec:
 
     def unpack(self, numbers: jax.Array, last_tokens: jax.Array) -> PackedBatch:
         """The batch in `numbers`; ids that are `ON_DEVICE` are taken from `last_tokens` int32[num_slots]."""
-        ids, slots, positions, cu_q_lens, kv_lens, last, *tables = [numbers[part] for part in self.bounds]
+        ids, slots, positions, rope_lens, cu_q_lens, kv_lens, last, *tables = [numbers[part] for part in self.bounds]
         return PackedBatch(
             token_ids=jnp.where(ids == ON_DEVICE, last_tokens[slots], ids),
             positions=positions,
@@ -69,6 +71,7 @@ class PackedSpec:
             kv_lens=kv_lens,
             last=last,
             page_tables=tuple(table.reshape(self.num_rows, self.pages_per_seq) for table in tables),
+            rope_lens=rope_lens if self.has_rope_lens else None,
         )
 
 
@@ -276,6 +279,8 @@ class PackedModel:
 
     def _spec(self, rows: Sequence[PlanRow], all_logits: bool) -> PackedSpec:
         is_decode = all(row.num_tokens == 1 for row in rows) and not all_logits
+        if is_decode and self._program.rope is not None:  # whose decode steps rotate each token for its own length
+            is_decode = all(row.rope_len <= row.start + 1 for row in rows)
         if is_decode:
             num_rows = num_tokens = rung(self._decode_rungs, len(rows))
         else:
@@ -288,7 +293,10 @@ class PackedModel:
         spec = self._known_specs.get(key)
         if spec is None:
             layout = dataclasses.replace(self._cache.layout, is_decode=is_decode, all_logits=all_logits)
-            spec = PackedSpec(num_tokens, num_rows, self._cache.pages_per_seq, layout, self._batch_invariant)
+            has_rope_lens = self._program.rope is not None and not is_decode
+            spec = PackedSpec(
+                num_tokens, num_rows, self._cache.pages_per_seq, layout, self._batch_invariant, has_rope_lens
+            )
             self._known_specs[key] = spec
         return spec
 
@@ -298,7 +306,9 @@ class PackedModel:
     @staticmethod
     def _numbers(spec: PackedSpec, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
         numbers = np.zeros(spec.size, np.int32)
-        ids, token_slots, positions, cu_q_lens, kv_lens, last, *parts = [numbers[part] for part in spec.bounds]
+        ids, token_slots, positions, rope_lens, cu_q_lens, kv_lens, last, *parts = [
+            numbers[part] for part in spec.bounds
+        ]
         num_rows = len(rows)
         slots = np.array([row.slot for row in rows], np.int32)
         starts = np.array([row.start for row in rows], np.int32) + np.int32(ahead)
@@ -307,6 +317,9 @@ class PackedModel:
         total = int(ends[-1])
         token_slots[:total] = np.repeat(slots, num_tokens)
         positions[:total] = np.arange(total, dtype=np.int32) + np.repeat(starts - ends + num_tokens, num_tokens)
+        if spec.has_rope_lens:
+            least = np.repeat(np.array([row.rope_len for row in rows], np.int32), num_tokens)
+            rope_lens[:total] = np.maximum(least, positions[:total] + 1)
         ids[:total] = ON_DEVICE
         for row, end in zip(rows, ends.tolist(), strict=True):
             if row.token_ids is not None:

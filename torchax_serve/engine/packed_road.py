@@ -171,7 +171,8 @@ def _trace_packed(runtime: Runtime, shapes: Sequence[PageShape], sizes: Sizes) -
 
     table = whole(4, -(-plan.max_len // plan.page_len))
     tables = (table,) * len(plan.groups)
-    batch = PackedBatch(whole(4), whole(4), whole(5), whole(4), whole(4), tables)  # type: ignore[arg-type]
+    rope_lens = None if runtime.program.rope is None else whole(4)
+    batch = PackedBatch(whole(4), whole(4), whole(5), whole(4), whole(4), tables, rope_lens)  # type: ignore[arg-type]
     for is_decode in (True, False):
         layout = dataclasses.replace(plan.layout, is_decode=is_decode)
         _shapes_of(functools.partial(runtime.program.forward_packed, layout=layout), runtime.weights, pools, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import secrets
 from collections.abc import Sequence
@@ -81,14 +82,29 @@ class RowRequest:
         """
         params = params or SamplingParams()
         num_prompt = len(prompt_ids)
+        seed = secrets.randbits(63) if seed is None else seed
+        row = RowParams.of(params, config, vocab_size=vocab_size, seed=seed)
         if config.max_new_tokens is not None:
             most = int(config.max_new_tokens)
         else:
             most = max(1, int(config.max_length or 0) - num_prompt)
-        seed = secrets.randbits(63) if seed is None else seed
-        row = RowParams.of(params, config, vocab_size=vocab_size, seed=seed)
         least = min(row.num_early(num_prompt), most)
         return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids), encoded)
+
+    def within(self, max_len: int) -> Self:
+        """The same request with an answer that ends with `max_len` tokens of prompt and answer, as it would anyway.
+
+        Arrays that are made for it are then no longer than the engine's sequences.
+        """
+        room = max(1, max_len - len(self.prompt_ids))
+        if self.max_new_tokens <= room:
+            return self
+        row = self.row
+        if row.lone is not None:
+            config = copy.deepcopy(row.lone)
+            config.max_new_tokens = room
+            row = dataclasses.replace(row, lone=config)
+        return dataclasses.replace(self, max_new_tokens=room, min_new_tokens=min(self.min_new_tokens, room), row=row)
 
     def to_scheduler(self, request_id: RequestId, now: float) -> Request:
         """What the scheduler has to know; `now` in seconds on its clock."""

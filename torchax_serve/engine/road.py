@@ -83,7 +83,7 @@ class Sizes:
                 f"expected memory for a step of {self.token_budget} tokens, which takes {taken / 1e6:.0f} MB beside "
                 f"the weights, got {free / 1e6:.0f} MB; lower token_budget or max_len"
             )
-        return min(useful, free - taken)
+        return min(useful, _step_down(free - taken))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +109,11 @@ class Road:
         if plan.groups:
             pages = " + ".join(str(group.num_pages - 1) for group in plan.groups)
             in_int8 = " in int8" if any(shape.dtype == np.int8 for shape in plan.shapes) else ""
+            at_once = plan.num_requests(plan.max_len)
+            fit = "1 request fits" if at_once == 1 else f"{at_once} requests fit"
             said = (
                 f"cache of {plan.num_bytes / 1e6:.1f} MB{in_int8}: {pages} pages of {plan.page_len} tokens, room for "
-                f"{plan.num_tokens} tokens; {plan.num_requests(plan.max_len)} requests of {plan.max_len} tokens fit at "
-                "once"
+                f"{plan.num_tokens} tokens; {fit} at once, each of up to {plan.max_len} tokens"
             )
         else:
             said = f"no pages: each request has a state of one size; requests of at most {plan.max_len} tokens"
@@ -122,10 +123,24 @@ class Road:
         return said if self.why_not_packed is None else f"{said}; gathered, not packed: {self.why_not_packed}"
 
 
+def _step_down(num_bytes: int) -> int:
+    """At least four fifths of `num_bytes`, and the same for nearly the same: of a host, what is free changes.
+
+    Pools of another size are other programs, so that every start would compile them anew.
+    """
+    step = max(1, 1 << max(num_bytes.bit_length() - 3, 0))
+    return num_bytes // step * step if _device_stats() is None else num_bytes
+
+
+def _device_stats() -> dict[str, int] | None:
+    """Memory of the default device; None where it is the host's."""
+    device = jax.local_devices()[0]
+    return (device.memory_stats() if device.platform != "cpu" else None) or None
+
+
 def free_bytes() -> int:
     """Bytes that the cache may take, weights already there."""
-    device = jax.local_devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats:
+    stats = _device_stats()
+    if stats is None:
         return int(free_host_bytes() * HOST_PART)
     return int(stats["bytes_limit"] * DEVICE_PART) - stats["bytes_in_use"]

@@ -29,6 +29,7 @@ class Flight:
     sampled: list[Sampled] = dataclasses.field(default_factory=list)  # one for each of the plan's steps
     tokens: jax.Array | None = None  # int32[>= num_steps, S], instead of `sampled`, of steps that choose themselves
     prompt: Logprobs | None = None  # of every token of the packed run, under the logits before it
+    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)  # by slot, of one request each
 
     @property
     def has_logprobs(self) -> bool:
@@ -115,6 +116,7 @@ class ModelRunner:
             if asked is not None:
                 logits = self._of_prompt(flight, requests, logits, asked)
             flight.sampled.append(self._sampler.choose(plan.rows, logits, ahead))
+        flight.failures = self._sampler.take_failures()
         return flight
 
     def _decode(self, flight: Flight) -> bool:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from model_adapters.errors import UnsupportedArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.engine.sampler import FLOAT_COLUMNS, Level
-from torchax_serve.request import MAX_SEED, Limits, SamplingParams, bias_pairs, invalid
+from torchax_serve.request import MAX_SEED, NEVER_A_TOKEN, Limits, SamplingParams, bias_pairs, invalid
 from torchax_serve.sampling import CALLER_OPTIONS, SamplingPlan, unsupported_by_fast_path, validate
 from torchax_serve.sampling.options import id_list
+from torchax_serve.sampling.plan import COLDEST
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -93,7 +94,7 @@ class RowParams:
             )
         if seed not in Limits(0, MAX_SEED, whole=True):
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", seed, "draw one with secrets.randbits(63)")
-        eos = id_list(config.eos_token_id)
+        eos = [token_id for token_id in id_list(config.eos_token_id) if token_id != NEVER_A_TOKEN]
         stops = tuple(sorted(eos if stop_ids is None else stop_ids))
         lone = config if _is_lone(config) else None
         if lone:  # what is wrong with its options is said here and not when its turn comes
@@ -111,6 +112,11 @@ class RowParams:
             logprobs=params.logprobs,
             lone=lone,
         )
+
+    @classmethod
+    def neutral(cls, vocab_size: int) -> RowParams:
+        """Greedy decoding that asks for nothing, for a row that nobody waits for."""
+        return cls(vocab_size, NEUTRAL, 0, 0, 0, 0, (), (), None, None, None)
 
     @property
     def level(self) -> Level:
@@ -145,6 +151,8 @@ def _floats(params: SamplingParams, config: GenerationConfig) -> dict[str, float
     for name in ("temperature", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
         if getattr(config, name) is not None:
             floats[name] = float(getattr(config, name))
+    if floats["temperature"] < COLDEST:
+        floats["temperature"] = 0.0
     if config.top_p is not None:
         floats["top_p_tail"] = 1 - float(config.top_p)
     return floats
@@ -183,6 +191,11 @@ def _bias(params: SamplingParams, given: _ConfigBias, vocab_size: int) -> np.nda
         allowed[list(params.allowed_token_ids)] = True
         bias[~allowed] = -math.inf
     bias[given.banned] = -math.inf
+    if (bias == -math.inf).all():
+        raise InvalidArgumentError(
+            f"expected at least one token of {vocab_size} that may be chosen, got options that forbid all; look at "
+            "allowed_token_ids, suppress_tokens, bad_words_ids and sequence_bias"
+        )
     return bias if bias.any() else None
 
 

@@ -27,7 +27,7 @@ from torchax_serve.engine.sampler import (
 from torchax_serve.engine.sampler_lone import LoneSampler
 from torchax_serve.engine.sampler_params import RowParams
 from torchax_serve.engine.slot_options import Seats, SlotOptions, TableRow
-from torchax_serve.scheduling import PlanRow
+from torchax_serve.scheduling import INVALID_TOKEN, PlanRow
 
 
 def tables_bytes(num_slots: int, vocab_size: int) -> int:
@@ -61,6 +61,7 @@ class Sampler:
         self.slots = SlotOptions(self._num_slots, self._vocab_size)
         self.state = SamplerState.empty(self._num_slots, self._sharding)
         self._lone: dict[int, LoneSampler] = {}
+        self._failures: dict[int, Exception] = {}
         self._placed: tuple[Seats, RowOptions] | None = None
 
     @property
@@ -71,6 +72,8 @@ class Sampler:
     def set(self, slot: int, params: RowParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()) -> None:
         """Gives `slot` to a request, before the first step with a row of it.
 
+        Where arrays for it cannot be made, `take_failures` has the error, and the slot's row asks for nothing.
+
         Args:
             slot: row of the decode batch.
             params: of the request.
@@ -78,6 +81,14 @@ class Sampler:
             outputs: tokens the request has been given before it was preempted.
         """
         self._lone.pop(slot, None)
+        try:
+            self._set(slot, params, prompt_ids, outputs)
+        except Exception as error:  # the others of the step go on; this row is computed, and nobody reads it
+            self._failures[slot] = error
+            self._lone.pop(slot, None)
+            self.slots.set(slot, RowParams.neutral(self._vocab_size), (), ())
+
+    def _set(self, slot: int, params: RowParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> None:
         if params.lone is not None:
             self._lone[slot] = LoneSampler(params, prompt_ids, outputs, self._sharding)
         table_row = self.slots.set(slot, params, prompt_ids, outputs)
@@ -97,11 +108,23 @@ class Sampler:
         sampled = self._run(SamplerSpec(spec.level), options, logits)
         for index, row in enumerate(plan_rows):
             if row.samples and row.slot in self._lone:
-                token = self._lone[row.slot].pick(_row_of(logits, np.int32(index)))
-                sampled = self._place(sampled, token, index, row.slot)
+                sampled = self._place(sampled, self._pick(row.slot, logits, index), index, row.slot)
         if spec.logprobs:
             sampled = dataclasses.replace(sampled, logprobs=self.logprobs(logits, sampled.tokens, spec.num_top))
         return sampled
+
+    def _pick(self, slot: int, logits: jax.Array, index: int) -> jax.Array | np.ndarray:
+        """The token of a lone request; where choosing it fails, that request fails and no other."""
+        try:
+            return self._lone[slot].pick(_row_of(logits, np.int32(index)))
+        except Exception as error:
+            self._failures.setdefault(slot, error)
+            return np.full(1, INVALID_TOKEN, np.int32)
+
+    def take_failures(self) -> dict[int, Exception]:
+        """By slot, what has gone wrong for one request alone since this was last asked."""
+        failures, self._failures = self._failures, {}
+        return failures
 
     def ahead(self, plan_rows: Sequence[PlanRow], num_rows: int) -> tuple[RowOptions, bool] | None:
         """Options for a program that chooses tokens itself, and whether any row draws them.

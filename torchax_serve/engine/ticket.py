@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import NamedTuple
 
 from model_adapters.errors import TorchaxServeError
+from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.scheduling import FinishReason, Outcome, RequestId
 
 
@@ -39,7 +40,7 @@ class NewTokens(NamedTuple):
 class Ticket:
     """A request on its way. Iterate over it (`for`, or `async for`), or wait for all of it with `result`.
 
-    Nothing is held up by a ticket that nobody reads. One reader at a time.
+    A ticket that is dropped before its end was read ends the request. One reader at a time.
     """
 
     def __init__(self, request_id: RequestId, prompt_len: int, cancel: Callable[[FinishReason], None]) -> None:
@@ -51,6 +52,14 @@ class Ticket:
         self._arrivals: queue.SimpleQueue[NewTokens | Outcome] = queue.SimpleQueue()
         self._waiter: asyncio.Future[None] | None = None  # what an asynchronous reader waits for
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous reader
+        self._process = OwnerProcess()
+
+    def __del__(self) -> None:
+        """Ends the request: nobody will read what it brings."""
+        try:
+            self.cancel()
+        except Exception:  # the interpreter is being taken down
+            return
 
     def put(self, new: NewTokens | Outcome) -> None:
         """Called by the engine's thread, which then has `wake` called in `loop`, if there is one.
@@ -85,10 +94,12 @@ class Ticket:
             RequestError: the request failed.
         """
         while self.finish_reason is None:
+            self._process.check("a request")
             yield self._take(self._arrivals.get())
 
     async def __aiter__(self) -> AsyncIterator[NewTokens]:
         """As iteration, without blocking the event loop; leaving the loop early cancels the request."""
+        self._process.check("a request")
         self.loop = loop = asyncio.get_running_loop()
         try:
             while self.finish_reason is None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
 from typing import Any
 
 import jax
 
 from model_adapters.errors import HostsError
 from model_adapters.sharding import ModelSharding
+from torchax_serve.distributed.hosts.message_codec import decode
 from torchax_serve.engine.cache import CachePlan, PagedCache
 from torchax_serve.engine.mirrored_pages import MirroredPages
 from torchax_serve.engine.packed import PackedModel
@@ -43,7 +43,7 @@ class Follower:
             HostsError: the leader says that something is wrong.
         """
         while True:
-            order = pickle.loads(self._leader.incoming.get())
+            order = decode(self._leader.incoming.get())
             if isinstance(order, End):
                 self._leader.over()
                 jax.distributed.shutdown()
@@ -53,8 +53,10 @@ class Follower:
                 return
             if isinstance(order, Compile):
                 self._compile(order)
-            else:
+            elif isinstance(order, Run):
                 self._run(order)
+            else:
+                raise HostsError(f"expected an order of host 0, got {type(order).__name__}; start all hosts alike")
 
     def _compile(self, order: Compile) -> None:
         weights = self._runtime.weights if order.has_weights else {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
+import logging
 import socket
 import sys
 import time
@@ -13,16 +15,20 @@ from importlib.metadata import version
 import jax
 
 from model_adapters.errors import HostsError
+from torchax_serve.distributed.hosts.acceptor import BACKLOG, GREETING_S, Acceptor
+from torchax_serve.distributed.hosts.handshake import NotAHostError, SecretError, greet_leader
 from torchax_serve.hosts.options import Hosts
 from torchax_serve.hosts.watch import Watch
 from torchax_serve.hosts.wire import SAID, Wire
 from torchax_serve.program_cache import LIBRARIES, source_digest
 
+logger = logging.getLogger("torchax_serve")
+
 PROGRAM = "torchax-serve"
 RETRY_S = 0.25
 SHUTDOWN_S = 30
-HELLO_S = 5.0
-"""How long somebody who has connected may take to say who they are."""
+MIN_JAX_START_S = 10.0
+"""Seconds that `jax.distributed` has in any case, though hosts met at the last moment."""
 
 
 def join(hosts: Hosts, asked: Mapping[str, str]) -> list[Watch]:
@@ -40,13 +46,22 @@ def join(hosts: Hosts, asked: Mapping[str, str]) -> list[Watch]:
     """
     if jax.distributed.is_initialized():
         raise HostsError("hosts: expected a process that has not joined any, got one that has; start another process")
+    deadline = time.monotonic() + hosts.join_timeout_s
+    if hosts.secret is None and not _is_loopback(hosts.address[0]):
+        logger.warning(
+            "hosts: no secret is given, so whoever reaches %s can join; give all hosts one (--hosts-secret-file)",
+            hosts.coordinator,
+        )
     hello = {"program": PROGRAM, "num_hosts": str(hosts.num_hosts), **installed(), **asked}
-    watches = _gather(hosts, hello) if hosts.is_leader else [_report_to_leader(hosts, hello)]
+    watches = _gather(hosts, hello, deadline) if hosts.is_leader else [_report_to_leader(hosts, hello, deadline)]
     try:
         jax.distributed.initialize(
             hosts.jax_address,
             hosts.num_hosts,
             hosts.host_id,
+            initialization_timeout=int(max(MIN_JAX_START_S, deadline - time.monotonic())),
+            # JAX's own service asks nobody for a secret: it listens where the leader does, not on all addresses.
+            coordinator_bind_address=_jax_bind_address(hosts) if hosts.is_leader else None,
             cluster_detection_method="deactivate",
             shutdown_timeout_seconds=SHUTDOWN_S,
         )
@@ -75,14 +90,16 @@ def follower_watch(wire: Wire, host_id: int) -> Watch:
     return Watch(wire, f"host {host_id}", "the run has ended; start all hosts again")
 
 
-def _gather(hosts: Hosts, hello: Mapping[str, str]) -> list[Watch]:
+def _gather(hosts: Hosts, hello: Mapping[str, str], deadline: float) -> list[Watch]:
     """Waits for all followers, the leader's part."""
     wires: dict[int, Wire] = {}
     try:
-        with _listening(hosts) as server:
-            deadline = time.monotonic() + hosts.join_timeout_s
+        with Acceptor(_listening(hosts), hosts.secret_bytes, PROGRAM) as acceptor:
             while len(wires) < hosts.num_hosts - 1:
-                _accept(server, deadline, hosts, hello, wires)
+                came = acceptor.next_host(deadline - time.monotonic())
+                if came is None:
+                    raise _missing(hosts, wires, acceptor.num_turned_away)
+                _admit(*came, hosts, hello, wires)
         for wire in wires.values():
             wire.say(go=hosts.jax_address)
     except BaseException:
@@ -94,14 +111,45 @@ def _gather(hosts: Hosts, hello: Mapping[str, str]) -> list[Watch]:
     return [follower_watch(wires[host_id], host_id) for host_id in sorted(wires)]
 
 
+def _missing(hosts: Hosts, wires: Mapping[int, Wire], num_turned_away: int) -> HostsError:
+    missing = sorted(set(range(1, hosts.num_hosts)) - set(wires))
+    away = f" ({num_turned_away} calls with another secret were turned away)" if num_turned_away else ""
+    return HostsError(
+        f"expected {hosts.num_hosts - 1} more hosts within {hosts.join_timeout_s:g} s, host "
+        f"{', '.join(map(str, missing))} did not come{away}; start it with --host-id {missing[0]} and --coordinator "
+        f"{hosts.coordinator}"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _resolved(hosts: Hosts) -> tuple[socket.AddressFamily, str]:
+    """The one address that the leader listens on."""
+    host, port = hosts.address
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return family, str(address[0])
+
+
+def _jax_bind_address(hosts: Hosts) -> str:
+    family, address = _resolved(hosts)
+    return f"[{address}]:{hosts.address[1] + 1}" if family == socket.AF_INET6 else f"{address}:{hosts.address[1] + 1}"
+
+
 def _listening(hosts: Hosts) -> socket.socket:
     """The leader's socket; the port for JAX is tried as well."""
-    host, port = hosts.address
+    port = hosts.address[1]
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.create_server((address[0], port + 1), family=family):
+        family, address = _resolved(hosts)
+        with socket.create_server((address, port + 1), family=family):
             pass
-        return socket.create_server((address[0], port), family=family, backlog=hosts.num_hosts)
+        return socket.create_server((address, port), family=family, backlog=max(BACKLOG, hosts.num_hosts))
     except OSError as error:
         expected = f"expected host 0 to listen at {hosts.coordinator} and the port behind it, "
         if error.errno == errno.EADDRINUSE:
@@ -117,32 +165,12 @@ def _listening(hosts: Hosts) -> socket.socket:
         raise HostsError(f"{expected}got {error}; check the address") from error
 
 
-def _accept(
-    server: socket.socket, deadline: float, hosts: Hosts, hello: Mapping[str, str], wires: dict[int, Wire]
-) -> None:
-    """Takes one connection, if there is one soon, and adds it to `wires`."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        missing = sorted(set(range(1, hosts.num_hosts)) - set(wires))
-        names = ", ".join(map(str, missing))
-        raise HostsError(
-            f"expected {hosts.num_hosts - 1} more hosts within {hosts.join_timeout_s:g} s, host {names} did not come; "
-            f"start it with --host-id {missing[0]} and --coordinator {hosts.coordinator}"
-        )
-    server.settimeout(min(left, 1.0))
-    try:
-        sock, _ = server.accept()
-    except TimeoutError:
-        return
-    wire = Wire(sock)
-    try:
-        frame = wire.receive(min(left, HELLO_S))
-    except OSError:
-        frame = None
-    if frame is None or frame[0] != SAID or frame[1].get("program") != PROGRAM:
-        wire.close()  # a port scanner, a browser: nobody of ours
-        return
-    said = dict(frame[1])
+def _admit(wire: Wire, said: dict[str, str], hosts: Hosts, hello: Mapping[str, str], wires: dict[int, Wire]) -> None:
+    """Adds a host to `wires`, by its number.
+
+    Raises:
+        HostsError: it is not alike, or its number is another's.
+    """
     host_id = said.pop("host_id", None)
     why = difference(hello, said)
     if why is None and (type(host_id) is not int or not 0 < host_id < hosts.num_hosts or host_id in wires):
@@ -155,9 +183,8 @@ def _accept(
     wires[host_id] = wire
 
 
-def _report_to_leader(hosts: Hosts, hello: Mapping[str, str]) -> Watch:
+def _report_to_leader(hosts: Hosts, hello: Mapping[str, str], deadline: float) -> Watch:
     """Says hello to the leader and waits until all others have, a follower's part."""
-    deadline = time.monotonic() + hosts.join_timeout_s
     wire = _connected(hosts, deadline)
     try:
         wire.say(host_id=hosts.host_id, **hello)
@@ -174,13 +201,27 @@ def _report_to_leader(hosts: Hosts, hello: Mapping[str, str]) -> Watch:
 
 
 def _connected(hosts: Hosts, deadline: float) -> Wire:
+    """A connection to the leader, who has shown the secret; tries until `deadline`."""
     while True:
+        sock = None
         try:
-            return Wire(socket.create_connection(hosts.address, timeout=HELLO_S), takes_orders=True)
+            left = max(0.1, min(GREETING_S, deadline - time.monotonic()))
+            sock = socket.create_connection(hosts.address, timeout=left)
+            session = greet_leader(sock, hosts.secret_bytes, time.monotonic() + left)
+            return Wire(sock, takes_orders=True, session=session)
+        except SecretError as error:
+            sock.close()  # type: ignore[union-attr]
+            raise HostsError(
+                f"expected host 0 at {hosts.coordinator} to have the secret of this host, got: {error}; give all hosts "
+                "the same secret (--hosts-secret-file)"
+            ) from error
         except OSError as error:
+            if sock is not None:
+                sock.close()
             if time.monotonic() + RETRY_S > deadline:
+                got = f"somebody else there ({error})" if isinstance(error, NotAHostError) else error
                 raise HostsError(
-                    f"expected host 0 at {hosts.coordinator} within {hosts.join_timeout_s:g} s, got {error}; start it "
+                    f"expected host 0 at {hosts.coordinator} within {hosts.join_timeout_s:g} s, got {got}; start it "
                     "with --host-id 0, or check address and firewall"
                 ) from error
         time.sleep(RETRY_S)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from model_adapters.errors import InvalidArgumentError
+
+MIN_SECRET_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,13 +18,16 @@ class Hosts:
         coordinator: ``HOST:PORT`` of host 0, as the others reach it; the port behind it is JAX's own.
         num_hosts: two or more.
         host_id: of this host; 0 is the leader, which serves, all others follow.
-        join_timeout_s: how long hosts wait for each other.
+        join_timeout_s: how long hosts wait for each other, all in all.
+        secret: that all hosts show each other before anything else, 16 bytes or more; text counts as UTF-8. None:
+            whoever reaches the coordinator's port can join.
     """
 
     coordinator: str
     num_hosts: int
     host_id: int
     join_timeout_s: float = 300.0
+    secret: str | bytes | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         host, _, port = self.coordinator.rpartition(":")
@@ -39,8 +45,21 @@ class Hosts:
                 f"host_id: expected a whole number from 0 to {self.num_hosts - 1}, got {self.host_id!r}; number the "
                 "hosts from 0"
             )
-        if not self.join_timeout_s > 0:
+        self._check_secret()
+        if isinstance(self.join_timeout_s, bool) or not 0 < self.join_timeout_s < math.inf:
             raise InvalidArgumentError(f"join_timeout_s: expected a number of seconds > 0, got {self.join_timeout_s!r}")
+
+    def _check_secret(self) -> None:
+        if self.secret is None:
+            return
+        got = type(self.secret).__name__
+        if isinstance(self.secret, str | bytes):
+            if len(self.secret_bytes or b"") >= MIN_SECRET_BYTES:
+                return
+            got = f"{len(self.secret_bytes or b'')}"
+        raise InvalidArgumentError(
+            f"secret: expected {MIN_SECRET_BYTES} bytes or more, got {got}; make one: openssl rand -hex 32"
+        )
 
     @property
     def address(self) -> tuple[str, int]:
@@ -53,6 +72,11 @@ class Hosts:
         """Where `jax.distributed` meets: the port behind the channel's."""
         host, _, port = self.coordinator.rpartition(":")
         return f"{host}:{int(port) + 1}"
+
+    @property
+    def secret_bytes(self) -> bytes | None:
+        """The secret as bytes."""
+        return self.secret.encode() if isinstance(self.secret, str) else self.secret
 
     @property
     def is_leader(self) -> bool:

@@ -1,75 +1,94 @@
 """Frames on a TCP connection between two hosts.
 
-A frame is a kind, one byte, a length, eight bytes, and so many bytes. What followers send is JSON. What the leader
-sends is pickled: a follower runs what the leader whose address it was given says, as everywhere in `jax.distributed`.
-The leader unpickles nothing.
+A frame is a kind, one byte, a length, eight bytes, so many bytes, and behind a handshake a MAC of 32 bytes that says
+that it is the next one from the host that has shown the secret. What followers send is JSON; what the leader sends is
+encoded by `torchax_serve/distributed/hosts/message_codec.py`. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import pickle
 import select
 import socket
 import struct
 import threading
+import time
 from typing import Any
+
+from torchax_serve.bounded_json import parse_json
+from torchax_serve.distributed.hosts.handshake import MAC_BYTES, Session, receive_exactly
+from torchax_serve.distributed.hosts.message_codec import encode
 
 HEAD = struct.Struct("!cQ")
 BEAT, SAID, ORDER = b"b", b"s", b"o"
 LONGEST_SAID = 1 << 20
+LONGEST_ORDER = 1 << 31
+FRAME_TIMEOUT_S = 60.0
+"""How long a frame may take from its first byte to its last."""
 SEND_TIMEOUT_S = 15.0
+NOT_OURS = "what came is not of this program"
 
 
 class Wire:
-    """One end of a connection. Any thread may send; one receives, and takes no orders unless it says so."""
+    """One end of a connection. Any thread may send; one receives, and takes no orders unless it says so.
 
-    def __init__(self, sock: socket.socket, *, takes_orders: bool = False) -> None:
+    Args:
+        sock: connected.
+        takes_orders: whether the other side is the leader.
+        session: of the handshake; None for a connection that proves nothing.
+    """
+
+    def __init__(self, sock: socket.socket, *, takes_orders: bool = False, session: Session | None = None) -> None:
         sock.settimeout(SEND_TIMEOUT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._kinds = sock, (BEAT, SAID, ORDER) if takes_orders else (BEAT, SAID)
+        self._session = session
         self._sending = threading.Lock()
 
     def send(self, kind: bytes, content: bytes = b"") -> None:
         """Sends a frame; OSError where the connection is gone or nothing is taken for `SEND_TIMEOUT_S`."""
+        frame = HEAD.pack(kind, len(content)) + content
         with self._sending:
-            self._socket.sendall(HEAD.pack(kind, len(content)) + content)
+            self._socket.sendall(frame if self._session is None else frame + self._session.seal(frame))
 
     def say(self, **said: Any) -> None:
         """Sends a few words as JSON."""
         self.send(SAID, json.dumps(said).encode())
 
     def order(self, order: Any) -> None:
-        """Sends an object for the other side to act upon."""
-        self.send(ORDER, pickle.dumps(order))
-
-    def receive(self, wait_s: float) -> tuple[bytes, Any] | None:
-        """Kind and content of the next frame; None if none begins within `wait_s`.
+        """Sends a message for the other side to act upon.
 
         Raises:
-            OSError: the connection has ended, or what came is no frame.
+            UnsupportedArgumentError: something in it cannot be sent.
+        """
+        self.send(ORDER, encode(order))
+
+    def receive(self, wait_s: float, *, longest: int = LONGEST_SAID) -> tuple[bytes, Any] | None:
+        """Kind and content of the next frame; None if none begins within `wait_s`.
+
+        Args:
+            wait_s: seconds.
+            longest: bytes that words may have.
+
+        Raises:
+            OSError: the connection has ended, or what came is no frame of the other host.
         """
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         if not waiting.poll(wait_s * 1000):
             return None
-        kind, length = HEAD.unpack(self._exactly(HEAD.size))
-        if kind not in self._kinds or (kind != ORDER and length > LONGEST_SAID):
-            raise OSError("what came is not of this program")
-        content = self._exactly(length)
-        if kind == SAID:
-            return kind, _words(content)
-        return kind, content
-
-    def _exactly(self, number: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < number:
-            part = self._socket.recv(min(number - len(parts), 1 << 20))
-            if not part:
-                raise OSError("the connection was closed")
-            parts += part
-        return bytes(parts)
+        deadline = time.monotonic() + FRAME_TIMEOUT_S
+        head = receive_exactly(self._socket, HEAD.size, deadline)
+        kind, length = HEAD.unpack(head)
+        if kind not in self._kinds or length > (LONGEST_ORDER if kind == ORDER else longest):
+            raise OSError(NOT_OURS)
+        content = receive_exactly(self._socket, length, deadline)
+        if self._session is not None:
+            mac = receive_exactly(self._socket, MAC_BYTES, deadline)
+            if not self._session.is_next(head + content, mac):
+                raise OSError("what came is not of the host that has joined")
+        return kind, _words(content) if kind == SAID else content
 
     def hang_up(self) -> None:
         """Nothing more will be sent or received, which whoever is receiving notices."""
@@ -83,9 +102,9 @@ class Wire:
 
 def _words(content: bytes) -> dict[str, Any]:
     try:
-        words = json.loads(content)
+        words = parse_json(content, max_bytes=len(content))
     except ValueError as error:
-        raise OSError("what came is not of this program") from error
+        raise OSError(NOT_OURS) from error
     if not isinstance(words, dict):
-        raise OSError("what came is not of this program")
+        raise OSError(NOT_OURS)
     return words

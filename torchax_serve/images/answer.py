@@ -11,12 +11,15 @@ from model_adapters.errors import UnsupportedArgumentError
 from torchax_serve.alone import tokens_of_generate, torch_seed
 from torchax_serve.images.processor import media_inputs
 from torchax_serve.request import SamplingParams
+from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.detokenizer import Detokenizer
 from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS, Request, given_or_default, merged, need_tokenizer
 from torchax_serve.text.stream import TextStream
 
 
-def stream_about_media(model: Any, conversation: list[dict[str, Any]], params: SamplingParams | None) -> TextStream:
+def stream_about_media(
+    model: Any, conversation: list[dict[str, Any]], params: SamplingParams | None, options: ChatOptions
+) -> TextStream:
     """Text behind `conversation`, by ``generate``: requests with images or sounds run one after the other.
 
     Raises:
@@ -36,7 +39,7 @@ def stream_about_media(model: Any, conversation: list[dict[str, Any]], params: S
         )
     if config.max_new_tokens is None and config.max_length is None:
         config.max_new_tokens = DEFAULT_CHAT_MAX_NEW_TOKENS
-    inputs = media_inputs(model, conversation)
+    inputs = media_inputs(model, conversation, options)
     prompt_ids = tuple(int(token_id) for token_id in inputs["input_ids"][0])
     request = Request(prompt_ids, config, stop_strings, params.seed, params)
     tokens = _tokens(model, inputs, config, params.seed)

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from model_adapters.errors import InvalidArgumentError
 
 TOKEN_FIELDS = ("image_token_id", "image_token_index")
+VIDEO_TOKEN_FIELDS = ("video_token_id", "video_token_index")
 AUDIO_TOKEN_FIELDS = ("audio_token_id", "audio_token_index")
 
 
@@ -46,6 +47,7 @@ class Modality:
 
 MODALITIES = (
     Modality("images", TOKEN_FIELDS, ("pixel", "image", "video", "patch")),
+    Modality("videos", VIDEO_TOKEN_FIELDS, ("video",)),
     Modality("sounds", AUDIO_TOKEN_FIELDS, ("input_features", "input_values", "audio")),
 )
 EITHER = ("mm_encoder_outputs", "inputs_embeds", "past_key_values")
@@ -67,7 +69,7 @@ def check_has_media(config: PreTrainedConfig, ids: Any, names: Collection[str]) 
         if is_there and not any(part in name for name in names for part in modality.arguments):
             raise InvalidArgumentError(
                 f"expected {modality.name} for the placeholder tokens {token} of the prompt, got no argument with "
-                f"{'pixels' if modality.name == 'images' else 'samples'}; pass all that the processor returns to "
+                f"{'samples' if modality.name == 'sounds' else 'pixels'}; pass all that the processor returns to "
                 f"generate(), which alone takes {modality.name}"
             )
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve.sounds import check_rate, checked_samples
+
+if TYPE_CHECKING:
+    from torchax_serve.text.chat_template import ChatOptions
 
 MOST_PIXELS = 100_000_000
 """Of one image. Before it is made small it is turned into floating-point numbers: twelve bytes for each pixel."""
@@ -58,16 +61,18 @@ def _parts(messages: Any) -> Iterator[Mapping[str, Any]]:
         yield from (part for part in parts if isinstance(part, Mapping) and part.get("type") in ("image", "audio"))
 
 
-def media_inputs(model: Any, conversation: list[dict[str, Any]]) -> dict[str, Any]:
+def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOptions | None = None) -> dict[str, Any]:
     """What ``generate`` takes for a conversation with images or sounds.
 
     Args:
         model: what `torchax_serve.serve` returned.
-        conversation: messages; a part ``{"type": "image", "image": …}`` of a content has a PIL image, a path or a URL,
-            and a part ``{"type": "audio", "audio": …}`` samples float[num_samples] with their ``"sampling_rate"``, a
-            path or a URL.
+        conversation: checked messages; a part ``{"type": "image", "image": …}`` of a content has a PIL image, a path
+            or a URL, and a part ``{"type": "audio", "audio": …}`` samples float[num_samples] with their
+            ``"sampling_rate"``, a path or a URL.
+        options: what else the template is rendered with.
 
     Raises:
+        ChatTemplateError, UnsupportedArgumentError: as `torchax_serve.text.chat_template.ChatTemplate.text`.
         InvalidArgumentError: an image that is empty, has too many pixels, or that nobody can read; a sound without
             samples, or at another rate than the model's.
         UnsupportedModelError: as `processor_of`, and for images where the model only hears, or the other way around.
@@ -80,13 +85,11 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]]) -> dict[str, An
             f"expected a processor with a chat template, that of {model.name} has none; set "
             "processor_of(model).chat_template, or write the prompt and call generate()"
         )
+    typed = [_typed(message) for message in conversation]
+    written = _written(processor, typed, model.name, options)
     try:
         inputs = processor.apply_chat_template(
-            [_typed(message) for message in conversation],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
+            typed, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **written
         )
     except Exception as error:  # files that are no images, templates that fail: libraries raise whatever they like
         said = " ".join(str(error).split())[:200]
@@ -95,6 +98,30 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]]) -> dict[str, An
             f"{type(error).__name__}: {said}; check paths and contents"
         ) from error
     return dict(inputs)
+
+
+def _written(
+    processor: Any, conversation: list[dict[str, Any]], name: str, options: ChatOptions | None
+) -> dict[str, Any]:
+    """Arguments that have the processor write the prompt which the template makes, rendered with a deadline."""
+    from transformers import ProcessorMixin
+
+    from torchax_serve.text.chat_template import ChatOptions, ChatTemplate
+
+    options = options or ChatOptions()
+    if type(processor).apply_chat_template is not ProcessorMixin.apply_chat_template:
+        if options != ChatOptions():
+            raise UnsupportedArgumentError(
+                "tools, documents, chat_template_kwargs, continue_final_message: expected none for "
+                f"{type(processor).__name__}, which writes prompts in a way of its own; leave them out"
+            )
+        return {}
+    source = processor.chat_template
+    source = source.get("default", next(iter(source.values()))) if isinstance(source, dict) else source
+    remedy = "check the roles and contents of the messages, or set processor_of(model).chat_template"
+    template = ChatTemplate(source, name, processor.tokenizer.special_tokens_map, remedy)
+    text = template.text(conversation, options)
+    return {"chat_template": "{{ rendered_conversation }}", "rendered_conversation": text}
 
 
 def _typed(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,6 +150,10 @@ def _check_part(processor: Any, part: Mapping[str, Any], name: str) -> None:
             f"{'sees' if kind == 'image' else 'hears'} them"
         )
     if kind == "image":
+        if not any(part.get(source) is not None for source in ("image", "url", "path", "base64")):
+            raise InvalidArgumentError(
+                'image: expected a part like {"type": "image", "image": picture}, got one without an image'
+            )
         check_size(part.get("image"))
         return
     sound = part.get("audio")

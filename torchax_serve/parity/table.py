@@ -11,6 +11,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from torchax_serve.parity import real_models
 from torchax_serve.parity.causes import CAUSES, OLDER
 from torchax_serve.parity.result import PASSED, Result
 from torchax_serve.parity.tasks import CAUSAL, TASKS, Task
@@ -65,6 +66,8 @@ def document() -> str:
     for name, task in TASKS.items():
         if name != CAUSAL and (sweeps := all_shipped(name)):
             parts.append(section(name, task, sweeps))
+    if real := real_models.section():
+        parts.append(real)
     return "\n".join(parts)
 
 

@@ -69,6 +69,8 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     (r"linear_num_value_heads|linear_num_heads", 4),
     (r"linear_(key_|value_)?head_dim", 8),
     (r"layer_group_size", 2),
+    (r"first_k_dense_replace|num_dense_layers|num_sparse_(encoder|decoder)_layers", 1),
+    (r"(encoder|decoder)_sparse_step", 2),
     (r"original_max_position_embeddings", 64),
 )
 Patterns = tuple[tuple[str, int], ...]

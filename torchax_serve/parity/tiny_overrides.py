@@ -64,6 +64,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "hash_seed": 0, "axial_pos_shape": (8, 16), "axial_pos_embds_dim": (8, 24)},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"moe_top_k": 2}},
     "deepseek_v2": {"num_experts_per_tok": 2, "layer_types": UNSET},
+    "flint": {"mlp_only_layers": [0]},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
     "dots3_note_audio_encoder": {"downsample_hidden_size": 16, "adapter_input_size": 32, "adapter_out_dim": 32},

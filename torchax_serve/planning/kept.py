@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from torchax_serve.compile_cache import default_cache_dir
+from torchax_serve.compilation.cache_folders import plans_folder
 from torchax_serve.planning.plan import Note, PlanReport, PlanRequest, make_plan, no_note
 from torchax_serve.program_cache import installed_versions
 
@@ -37,17 +37,18 @@ def kept_plan(
         use_kept: whether an earlier plan is good enough.
         note: told what is being compiled.
     """
-    path = default_cache_dir().parent / "plans" / f"{_digest(module, request)}.json"
-    if use_kept and save is None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none there, or of another form
-            content = json.loads(path.read_text())
-            return PlanReport.from_json({**content, "model": name}), True
+    try:
+        folder = plans_folder()
+    except RuntimeError:  # no home folder
+        return make_plan(module, name, request, save=save, note=note), False
+    file = f"{_digest(module, request)}.json"
+    content = folder.read(file) if use_kept and save is None else None
+    if content is not None:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # of another form
+            return PlanReport.from_json({**json.loads(content), "model": name}), True
     report = make_plan(module, name, request, save=save, note=note)
     with contextlib.suppress(OSError):  # not kept: costs only time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(report.to_json()))
-        partial.replace(path)
+        folder.write(file, json.dumps(report.to_json()).encode())
     return report, False
 
 

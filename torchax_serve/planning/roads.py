@@ -54,6 +54,7 @@ class PackedRoad(PlannedRoad):
             kv_lens=self.integers(num_rows),
             last=self.integers(num_rows),
             page_tables=(table,) * len(plan.groups),
+            rope_lens=self.integers(num_tokens) if self.runtime.program.rope is not None else None,
         )
 
         def run(weights: Any, pools: Any, batch: PackedBatch) -> Any:

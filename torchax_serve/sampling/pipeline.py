@@ -30,7 +30,7 @@ def select(plan: SamplingPlan, state: SamplingState, scores: jax.Array) -> jax.A
     A draw depends on the row's key and on how many tokens the row has chosen: not on padding, and not on other rows.
     A row with nan, +inf, or -inf throughout cannot be drawn from and gives `NO_VALID_TOKEN`.
     """
-    if not plan.do_sample:
+    if not plan.do_sample or plan.is_cold:
         return first_argmax(scores)
     keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.num_new)
     return draw(keys, scores)

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from model_adapters.arrays import from_host
-from torchax_serve.request import bias_pairs, invalid
+from torchax_serve.argument_checks import MAX_INT
+from torchax_serve.request import NEVER_A_TOKEN, bias_pairs, invalid
 from torchax_serve.sampling.options import id_list, unsupported_by_fast_path, validate
 from torchax_serve.sampling.rules import TransformersRules, installed_rules
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 MIN_CANDIDATES = 128
+COLDEST = 1e-5
+"""Temperature below which the best token is taken: float32 scores divided by less are too coarse to draw from."""
+SMALLEST_TEMPERATURE = 1e-30  # scores divided by less overflow
+MAX_DECAY_STEPS = 2**20  # entries of a table of weights; the last one holds for all tokens behind it
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +70,7 @@ class SamplingPlan:
 
     vocab_size: int = dataclasses.field(metadata=_STATIC)  # shapes depend on it
     do_sample: bool = dataclasses.field(metadata=_STATIC)  # greedy decoding compiles to another program
+    is_cold: bool = dataclasses.field(metadata=_STATIC)  # the temperature is below `COLDEST`
     rules: TransformersRules = dataclasses.field(
         metadata=_STATIC
     )  # of the installed transformers; never changes in a process
@@ -129,10 +135,12 @@ class SamplingPlan:
             remedy = "run transformers' own loop for these"
             raise invalid("generation_config", "options that sampling on the device honours", unsupported, remedy)
         eos = id_list(config.eos_token_id if eos_token_ids is None else eos_token_ids)
+        eos = [token_id for token_id in eos if token_id != NEVER_A_TOKEN]
         max_length = _max_length(config, prompt_len)
         return cls(
             vocab_size=vocab_size,
             do_sample=bool(config.do_sample),
+            is_cold=bool(config.do_sample) and config.temperature is not None and config.temperature < COLDEST,
             rules=installed_rules(),
             max_length=_int(max_length),
             eos_ids=from_host(eos, np.int32) if eos else None,
@@ -152,10 +160,10 @@ _LOOP_OPTIONS = frozenset(
 
 def _max_length(config: GenerationConfig, prompt_len: int) -> int:
     if config.max_new_tokens is not None:
-        return prompt_len + int(config.max_new_tokens)
+        return min(prompt_len + int(config.max_new_tokens), MAX_INT)
     if config.max_length is None:
         raise invalid("max_length", "max_length or max_new_tokens to be set", None, "set max_new_tokens")
-    return int(config.max_length)
+    return min(int(config.max_length), MAX_INT)
 
 
 def _int(value: int) -> jax.Array:
@@ -208,6 +216,7 @@ def _length_fields(
         _inside("eos_token_id", eos, vocab_size)
     # min_length and min_new_tokens stand side by side in transformers' order and do the same: the longer one rules.
     min_length = max(config.min_length or 0, prompt_len + config.min_new_tokens if config.min_new_tokens else 0)
+    min_length = min(min_length, MAX_INT)
     has_min_length = bool(eos) and min_length > 0
     forced_bos, forced_eos, begin = config.forced_bos_token_id, config.forced_eos_token_id, config.begin_suppress_tokens
     begin_at = prompt_len if prompt_len > 1 or forced_bos is None else prompt_len + 1
@@ -219,7 +228,7 @@ def _length_fields(
         if forced_eos is None
         else _mask(_inside("forced_eos_token_id", id_list(forced_eos), vocab_size), vocab_size),
         "remove_invalid_values": config.remove_invalid_values is True,
-        "decay_start": None if decay is None else _int(decay[0] + prompt_len),
+        "decay_start": None if decay is None else _int(min(decay[0] + prompt_len, MAX_INT)),
         "decay_weights": None if decay is None else _decay_weights(decay[1], max_length - prompt_len),
         "begin_suppress_mask": None if begin is None else _mask(begin, vocab_size),
         "begin_suppress_at": None if begin is None else _int(begin_at),
@@ -228,7 +237,9 @@ def _length_fields(
 
 def _decay_weights(factor: float, num_steps: int) -> jax.Array:
     """A table, because transformers raises the factor to its power in double precision."""
-    size = 1 << max(num_steps, 1).bit_length()  # a power of two: another max_length seldom means another shape
+    size = (
+        1 << min(max(num_steps, 1), MAX_DECAY_STEPS).bit_length()
+    )  # a power of two: another max_length seldom means another shape
     with np.errstate(over="ignore"):
         return from_host(np.float64(factor) ** np.arange(size) - 1, np.float32)
 
@@ -240,6 +251,8 @@ def _sampling_fields(config: GenerationConfig, vocab_size: int) -> dict[str, Any
         return fields
     off = {"temperature": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
     fields |= {name: _float(getattr(config, name), off.get(name)) for name in names}
+    if config.temperature is not None and config.temperature < SMALLEST_TEMPERATURE:
+        fields["temperature"] = _float(SMALLEST_TEMPERATURE)
     if config.top_k:
         top_k = min(int(config.top_k), vocab_size)
         # Room for tokens that tie with the k-th, which transformers keeps: common in bfloat16 logits.

@@ -14,6 +14,8 @@ from jax import lax
 from torchax_serve.sampling.plan import SamplingPlan, SequenceBias
 from torchax_serve.sampling.state import SamplingState
 
+MAX_UNROLLED = 16  # tokens of an n-gram up to which each has an operation of its own; many take long to compile
+
 
 def bias_sequences(plan: SamplingPlan, state: SamplingState, bias: SequenceBias, scores: jax.Array) -> jax.Array:
     """Adds the bias of each sequence to its last token where the tokens so far end with its prefix."""
@@ -44,8 +46,16 @@ def ban_repeated_ngrams(size: int, state: SamplingState, scores: jax.Array) -> j
     prefix = lax.dynamic_slice_in_dim(state.tokens, start, size - 1, axis=1)
     matches = jnp.arange(num_windows) + size <= state.length  # whole windows only
     matches = jnp.broadcast_to(matches, (batch, num_windows))
-    for offset in range(size - 1):
-        matches &= state.tokens[:, offset : offset + num_windows] == prefix[:, offset, None]
+
+    def match(offset: Any, matches: jax.Array) -> jax.Array:
+        window = lax.dynamic_slice_in_dim(state.tokens, offset, num_windows, axis=1)
+        return matches & (window == lax.dynamic_slice_in_dim(prefix, offset, 1, axis=1))
+
+    if size <= MAX_UNROLLED:
+        for offset in range(size - 1):
+            matches = match(offset, matches)
+    else:
+        matches = lax.fori_loop(0, size - 1, match, matches)
     ends = jnp.where(matches, state.tokens[:, size - 1 :], vocab_size)
     ends = jnp.where(ends < 0, vocab_size, ends)  # a negative index would count from the end
     return scores.at[jnp.arange(batch)[:, None], ends].set(-jnp.inf, mode="drop")

@@ -7,6 +7,7 @@ import itertools
 import math
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.rope_lengths import RopeLengths
 from torchax_serve.request import invalid
 
 
@@ -71,6 +72,7 @@ class SchedulerConfig:
     max_dispatch_s: float = math.inf  # seconds that several of them may take
     chunk_sizes: tuple[int, ...] | None = None  # the only sizes of prefill chunks, descending to 1; None: any size
     packed: bool = True  # False: at most one prefill row in a plan
+    rope: RopeLengths | None = None  # which lengths have other rotary frequencies; None: all have the same
     token_rungs: tuple[int, ...] = ()  # what a step's tokens are padded to, ascending; none: every number costs its own
 
     def __post_init__(self) -> None:
@@ -142,6 +144,10 @@ class SchedulerConfig:
     def pages_per_seq(self) -> int:
         """Columns of a page table."""
         return -(-self.max_len // self.page_len)
+
+    def prefix_salt(self, salt: str, rope_len: int) -> str:
+        """What prefixes are found under of a request of `salt`, whose prompt has the frequencies of `rope_len`."""
+        return salt if self.rope is None else f"{self.rope.regime(rope_len)}:{salt}"
 
     def chunk_len(self, limit: int) -> int:
         """The longest prefill chunk of at most `limit` tokens; 0 where `limit` is."""

@@ -56,10 +56,12 @@ class StepPlanner:
     def _plan_again(self) -> tuple[StepPlan, list[RequestState]] | None:
         """A plan with the rows of the last one; None if anything is to be decided."""
         standing = self._standing
-        if standing is None or not standing.hold or self._roster.waiting or standing.first_end <= 0:
+        if standing is None or not standing.hold or self._roster.waiting:
+            return None
+        if standing.first_end <= 0 or standing.first_recompute <= 0:
             return None
         num_decode = len(standing.states)
-        num_steps = self._steps_within(num_decode, standing.longest, standing.last_end)
+        num_steps = self._steps_within(num_decode, standing.longest, standing.last_end, standing.first_recompute)
         if not standing.grow(num_steps, self._book):
             return None
         self._pacer.limit(num_decode, self._config.token_budget - num_decode)  # which counts steps
@@ -163,6 +165,9 @@ class StepPlanner:
                 self._continue_prefill(draft, state)
             elif start < state.end_len - 1 and not holds_decode:
                 assert pages is not None
+                if state.steps_to_recompute <= 0:
+                    self._roster.preempt(state)
+                    continue
                 end = start + num_steps
                 if end > pages.num_pages * page_len:
                     if num_steps > 1:
@@ -222,7 +227,7 @@ class StepPlanner:
         start, end = state.num_planned, state.num_planned + num_tokens
         samples = end == state.prefill_len
         ids = tuple(state.tokens[start:end])
-        row = PlanRow(state.request.request_id, state.pages.slot, start, num_tokens, ids, samples)
+        row = PlanRow(state.request.request_id, state.pages.slot, start, num_tokens, ids, samples, state.rope_len)
         draft.prefill_rows.append(row)
         draft.prefilling.append(state)
         draft.prefill_left -= num_tokens
@@ -236,6 +241,7 @@ class StepPlanner:
                 return
             if state.pages is not None or state.num_in_flight:
                 return  # preempted, and its last tokens are not known yet; nobody overtakes it
+            state.grow_rope()
             if self._config.unfit(len(state.tokens)) is not None:
                 self._roster.end_outside(state, "length")  # preempted when it had all but outgrown the cache
                 continue
@@ -265,7 +271,8 @@ class StepPlanner:
         if request.fork_of is None or not can_share:
             return None
         parent = self._roster.find(request.fork_of)
-        return parent if parent is not None and parent.request.cache_prompt else None
+        can_share = parent is not None and parent.request.cache_prompt and parent.rope_len == state.rope_len
+        return parent if can_share else None
 
     def _open(self, draft: _Draft, state: RequestState, parent: RequestState | None) -> SequencePages | None:
         """Seats `state` if there are pages for its tokens beside those that running requests will need."""
@@ -281,7 +288,8 @@ class StepPlanner:
             draft.copies += copies
             num_computed = state.prompt_len - 1
         else:
-            salt, shares = state.request.salt, state.request.cache_prompt
+            salt = self._config.prefix_salt(state.request.salt, state.rope_len)
+            shares = state.request.cache_prompt
             match = self._book.match(state.tokens, salt, shares)
             if not self._book.can_open(match, len(state.tokens), spare):
                 return None
@@ -303,14 +311,14 @@ class StepPlanner:
             return 1
         longest = max(state.num_planned for state in running)
         to_come = max(state.end_len - state.num_planned for state in running) - 1  # behind the token it begins with
-        num_steps = self._steps_within(num_decode, longest, to_come)
+        num_steps = self._steps_within(num_decode, longest, to_come, min(state.steps_to_recompute for state in running))
         return num_steps if num_steps > 1 and self._has_pages(num_steps) else 1
 
-    def _steps_within(self, num_decode: int, longest: int, to_come: int) -> int:
+    def _steps_within(self, num_decode: int, longest: int, to_come: int, to_recompute: float) -> int:
         """Decode steps of all running requests that a dispatch may take; at least one, also where there is no page."""
         config = self._config
         affordable = self._pacer.steps_within(config.max_dispatch_s, num_decode)
-        return max(1, int(min(config.max_num_steps, affordable, to_come, config.max_len - longest)))
+        return max(1, int(min(config.max_num_steps, affordable, to_come, to_recompute, config.max_len - longest)))
 
     def _has_pages(self, num_tokens: int) -> bool:
         """Whether every running request can be grown by so many tokens."""

@@ -85,6 +85,8 @@ class RequestState:
     tokens: list[int]  # prompt and outputs
     prompt_len: int
     end_len: int  # length of prompt and outputs at which the request ends with "length"
+    rope_len: int  # length that rotary frequencies are at least for: the prompt's, or more where it was computed anew
+    recompute_len: float = math.inf  # length behind which all is computed anew, for the frequencies of longer ones
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     pages: SequencePages | None = None  # also holds the slot; kept after the end while steps are in flight
@@ -111,6 +113,16 @@ class RequestState:
     def wants_decode(self) -> bool:
         """Whether the next token to compute was sampled in the slot, and one more may be sampled after it."""
         return self.prefill_len <= self.num_planned < self.end_len - 1
+
+    @property
+    def steps_to_recompute(self) -> float:
+        """Decode steps that may be planned before the sequence has to be computed anew; at most 0: it has to be."""
+        return self.recompute_len - self.num_planned
+
+    def grow_rope(self) -> None:
+        """Has all tokens rotated for the length that they now have, where they are computed anew for a longer one."""
+        if len(self.tokens) > self.recompute_len:
+            self.rope_len, self.recompute_len = len(self.tokens), math.inf
 
     @property
     def wants_prefill(self) -> bool:

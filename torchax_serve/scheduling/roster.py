@@ -100,13 +100,24 @@ class Roster:
             list(request.prompt_ids),
             length - 1,
             min(length - 1 + request.max_new_tokens, self._config.max_len),
+            length - 1,
         )
+        rope = self._config.rope
+        if rope is not None and rope.recompute_len is not None and state.rope_len <= rope.recompute_len:
+            state.recompute_len = rope.recompute_len
         self._num_arrived += 1
         self._live[request.request_id] = state
         self.waiting.add(state)
         if request.deadline_s is not None:
+            self._drop_old_deadlines()
             heapq.heappush(self._deadlines, (request.deadline_s, state.rank[1], state))
         return state
+
+    def _drop_old_deadlines(self) -> None:
+        """Lets go of requests that ended before a deadline far away, once they are most of the heap."""
+        if len(self._deadlines) > 2 * len(self._live) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
+            heapq.heapify(self._deadlines)
 
     def seat(self, state: RequestState, pages: SequencePages, num_computed: int) -> None:
         """Lets a waiting request run on `pages`, the first `num_computed` tokens of which are in the cache."""

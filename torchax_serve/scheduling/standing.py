@@ -36,6 +36,7 @@ class StandingRows:
         self.longest = int(self._starts.max())  # tokens of the longest request, those of steps in flight counted
         to_come = [state.end_len - 1 - state.num_planned for state in states]
         self.first_end, self.last_end = min(to_come), max(to_come)  # steps until a request, or all, have their tokens
+        self.first_recompute = min(state.steps_to_recompute for state in states)  # steps until one is computed anew
         self._room = self._least_room()
 
     @property
@@ -72,6 +73,7 @@ class StandingRows:
         self.longest += num_steps
         self.first_end -= num_steps
         self.last_end -= num_steps
+        self.first_recompute -= num_steps
         self._room -= num_steps
         return rows
 

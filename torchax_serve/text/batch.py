@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import secrets
@@ -9,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, QueueFullError
+from torchax_serve.argument_checks import is_list
 from torchax_serve.request import MAX_SEED, SamplingParams
-from torchax_serve.text.detokenizer import Detokenizer
-from torchax_serve.text.prompt import Request, TextModel, encode_prompt, make_request, need_tokenizer
+from torchax_serve.text.call_hints import refuse_unknown
+from torchax_serve.text.prompt import Request, TextModel, detokenizer_of, encode_prompt, make_request
 from torchax_serve.text.stream import TextStream, new_tokens
 
 
@@ -21,7 +23,7 @@ class Completion:
     """The answer to one prompt.
 
     Attributes:
-        text: without special tokens, up to the first stop string.
+        text: without special tokens, up to the first stop string; empty of a model without a tokenizer.
         token_ids: the new tokens, the end-of-sequence token included.
         prompt_len: tokens of the prompt.
         finish_reason: "stop" (end-of-sequence token or stop string), "length", or "deadline" (its time was up).
@@ -41,44 +43,59 @@ def generate_batch(
     model: TextModel,
     prompts: Sequence[str | Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams] | None = None,
+    **unknown: Any,
 ) -> list[Completion]:
     """Continues every prompt; the completions stand in the order of the prompts.
 
     All requests are handed to the model before the first answer is read: on the engine they run side by side, and each
-    gets the tokens it would get alone. With ``n`` answers to a prompt they stand one after the other, and with a
-    ``seed`` the i-th of them draws from ``seed + i``.
+    gets the tokens it would get alone. What the engine does not let wait is handed over as others end. With ``n``
+    answers to a prompt they stand one after the other, and with a ``seed`` the i-th of them draws from ``seed + i``.
 
     Args:
         model: the model.
         prompts: texts or token ids, mixed as you like.
         params: how to decode, for all of them or one for each; as in `torchax_serve.text.stream.stream`.
+        **unknown: nothing; an option of decoding is refused with a word about `SamplingParams`.
 
     Raises:
         InvalidArgumentError: `prompts` is one string, or one of them is empty, too long or out of range (the message
             says which).
+        UnsupportedArgumentError: an unknown argument.
         RequestError: a request failed; those behind it are ended.
+        QueueFullError: requests of others fill the queue.
     """
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+    refuse_unknown("generate_batch", unknown, ("prompts", "params"))
+    if not is_list(prompts):
         raise InvalidArgumentError(
             f"prompts: expected a list of prompts, got {type(prompts).__name__}; put it in a list"
         )
-    each = params if isinstance(params, Sequence) else [params] * len(prompts)
+    each = params if is_list(params) else [params] * len(prompts)
+    assert isinstance(each, Sequence)
     if len(each) != len(prompts):
         raise InvalidArgumentError(f"params: expected one for each of {len(prompts)} prompts, got {len(each)}")
-    need_tokenizer(model)
     requests = [
         answer
         for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True))
         for answer in _answers(_numbered_request(model, index, prompt, asked))
     ]
-    streams: list[TextStream] = []
+    detokenizers = [detokenizer_of(model, request.stop_strings) for request in requests]
+    unread: collections.deque[TextStream] = collections.deque()
+    completions: list[Completion] = []
     try:
-        streams += [
-            TextStream(request, Detokenizer(model.tokenizer), new_tokens(model, request)) for request in requests
-        ]
-        return [_completed(stream) for stream in streams]
+        for request, detokenizer in zip(requests, detokenizers, strict=True):
+            while True:
+                try:
+                    unread.append(TextStream(request, detokenizer, new_tokens(model, request)))
+                    break
+                except QueueFullError:
+                    if not unread:
+                        raise
+                    completions.append(_completed(unread.popleft()))
+        while unread:
+            completions.append(_completed(unread.popleft()))
+        return completions
     finally:
-        for stream in streams:
+        for stream in unread:
             stream.close()  # of those not read to the end, if one before them failed
 
 
@@ -106,7 +123,8 @@ def _answers(request: Request) -> list[Request]:
 
 
 def _completed(answer: TextStream) -> Completion:
-    text = "".join(answer)
+    with answer:
+        text = "".join(answer)
     stats = answer.stats
     assert stats.finish_reason in ("stop", "length", "deadline")
     logprobs = answer.logprobs if answer.logprobs else None

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
-from model_adapters.errors import ChatTemplateError, InvalidArgumentError
+from model_adapters.errors import ChatTemplateError
 from torchax_serve.images.answer import stream_about_media
 from torchax_serve.images.processor import has_media
 from torchax_serve.request import SamplingParams
-from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS, TextModel, make_request, need_tokenizer
+from torchax_serve.text.call_hints import refuse_unknown
+from torchax_serve.text.chat_template import ChatOptions, ChatTemplate, check_last_message
+from torchax_serve.text.messages import Message, checked_conversation
+from torchax_serve.text.prompt import (
+    DEFAULT_CHAT_MAX_NEW_TOKENS,
+    TextModel,
+    encode_rendered,
+    make_request,
+    need_tokenizer,
+)
 from torchax_serve.text.stream import TextStream, start_stream
 
-Message = Mapping[str, Any]
-"""``{"role": "system" | "user" | "assistant" | …, "content": …}``, as transformers' chat templates take it."""
+_ARGUMENTS = (
+    "messages",
+    "params",
+    "stream",
+    "system",
+    "tools",
+    "documents",
+    "chat_template_kwargs",
+    "continue_final_message",
+)
 
 
 @overload
@@ -24,6 +41,7 @@ def chat(
     *,
     stream: Literal[False] = False,
     system: str | None = None,
+    **options: Any,
 ) -> str: ...
 
 
@@ -35,6 +53,7 @@ def chat(
     *,
     stream: Literal[True],
     system: str | None = None,
+    **options: Any,
 ) -> TextStream: ...
 
 
@@ -45,6 +64,11 @@ def chat(
     *,
     stream: bool = False,
     system: str | None = None,
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
+    **unknown: Any,
 ) -> str | TextStream:
     """Answers the last of `messages`.
 
@@ -55,17 +79,30 @@ def chat(
             after `DEFAULT_CHAT_MAX_NEW_TOKENS` tokens.
         stream: hand out the text as it comes.
         system: a system prompt to stand before `messages`.
+        tools: that the model may call: JSON schemas, or functions with type hints and a docstring. The calls are in
+            the answer's text, as the model writes them.
+        documents: for the template, where it has a place for them.
+        chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``.
+        continue_final_message: go on with the last message, which is the assistant's; the answer is what comes behind.
+        **unknown: nothing; an option of decoding is refused with a word about `SamplingParams`.
 
     Raises:
-        ChatTemplateError: the model has no chat template, it does not render, or it leaves the system prompt out.
-        InvalidArgumentError: no message, a message that is none, a second system prompt, a conversation longer than
-            the model's positions.
-        UnsupportedArgumentError: more than one answer (``n``), or options of the engine beside images or sounds.
+        ChatTemplateError: the model has no chat template, it does not render within seconds, or it leaves messages of
+            a role out.
+        InvalidArgumentError: no message, a message that is none, a second system prompt, a last message of the
+            assistant's, a conversation longer than the model's positions.
+        UnsupportedArgumentError: tools, documents, variables or keys of messages that the template does not read;
+            parts that no model is shown; more than one answer (``n``); options of the engine beside images or sounds.
+        QueueFullError: too many requests wait already.
     """
-    if has_media(messages):
-        answer = stream_about_media(model, _conversation(messages, system), params)
+    refuse_unknown("chat", unknown, _ARGUMENTS)
+    options = ChatOptions.of(tools, documents, chat_template_kwargs, continue_final_message)
+    conversation = checked_conversation(messages, system)
+    if has_media(conversation):
+        check_last_message(conversation, options)
+        answer = stream_about_media(model, conversation, params, options)
     else:
-        prompt_ids = chat_prompt_ids(model, messages, system=system)
+        prompt_ids = _prompt_ids(model, conversation, options)
         request = make_request(model, prompt_ids, params, default_max_new_tokens=DEFAULT_CHAT_MAX_NEW_TOKENS)
         answer = start_stream(model, request)
     return answer if stream else "".join(answer)
@@ -76,61 +113,54 @@ def has_chat_template(model: TextModel) -> bool:
     return bool(getattr(model.tokenizer, "chat_template", None))
 
 
-def chat_prompt_ids(model: TextModel, messages: str | Sequence[Message], *, system: str | None = None) -> list[int]:
+def chat_prompt_ids(
+    model: TextModel,
+    messages: str | Sequence[Message],
+    *,
+    system: str | None = None,
+    options: ChatOptions | None = None,
+) -> list[int]:
     """The token ids of a conversation, up to where the answer begins; errors as in `chat`."""
-    conversation = _conversation(messages, system)
+    return _prompt_ids(model, checked_conversation(messages, system), options or ChatOptions())
+
+
+def _prompt_ids(model: TextModel, conversation: list[dict[str, Any]], options: ChatOptions) -> list[int]:
+    check_last_message(conversation, options)
     tokenizer = need_tokenizer(model)
     if not has_chat_template(model):
         raise ChatTemplateError(
             f"{model.name} has no chat template; use stream() with a plain prompt (torchax-serve run --raw), "
             "or set model.tokenizer.chat_template"
         )
-    text = _render(model, conversation)
-    if conversation[0]["role"] == "system" and _render_or_none(model, conversation[1:]) == text:
-        raise ChatTemplateError(
-            f"the chat template of {model.name} leaves the system prompt out; put it into the first user message"
-        )
-    # The template writes the special tokens itself.
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return encode_rendered(tokenizer, _text(model, conversation, options))
 
 
-def _conversation(messages: str | Sequence[Message], system: str | None) -> list[dict[str, Any]]:
-    if isinstance(messages, str):
-        if not messages:
-            raise InvalidArgumentError("messages: expected some text, got an empty string")
-        messages = [{"role": "user", "content": messages}]
-    if not isinstance(messages, Sequence) or not messages:
-        raise InvalidArgumentError(f"messages: expected a string or a non-empty list of messages, got {messages!r}")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidArgumentError(
-                f'messages: expected dicts like {{"role": "user", "content": "Hi"}}, got {message!r}'
+def _text(model: TextModel, conversation: list[dict[str, Any]], options: ChatOptions) -> str:
+    tokenizer = model.tokenizer
+    remedy = "check the roles and contents of the messages, or set model.tokenizer.chat_template"
+    try:
+        if not _is_overridden(tokenizer):
+            source = tokenizer.get_chat_template(None, options.tools)
+        else:  # a class with a way of its own to write prompts
+            text: str = tokenizer.apply_chat_template(
+                conversation,
+                tools=options.tools,
+                documents=options.documents,
+                tokenize=False,
+                add_generation_prompt=not options.continues,
+                continue_final_message=options.continues,
+                **options.variables,
             )
-    conversation = [dict(message) for message in messages if isinstance(message, Mapping)]
-    if system is None:
-        return conversation
-    if conversation[0]["role"] == "system":
-        raise InvalidArgumentError("system: the messages already begin with a system prompt; give only one of the two")
-    return [{"role": "system", "content": system}, *conversation]
-
-
-def _render(model: TextModel, conversation: list[dict[str, Any]]) -> str:
-    try:
-        text: str = model.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program: it may fail with anything
-        line = getattr(error, "lineno", None)
-        where = f" in line {line}" if line else ""
-        reason = str(error) or "no message"
+            return text
+    except Exception as error:
+        said = " ".join(str(error).split()) or "no message"
         raise ChatTemplateError(
-            f"the chat template of {model.name} does not render: {type(error).__name__}{where}: {reason}; check the "
-            "roles and contents of the messages, or set model.tokenizer.chat_template"
+            f"the chat template of {model.name} does not render: {type(error).__name__}: {said}; {remedy}"
         ) from error
-    return text
+    return ChatTemplate(source, model.name, tokenizer.special_tokens_map, remedy).text(conversation, options)
 
 
-def _render_or_none(model: TextModel, conversation: list[dict[str, Any]]) -> str | None:
-    """The text of `conversation`, or None where the template has none for it (such as for no message at all)."""
-    try:
-        return _render(model, conversation)
-    except ChatTemplateError:
-        return None
+def _is_overridden(tokenizer: Any) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template

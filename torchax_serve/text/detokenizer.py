@@ -129,6 +129,18 @@ class Detokenizer:
         return text
 
 
+class NoText:
+    """In the place of a `Detokenizer` for a model without a tokenizer: tokens have no text."""
+
+    def push(self, token_id: int) -> str:
+        """Empty."""
+        return ""
+
+    def flush(self) -> str:
+        """Empty."""
+        return ""
+
+
 def _num_unfinished(text: str) -> int:
     """How many characters at the end of `text` may be the start of one that is not whole yet."""
     tail = text[-_MAX_UNFINISHED:]

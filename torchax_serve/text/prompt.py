@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.position_limits import has_end, max_positions
+from torchax_serve.argument_checks import MAX_PROMPT_CHARS, check_text, is_list, short_repr
 from torchax_serve.request import SamplingParams
+from torchax_serve.text.detokenizer import Detokenizer, NoText
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -95,7 +98,8 @@ def make_request(
         InvalidArgumentError: an empty or too long prompt, a token id out of range, or parameters that contradict.
     """
     params = given_or_default(params)
-    ids = _checked_ids(model, prompt_ids)
+    ids = checked_ids(model, prompt_ids)
+    _check_positions(model, ids)
     config, stop_strings = merged(model, params)
     if config.max_new_tokens is None and config.max_length is None:
         limit = position_limit(model)
@@ -126,13 +130,48 @@ def encode_prompt(model: TextModel, prompt: str | Sequence[int]) -> list[int]:
     Raises:
         InvalidArgumentError: an empty prompt, or text for a model without a tokenizer.
     """
-    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        raise InvalidArgumentError(f"prompt: expected a string or token ids, got {type(prompt).__name__}")
+    prompt = _ids_of_array(prompt)
+    if not isinstance(prompt, str) and not is_list(prompt):
+        raise InvalidArgumentError(f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}")
     if not isinstance(prompt, str):
         return list(prompt)
     if not prompt:
         raise InvalidArgumentError("prompt: expected some text, got an empty string; write at least one character")
+    check_text("prompt", prompt, MAX_PROMPT_CHARS)
     return list(need_tokenizer(model)(prompt)["input_ids"])
+
+
+def encode_rendered(tokenizer: Any, text: str) -> list[int]:
+    """The token ids of a rendered conversation, in which the template has written the special tokens."""
+    check_text("messages", text, MAX_PROMPT_CHARS)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _ids_of_array(prompt: Any) -> Any:
+    """The ids of a one-dimensional array of whole numbers, NumPy's, JAX's or PyTorch's; anything else as it is."""
+    if not hasattr(prompt, "tolist") or not hasattr(prompt, "ndim"):
+        return prompt
+    if prompt.ndim != 1:
+        raise InvalidArgumentError(
+            f"prompt: expected token ids in one dimension, got an array with {prompt.ndim}; give one row of it"
+        )
+    return prompt.tolist()
+
+
+def detokenizer_of(model: TextModel, stop_strings: Sequence[str] = ()) -> Detokenizer | NoText:
+    """What makes text of the tokens of `model`; text is empty where the model has no tokenizer.
+
+    Raises:
+        InvalidArgumentError: there are stop strings, which nobody would find without text.
+    """
+    if model.tokenizer is not None:
+        return Detokenizer(model.tokenizer)
+    if stop_strings:
+        raise InvalidArgumentError(
+            f"stop: expected no stop strings for {model.name}, which has no tokenizer, got {short_repr(stop_strings)}; "
+            "write stop_token_ids, or put its tokenizer files beside the weights"
+        )
+    return NoText()
 
 
 def need_tokenizer(model: TextModel) -> Any:
@@ -144,7 +183,7 @@ def need_tokenizer(model: TextModel) -> Any:
     if model.tokenizer is None:
         raise InvalidArgumentError(
             f"{model.name} has no tokenizer, and text needs one; put its tokenizer files beside the weights, "
-            "or give token ids to generate()"
+            "or give token ids"
         )
     return model.tokenizer
 
@@ -152,8 +191,7 @@ def need_tokenizer(model: TextModel) -> Any:
 def position_limit(model: TextModel, *, of_encoder: bool = False) -> int | None:
     """How many tokens, prompt and answer together, `model` can hold, or its encoder; None where nothing limits them."""
     text_config = _text_config(model, of_encoder=of_encoder)
-    limits = [getattr(model, "max_len", None)]
-    limits += [getattr(text_config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    limits = [getattr(model, "max_len", None), max_positions(text_config), getattr(text_config, "max_seq_len", None)]
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
@@ -161,24 +199,31 @@ def _text_config(model: TextModel, *, of_encoder: bool) -> Any:
     return model.config.get_text_config(encoder=True) if of_encoder else model.config.get_text_config(decoder=True)
 
 
-def _checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+def checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    """`prompt_ids` as Python's own numbers.
+
+    Raises:
+        InvalidArgumentError: there are none, or one is no whole number or outside the vocabulary of `model`.
+    """
     if len(prompt_ids) == 0:
         raise InvalidArgumentError("prompt: expected at least one token, got none; an empty prompt has no continuation")
-    wrong = next(
-        (item for item in prompt_ids if isinstance(item, bool) or not isinstance(item, numbers.Integral)), None
-    )
-    if wrong is not None:
-        raise InvalidArgumentError(f"prompt: expected token ids (whole numbers), got {wrong!r} among them")
+    for item in prompt_ids:
+        if isinstance(item, bool) or not isinstance(item, numbers.Integral):
+            raise InvalidArgumentError(f"prompt: expected token ids (whole numbers), got {short_repr(item)} among them")
     ids = tuple(int(token_id) for token_id in prompt_ids)
     has_encoder = getattr(model.config, "is_encoder_decoder", False)
     vocab_size = getattr(_text_config(model, of_encoder=has_encoder), "vocab_size", None)
     beyond = next((i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size)), None)
     if beyond is not None:
         expected = "at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
-        raise InvalidArgumentError(f"prompt: expected token ids {expected} for {model.name}, got {beyond}")
+        raise InvalidArgumentError(f"prompt: expected token ids {expected} for {model.name}, got {short_repr(beyond)}")
+    return ids
+
+
+def _check_positions(model: TextModel, ids: Sequence[int]) -> None:
+    has_encoder = getattr(model.config, "is_encoder_decoder", False)
     limit = position_limit(model, of_encoder=has_encoder)
-    if limit is not None and len(ids) > limit:
+    if limit is not None and len(ids) > limit and has_end(_text_config(model, of_encoder=has_encoder)):
         raise InvalidArgumentError(
             f"prompt: expected at most {limit} tokens, the positions of {model.name}, got {len(ids)}; shorten it"
         )
-    return ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from typing import Any, Literal, Self
 
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve.request import SamplingParams
-from torchax_serve.text.detokenizer import Detokenizer, StopStrings
-from torchax_serve.text.prompt import Request, TextModel, encode_prompt, make_request, need_tokenizer
+from torchax_serve.text.call_hints import refuse_unknown
+from torchax_serve.text.detokenizer import Detokenizer, NoText, StopStrings
+from torchax_serve.text.prompt import Request, TextModel, detokenizer_of, encode_prompt, make_request
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
@@ -39,7 +41,9 @@ class GenerationStats:
 
 
 class TextStream(Iterator[str]):
-    """The pieces of one answer. Also a context manager; `close` (or leaving it) stops the decoding.
+    """The pieces of one answer. Also a context manager; `close` (or leaving it, or dropping it) stops the decoding.
+
+    Of a model without a tokenizer there is an empty piece for each token.
 
     Attributes:
         token_ids: the new tokens so far, the end-of-sequence token included.
@@ -50,13 +54,15 @@ class TextStream(Iterator[str]):
     def __init__(
         self,
         request: Request,
-        detokenizer: Detokenizer,
+        detokenizer: Detokenizer | NoText,
         tokens: Iterator[int],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.token_ids: list[int] = []
         self._request = request
         self._detokenizer = detokenizer
+        self._has_text = not isinstance(detokenizer, NoText)
+        self._silent_ids = frozenset(request.params.stop_token_ids or ())
         self._tokens = tokens
         self._stops = StopStrings(request.stop_strings)
         self._pieces: list[str] = []
@@ -99,7 +105,8 @@ class TextStream(Iterator[str]):
 
     def __next__(self) -> str:
         while self._finish_reason is None:
-            if piece := self._advance():
+            piece = self._advance()
+            if piece or not self._has_text:
                 self._pieces.append(piece)
                 return piece
         raise StopIteration
@@ -137,7 +144,7 @@ class TextStream(Iterator[str]):
                 raise
             else:
                 piece = self._push(token_id)
-            if piece:
+            if piece or not self._has_text:
                 self._pieces.append(piece)
                 return piece
         raise StopAsyncIteration
@@ -162,7 +169,8 @@ class TextStream(Iterator[str]):
         if self._first_s is None:
             self._first_s = self._last_s
         self.token_ids.append(int(token_id))
-        piece = self._stops.push(self._detokenizer.push(int(token_id)))
+        text = "" if token_id in self._silent_ids else self._detokenizer.push(int(token_id))
+        piece = self._stops.push(text)
         if self._stops.found is not None or token_id in self._request.eos_token_ids:
             piece += self._end("stop")
         return piece
@@ -182,7 +190,9 @@ class TextStream(Iterator[str]):
         return rest + self._stops.flush()
 
 
-def stream(model: TextModel, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:
+def stream(
+    model: TextModel, prompt: str | Sequence[int], params: SamplingParams | None = None, **unknown: Any
+) -> TextStream:
     """Continues `prompt` and hands out the text as it comes.
 
     The prompt is checked at once, decoding begins with the first piece that is asked for. A piece never ends inside a
@@ -194,13 +204,15 @@ def stream(model: TextModel, prompt: str | Sequence[int], params: SamplingParams
         prompt: text, or token ids.
         params: how to decode; what it leaves open is as in the model's ``generation_config``, and an answer whose
             length nobody has set ends after `DEFAULT_MAX_NEW_TOKENS` tokens.
+        **unknown: nothing; an option of decoding is refused with a word about `SamplingParams`.
 
     Raises:
-        InvalidArgumentError: an empty prompt, one longer than the model's positions, token ids out of range, or a
-            model without a tokenizer.
-        UnsupportedArgumentError: more than one answer (``n``).
+        InvalidArgumentError: an empty prompt, one longer than the model's positions, token ids out of range; text, or
+            stop strings, for a model without a tokenizer.
+        UnsupportedArgumentError: more than one answer (``n``), or an unknown argument.
+        QueueFullError: too many requests wait already.
     """
-    need_tokenizer(model)
+    refuse_unknown("stream", unknown, ("prompt", "params"))
     return start_stream(model, make_request(model, encode_prompt(model, prompt), params))
 
 
@@ -210,7 +222,8 @@ def start_stream(model: TextModel, request: Request) -> TextStream:
         raise UnsupportedArgumentError(
             f"n: a stream has one answer, got n={request.generation_config.num_return_sequences}; use generate_batch"
         )
-    return TextStream(request, Detokenizer(need_tokenizer(model)), new_tokens(model, request))
+    detokenizer = detokenizer_of(model, request.stop_strings)
+    return TextStream(request, detokenizer, new_tokens(model, request))
 
 
 def new_tokens(model: TextModel, request: Request) -> Iterator[int]:
@@ -218,5 +231,5 @@ def new_tokens(model: TextModel, request: Request) -> Iterator[int]:
     # Stop strings stay here: the core would also find one that begins in the prompt.
     kwargs: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
     if request.params.engine_only():
-        kwargs["params"] = request.params
+        kwargs["params"] = dataclasses.replace(request.params, stop=None, n=None)  # honoured here
     return model.iter_tokens(request.prompt_ids, request.generation_config, stop_strings=None, **kwargs)

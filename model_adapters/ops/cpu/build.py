@@ -1,7 +1,9 @@
 """Compiles the C++ kernels at their first use, into the user's cache folder.
 
-The file is named by what it depends on: the sources, the compiler and its version, the processor's features, jaxlib. A
-second process finds it; two that start at once are kept apart by a lock, and a finished file appears in one step.
+The file is named by what it depends on: the sources, the processor's features, jaxlib and the compiler. A second
+process finds it; where the compiler has gone, or fails, a library that another one made of the same sources serves as
+well. Two processes that start at once are kept apart by a lock. The library is sealed
+(`model_adapters/disk_cache.py`): one that is damaged, or that others could have written, is never loaded.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from pathlib import Path
 import jax.ffi
 import jaxlib.version
 
+from model_adapters.disk_cache import SealedFolder, cache_root, open_lock
+
 FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off")
@@ -28,17 +32,31 @@ COMPILE_LIMIT_S = 300.0
 
 
 class BuildError(Exception):
-    """Why there is no kernel library; the caller falls back to XLA's own operations."""
+    """Why there is no kernel library; the caller falls back to XLA's own operations.
+
+    Attributes:
+        remedy: what the user can do.
+    """
+
+    def __init__(self, reason: str, remedy: str = "install g++ or set CXX") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
-def cache_folder() -> Path:
-    """Where built libraries are kept: ``$XDG_CACHE_HOME/torchax-serve/kernels``, else under ``~/.cache``."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
+def cache_folder() -> SealedFolder:
+    """Where built libraries are kept: ``$XDG_CACHE_HOME/torchax-serve/kernels``, else under ``~/.cache``.
+
+    Raises:
+        BuildError: there is no home folder, or others could have written there.
+    """
     try:
-        base = Path(root) if root else Path.home() / ".cache"
+        folder = SealedFolder(cache_root() / "kernels", "compiled kernels")
     except RuntimeError as error:
-        raise BuildError(f"no home folder to keep compiled kernels in ({error})") from error
-    return base / "torchax-serve" / "kernels"
+        raise BuildError(f"no home folder to keep compiled kernels in ({error})", "set XDG_CACHE_HOME") from error
+    if folder.path.is_dir() and (reason := folder.untrusted_reason()) is not None:
+        why, _, remedy = reason.partition("; ")
+        raise BuildError(f"compiled kernels are not taken from disk: {why}", remedy)
+    return folder
 
 
 def find_compiler() -> list[str]:
@@ -90,18 +108,24 @@ def sources() -> list[Path]:
     return sorted(FOLDER.glob("*.cc"))
 
 
-def _key(compiler: list[str], flags: list[str]) -> str:
-    parts = [_run([*compiler, "--version"]), processor(), jaxlib.version.__version__, " ".join([*compiler, *flags])]
+def _source_key(flags: list[str]) -> str:
+    """Of what a library must have in common with this process, whoever compiled it."""
+    parts = [processor(), jaxlib.version.__version__, " ".join([os.environ.get("CXX", ""), *flags])]
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in [*sources(), *sorted(FOLDER.glob("*.h"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:24]
 
 
+def _compiler_key(compiler: list[str]) -> str:
+    described = f"{_run([*compiler, '--version'])}\0{' '.join(compiler)}"
+    return hashlib.sha256(described.encode()).hexdigest()[:12]
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on `path`; where files cannot be locked, two processes build and the later one wins."""
-    with open(path, "w") as file:
+    with open(open_lock(path), "w") as file:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
@@ -109,9 +133,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: list[str], flags: list[str], target: Path) -> None:
+def _compile(compiler: list[str], flags: list[str], folder: SealedFolder, name: str) -> None:
     include = f"-I{jax.ffi.include_dir()}"
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder.path) as scratch:
 
         def compile_one(source: Path) -> str:
             made = str(Path(scratch) / source.with_suffix(".o").name)
@@ -120,9 +144,9 @@ def _compile(compiler: list[str], flags: list[str], target: Path) -> None:
 
         with ThreadPoolExecutor() as threads:
             objects = list(threads.map(compile_one, sources()))
-        library = Path(scratch) / target.name
+        library = Path(scratch) / name
         _run([*compiler, *flags, "-shared", *objects, "-o", str(library)])
-        os.replace(library, target)
+        folder.write(name, library.read_bytes())
 
 
 def library_path(extra_flags: tuple[str, ...] | None = None, *, rebuild: bool = False) -> Path:
@@ -130,22 +154,36 @@ def library_path(extra_flags: tuple[str, ...] | None = None, *, rebuild: bool = 
 
     Args:
         extra_flags: In place of those that select this machine's instruction set.
-        rebuild: Build even when there is one (it turned out to be damaged).
+        rebuild: Build even when there is one (it could not be loaded).
 
     Raises:
-        BuildError: no compiler, a failed compilation, or a cache folder that cannot be written.
+        BuildError: there is none, and no compiler, a failed compilation, or a cache folder that cannot be written.
     """
-    compiler = find_compiler()
     flags = [*FLAGS, *(_processor_flags() if extra_flags is None else extra_flags)]
     folder = cache_folder()
-    target = folder / f"kernels-{_key(compiler, flags)}.so"
-    if target.exists() and not rebuild:
-        return target
+    stem = f"kernels-{_source_key(flags)}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_suffix(".lock")):
-            if rebuild or not target.exists():  # another process may have built it while this one waited
-                _compile(compiler, flags, target)
-    except OSError as error:
-        raise BuildError(f"compiled kernels cannot be kept in {folder} ({error.strerror or error})") from error
-    return target
+        return _built(find_compiler(), flags, folder, stem, rebuild)
+    except BuildError:
+        # Newest first: any that was made of these sources for this processor.
+        entries = sorted(folder.entries(), key=lambda entry: -entry.last_used)
+        found = (entry.path for entry in entries if entry.path.name.startswith(stem) and folder.has(entry.path.name))
+        if rebuild or (path := next(found, None)) is None:
+            raise
+        return path
+
+
+def _built(compiler: list[str], flags: list[str], folder: SealedFolder, stem: str, rebuild: bool) -> Path:
+    """The library that `compiler` makes, from the folder or built now."""
+    name = f"{stem}-{_compiler_key(compiler)}.so"
+    if rebuild or not folder.has(name):
+        try:
+            with _locked(folder.path / f".{name}.lock"):
+                if rebuild or not folder.has(name):  # another process may have built it while this one waited
+                    _compile(compiler, flags, folder, name)
+        except OSError as error:
+            raise BuildError(
+                f"compiled kernels cannot be kept in {folder.path} ({error.strerror or error})",
+                "choose a folder by XDG_CACHE_HOME",
+            ) from error
+    return folder.path / name

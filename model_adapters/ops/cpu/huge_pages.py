@@ -17,6 +17,7 @@ import numpy as np
 from model_adapters.arrays import XLA_CPU_ALIGNMENT
 
 HUGE_PAGE_BYTES = 2 << 20
+_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
 _MADV_COLLAPSE = 25  # of Linux 6.1 and later: copies what is there into huge pages, at once
 
 
@@ -38,10 +39,26 @@ class HugePages:
 
 def in_huge_pages(array: jax.Array) -> jax.Array:
     """`array`, on one CPU device, moved into such pages at its own addresses; as it was, where the system refuses."""
-    array.block_until_ready()  # there is nothing to collapse before it is written
+    _advise(array, _MADV_COLLAPSE)
+    return array
+
+
+def without_memory(zeros: jax.Array) -> jax.Array:
+    """`zeros`, an array of zeros on one CPU device, with its memory given back to the system until it is written.
+
+    Memory of a process that is private and anonymous, as XLA's is, reads as zeros after that, and comes back in huge
+    pages, part by part. Where the system refuses, the array keeps its memory.
+    """
+    _advise(zeros, _MADV_DONTNEED, _MADV_HUGEPAGE)
+    return zeros
+
+
+def _advise(array: jax.Array, *advice: int) -> None:
+    """Tells Linux about all whole huge pages within `array`; other systems are told nothing."""
+    array.block_until_ready()  # nothing is there before it is written
     begin = array.unsafe_buffer_pointer()
     first = begin + -begin % HUGE_PAGE_BYTES
     num_bytes = (begin + array.nbytes - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if sys.platform == "linux" and num_bytes > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), _MADV_COLLAPSE)
-    return array
+        for each in advice:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), each)

@@ -61,12 +61,12 @@ def _loaded() -> ctypes.CDLL | str:
         path = build.library_path()
         try:
             library = _open(path)
-        except (OSError, AttributeError):  # a damaged file
+        except (OSError, AttributeError):  # intact, and for other libraries than this system has
             library = _open(build.library_path(rebuild=True))
     except (build.BuildError, OSError, AttributeError) as error:
+        remedy = error.remedy if isinstance(error, build.BuildError) else "install g++ or set CXX"
         logger.warning(
-            "no CPU kernels: %s. Decoding goes through XLA's own operations and is slower; install g++ or set CXX.",
-            error,
+            "no CPU kernels: %s. Decoding goes through XLA's own operations and is slower; %s.", error, remedy
         )
         return str(error)
     for target in TARGETS:

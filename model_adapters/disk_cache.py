@@ -1,0 +1,322 @@
+"""Files that outlive the process, in folders of the user's own: each is sealed, and checked before it is used.
+
+What lies there is run: machine code, shared libraries, pickles. Two things must never reach a caller: bytes that
+another user could have put there, and bytes that are not the ones that were written. So a folder and its files must
+belong to the user and be writable by nobody else (they are made so, 0700 and 0600), and each file ends with a seal:
+an HMAC-SHA256 of its name and content under a key that lies in the same folder, readable by the user alone. A
+checksum would find flipped bits as well; the key also finds files that were copied in from another folder or under
+another name.
+
+Folders above the cache folder are not examined: whoever can write there can put another folder in this one's place, but
+cannot make the user its owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+logger = logging.getLogger("torchax_serve")
+
+MARK = b"torchax-serve sealed file 1\n"
+SEAL_BYTES = 32 + len(MARK)
+"""Length of what stands behind the content; at the end, so that a sealed shared library is still one."""
+KEY_NAME, KEY_BYTES = ".key", 32
+PARTIAL = ".partial-"
+PARTIAL_LIFE_S = 3600.0
+"""Age at which a half-written file counts as left behind by a process that has died."""
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_WARNED: set[str] = set()
+
+
+def cache_root() -> Path:
+    """Returns the user's cache folder of this project: ``$XDG_CACHE_HOME/torchax-serve``, else under ``~/.cache``.
+
+    Raises:
+        RuntimeError: there is no home folder.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "torchax-serve"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A file of a sealed folder: its size with the seal, and when it was last read or written (seconds since 1970)."""
+
+    path: Path
+    num_bytes: int
+    last_used: float
+
+
+class SealedFolder:
+    """A folder of sealed files, for one user; any number of processes read and write it at once.
+
+    Args:
+        path: of the folder, made at the first write.
+        content: what lies there, in words, for the one warning when the folder cannot be trusted.
+    """
+
+    def __init__(self, path: Path, content: str = "compiled programs") -> None:
+        self.path, self._content = path, content
+
+    def untrusted_reason(self) -> str | None:
+        """Returns why nothing is read from or written to the folder, with the remedy; None if it can be used.
+
+        A folder that does not exist yet can be used.
+        """
+        try:
+            status = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            return f"{self.path} cannot be read ({error.strerror})"
+        if not stat.S_ISDIR(status.st_mode):
+            return f"{self.path} is no folder; remove it"
+        return _not_private(status, self.path)
+
+    def is_trusted(self) -> bool:
+        """Returns whether the folder can be used; warns once for each folder that cannot."""
+        reason = self.untrusted_reason()
+        if reason is not None:
+            self._warn(reason)
+        return reason is None
+
+    def check_writable(self) -> None:
+        """Makes the folder if need be.
+
+        Raises:
+            OSError: it cannot be made or written, or is not to be trusted; the message names the remedy.
+        """
+        try:
+            self._make()
+        except NotPrivateError:
+            raise
+        except OSError as error:
+            raise OSError(f"{self.path} cannot be made ({error.strerror}); choose another by XDG_CACHE_HOME") from error
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise OSError(f"{self.path} cannot be written; choose another by XDG_CACHE_HOME")
+
+    def read(self, name: str) -> bytes | None:
+        """Returns the content of a file whose seal is right; None if there is none.
+
+        A damaged, truncated or foreign file is removed, so that the next write replaces it.
+        """
+        if not self.is_trusted():
+            return None
+        try:
+            content = self._verified(name)
+        except FileNotFoundError:
+            return None
+        except NotPrivateError as error:
+            self._warn(str(error))
+            return None
+        except (OSError, DamagedError) as error:
+            logger.info("%s: %s is not used and will be made anew (%s)", self._content, self.path / name, error)
+            self.remove(name)
+            return None
+        with contextlib.suppress(OSError):  # a file system that is read-only: eviction knows less, nothing else
+            os.utime(self.path / name)
+        return content
+
+    def has(self, name: str) -> bool:
+        """Returns whether `read` finds the file."""
+        return self.read(name) is not None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Puts a file in place in one step: no reader sees a part of it, and the last writer wins.
+
+        Raises:
+            OSError: the folder cannot be made or written, or is not to be trusted.
+        """
+        self._make()
+        sealed = b"".join([content, self._seal(name, content, self._key()), MARK])
+        self._replace(name, sealed)
+
+    def remove(self, name: str) -> None:
+        """Removes a file; one that is not there, or cannot be removed, is let be."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path / name)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yields the files; not the key, locks, and what is being written."""
+        for found in self._files():
+            if not found.name.startswith("."):
+                with contextlib.suppress(OSError):
+                    status = found.stat(follow_symlinks=False)
+                    yield Entry(Path(found.path), status.st_size, status.st_mtime)
+
+    def damage(self, name: str) -> str | None:
+        """Returns what is wrong with a file, in words; None if its content can be used. Changes nothing."""
+        try:
+            if (reason := self.untrusted_reason()) is not None:
+                return reason
+            self._verified(name)
+        except (OSError, DamagedError) as error:
+            return str(error)
+        return None
+
+    def remove_partial(self) -> None:
+        """Removes half-written files of processes that have died."""
+        for found in self._files():
+            with contextlib.suppress(OSError):
+                if found.name.startswith(PARTIAL) and time.time() - found.stat().st_mtime > PARTIAL_LIFE_S:
+                    os.unlink(found.path)
+
+    def _files(self) -> Iterator[os.DirEntry[str]]:
+        with contextlib.suppress(OSError), os.scandir(self.path) as found:
+            yield from (each for each in found if each.is_file(follow_symlinks=False))
+
+    def _make(self) -> None:
+        _make_private(self.path)
+        if (reason := self.untrusted_reason()) is not None:
+            raise NotPrivateError(reason)
+
+    def _replace(self, name: str, content: bytes) -> None:
+        partial = self.path / f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            _write_new(partial, content)
+            os.replace(partial, self.path / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+
+    def _verified(self, name: str) -> bytes:
+        """The content of a file.
+
+        Raises:
+            OSError: it cannot be read.
+            NotPrivateError: others can write it.
+            DamagedError: its seal is not right.
+        """
+        sealed = _read_private(self.path / name)
+        if len(sealed) < SEAL_BYTES or not sealed.endswith(MARK):
+            raise DamagedError("it has no seal")
+        content, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES : -len(MARK)]
+        key = self._stored_key()
+        if key is None or not hmac.compare_digest(seal, self._seal(name, content, key)):
+            raise DamagedError("its content is not what was written")
+        return content
+
+    @staticmethod
+    def _seal(name: str, content: bytes, key: bytes) -> bytes:
+        mac = hmac.new(key, name.encode() + b"\0", "sha256")
+        mac.update(content)
+        return mac.digest()
+
+    def _stored_key(self) -> bytes | None:
+        """The folder's key; None where there is none, or one that is damaged."""
+        try:
+            key = _read_private(self.path / KEY_NAME)
+        except FileNotFoundError:
+            return None
+        return key if len(key) == KEY_BYTES else None
+
+    def _key(self) -> bytes:
+        """The folder's key, made at the first write; of several processes that make one, all take the first."""
+        if (key := self._stored_key()) is not None:
+            return key
+        partial = self.path / f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
+        _write_new(partial, secrets.token_bytes(KEY_BYTES))
+        try:
+            os.link(partial, self.path / KEY_NAME)
+        except OSError:  # there is one, whole or damaged; or the file system has no links
+            if (key := self._stored_key()) is None:
+                os.replace(partial, self.path / KEY_NAME)
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+        key = key or self._stored_key()
+        if key is None:
+            raise OSError(f"no key can be kept in {self.path}")
+        return key
+
+    def _warn(self, reason: str) -> None:
+        if reason not in _WARNED:
+            _WARNED.add(reason)
+            logger.warning("%s are not taken from disk: %s", self._content, reason)
+
+
+class NotPrivateError(OSError):
+    """A file or folder that others than the user own or can write."""
+
+
+class DamagedError(Exception):
+    """A file whose seal is missing or wrong."""
+
+
+def keep_within(folders: Iterable[SealedFolder], max_bytes: int) -> list[Entry]:
+    """Removes the least recently used files until what `folders` hold is at most `max_bytes`; returns those removed."""
+    folders = list(folders)
+    for folder in folders:
+        folder.remove_partial()
+    entries = sorted((entry for folder in folders for entry in folder.entries()), key=lambda entry: entry.last_used)
+    total, removed = sum(entry.num_bytes for entry in entries), []
+    for entry in entries:
+        if total <= max_bytes:
+            break
+        with contextlib.suppress(OSError):  # another process was first
+            entry.path.unlink()
+        total -= entry.num_bytes
+        removed.append(entry)
+    return removed
+
+
+def open_lock(path: Path) -> int:
+    """Opens a file to lock, made 0600; returns its descriptor."""
+    _make_private(path.parent)
+    return os.open(path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o600)
+
+
+def _make_private(folder: Path) -> None:
+    """Makes a folder, 0700; those above it that are missing as well."""
+    if not folder.exists():
+        _make_private(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(content)
+
+
+def _read_private(path: Path) -> bytes:
+    """Reads a file of the user's own; the open file is examined, so nobody can exchange it in between."""
+    descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedError("it is no file")
+        if (reason := _not_private(status, path)) is not None:
+            raise NotPrivateError(reason)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def _not_private(status: os.stat_result, path: Path) -> str | None:
+    """Why a file or folder may hold what another user has put there, and the remedy; None on systems without owners."""
+    if not hasattr(os, "geteuid"):
+        return None
+    if status.st_uid != os.geteuid():
+        return (
+            f"{path} belongs to user {status.st_uid}, and you are user {os.geteuid()}; remove it, or set "
+            "XDG_CACHE_HOME to a folder of your own"
+        )
+    if status.st_mode & 0o022:
+        return (
+            f"{path} can be written by others than you (mode {stat.S_IMODE(status.st_mode):04o}); if nobody has, "
+            f"run: chmod -R go-w {path}"
+        )
+    return None

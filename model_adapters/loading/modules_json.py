@@ -1,0 +1,74 @@
+"""The list of modules that sentence-transformers keeps beside a model, and the folders that it names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from model_adapters.errors import CheckpointError
+from model_adapters.loading.checkpoint import inside
+
+MODULES = "modules.json"
+
+
+@dataclass(frozen=True)
+class ModuleEntry:
+    """One line of ``modules.json``.
+
+    Attributes:
+        type: the module's class, with its Python module.
+        path: of its folder, relative to that of the file; empty for that folder itself.
+    """
+
+    type: str
+    path: str
+
+    @property
+    def is_transformer(self) -> bool:
+        """Whether it is the model itself."""
+        return self.type.startswith("sentence_transformers.") and self.type.endswith(".Transformer")
+
+
+def read_modules(file: Path) -> list[ModuleEntry]:
+    """The modules in `file`, in their order; raises CheckpointError for a file that is no such list."""
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not readable as JSON ({error}): get the file again") from error
+    is_list = isinstance(content, list) and all(isinstance(each, dict) for each in content)
+    if not is_list or any(not isinstance(each.get("type"), str) for each in content):
+        raise CheckpointError(f"{file}: expected a list of modules with a type: get the file again")
+    return [ModuleEntry(each["type"], _path_of(each.get("path", ""), file)) for each in content]
+
+
+def _path_of(said: Any, file: Path) -> str:
+    path = PurePosixPath(inside(said, file)).as_posix()
+    return "" if path == "." else path
+
+
+def transformer_path(root: Path, has_config: Callable[[str], bool]) -> str:
+    """The folder of the model itself, relative to `root`: where early releases of sentence-transformers put it.
+
+    Empty where `root` has a ``config.json``, or no ``modules.json`` that leads to one.
+
+    Args:
+        root: the folder that may hold a ``modules.json``.
+        has_config: whether there is a ``config.json`` in a folder relative to `root`.
+    """
+    if has_config("") or not (root / MODULES).is_file():
+        return ""
+    paths = [each.path for each in read_modules(root / MODULES) if each.is_transformer]
+    return next((path for path in paths if has_config(path)), "")
+
+
+def modules_root(folder: Path) -> Path | None:
+    """The folder whose ``modules.json`` names the model in `folder`; None where there is none."""
+    if (folder / MODULES).is_file():
+        return folder
+    above = folder.parent / MODULES
+    if above.is_file() and any(each.is_transformer and each.path == folder.name for each in read_modules(above)):
+        return folder.parent
+    return None

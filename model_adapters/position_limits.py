@@ -1,0 +1,38 @@
+"""How many tokens a configuration's positions are for; plain Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+BEYOND = frozenset({"linear", "dynamic", "yarn", "longrope", "llama3"})
+"""Types of rotary embeddings that are there for sequences longer than those that a model was first trained on."""
+
+
+def max_positions(config: Any) -> int | None:
+    """Tokens that `config` of a text model makes room for, by its type of rotary embeddings; None: it does not say."""
+    first = _first_positions(config)
+    return None if first is None else max([first, *(_room(rope, first) for rope in _extending(config))])
+
+
+def has_end(config: Any) -> bool:
+    """Whether more tokens than `max_positions` are an error; rotary embeddings that go beyond have no last position."""
+    return not _extending(config)
+
+
+def _first_positions(config: Any) -> int | None:
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None  # -1: no end
+
+
+def _extending(config: Any) -> list[dict[str, Any]]:
+    """The parameters of rotary embeddings, by kind of layer where they differ, that are for longer sequences."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(parameters, dict):
+        return []
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return [rope for rope in nested or [parameters] if (rope.get("rope_type") or rope.get("type")) in BEYOND]
+
+
+def _room(rope: dict[str, Any], first: int) -> int:
+    scale = rope.get("alpha") or rope.get("factor") or 1  # Hunyuan's dynamic type has a factor of 1 and an alpha
+    return int(scale * (rope.get("original_max_position_embeddings") or first))

@@ -1,0 +1,19 @@
+"""Switch Transformers loop over the experts that tokens chose, which only the host could count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from model_adapters.routed_experts import sum_of_modules
+
+
+def _forward(
+    self: Any, hidden_states: torch.Tensor, selected_experts: torch.Tensor, routing_weights: torch.Tensor
+) -> torch.Tensor:
+    chosen = selected_experts[:, 0] > 0  # of [tokens, 1, experts], one-hot; all zero past an expert's capacity
+    return sum_of_modules(self, hidden_states, chosen, routing_weights * chosen.to(routing_weights.dtype))
+
+
+REPLACED = {"SwitchTransformersExperts.forward": _forward}

@@ -1,0 +1,30 @@
+"""For which lengths of a sequence a model's rotary frequencies are the same; plain Python."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeLengths:
+    """How a model's rotary frequencies depend on the length of the sequence.
+
+    A token's keys are rotated once, when it is computed, by the frequencies of the length that the sequence then has: a
+    prompt's tokens by its whole length, each token of the answer by the length that ends with it.
+
+    Attributes:
+        border: the longest length, in tokens, with the frequencies of a short one.
+        has_one_long: whether all longer lengths share theirs (LongRoPE); else each has its own (dynamic NTK scaling).
+        recompute_len: the length behind which transformers' `generate` computes the whole sequence anew, so that all
+            its tokens have the frequencies of one length; None where it goes on with the cache it has.
+    """
+
+    border: int
+    has_one_long: bool
+    recompute_len: int | None = None
+
+    def regime(self, length: int) -> str:
+        """A name for the frequencies of a prompt of `length` tokens: prompts may share keys if it is the same."""
+        if length <= self.border:
+            return ""
+        return "long" if self.has_one_long else str(length)

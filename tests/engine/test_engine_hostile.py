@@ -1,0 +1,511 @@
+"""One request never ends its neighbours: whatever is asked for, whoever stops reading."""
+
+import asyncio
+import gc
+import math
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+import transformers
+from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model_adapters.errors import InvalidArgumentError, QueueFullError, TorchaxServeError, UnsupportedArgumentError
+from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
+from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.sampler_lone import LoneSampler
+
+SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32, max_num_waiting=6)
+INNOCENT = [5, 6, 7, 8, 9]
+NEW = 10
+
+
+def request(prompt=(5, 6), params=None, max_new_tokens=8, **config):
+    config = transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)
+    return RowRequest.of(prompt, config, params, vocab_size=VOCAB_SIZE, seed=0)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    with serve(tiny_model("llama"), engine=SMALL) as model:
+        model.engine.check_integrity = True
+        yield model
+
+
+@pytest.fixture(scope="module")
+def roomy():
+    """A model whose answers are long, and whose programs are compiled."""
+    with serve(tiny_model("llama"), engine=EngineOptions(max_len=2048, num_slots=2, page_len=8)) as model:
+        list(model.iter_tokens([5], transformers.GenerationConfig(max_new_tokens=8)))
+        yield model
+
+
+def is_idle(model, within_s=20):
+    """Whether no request is left, and no page in use, soon."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        stats = model.engine.stats().scheduler
+        if not (stats.num_running or stats.num_waiting or any(group.num_used for group in stats.pages)):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def check_innocent(model, ticket):
+    assert ticket.result() == expected_tokens("llama", INNOCENT, NEW)
+    assert model.engine.why_closed is None
+
+
+numbers = st.one_of(
+    st.integers(),
+    st.floats(),
+    st.booleans(),
+    st.sampled_from([2**31 - 1, 2**31, 2**63, 10**5000, -1, 0, 1, 2, 1e-38, 1.2e-38, 1e-45, 3e38, "1", b"1", None]),
+    st.sampled_from([np.int64(3), np.float32(0.5), np.float64("nan"), np.bool_(True), np.array([1, 2]), object()]),
+)
+ids = st.lists(st.one_of(st.integers(0, VOCAB_SIZE + 2), numbers), max_size=4)
+VALUES = {
+    "do_sample": st.sampled_from([True, False, None, 1, "yes", np.array([True, False])]),
+    "bad_words_ids": st.one_of(st.lists(ids, max_size=3), numbers),
+    "sequence_bias": st.one_of(st.lists(st.tuples(ids, numbers), max_size=3), numbers),
+    "suppress_tokens": st.one_of(ids, st.just(range(VOCAB_SIZE)), numbers),
+    "allowed_token_ids": st.one_of(ids, numbers),
+    "eos_token_id": st.one_of(ids, numbers),
+    "stop_token_ids": st.one_of(ids, numbers),
+    "ignore_eos": st.sampled_from([True, False, None, 1]),
+    "logit_bias": st.one_of(st.dictionaries(st.integers(-1, VOCAB_SIZE + 1), numbers, max_size=3), numbers),
+    "cache_salt": st.one_of(st.text(max_size=3), numbers, st.sampled_from(["\ud800", "x" * 2000])),
+    # What a program is compiled for, each with few values, or most of the time would be spent on that.
+    "no_repeat_ngram_size": st.sampled_from([None, 2, 2**31 - 1, -1, 2.0]),
+    "top_h": st.sampled_from([None, 0.5, 0.0, math.nan]),
+}
+PLAIN = (
+    *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"),
+    *("eta_cutoff", "repetition_penalty", "seed", "presence_penalty", "frequency_penalty", "logprobs"),
+    *("prompt_logprobs", "priority", "timeout_s"),
+)
+options = st.fixed_dictionaries({}, optional={**dict.fromkeys(PLAIN, numbers), **VALUES})
+prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12)
+strange_prompts = st.lists(numbers, max_size=3)
+
+
+@settings(max_examples=80)
+@given(prompts, options)
+def test_nothing_that_is_asked_for_reaches_a_neighbour(llama, prompt, options):
+    innocent = llama.engine.submit(request(INNOCENT, max_new_tokens=NEW))
+    try:
+        params = SamplingParams(**options)
+        tokens = list(llama.iter_tokens(prompt, transformers.GenerationConfig(max_new_tokens=6), params=params))
+    except TorchaxServeError as error:
+        assert "\n" not in str(error)
+        assert len(str(error)) < 2000
+    else:
+        assert all(0 <= token < VOCAB_SIZE for token in tokens)
+    check_innocent(llama, innocent)
+
+
+@settings(max_examples=40)
+@given(strange_prompts)
+def test_prompts_of_anything_are_read_or_refused_in_one_line(llama, prompt):
+    try:
+        tokens = list(llama.iter_tokens(prompt, transformers.GenerationConfig(max_new_tokens=2)))
+    except InvalidArgumentError as error:
+        assert "\n" not in str(error)
+    else:
+        assert {type(token) for token in prompt} <= {int, np.int64}
+        assert tokens == expected_tokens("llama", [int(token) for token in prompt], 2)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[], [-1], [VOCAB_SIZE], [1.5], [True], [None], ["a"], b"ab", bytearray(b"ab"), [[5, 6]], None, 5],
+    ids=str,
+)
+def test_prompts_that_are_none(llama, prompt):
+    for call in (llama.iter_tokens, llama.stream):
+        with pytest.raises(InvalidArgumentError, match=r"^prompt: expected") as caught:
+            call(prompt)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [np.array, np.uint8, tuple], ids=["array", "small array", "tuple"])
+def test_prompts_of_arrays(llama, make):
+    found = list(llama.iter_tokens(make(INNOCENT), transformers.GenerationConfig(max_new_tokens=NEW)))
+    assert found == expected_tokens("llama", INNOCENT, NEW)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"min_new_tokens": 2**31}, "min_new_tokens: expected a whole number >= 0 and <= 2147483647, got 2147483648"),
+        ({"max_new_tokens": 10**5000}, "max_new_tokens: expected .*, got <int>"),
+        ({"n": 10**6}, "n: expected a whole number from 1 to 16384, got 1000000"),
+        ({"stop": ["x"] * 65}, "stop: expected at most 64 strings, got 65; shorten the list"),
+        ({"stop": "x" * 1025}, "stop: expected at most 1024 characters, got 1025 of them"),
+        ({"stop": "\udc00"}, r"stop: expected text that UTF-8 can encode, got half of a surrogate pair, '\\udc00'"),
+        ({"cache_salt": "x" * 1025}, "cache_salt: expected at most 1024 characters"),
+        ({"cache_salt": "\udc00"}, "cache_salt: expected text that UTF-8 can encode"),
+        ({"typical_p": 1e-38}, "typical_p: expected a number > 0 and <= 1, got 1e-38"),
+        ({"temperature": 1e-45}, "temperature: expected a number > 0, got 1e-45"),
+        ({"stop_token_ids": list(range(65))}, "stop_token_ids: expected at most 64 token ids, got 65 of them"),
+        ({"suppress_tokens": range(2**21)}, "suppress_tokens: expected at most 1048576 token ids, got 2097152 of them"),
+        ({"bad_words_ids": [[1] * 70000]}, "bad_words_ids: expected at most 65536 token ids in all, got 70000 of them"),
+        ({"bad_words_ids": [b"ab"]}, "bad_words_ids: expected a non-empty list of token ids"),
+        ({"ignore_eos": 1}, "ignore_eos: expected True or False, got 1"),
+        ({"do_sample": np.array([1, 0])}, r"do_sample: expected True or False, got array\(\[1, 0\]\)"),
+        ({"max_tokens": 5}, "has no 'max_tokens'; write max_new_tokens"),
+        ({"best_of": 5}, "has no 'best_of'; ask for n answers with logprobs=0"),
+        ({"logits_processors": []}, r"no 'logits_processors'; processors run in generate\(logits_processor=...\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_numbers_lists_and_texts_are_bounded_when_params_are_made(params, words):
+    with pytest.raises(InvalidArgumentError, match=words) as caught:
+        SamplingParams(**params)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_numbers_of_numpy_are_pythons(llama):
+    params = SamplingParams(top_k=np.int64(3), temperature=np.float32(0.5), priority=np.int8(1), logprobs=np.uint8(2))
+    assert [type(value) for value in (params.top_k, params.temperature, params.priority)] == [int, float, int]
+    assert llama.engine.submit(request(params=params)).result()
+
+
+@pytest.mark.parametrize("options", [{"min_new_tokens": 2**31 - 1}, {"max_new_tokens": 2**31 - 1}], ids=str)
+@pytest.mark.parametrize("others", [{}, {"no_repeat_ngram_size": 2000}, {"top_h": 0.5}], ids=str)
+def test_lengths_beyond_the_engines_end_there(llama, options, others):
+    params = SamplingParams(**{"max_new_tokens": 2**31 - 1, **options, **others})
+    assert len(list(llama.iter_tokens([5, 6], params=params))) == 62
+
+
+@pytest.mark.parametrize("temperature", [1.2e-38, 1e-30, 1e-10])
+@pytest.mark.parametrize("others", [{}, {"top_p": 0.5}, {"typical_p": 0.9}, {"no_repeat_ngram_size": 63}], ids=str)
+def test_a_tiny_temperature_is_greedy(llama, temperature, others):
+    params = SamplingParams(max_new_tokens=NEW, temperature=temperature, **others)
+    assert list(llama.iter_tokens(INNOCENT, params=params)) == expected_tokens("llama", INNOCENT, NEW)
+
+
+@pytest.mark.parametrize("options", [{"top_p": 1e-37}, {"top_k": 1}, {"epsilon_cutoff": 1 - 1e-7}], ids=str)
+def test_a_cut_that_leaves_one_token_is_greedy(llama, options):
+    params = SamplingParams(max_new_tokens=NEW, temperature=1.0, **options)
+    assert list(llama.iter_tokens(INNOCENT, params=params)) == expected_tokens("llama", INNOCENT, NEW)
+
+
+def test_where_all_tokens_are_forbidden_one_line_says_so(llama):
+    everything = list(range(VOCAB_SIZE))
+    innocent = llama.engine.submit(request(INNOCENT, max_new_tokens=NEW))
+    with pytest.raises(InvalidArgumentError, match=r"at least one token of \d+ .*, got options that forbid all"):
+        llama.iter_tokens([5], params=SamplingParams(suppress_tokens=everything))
+    with pytest.raises(InvalidArgumentError, match="got options that forbid all"):
+        llama.iter_tokens([5], params=SamplingParams(allowed_token_ids=[7], bad_words_ids=[[7]], eos_token_id=3))
+    late = SamplingParams(allowed_token_ids=[7], eos_token_id=7, min_new_tokens=2, max_new_tokens=4)
+    with pytest.raises(RequestError, match="no token could be chosen: its options forbid all"):
+        list(llama.iter_tokens([5], params=late))
+    check_innocent(llama, innocent)
+
+
+@pytest.mark.parametrize("failing", ["__init__", "pick"])
+def test_arrays_that_cannot_be_made_end_their_request_alone(llama, monkeypatch, failing):
+    def fails(*args):
+        raise ValueError("no room for it\nat all")
+
+    monkeypatch.setattr(LoneSampler, failing, fails)
+    others = [
+        request(INNOCENT, max_new_tokens=NEW),
+        request([7, 8], no_repeat_ngram_size=2),
+        request([9], max_new_tokens=4),
+    ]
+    first, failed, last = llama.engine.submit_all(others)
+    with pytest.raises(RequestError, match=r"it could not be prepared \(ValueError: no room for it\)$"):
+        failed.result()
+    assert last.result() == expected_tokens("llama", [9], 4)
+    check_innocent(llama, first)
+    assert is_idle(llama)
+
+
+def test_log_probabilities_that_cannot_be_read_end_their_request_alone(llama, monkeypatch):
+    for name, params in (("logprobs", {"logprobs": 1}), ("prompt_logprobs", {"prompt_logprobs": 1})):
+        monkeypatch.setattr(llama.engine._runner, name, lambda *args: 1 / 0)
+        innocent = llama.engine.submit(request(INNOCENT, max_new_tokens=NEW))
+        failed = llama.engine.submit(request([7, 8], SamplingParams(**params)))
+        with pytest.raises(RequestError, match=r"could not be handed out \(ZeroDivisionError"):
+            failed.result()
+        check_innocent(llama, innocent)
+        monkeypatch.undo()
+    assert is_idle(llama)
+
+
+def test_a_fork_of_another_prompt_ends_itself_alone(llama):
+    parent = llama.engine.submit(request(INNOCENT, max_new_tokens=NEW))
+    child = request([7, 8])
+    object.__setattr__(child, "fork_of", parent.request_id)
+    with pytest.raises(RequestError, match="fork_of: expected a live request with the same prompt"):
+        llama.engine.submit(child).result()
+    check_innocent(llama, parent)
+
+
+def test_waiting_requests_are_bounded(llama):
+    assert is_idle(llama)
+    tickets = [llama.engine.submit(request([5, index], max_new_tokens=40)) for index in range(10)]
+    with pytest.raises(QueueFullError, match=r"at most 10 requests at a time, 6 of them waiting, got 1 beside"):
+        for index in range(10):
+            tickets.append(llama.engine.submit(request([6, index], max_new_tokens=40)))
+    with pytest.raises(QueueFullError, match="got 11 beside"):
+        llama.engine.submit_all([request([5])] * 11)
+    assert tickets[0].result() == expected_tokens("llama", [5, 0], 40)
+    tickets.clear()
+    assert is_idle(llama)
+    assert llama.engine.submit(request([9], max_new_tokens=4)).result() == expected_tokens("llama", [9], 4)
+
+
+def test_a_batch_waits_for_room_by_itself(llama):
+    assert is_idle(llama)
+    prompts = [[5, index % 3] for index in range(14)]
+    completions = llama.generate_batch(prompts, SamplingParams(max_new_tokens=3, temperature=0))
+    assert [each.token_ids for each in completions] == [expected_tokens("llama", prompt, 3) for prompt in prompts]
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(llama):
+    assert llama.tokenizer is None
+    expected = expected_tokens("llama", INNOCENT, NEW)
+    params = SamplingParams(max_new_tokens=NEW, temperature=0)
+    stream = llama.stream(INNOCENT, params)
+    assert [(piece, len(stream.token_ids)) for piece in stream][:NEW] == [("", index + 1) for index in range(NEW)]
+    assert stream.token_ids == expected
+    assert stream.stats.finish_reason == "length"
+    (completion,) = llama.generate_batch([INNOCENT], params)
+    assert (completion.token_ids, completion.text, completion.finish_reason) == (expected, "", "length")
+    for call, argument in ((llama.stream, INNOCENT), (llama.generate_batch, [INNOCENT])):
+        with pytest.raises(InvalidArgumentError, match=r"stop: expected no stop strings for .*, which has no token"):
+            call(argument, SamplingParams(stop="x"))
+    with pytest.raises(InvalidArgumentError, match="no tokenizer"):
+        llama.iter_tokens(INNOCENT, stop_strings=["x"])
+    with pytest.raises(InvalidArgumentError, match="has no tokenizer, and text needs one"):
+        llama.stream("text")
+
+
+@pytest.mark.parametrize("others", [{}, {"max_time": 600.0}, {"guidance_scale": 1.5}], ids=str)
+def test_stop_tokens_and_ends_that_are_ignored(llama, others):
+    """As in vLLM: a stop token is the last of the tokens; an end-of-sequence token is one like any other.
+
+    On the engine, on the fast loop and on transformers'.
+    """
+    config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, **others)
+    expected = list(llama.iter_tokens(INNOCENT, config))
+    assert expected == expected_tokens("llama", INNOCENT, NEW) or "guidance_scale" in others
+    end, stop = expected[2], expected[5]
+    first = expected.index
+    config.eos_token_id = end
+
+    def tokens(**options):
+        return list(llama.iter_tokens(INNOCENT, config, params=SamplingParams(**options)))
+
+    assert tokens() == expected[: first(end) + 1]
+    assert tokens(ignore_eos=True) == expected
+    assert tokens(ignore_eos=True, stop_token_ids=[stop]) == expected[: first(stop) + 1]
+    assert tokens(stop_token_ids=[stop]) == expected[: min(first(end), first(stop)) + 1]
+    assert tokens(eos_token_id=stop, stop_token_ids=()) == expected[: first(stop) + 1]
+
+
+def test_options_about_texts_are_refused_where_tokens_are_yielded(llama):
+    for name, value in (("stop", "x"), ("n", 2)):
+        with pytest.raises(UnsupportedArgumentError, match=f"^{name}: expected None for tokens of one answer"):
+            llama.iter_tokens([5], params=SamplingParams(temperature=1.0, **{name: value}))
+
+
+def endless(model, prompt=(5, 6)):
+    return model.iter_tokens(prompt, transformers.GenerationConfig(max_new_tokens=10_000))
+
+
+def dropped(model):
+    tokens = endless(model)
+    next(tokens)
+
+
+def never_read(model):
+    endless(model)
+
+
+def closed(model):
+    tokens = endless(model)
+    next(tokens)
+    tokens.close()
+
+
+def failing(model):
+    with pytest.raises(ZeroDivisionError):
+        for _ in endless(model):
+            1 / 0  # noqa: B018
+
+
+def in_a_thread(model):
+    thread = threading.Thread(target=lambda: next(endless(model)))
+    thread.start()
+    thread.join()
+
+
+def in_a_loop(model):
+    async def main():
+        async def read():
+            async for _ in endless(model):
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+
+
+def in_a_loop_that_ends(model):
+    async def main():
+        tokens = endless(model)
+        await anext(tokens)
+
+    asyncio.run(main())
+
+
+def text_dropped(model):
+    next(model.stream([5, 6], SamplingParams(max_new_tokens=10_000)))
+
+
+@pytest.mark.parametrize(
+    "stops_reading",
+    [dropped, never_read, closed, failing, in_a_thread, in_a_loop, in_a_loop_that_ends, text_dropped],
+    ids=lambda function: function.__name__,
+)
+def test_a_reader_that_is_gone_frees_its_request(roomy, stops_reading):
+    stops_reading(roomy)
+    gc.collect()  # an exception that a test has caught may hold a frame
+    num_before = roomy.stats().scheduler.num_new_tokens
+    assert is_idle(roomy)
+    assert roomy.stats().scheduler.num_new_tokens - num_before < 200  # of 10,000
+    assert len(roomy.engine._deliveries.open_ids()) == 0
+
+
+def test_deadlines_far_away_hold_no_ended_requests(llama):
+    params = SamplingParams(timeout_s=1e6)
+    for _ in range(40):
+        tickets = llama.engine.submit_all([request([5], params, max_new_tokens=1) for _ in range(5)])
+        for ticket in tickets:
+            ticket.result()
+    assert len(llama.engine._scheduler._roster._deadlines) < 100
+
+
+FORKED = """
+import os, sys, warnings
+sys.path[:0] = {paths!r}
+warnings.simplefilter("ignore")
+import transformers
+from engine_models import tiny_model
+from torchax_serve import serve, to_jax
+import torch
+
+model, config = serve(tiny_model("llama")), transformers.GenerationConfig(max_new_tokens=1000)
+jax_model = to_jax(tiny_model("llama"))
+tokens = model.iter_tokens([5, 6], config)
+next(tokens)
+ids = torch.tensor([[5, 6]])
+calls = {{
+    "iter_tokens": lambda: model.iter_tokens([5, 6], config),
+    "stream": lambda: model.stream([5, 6]),
+    "a stream of the parent": lambda: [next(tokens) for _ in range(1000)],
+    "submit": lambda: engine.submit(None),
+    "warm_up": lambda: engine.warm_up(),
+    "generate": lambda: model.generate(ids, max_new_tokens=2),
+    "forward": lambda: jax_model(ids),
+    "generate of to_jax": lambda: jax_model.generate(ids, max_new_tokens=2),
+}}
+engine = model.engine
+child = os.fork()
+if not child:
+    for name, call in calls.items():
+        try:
+            print(name, call(), flush=True)
+        except Exception as error:
+            print(f"{{name}}: {{type(error).__name__}}: {{error}}", flush=True)
+    model.close()
+    del tokens
+    engine.close()
+    os._exit(7)  # as multiprocessing ends its children; XLA's own threads hang in the exit of others
+_, status = os.waitpid(child, 0)
+print("child", os.waitstatus_to_exitcode(status), "parent", len([next(tokens), next(tokens)]), flush=True)
+model.close()
+"""
+
+
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on():
+    here = pathlib.Path(__file__).parent
+    paths = [str(here), str(here.parent), str(here.parents[1])]
+    program = textwrap.dedent(FORKED).format(paths=paths)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert len(lines) == 9, done.stdout + done.stderr
+    for line in lines[:8]:
+        assert "TorchaxServeError: expected" in line, line
+        assert "forked; call serve() in the child" in line
+    assert lines[8] == "child 7 parent 2"
+
+
+def test_a_signal_handler_may_ask_the_engine(llama):
+    found = []
+
+    def handler(number, frame):
+        found.append(list(llama.iter_tokens(INNOCENT, transformers.GenerationConfig(max_new_tokens=NEW))))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        tokens = llama.iter_tokens([9], transformers.GenerationConfig(max_new_tokens=20))
+        read = []
+        for token in tokens:
+            read.append(token)
+            if len(read) == 3:
+                signal.raise_signal(signal.SIGUSR1)
+        with llama._engine_lock, llama.engine._wake:  # as where the interrupted code has them
+            threading.Timer(0.1, lambda: None).start()
+            handle = llama.engine.submit(request([9], max_new_tokens=4))
+        assert handle.result() == expected_tokens("llama", [9], 4)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert read == expected_tokens("llama", [9], 20)
+    assert found == [expected_tokens("llama", INNOCENT, NEW)]
+
+
+def test_an_engine_that_is_being_made_is_not_made_twice():
+    with serve(tiny_model("llama"), engine=SMALL) as model:
+        asked = []
+
+        def build():
+            with pytest.raises(TorchaxServeError, match="while it was being made; call again"):
+                model.engine  # noqa: B018
+            asked.append(True)
+            return type(model)._build_engine(model)
+
+        model._build_engine = build
+        assert model.engine is model.engine
+        assert asked == [True]
+
+
+def test_after_close_each_call_says_so_in_one_line():
+    model = serve(tiny_model("llama"), engine=SMALL)
+    engine, tokens = model.engine, endless(model)
+    next(tokens)
+    model.close()
+    for call, argument in ((model.iter_tokens, [5, 6]), (model.stream, [5, 6]), (model.chat, "Hi")):
+        with pytest.raises(TorchaxServeError, match="expected an open model, this one is closed"):
+            call(argument)
+    with pytest.raises(TorchaxServeError, match="expected an open model, this one is closed"):
+        engine.submit(request())
+    with pytest.raises(RequestError, match=r"the engine was closed \(the model was closed"):
+        list(tokens)

@@ -1,0 +1,64 @@
+"""The command line with a real model: one piped answer, its memory, and the start with and without kept programs."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+from fetch import folder_of
+
+RUN = "import sys; from torchax_serve.cli.main import main; sys.exit(main())"
+QUESTION = "What is the capital of France?"
+MAX_BYTES = 1.6e9
+"""Weights of 270 MB, PyTorch, JAX and a compiler. A cache for a server would be 5 GB more."""
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory):
+    """Runs ``torchax-serve run`` on a piped question; the object it prints, and the most memory it took."""
+    programs = tmp_path_factory.mktemp("programs")
+
+    def run(*arguments):
+        command = [sys.executable, "-c", RUN, "run", str(folder_of("smollm2")), "--json", *arguments]
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(programs)}
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        process.stdin.write(QUESTION.encode())
+        process.stdin.close()
+        out, said = process.stdout.read(), process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0, said.decode()
+        assert isinstance(usage, resource.struct_rusage)
+        return json.loads(out), 1024 * usage.ru_maxrss
+
+    return run
+
+
+def test_a_piped_answer_cold_and_warm(answer, found):
+    options = ("--max-new-tokens", "24", "--dtype", "float32")
+    cold, cold_bytes = answer(*options)
+    warm, warm_bytes = answer(*options)
+    assert cold["text"] == warm["text"] == "The capital of France is Paris."
+    assert warm["stats"]["first_token_s"] < cold["stats"]["first_token_s"] / 2
+    found("smollm2", "`run`, first token of a cold start, of a second start", _seconds(cold, warm))
+    assert max(cold_bytes, warm_bytes) < MAX_BYTES + 270e6  # float32 weights
+
+
+def test_memory_of_a_piped_answer(answer, found):
+    _, cold_bytes = answer("--max-new-tokens", "24")
+    told, warm_bytes = answer("--max-new-tokens", "24")
+    assert told["text"]
+    assert max(cold_bytes, warm_bytes) < MAX_BYTES
+    found(
+        "smollm2",
+        "`run` in bfloat16, peak memory of a cold start, of a second start",
+        f"{cold_bytes / 1e9:.2f} GB, {warm_bytes / 1e9:.2f} GB",
+    )
+
+
+def _seconds(*answers):
+    return ", ".join(f"{each['stats']['first_token_s']:.1f} s" for each in answers)

@@ -1,0 +1,198 @@
+"""Checks of single arguments: the range of a number, lists of token ids, texts; each failure is one short line.
+
+This module imports neither jax nor torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import numbers
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from model_adapters.errors import InvalidArgumentError
+
+MAX_INT = 2**31 - 1
+"""Largest whole number that goes to the device (int32)."""
+MAX_LISTED_IDS = 2**20
+"""Longest list of token ids; no vocabulary is larger."""
+MAX_SEQUENCE_IDS = 2**16
+"""Most token ids in all sequences of `bad_words_ids` or `sequence_bias` together; every step compares with each."""
+MAX_TEXT_LEN = 1024
+"""Longest stop string and cache salt, in characters."""
+MAX_PROMPT_CHARS = 2**26
+"""Longest prompt and rendered chat, in characters; a thousand times what models have positions for."""
+_MAX_REPR_LEN = 200  # characters of a value in an error message
+_SMALLEST_NORMAL = 2.0**-126  # float32; the device takes what is smaller for zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The values that an option may take: an interval, and whether they are whole numbers."""
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+    whole: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        """Whether `value` is a number (never a bool, nan or infinite) inside the interval, as the device sees it."""
+        kind = numbers.Integral if self.whole else numbers.Real
+        if isinstance(value, bool) or not isinstance(value, kind):
+            return False
+        number: Any = value if self.whole else _in_float32(value)
+        if not self.whole and not math.isfinite(number):
+            return False
+        above = number > self.low if self.low_open else number >= self.low
+        below = number < self.high if self.high_open else number <= self.high
+        return bool(above and below)
+
+    def __str__(self) -> str:
+        """In words, as error messages print it."""
+        kind = "a whole number" if self.whole else "a number"
+        above = f"{'>' if self.low_open else '>='} {self.low:g}"
+        high = f"{self.high:d}" if isinstance(self.high, int) else f"{self.high:g}"
+        below = "" if math.isinf(self.high) else f" and {'<' if self.high_open else '<='} {high}"
+        return f"{kind} {above}{below}"
+
+
+def _in_float32(value: Any) -> float:
+    """What is left of `value` on the device: a temperature of 1e-40 is zero there, one of 10**400 infinite."""
+    try:
+        number = ctypes.c_float(float(value)).value
+    except OverflowError:
+        return math.inf
+    return 0.0 if abs(number) < _SMALLEST_NORMAL else number
+
+
+def invalid(name: str, expected: object, got: object, remedy: str | None = None) -> InvalidArgumentError:
+    """The one-line error of an argument: what was expected, what came, what to do."""
+    return _error(name, expected, short_repr(got), remedy or "None leaves it unset")
+
+
+def _error(name: str, expected: object, got: str, remedy: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{name}: expected {expected}, got {got}; {remedy}")
+
+
+class _Repr(reprlib.Repr):
+    """`repr` of containers, cut where they are long; never looks at more than their beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 8
+        self.maxstring = self.maxother = self.maxlong = 80
+
+
+_REPR = _Repr()
+
+
+def short_repr(value: object) -> str:
+    """`repr` in one line of at most about 200 characters, whatever `value` does when it is asked."""
+    try:
+        text = _REPR.repr(value)
+    except Exception:  # such as an int of more digits than Python prints
+        text = f"<{type(value).__name__}>"
+    text = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
+    return text if len(text) <= _MAX_REPR_LEN else f"{text[:_MAX_REPR_LEN]}..."
+
+
+def python_number(value: Any) -> Any:
+    """`value` as Python's own int or float where it is another number, such as numpy's; anything else as it is."""
+    if isinstance(value, numbers.Integral) and type(value) not in (int, bool):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) and type(value) is not float:
+        return _in_float32(value) if not math.isfinite(_in_float32(value)) else float(value)
+    return value
+
+
+def is_list(value: object) -> bool:
+    """Whether `value` is a sequence of things: no text and no bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def check_token_ids(name: str, value: object, *, may_be_empty: bool = False, most: int = MAX_LISTED_IDS) -> None:
+    """Raises `InvalidArgumentError` unless `value` is a sequence of at most `most` token ids (whole numbers >= 0)."""
+    if is_list(value) and len(value) > most:  # type: ignore[arg-type]
+        raise _error(name, f"at most {most} token ids", f"{len(value)} of them", "shorten it")  # type: ignore[arg-type]
+    if not is_list(value) or not (may_be_empty or value) or any(item not in TOKEN_ID for item in value):  # type: ignore[attr-defined]
+        raise invalid(name, f"a {'' if may_be_empty else 'non-empty '}list of token ids >= 0", value)
+
+
+def check_bad_words(value: object) -> None:
+    """Raises `InvalidArgumentError` unless `value` is a non-empty list of non-empty lists of token ids."""
+    if not is_list(value) or not value:
+        raise invalid("bad_words_ids", "a non-empty list of lists of token ids", value)
+    _check_num_ids("bad_words_ids", value)
+    for word in value:  # type: ignore[attr-defined]
+        check_token_ids("bad_words_ids", word)
+
+
+def _check_num_ids(name: str, sequences: Any) -> None:
+    num_ids = sum(len(ids) for ids in sequences if is_list(ids))
+    if num_ids > MAX_SEQUENCE_IDS:
+        raise _error(name, f"at most {MAX_SEQUENCE_IDS} token ids in all", f"{num_ids} of them", "shorten it")
+
+
+def bias_pairs(value: object) -> list[tuple[tuple[int, ...], float]]:
+    """The pairs (token ids, bias) of a `sequence_bias` in either of transformers' two forms.
+
+    Raises:
+        InvalidArgumentError: it is neither a non-empty ``{(ids): bias}`` nor a non-empty ``[[ids, bias]]``.
+    """
+    expected = "a non-empty {(token ids): bias} or [[[token ids], bias]] with finite or infinite biases"
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    elif is_list(value) and all(is_list(item) and len(item) == 2 for item in value):  # type: ignore[attr-defined]
+        pairs = [(item[0], item[1]) for item in value]  # type: ignore[attr-defined]
+    else:
+        raise invalid("sequence_bias", expected, value)
+    _check_num_ids("sequence_bias", [ids for ids, _ in pairs])
+    for ids, bias in pairs:
+        check_token_ids("sequence_bias", ids)
+        if isinstance(bias, bool) or not isinstance(bias, numbers.Real) or math.isnan(_in_float32(bias)):
+            raise invalid("sequence_bias", expected, value)
+    if not pairs:
+        raise invalid("sequence_bias", expected, value)
+    return list({tuple(int(i) for i in ids): _as_float(bias) for ids, bias in pairs}.items())
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def check_logit_bias(value: object) -> None:
+    """Raises `InvalidArgumentError` unless `value` maps token ids to biases from -100 to 100, as OpenAI's does."""
+    expected = "{token id: bias from -100 to 100}"
+    if not isinstance(value, Mapping):
+        raise invalid("logit_bias", expected, value)
+    if len(value) > MAX_LISTED_IDS:
+        raise _error("logit_bias", f"at most {MAX_LISTED_IDS} biases", f"{len(value)} of them", "shorten it")
+    for token_id, bias in value.items():
+        if token_id not in TOKEN_ID or bias not in _LOGIT_BIAS:
+            raise invalid("logit_bias", expected, {token_id: bias}, "use whole token ids and clip the biases")
+
+
+def check_text(name: str, value: str, most: int = MAX_TEXT_LEN) -> None:
+    """Raises `InvalidArgumentError` for a text of more than `most` characters, or one that no encoding has."""
+    if len(value) > most:
+        raise _error(name, f"at most {most} characters", f"{len(value)} of them", "shorten it")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _error(
+            name,
+            "text that UTF-8 can encode",
+            f"half of a surrogate pair, {value[error.start]!a}, at character {error.start}",
+            "decode it as UTF-16 first, or replace it",
+        ) from None
+
+
+TOKEN_ID = Limits(0, MAX_INT, whole=True)
+_LOGIT_BIAS = Limits(-100, 100)

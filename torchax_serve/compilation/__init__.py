@@ -1,0 +1,1 @@
+"""Compiled programs: where they are kept on disk, and how much room they take."""

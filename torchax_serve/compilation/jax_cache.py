@@ -1,0 +1,87 @@
+"""JAX's persistent compilation cache on sealed files.
+
+JAX checks nothing of an entry but that it can be decompressed: a flipped bit is run, or ends the process in XLA.
+There is no public way to give JAX another store, so the one function that makes it is replaced, for the folder given
+alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jax._src import compilation_cache
+from jax._src.compilation_cache_interface import CacheInterface
+
+from model_adapters.disk_cache import SealedFolder
+from torchax_serve.compilation.cache_folders import EVICTOR
+
+logger = logging.getLogger("torchax_serve")
+
+_SEALED: dict[str, SealedCache] = {}
+_LOCAL = threading.local()
+
+
+class SealedCache(CacheInterface):
+    """JAX's entries in a sealed folder; what is damaged is compiled again.
+
+    Args:
+        folder: of the entries.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder
+        self._folder = SealedFolder(folder)
+
+    def get(self, key: str) -> bytes | None:
+        """Returns an entry; None if there is none that can be used."""
+        return None if _is_bypassed() else self._folder.read(key)
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keeps an entry; where it cannot be kept it is compiled at the next start."""
+        if _is_bypassed():
+            return
+        try:
+            self._folder.write(key, value)
+        except OSError as error:
+            logger.info("a compiled program is not kept: %s", error)
+        else:
+            EVICTOR.wrote(len(value), self._folder)
+
+
+def seal(folder: Path) -> bool:
+    """Has JAX keep in `folder` sealed files alone; returns False where this release of JAX has no place for that."""
+    if not hasattr(compilation_cache, "get_file_cache"):
+        return False
+    _SEALED[str(folder)] = SealedCache(folder)
+    made: Any = compilation_cache.get_file_cache
+    if made is not _cache_of:
+        _ORIGINAL.append(made)
+        compilation_cache.get_file_cache = _cache_of
+    return True
+
+
+_ORIGINAL: list[Any] = []
+
+
+def _cache_of(path: str) -> Any:
+    found = _SEALED.get(str(path))
+    return _ORIGINAL[-1](path) if found is None else (found, path)
+
+
+@contextlib.contextmanager
+def bypassed(wanted: bool = True) -> Iterator[None]:
+    """Compiles on this thread without the sealed folder, for programs that are kept elsewhere as a whole."""
+    before, _LOCAL.bypassed = _is_bypassed(), wanted
+    try:
+        yield
+    finally:
+        _LOCAL.bypassed = before
+
+
+def _is_bypassed() -> bool:
+    return getattr(_LOCAL, "bypassed", False)

@@ -1,0 +1,62 @@
+"""Copies of a model on JAX, and its weights as PyTorch has them: deepcopy, pickle, ``torch.save``, ``state_dict``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from model_adapters.bridge import tensors_of
+from model_adapters.errors import UnsupportedModelError
+from torchax_serve.before_loop import has_parts_on_jax
+from torchax_serve.eager_twin import shared_state
+
+_NOT_COPIED = frozenset({"_jax_runtime"})
+
+
+def state_to_copy(model: Any) -> dict[str, Any]:
+    """The attributes of a model on JAX that make up a copy of it in PyTorch, weights with values among them.
+
+    Raises:
+        UnsupportedModelError: its weights lie on several devices, or parts of it call this runtime.
+    """
+    runtime = model._jax_runtime
+    if runtime.program.sharding is not None:
+        raise UnsupportedModelError(
+            "a model whose weights lie on a mesh of devices cannot be copied; load it anew with serve(mesh=...)"
+        )
+    if has_parts_on_jax(model):
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} that runs on JAX cannot be copied, since parts of it are bound to this one; "
+            "copy it before to_jax, or load it anew"
+        )
+    state = {name: value for name, value in vars(model).items() if name not in _NOT_COPIED}
+    if any(tensor.is_meta for tensor in tensors_of(model).values()):
+        state = vars(with_values(model))
+    return state
+
+
+def with_values(model: Any) -> Any:
+    """A copy of a model on JAX in eager PyTorch, whose tensors lie in the memory of its arrays where they can."""
+    cls = type(model)._torch_class
+    twin = cls.__new__(cls)
+    kept = {name: value for name, value in vars(model).items() if name not in _NOT_COPIED}
+    vars(twin).update(copy.deepcopy(kept, {id(model): twin}))  # tensors without values cost nothing
+    for name, tensor in shared_state(model, model._jax_runtime.weights).items():
+        path, _, attribute = name.rpartition(".")
+        setattr(twin.get_submodule(path), attribute, tensor)
+    return twin
+
+
+def torch_state(model: Any) -> dict[str, torch.Tensor] | None:
+    """Values by name of a model whose module has none; None where PyTorch's own ``state_dict`` has them."""
+    names = {name: tensor for name, tensor in tensors_of(model).items() if tensor.is_meta}
+    if not names:
+        return None
+    runtime = model._jax_runtime
+    if runtime.program.sharding is not None:
+        raise UnsupportedModelError(
+            "state_dict: expected weights on one device, got a model on a mesh; load it with transformers"
+        )
+    return shared_state(model, runtime.weights)

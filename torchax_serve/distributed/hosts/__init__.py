@@ -1,0 +1,1 @@
+"""Hosts that share a model: who they are, and what they send each other."""

@@ -1,0 +1,1 @@
+"""Replicas by Ray Serve: what needs no Ray itself."""

@@ -1,0 +1,108 @@
+"""What a model that has changed since it came to JAX needs there: whether it still runs, and its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import torch
+
+from model_adapters.bridge import tensors_of, to_jax_array
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.module_watch import Change
+from model_adapters.ops.packed_weight import Weights
+from model_adapters.program import ModelProgram
+
+
+def check_can_follow(program: ModelProgram, weights: Weights, change: Change) -> None:
+    """Raises an error where the module of `program`, whose `change` was noticed, cannot run here any more."""
+    module = program.module
+    if program.sharding is not None:
+        raise UnsupportedModelError(
+            f"the model has changed ({change.what}), and its weights lie on a mesh of devices: change it before serve"
+        )
+    if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
+        raise UnsupportedModelError("the model has been quantized, which is not supported here: serve it unquantized")
+    for name, tensor in tensors_of(module).items():
+        if tensor.is_meta:
+            _check_on_device(name, tensor, weights, change)
+        elif tensor.device.type != "cpu":
+            raise InvalidArgumentError(
+                f'{name}: expected a tensor on the CPU, got one on {tensor.device}; call model.to("cpu"), JAX has its '
+                "own devices"
+            )
+    check_dtypes(module)
+    _check_parts_evaluate(module)
+
+
+def _check_on_device(name: str, tensor: torch.Tensor, weights: Weights, change: Change) -> None:
+    """Raises InvalidArgumentError if `tensor` without values is not the one whose values lie on the device."""
+    array = weights.get(name)
+    if array is None:
+        raise InvalidArgumentError(
+            f"{name}: expected a tensor with values, got one on the meta device; load it, or call model.to_empty and "
+            "fill it"
+        )
+    same = tuple(tensor.shape) == tuple(array.shape) and str(tensor.dtype).removeprefix("torch.") in (
+        str(array.dtype),
+        {"int32": "int64", "float32": "float64"}.get(str(array.dtype)),
+    )
+    if name in change.tensors or not same:
+        raise UnsupportedModelError(
+            f"{name}: its values lie on the device alone, since serve read them from files, and cannot be changed "
+            f"from PyTorch; load the model with transformers, and pass the object to to_jax or serve"
+        )
+
+
+def check_dtypes(module: torch.nn.Module) -> None:
+    """Raises UnsupportedModelError for weights in float64 where JAX would compute in float32."""
+    if jax.config.read("jax_enable_x64"):
+        return
+    wide = next((name for name, p in module.named_parameters() if p.dtype in (torch.float64, torch.complex128)), None)
+    if wide is not None:
+        raise UnsupportedModelError(
+            f"{wide}: expected weights of at most 32 bits, got torch.float64, which JAX computes in float32; call "
+            "model.float(), or set JAX_ENABLE_X64=1"
+        )
+
+
+def check_evaluates(module: torch.nn.Module) -> None:
+    """Raises InvalidArgumentError if `module` is in training mode."""
+    if module.training:
+        raise InvalidArgumentError("expected a model in evaluation mode, got one in training mode; call model.eval()")
+
+
+def _check_parts_evaluate(module: torch.nn.Module) -> None:
+    """Raises InvalidArgumentError if a part of `module` that behaves otherwise in training is in training mode."""
+    for name, child in module.named_modules():
+        if child.training and _differs_in_training(child):
+            raise InvalidArgumentError(
+                f"{name}: expected a part in evaluation mode, got one in training mode; call model.eval()"
+            )
+
+
+def _differs_in_training(child: torch.nn.Module) -> bool:
+    if isinstance(child, torch.nn.modules.dropout._DropoutNd):
+        return child.p > 0
+    if isinstance(child, torch.nn.modules.batchnorm._NormBase):
+        return child.track_running_stats
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(child).items())
+
+
+def weights_of(module: torch.nn.Module, weights: Weights, change: Change) -> dict[str, Any]:
+    """The arrays of all tensors of `module` by name: those of `weights` where nothing has changed."""
+    arrays: dict[int, Any] = {}
+    found: dict[str, Any] = {}
+    tensors = tensors_of(module)
+    for name, tensor in tensors.items():
+        if name in weights and name not in change.tensors and _fits(weights[name], tensor):
+            arrays.setdefault(id(tensor), weights[name])
+    for name, tensor in tensors.items():
+        if id(tensor) not in arrays:
+            arrays[id(tensor)] = to_jax_array(tensor)
+        found[name] = arrays[id(tensor)]
+    return found
+
+
+def _fits(array: Any, tensor: torch.Tensor) -> bool:
+    return tuple(array.shape) == tuple(tensor.shape)

@@ -1,0 +1,30 @@
+"""Objects that belong to the process that made them: XLA's and the engine's threads do not survive a fork."""
+
+from __future__ import annotations
+
+import os
+
+from model_adapters.errors import TorchaxServeError
+
+
+class OwnerProcess:
+    """The process in which an object was made."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this code runs in it, and not in a child that was forked from it."""
+        return os.getpid() == self._pid
+
+    def check(self, what: str = "a model") -> None:
+        """Raises TorchaxServeError in a forked child.
+
+        A call would wait there for threads that only the parent has.
+        """
+        if not self.is_current:
+            raise TorchaxServeError(
+                f"expected {what} made in this process, got that of process {self._pid}, from which this one was "
+                'forked; call serve() in the child, or start it with multiprocessing\'s "spawn"'
+            )

@@ -1,0 +1,1 @@
+"""How texts become tokens, and hidden states of tokens become one embedding."""

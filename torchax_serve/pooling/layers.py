@@ -1,0 +1,133 @@
+"""What follows a model's hidden states until there is one embedding: pooling, layers with weights, and norms.
+
+As sentence-transformers has them (Reimers and Gurevych, 2019), on the device. A layer stands before the pooling, where
+it sees each token, or behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Weights = tuple[Mapping[str, jax.Array], ...]
+"""Of the layers in their order; empty for those that have none."""
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "Identity": lambda x: x,
+    "Tanh": jnp.tanh,
+    "ReLU": jax.nn.relu,
+    "ReLU6": jax.nn.relu6,
+    "GELU": functools.partial(jax.nn.gelu, approximate=False),
+    "SiLU": jax.nn.silu,
+    "Sigmoid": jax.nn.sigmoid,
+    "LogSigmoid": jax.nn.log_sigmoid,
+    "LeakyReLU": functools.partial(jax.nn.leaky_relu, negative_slope=0.01),
+    "ELU": jax.nn.elu,
+    "CELU": jax.nn.celu,
+    "SELU": jax.nn.selu,
+    "Mish": jax.nn.mish,
+    "Softplus": jax.nn.softplus,
+    "Softsign": jax.nn.soft_sign,
+    "Hardtanh": jax.nn.hard_tanh,
+    "Hardswish": jax.nn.hard_swish,
+}
+"""Classes of ``torch.nn`` by name, as they are without arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One step; hashable, for it decides what is compiled.
+
+    Attributes:
+        kind: what is done.
+        poolings: for "pooling", whose results are joined in this order.
+        reads_prompt: for "pooling", whether the tokens of a prompt count.
+        activation: for "dense", one of `ACTIVATIONS`.
+        has_residual: for "dense", whether the input is added to the output.
+    """
+
+    kind: Literal["pooling", "dense", "layer_norm", "normalize"]
+    poolings: tuple[str, ...] = ()
+    reads_prompt: bool = True
+    activation: str = "Identity"
+    has_residual: bool = False
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5, 6))
+def embeddings(
+    layers: tuple[Layer, ...],
+    weights: Weights,
+    hidden: jax.Array,
+    mask: jax.Array,
+    prompt_lens: jax.Array,
+    truncate_dim: int | None,
+    normalize: bool,
+) -> jax.Array:
+    """float32[rows, dim].
+
+    Args:
+        layers: one of them pools.
+        weights: of the layers.
+        hidden: [rows, len, width].
+        mask: int32[rows, len], which tokens are real; each row starts with one.
+        prompt_lens: int32[rows], tokens at the start that belong to a prompt.
+        truncate_dim: numbers of each embedding that are kept; None: all.
+        normalize: to length 1, at the end.
+    """
+    out = hidden.astype(jnp.float32)
+    for layer, tensors in zip(layers, weights, strict=True):
+        if layer.kind == "pooling":
+            places = jnp.arange(mask.shape[1])
+            kept = mask if layer.reads_prompt else mask * (places >= prompt_lens[:, None])
+            out = jnp.concatenate([pooled(out, kept, name) for name in layer.poolings], -1)
+        elif layer.kind == "dense":
+            out = _dense(layer, tensors, out)
+        elif layer.kind == "layer_norm":
+            centred = out - out.mean(-1, keepdims=True)
+            spread = jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+            out = centred * spread * tensors["norm.weight"] + tensors["norm.bias"]
+        else:
+            out = _unit(out)
+    out = out[:, :truncate_dim]
+    return _unit(out) if normalize else out
+
+
+def pooled(hidden: jax.Array, mask: jax.Array, name: str) -> jax.Array:
+    """One pooling over the tokens that `mask` has: [rows, width] of `hidden` [rows, len, width], int32[rows, len]."""
+    if name == "cls":
+        return _at(hidden, mask.argmax(1))
+    if name == "last":
+        last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+        return jnp.where(mask.any(1)[:, None], _at(hidden, last), 0)
+    real = mask[..., None].astype(hidden.dtype)
+    if name == "max":
+        return jnp.where(real > 0, hidden, -jnp.inf).max(1)
+    if name == "weighted_mean":
+        real = real * jnp.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype)[None, :, None]
+    total = (jnp.where(real > 0, hidden, 0) * real).sum(1)
+    count = jnp.maximum(real.sum(1), 1e-9)
+    return total / (jnp.sqrt(count) if name == "mean_sqrt_len" else count)
+
+
+def _at(hidden: jax.Array, places: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(hidden, places[:, None, None], 1)[:, 0]
+
+
+def _dense(layer: Layer, tensors: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+    out = jnp.dot(x, tensors["linear.weight"].T, precision="highest")
+    if "linear.bias" in tensors:
+        out = out + tensors["linear.bias"]
+    out = ACTIVATIONS[layer.activation](out)
+    if not layer.has_residual:
+        return out
+    residual: Any = tensors.get("residual.weight")
+    return out + (x if residual is None else jnp.dot(x, residual.T, precision="highest"))
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)

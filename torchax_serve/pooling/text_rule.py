@@ -1,0 +1,140 @@
+"""How sentence-transformers' files beside a model say that its texts are read: length, case, prompts, dimensions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from model_adapters.errors import CheckpointError, UnsupportedModelError
+
+_TEXT_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Looked for in this order; which model it is does not matter."""
+
+_ALWAYS_THERE = {"query": "", "document": ""}
+"""Prompts that every model of sentence-transformers has by name, empty unless its files fill them."""
+
+_TASK = "feature-extraction"
+_TEXT_METHOD = {"method": "forward", "method_output_name": "last_hidden_state"}
+# Settings of the torch module alone, which change no number here.
+_OF_TORCH = {"attn_implementation", "add_pooling_layer", "torch_dtype", "dtype", "device_map", "use_safetensors"}
+_OF_TORCH |= {"low_cpu_mem_usage", "trust_remote_code"}
+_OF_PADDING = {"padding_side", "padding", "use_fast", "trust_remote_code"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TextRule:
+    """How texts are read, and what is kept of an embedding.
+
+    Attributes:
+        is_said: whether files of sentence-transformers are there, which cut what is too long.
+        max_len: most tokens of a text; None: what the model takes.
+        lower_case: texts are made lower case first.
+        prompts: texts that stand before a text, by name.
+        default_prompt: name of the one that is used where none is asked for.
+        truncate_dim: numbers of an embedding that are kept; None: all.
+    """
+
+    is_said: bool = False
+    max_len: int | None = None
+    lower_case: bool = False
+    prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    default_prompt: str | None = None
+    truncate_dim: int | None = None
+
+
+def text_rule(root: Path, folder: Path) -> TextRule:
+    """What the files say: of the whole in `root`, of the model in `folder`.
+
+    Raises:
+        CheckpointError: a file that is not readable, or with values of another kind.
+        UnsupportedModelError: a setting that would not be honoured.
+    """
+    file = next((folder / name for name in _TEXT_FILES if (folder / name).is_file()), folder / _TEXT_FILES[0])
+    texts = read_json(file, optional=True)
+    max_len = _checked_texts(texts, file, folder)
+    of_all = root / "config_sentence_transformers.json"
+    whole = read_json(of_all, optional=True)
+    prompts = {**_ALWAYS_THERE, **_prompts(whole.get("prompts"), of_all)}
+    default = whole.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise CheckpointError(
+            f"{of_all}: default_prompt_name is {default!r}, expected one of {', '.join(map(repr, prompts))}"
+        )
+    return TextRule(
+        is_said=True,
+        max_len=max_len,
+        lower_case=bool(texts.get("do_lower_case", False)),
+        prompts=prompts,
+        default_prompt=default,
+        truncate_dim=_positive(whole.get("truncate_dim"), "truncate_dim", of_all),
+    )
+
+
+def _prompts(said: Any, file: Path) -> dict[str, str]:
+    if said is None:
+        return {}
+    if not isinstance(said, dict) or any(not isinstance(text, str | None) for text in said.values()):
+        raise CheckpointError(f"{file}: prompts is {said!r:.80}, expected texts by name")
+    return {name: text or "" for name, text in said.items()}
+
+
+def _positive(said: Any, name: str, file: Path) -> int | None:
+    if said is not None and (isinstance(said, bool) or not isinstance(said, int) or said < 1):
+        raise CheckpointError(f"{file}: {name} is {said!r}, expected a positive number")
+    return said
+
+
+def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path) -> int | None:
+    """The longest text of a ``sentence_bert_config.json``; raises for settings that would not be honoured."""
+    of_tokenizer = dict(texts.get("processor_kwargs") or texts.get("tokenizer_args") or {})
+    by_tokenizer = of_tokenizer.pop("model_max_length", None)
+    of_torch = texts.get("model_kwargs") or texts.get("model_args") or {}
+    of_config = texts.get("config_kwargs") or texts.get("config_args") or {}
+    config = read_json(folder / "config.json", optional=True) if of_config else {}
+    modalities = texts.get("modality_config") or {"text": _TEXT_METHOD}
+    usual = {
+        "transformer_task": texts.get("transformer_task", _TASK) == _TASK,
+        "module_output_name": texts.get("module_output_name", "token_embeddings") == "token_embeddings",
+        "modality_config": modalities.get("text") == _TEXT_METHOD and "message" not in modalities,
+        "processor_kwargs": set(of_tokenizer) <= _OF_PADDING,
+        "model_kwargs": set(of_torch) <= _OF_TORCH,
+        "config_kwargs": all(config.get(key) == value for key, value in of_config.items() if key not in _OF_TORCH),
+    }
+    honoured = {
+        "max_seq_length",
+        "do_lower_case",
+        "unpad_inputs",
+        "model_args",
+        "tokenizer_args",
+        "config_args",
+        *usual,
+    }
+    wrong = [name for name, is_usual in usual.items() if not is_usual]
+    wrong += [name for name, value in texts.items() if name not in honoured and value]
+    if wrong:
+        raise UnsupportedModelError(
+            f"{file}: {wrong[0]} is {texts.get(wrong[0], 'set under its old name')!r:.120}, which is not honoured "
+            "here; pass pooling= to leave the files of sentence-transformers out of account"
+        )
+    return _positive(by_tokenizer or texts.get("max_seq_length"), "max_seq_length", file)
+
+
+def read_json(file: Path, *, optional: bool = False) -> Any:
+    """The JSON object in `file`; `optional`: empty where there is none. Raises CheckpointError."""
+    if optional and not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file.parent} lacks {file.name}, which modules.json asks for: get it") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not readable as JSON ({error}): get the file again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}: get the file again")
+    return content

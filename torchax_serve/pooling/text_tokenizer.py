@@ -1,0 +1,101 @@
+"""Texts to token ids, cut where they are longer than a model reads."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import threading
+from typing import Any
+
+from tokenizers import normalizers
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading import LoadedModel
+
+logger = logging.getLogger("torchax_serve")
+
+IDS, MASK = "input_ids", "attention_mask"
+
+Row = dict[str, list[int]]
+"""A text as the tokenizer gives it: lists of equal length by argument of the forward."""
+
+
+class TextTokenizer:
+    """The tokenizer of one model, for texts that are read whole.
+
+    Fast tokenizers keep the length at which they cut as state, which threads that share one would see; so what is cut
+    goes through a copy, made when it is first needed, one call at a time.
+
+    Args:
+        loaded: the model.
+        lower_case: texts are made lower case first, as sentence-transformers does it: special tokens in them stay.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, lower_case: bool = False) -> None:
+        self._loaded, self._lower_case = loaded, lower_case
+        self._lock = threading.Lock()
+        self._has_said = False
+
+    def rows_of(self, text: str, pair: str | None, max_len: int | None) -> tuple[Row, int]:
+        """The row of a text or a pair of texts, cut to `max_len` tokens, and the number of its tokens before that.
+
+        Raises:
+            InvalidArgumentError: the model has no tokenizer.
+        """
+        given = (text,) if pair is None else (text, pair)
+        if self._lower_case:
+            with self._lock:
+                row = _row(self._own(*given, verbose=False))
+        else:
+            row = _row(self._shared()(*given, verbose=False))
+        length = len(row[IDS])
+        if max_len is not None and length > max_len:
+            with self._lock:
+                row = _row(self._own(*given, truncation="longest_first", max_length=max_len, verbose=False))
+        return row, length
+
+    def prompt_len(self, prompt: str, max_len: int | None) -> int:
+        """Tokens at the start of a text that are those of `prompt` before it: its own, without an end token."""
+        ids = self.rows_of(prompt, None, max_len)[0][IDS]
+        return len(ids) - (1 if ids and ids[-1] in self._shared().all_special_ids else 0)
+
+    def say_once(self, message: str) -> None:
+        """Logs a warning, the first time alone."""
+        with self._lock:
+            has_said, self._has_said = self._has_said, True
+        if not has_said:
+            logger.warning("%s", message)
+
+    def _shared(self) -> Any:
+        tokenizer = self._loaded.tokenizer()
+        if tokenizer is None:
+            raise InvalidArgumentError(
+                f"{self._loaded.source.name} has no tokenizer, and text needs one; put its tokenizer files beside the "
+                "weights, or give token ids"
+            )
+        return tokenizer
+
+    @functools.cached_property
+    def _own(self) -> Any:
+        found = copy.deepcopy(self._shared())
+        if not self._lower_case:
+            return found
+        if not found.is_fast:
+            found.do_lower_case = True
+            return found
+        backend = found.backend_tokenizer
+        if not _makes_lower_case(backend.normalizer):
+            further = [] if backend.normalizer is None else [backend.normalizer]
+            backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *further])
+        return found
+
+
+def _row(found: Any) -> Row:
+    return {name: list(found[name]) for name in found if name != MASK}
+
+
+def _makes_lower_case(normalizer: Any) -> bool:
+    if isinstance(normalizer, normalizers.Sequence):
+        return any(isinstance(each, normalizers.Lowercase) for each in normalizer)
+    return isinstance(normalizer, normalizers.Lowercase)

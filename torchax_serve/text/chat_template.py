@@ -1,0 +1,263 @@
+"""Conversations become texts of prompts by the checkpoint's chat template; what it would drop is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from model_adapters.errors import ChatTemplateError, InvalidArgumentError, UnsupportedArgumentError
+from torchax_serve.argument_checks import is_list, short_repr
+from torchax_serve.text.messages import as_parts, as_text, map_contents, plain, text_of, without_media
+from torchax_serve.text.template_renderer import RenderedJob, TemplateJob, shared_renderer
+
+MAX_ROLES = 16
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+# What clients of OpenAI's and transformers' interfaces always send, and most templates do not write.
+_MAY_BE_UNREAD = frozenset({"tool_call_id"})
+_MAY_BE_UNREAD_OF_TOOLS = frozenset({"name", "tool_call_id"})
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatOptions:
+    """What a conversation is rendered with beside its messages.
+
+    Attributes:
+        tools: that the model may call: JSON schemas, or Python functions with type hints and a docstring.
+        documents: that it may look into, as the template wants them.
+        variables: of the template, by name (``chat_template_kwargs``).
+        continues: whether the answer goes on with the last message, which is the assistant's.
+    """
+
+    tools: Sequence[Any] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    continues: bool = False
+
+    @classmethod
+    def of(cls, tools: Any, documents: Any, chat_template_kwargs: Any, continue_final_message: Any) -> ChatOptions:
+        """The options as plain values.
+
+        Raises:
+            InvalidArgumentError: one of another type.
+        """
+        for name, value in (("tools", tools), ("documents", documents)):
+            if value is not None and not is_list(value):
+                raise InvalidArgumentError(f"{name}: expected a list or None, got {short_repr(value)}")
+        if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+            raise InvalidArgumentError(
+                f"chat_template_kwargs: expected a dict or None, got {short_repr(chat_template_kwargs)}"
+            )
+        if type(continue_final_message) is not bool:
+            raise InvalidArgumentError(
+                f"continue_final_message: expected True or False, got {short_repr(continue_final_message)}"
+            )
+        return cls(
+            [_schema(f"tools[{index}]", tool) for index, tool in enumerate(tools or ())] or None,
+            plain("documents", documents) or None,
+            plain("chat_template_kwargs", chat_template_kwargs or {}),
+            continue_final_message,
+        )
+
+
+def _schema(name: str, tool: Any) -> Any:
+    if not callable(tool):
+        schema = plain(name, tool)
+        if not isinstance(schema, dict):
+            raise InvalidArgumentError(f"{name}: expected a JSON schema (a dict) or a function, got {short_repr(tool)}")
+        return schema
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        return plain(name, get_json_schema(tool))
+    except Exception as error:  # of several libraries
+        raise InvalidArgumentError(
+            f"{name}: expected a function with type hints and a docstring that describes its arguments, got "
+            f"{short_repr(tool)} ({' '.join(str(error).split())})"
+        ) from error
+
+
+def check_last_message(conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> None:
+    """Raises InvalidArgumentError where the last message is the assistant's and not to be gone on with, or neither."""
+    role = conversation[-1]["role"]
+    if options.continues and role != "assistant":
+        raise InvalidArgumentError(
+            f"continue_final_message: expected a last message of role assistant, got one of role {short_repr(role)}; "
+            "leave it out"
+        )
+    if role == "assistant" and not options.continues:
+        raise InvalidArgumentError(
+            "messages: expected the user's, or a tool's, as the last one, got the assistant's; "
+            "continue_final_message=True goes on with it"
+        )
+
+
+class ChatTemplate:
+    """A checkpoint's template, as a model's prompts are written by it.
+
+    Args:
+        source: jinja.
+        name: of the model, as messages call it.
+        special_tokens: that the template may write, by name.
+        remedy: what to do about a template that does not fit.
+    """
+
+    def __init__(self, source: str, name: str, special_tokens: Mapping[str, Any], remedy: str) -> None:
+        self._source, self._name, self._remedy = source, name, remedy
+        self._special_tokens = {
+            key: [str(each) for each in value] if is_list(value) else str(value)
+            for key, value in special_tokens.items()
+            if value is not None
+        }
+
+    def text(self, conversation: Sequence[dict[str, Any]], options: ChatOptions) -> str:
+        """The prompt, up to where the answer begins.
+
+        Raises:
+            ChatTemplateError: it does not render (in time), or leaves a message out.
+            UnsupportedArgumentError: the template does not read an option, or a key of a message.
+        """
+        facts = self._facts()
+        self._check_options(facts, options)
+        conversation = map_contents(conversation, without_media)
+        lost: ChatTemplateError | None = None
+        for form in _forms(conversation, facts):
+            try:
+                return self._checked_text(form, options, facts)
+            except ChatTemplateError as error:
+                lost = lost or error
+        assert lost is not None
+        raise lost
+
+    def _facts(self) -> RenderedJob:
+        try:
+            return _facts_of(self._source)
+        except ChatTemplateError as error:
+            raise self._error(str(error)) from error
+
+    def _error(self, what: str) -> ChatTemplateError:
+        return ChatTemplateError(f"the chat template of {self._name} {what}; {self._remedy}")
+
+    def _check_options(self, facts: RenderedJob, options: ChatOptions) -> None:
+        for name in ("tools", "documents"):
+            if getattr(options, name) and name not in facts.variables:
+                raise UnsupportedArgumentError(
+                    f"{name}: the chat template of {self._name} has no place for {name}, so the model would not see "
+                    "them; leave them out, or write them into a message"
+                )
+        for name in options.variables:
+            if name in _RESERVED:
+                raise UnsupportedArgumentError(
+                    f"chat_template_kwargs: expected variables of the template, got {name!r}, which is an argument of "
+                    "chat() or made by it; leave it out"
+                )
+            if name not in facts.variables:
+                known = ", ".join(sorted(facts.variables - _RESERVED)) or "none"
+                raise UnsupportedArgumentError(
+                    f"chat_template_kwargs: expected variables that the chat template of {self._name} reads ({known}), "
+                    f"got {short_repr(name)}; leave it out"
+                )
+
+    def _checked_text(self, conversation: list[dict[str, Any]], options: ChatOptions, facts: RenderedJob) -> str:
+        checks = [*self._role_checks(conversation), *_key_checks(conversation, facts.words)]
+        texts = self._rendered([conversation, *(variant for variant, _ in checks)], options)
+        text = texts[0]
+        if isinstance(text, ChatTemplateError):
+            raise self._error(f"does not render: {text}")
+        for other, (_, refuse) in zip(texts[1:], checks, strict=True):
+            if other == text:
+                refuse(self._name)
+        return text
+
+    def _rendered(
+        self, conversations: Sequence[Sequence[dict[str, Any]]], options: ChatOptions
+    ) -> list[str | ChatTemplateError]:
+        job = TemplateJob(
+            self._source,
+            conversations,
+            {**self._special_tokens, **options.variables},
+            None if options.tools is None else list(options.tools),
+            None if options.documents is None else [dict(document) for document in options.documents],
+            options.continues,
+        )
+        try:
+            return shared_renderer().render(job).texts
+        except ChatTemplateError as error:
+            raise self._error(str(error)) from error
+
+    def _role_checks(self, conversation: list[dict[str, Any]]) -> Iterator[_Check]:
+        """For each role, a message of it with another text: the prompt must be another, too."""
+        last = {
+            message["role"]: index
+            for index, message in enumerate(conversation)
+            if text_of(message.get("content")).strip()
+        }
+        if len(last) > MAX_ROLES:
+            raise InvalidArgumentError(f"messages: expected at most {MAX_ROLES} roles, got {len(last)} of them")
+        for role, index in last.items():
+            message = conversation[index]
+            changed = {**message, "content": _marked(message["content"])}
+            yield [*conversation[:index], changed, *conversation[index + 1 :]], functools.partial(_refuse_role, role)
+
+
+_Check = tuple[list[dict[str, Any]], Callable[[str], None]]
+
+
+@functools.lru_cache(maxsize=64)
+def _facts_of(source: str) -> RenderedJob:
+    return shared_renderer().render(TemplateJob(source, [], {}))
+
+
+def _forms(conversation: list[dict[str, Any]], facts: RenderedJob) -> Iterator[list[dict[str, Any]]]:
+    """The conversation with contents as the template may want them, the likeliest form first.
+
+    Templates of models of text often want one string, those of other models often a list of parts.
+    """
+    has_lists = any(isinstance(message.get("content"), list) for message in conversation)
+    if facts.takes_parts or not has_lists:
+        yield conversation
+    if facts.takes_parts:
+        yield map_contents(conversation, as_parts)
+    if has_lists:
+        yield map_contents(conversation, as_text)
+
+
+def _marked(content: Any) -> Any:
+    """A content with another last character: of the same length, as templates may loop over what is no list."""
+    if isinstance(content, str):
+        end = len(content.rstrip())
+        return content[: end - 1] + ("y" if content[end - 1] == "x" else "x") + content[end:]
+    last = max(index for index, part in enumerate(content) if part.get("text", "").strip())
+    part = {**content[last], "text": _marked(content[last]["text"])}
+    return [*content[:last], part, *content[last + 1 :]]
+
+
+def _refuse_role(role: str, name: str) -> None:
+    if role == "system":
+        raise ChatTemplateError(
+            f"the chat template of {name} leaves the system prompt out; put it into the first user message"
+        )
+    raise ChatTemplateError(
+        f"the chat template of {name} leaves messages of role {short_repr(role)} out; write what they say into a "
+        "user message"
+    )
+
+
+def _key_checks(conversation: list[dict[str, Any]], words: frozenset[str]) -> Iterator[_Check]:
+    """For each key that the template does not name, a message without it: the prompt must be another, too."""
+    seen: set[str] = set()
+    for index, message in enumerate(conversation):
+        unread = _MAY_BE_UNREAD_OF_TOOLS if message["role"] in ("tool", "function") else _MAY_BE_UNREAD
+        for key in message.keys() - {"role", "content"} - unread - words - seen:
+            seen.add(key)
+            without = {name: value for name, value in message.items() if name != key}
+            variant = [*conversation[:index], without, *conversation[index + 1 :]]
+            yield variant, functools.partial(_refuse_key, index, key)
+
+
+def _refuse_key(index: int, key: str, name: str) -> None:
+    raise UnsupportedArgumentError(
+        f"messages[{index}].{key}: the chat template of {name} does not read it, so the model would not see it; leave "
+        "it out"
+    )

@@ -1,0 +1,156 @@
+"""The program of a process that renders chat templates; `torchax_serve.text.template_renderer` starts it.
+
+A template is a program of whoever made the checkpoint. Here it may loop or grow as it likes: the parent ends this
+process at a deadline, and the system at a limit of memory or of processor time.
+
+The file runs as a script, so that it imports nothing of this project; jinja's sandbox and what templates find in it
+are transformers'. Its standard input is a socket. Each message there is a length (eight bytes, big-endian) and JSON.
+The first has the parent's ``sys.path``, and is answered with ``{}``; each later one is a job of `_answer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import sys
+from typing import Any
+
+MEMORY_BYTES = 2**30  # that rendering may take beside what is imported
+MAX_CHARS = 2**26  # of a rendered conversation
+
+
+def main() -> None:
+    """Answers jobs until the parent closes the socket."""
+    connection = socket.socket(fileno=0)
+    # What a library prints may not get between the answers, nor onto the parent's terminal.
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    first = _receive(connection)
+    if first is None:
+        return
+    sys.path[:] = first["path"]
+    import transformers.utils.chat_template_utils as chat_template_utils
+
+    _limit(resource.RLIMIT_AS, _used_bytes() + MEMORY_BYTES)
+    _send(connection, {})
+    while (job := _receive(connection)) is not None:
+        # If the parent has gone, nobody else ends a template that never does.
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + 2 * job["deadline_s"]) + 1)
+        try:
+            answer = _answer(chat_template_utils, job)
+        except MemoryError:
+            answer = {"error": f"MemoryError: it takes more than {MEMORY_BYTES >> 20} MiB"}
+        except Exception as error:
+            answer = {"error": _described(error)}
+        _send(connection, answer)
+
+
+def _answer(chat_template_utils: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """What a job asks for: its `template` read, and rendered for each of its `conversations`.
+
+    Returns:
+        ``variables`` that the template reads, ``words`` (names and strings that occur in it), ``takes_parts`` (of a
+        content), and ``texts``: for each conversation ``{"text": …}`` or ``{"error": …}``.
+    """
+    compiled = chat_template_utils._compile_jinja_template(job["template"])
+    texts = []
+    for conversation in job["conversations"]:
+        try:
+            texts.append({"text": _rendered(chat_template_utils, job, conversation)})
+        except MemoryError:
+            raise
+        except Exception as error:
+            texts.append({"error": _described(error)})
+    return {**_facts(compiled.environment, job["template"]), "texts": texts}
+
+
+def _rendered(chat_template_utils: Any, job: dict[str, Any], conversation: list[Any]) -> str:
+    rendered, _ = chat_template_utils.render_jinja_template(
+        conversations=[conversation],
+        chat_template=job["template"],
+        tools=job["tools"],
+        documents=job["documents"],
+        add_generation_prompt=not job["continues"],
+        continue_final_message=job["continues"],
+        **job["variables"],
+    )
+    text: str = rendered[0]
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"it writes more than {MAX_CHARS} characters")
+    return text
+
+
+def _facts(environment: Any, template: str) -> dict[str, Any]:
+    from jinja2 import meta, nodes
+
+    tree = environment.parse(template)
+    words = {node.attr for node in tree.find_all(nodes.Getattr)}
+    words |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return {
+        "variables": sorted(meta.find_undeclared_variables(tree) - environment.globals.keys()),
+        "words": sorted(words),
+        "takes_parts": _takes_parts(tree, nodes),
+    }
+
+
+def _takes_parts(tree: Any, nodes: Any) -> bool:
+    """Whether a loop runs over a message's content, or over a variable that has been made of it."""
+
+    def reads(node: Any, names: set[str]) -> bool:
+        found = [node, *node.find_all((nodes.Getattr, nodes.Getitem, nodes.Name))]
+        return any(
+            (isinstance(each, nodes.Getattr) and each.attr == "content")
+            or (isinstance(each, nodes.Getitem) and isinstance(each.arg, nodes.Const) and each.arg.value == "content")
+            or (isinstance(each, nodes.Name) and each.name in names)
+            for each in found
+        )
+
+    names = {"content"}
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and reads(assign.node, names):
+            names.add(assign.target.name)
+    return any(reads(loop.iter, names) for loop in tree.find_all(nodes.For))
+
+
+def _described(error: Exception) -> str:
+    """Type, line and first words of an error."""
+    line = getattr(error, "lineno", None)
+    said = " ".join((str(error) or "no message").split())
+    return f"{type(error).__name__}{f' in line {line}' if line else ''}: {said[:300]}"
+
+
+def _used_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _limit(kind: int, value: int) -> None:
+    with contextlib.suppress(ValueError, OSError):  # a lower hard limit holds already
+        resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
+
+
+def _receive(connection: socket.socket) -> Any:
+    header = _read(connection, 8)
+    return None if header is None else json.loads(_read(connection, int.from_bytes(header, "big")) or b"null")
+
+
+def _read(connection: socket.socket, length: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < length:
+        piece = connection.recv(min(length - len(data), 2**20))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+def _send(connection: socket.socket, value: dict[str, Any]) -> None:
+    data = json.dumps(value).encode()
+    connection.sendall(len(data).to_bytes(8, "big") + data)
+
+
+if __name__ == "__main__":
+    main()
