@@ -38,7 +38,7 @@ WRONG = [
     ("run Hi --top-k many", "--top-k: expected a whole number, got 'many'"),
     ("run Hi --top-p much", "--top-p: expected a number, got 'much'"),
     ("run Hi --top-p 2", "--top-p: expected a number > 0 and <= 1, got 2.0; 1.0 switches it off"),
-    ("run Hi --max-tokens 0", "--max-new-tokens: expected a whole number >= 1, got 0"),
+    ("run Hi --max-tokens 0", "--max-new-tokens: expected a whole number >= 1"),
     ("run Hi --tp 0", "--tensor-parallel: expected a whole number >= 1, got "),
     ("run Hi --greedy --temp 0.5", "--greedy: expected without --temperature"),
     ("run Hi --raw --system Kind", "--system: expected without --raw"),
