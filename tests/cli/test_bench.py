@@ -293,11 +293,11 @@ def test_the_benchmark_script_judges_by_the_targets(report, capsys):
     ("options", "error"),
     [
         ({"batches": ()}, "at least one batch size"),
-        ({"batches": (0,)}, "batch size is 0"),
-        ({"prompt_len": 0}, "prompt_len is 0"),
-        ({"new_tokens": 1}, "new_tokens is 1, expected 2 or more"),
-        ({"repeats": 0}, "repeats is 0"),
-        ({"against": "someone"}, "expected one of hf"),
+        ({"batches": (0,)}, "batches: expected whole numbers >= 1, got 0"),
+        ({"prompt_len": 0}, "prompt_len: expected a whole number >= 1, got 0"),
+        ({"new_tokens": 1}, "new_tokens: expected a whole number >= 2, got 1"),
+        ({"repeats": 0}, "repeats: expected a whole number >= 1, got 0"),
+        ({"against": "someone"}, "against: expected hf, got 'someone'"),
     ],
 )
 def test_bad_settings(options, error):

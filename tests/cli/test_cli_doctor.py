@@ -1,8 +1,8 @@
 """``doctor``: what the report has, what makes it end with 1, and what it keeps to itself."""
 
+import dataclasses
 import importlib.metadata
 import json
-import os
 import re
 import tomllib
 from pathlib import Path
@@ -83,31 +83,34 @@ def test_names_are_left_out(text, expected):
     assert without_personal_data(text, "/home/ann", "ann") == expected
 
 
+def put_in_place_of_the_kernel(monkeypatch, function):
+    """Has `function` stand for the C++ kernel of ``row_sum``."""
+    op = registry.find("row_sum")
+    kernel = registry.Implementation("cpu-ffi", ("cpu",), function)
+    implementations = [kernel if each.name == "cpu-ffi" else each for each in op.implementations]
+    monkeypatch.setitem(registry._OPS, "row_sum", dataclasses.replace(op, implementations=implementations))
+
+
 @pytest.mark.parametrize("damage", [0.5, float("nan")])
 def test_a_kernel_that_computes_something_else_is_a_problem(monkeypatch, damage):
-    row_sum = registry.find("row_sum")
-    index = next(i for i, each in enumerate(row_sum.implementations) if each.name == "cpu-ffi")
-    broken = registry.Implementation(
-        "cpu-ffi", ("cpu",), lambda x: registry.find("row_sum").find("reference").function(x) + jnp.float32(damage)
-    )
-    monkeypatch.setitem(row_sum.implementations, index, broken)
+    put_in_place_of_the_kernel(monkeypatch, lambda x: jnp.sum(x.astype(jnp.float32), -1) + damage)
+    monkeypatch.setattr(kernel_checks.ops, "list_ops", lambda: [registry.find("row_sum")])
+    monkeypatch.setattr(kernel_checks, "bandwidth", lambda note, buffer_bytes: ())
     result = doctor()
     assert result.exit_code == 1
     (line,) = [line for line in result.stdout.splitlines() if "row_sum, cpu-ffi:" in line and "PROBLEM" in line]
     assert "expected at most float32 0.0001" in line
-    assert result.stdout.rstrip().endswith(line.partition("PROBLEM: ")[2])
+    assert line.partition("PROBLEM: ")[2] in result.stdout.partition("## Result")[2]
 
 
 def test_a_kernel_that_fails_is_a_problem(monkeypatch):
     def fails(x):
         raise RuntimeError("Mosaic failed to compile\nat length")
 
-    linear = registry.find("row_sum")
-    monkeypatch.setitem(linear.implementations, 1, registry.Implementation("cpu-ffi", ("cpu",), fails))
-    facts = {fact.name: fact for fact in kernel_checks.numerics(lambda text: None, size=1)}
-    assert facts["row_sum, cpu-ffi"] == Fact(
-        "row_sum, cpu-ffi", "float32 fails with RuntimeError: Mosaic failed to compile", "problem"
-    )
+    put_in_place_of_the_kernel(monkeypatch, fails)
+    fact = kernel_checks._compared("row_sum", "cpu-ffi", 1)
+    assert fact.state == "problem"
+    assert fact.value == "float32 fails with RuntimeError: Mosaic failed to compile"
 
 
 def test_what_cannot_be_looked_at_is_a_problem_and_the_report_goes_on(monkeypatch):
@@ -208,6 +211,16 @@ def test_without_a_compiler_the_references_are_a_note(monkeypatch):
     assert "linear, cpu-ffi: no C++ compiler found" in facts["linear"].value
 
 
+@pytest.mark.parametrize(("platform", "kernel"), [("tpu", "tpu-pallas"), ("gpu", "gpu-triton")])
+@pytest.mark.parametrize("op", ["decode_attention", "paged_attention"])
+def test_the_cases_are_such_that_accelerators_take_their_kernels(platform, kernel, op):
+    with registry.on_platform(platform):
+        for dtype in kernel_checks.TOLERANCE:
+            assert kernel_checks._refusal(op, kernel, kernel_checks.CASES[op](dtype, 4)) is None
+        facts = {fact.name: fact for fact in kernel_checks.kernels_in_use()}
+    assert facts[op].value == kernel
+
+
 def test_an_accelerator_that_jax_does_not_see(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(environment.shutil, "which", lambda name: f"/usr/bin/{name}")
@@ -237,4 +250,3 @@ def test_markdown_lists_problems_again():
         "",
         "* longer: bad",
     ]
-    assert os.linesep == "\n" or text

@@ -121,7 +121,7 @@ def test_loading_options_arrive(call):
     flags += " --strict --tensor-parallel 2"
     call("some/model", "Hi there", *flags.split(), "--cache-dir", "/somewhere")
     options = call.served[1]
-    del options["progress"]
+    del options["progress"], options["engine"]
     assert options == {
         "revision": "main",
         "dtype": "bfloat16",
@@ -151,7 +151,7 @@ def test_loading_options_arrive(call):
         (["some/model", "Hi", "-p", "Ho"], None, "two prompts, 'Hi' and --prompt 'Ho'"),
         (["Hi there", "--temperature", "-1"], None, "--temperature: expected a number > 0, got -1.0; for greedy"),
         (["Hi there", "--greedy", "--top-k", "4"], None, "--greedy: expected without --top-k"),
-        (["Hi there", "--max-new-tokens", "0"], None, "--max-new-tokens: expected a whole number >= 1, got 0"),
+        (["Hi there", "--max-new-tokens", "0"], None, "--max-new-tokens: expected a whole number >= 1"),
         (
             ["Hi there", "--min-new-tokens", "9", "--max-tokens", "3"],
             None,

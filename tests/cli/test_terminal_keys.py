@@ -1,12 +1,19 @@
 """What is typed and when: during an answer, in earlier chats, pasted, completed; and streams that are closed."""
 
+import io
+import os
 import stat
 import subprocess
 import sys
 import termios
 
 import pytest
-from fake_terminal import CTRL_C, CTRL_D, TAB, TIMEOUT_S, UP, Terminal, environment, start
+from fake_terminal import CTRL_C, CTRL_D, TAB, TIMEOUT_S, UP, Terminal, environment
+from prompt_toolkit.history import InMemoryHistory
+
+from torchax_serve.cli import reporting
+from torchax_serve.cli import terminal as terminal_module
+from torchax_serve.cli.chat import history
 
 ANSWERED = ("prompt + ", "new tokens", ">>>")
 
@@ -23,7 +30,8 @@ def test_keys_typed_during_an_answer_are_the_next_message(kind):
         terminal.wait_for("0 1 2 3 ")
         assert not shows_keys(terminal)
         terminal.type("typed\r")
-        answer = terminal.wait_for("cut at the length limit")
+        answer, end, _ = terminal.wait_for("cut at the length limit").partition("cut at the length limit")
+        assert end
         assert "typed" not in answer
         terminal.wait_for("cut at the length limit", ">>>", "typed", "5 prompt + 6 new tokens", ">>>")
         terminal.type(CTRL_D)
@@ -31,14 +39,15 @@ def test_keys_typed_during_an_answer_are_the_next_message(kind):
 
 
 def test_the_terminal_is_given_back_after_an_interruption():
-    """The first Ctrl-C stops the answer, the end of the program leaves the terminal as it was."""
-    with Terminal("run", "be slow", TERM="xterm") as terminal:
+    """Ctrl-C stops the answer, and the terminal is as it was; no colours where none are wanted."""
+    with Terminal("run", "be slow", TERM="xterm", NO_COLOR="1") as terminal:
         terminal.wait_for("0 1 2 3 ")
         assert not shows_keys(terminal)
         terminal.type(CTRL_C)
         terminal.wait_for("stopped", "interrupted")
         assert shows_keys(terminal)
         assert terminal.status() == 130
+        assert "\x1b" not in terminal.seen
 
 
 def test_messages_of_earlier_chats_come_back(tmp_path):
@@ -61,19 +70,9 @@ def test_messages_of_earlier_chats_come_back(tmp_path):
         terminal.type("/quit\r")
         assert terminal.status() == 0
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    before = file.read_bytes()
-    with Terminal("run", "--no-history", TERM="xterm", XDG_STATE_HOME=str(tmp_path)) as terminal:
-        terminal.wait_for(">>>")
-        terminal.type("third\r")
-        terminal.wait_for("u(third)a(", *ANSWERED)
-        terminal.type(CTRL_D)
-        assert terminal.status() == 0
-    assert file.read_bytes() == before
 
 
 def test_a_history_does_not_grow_without_end(tmp_path, monkeypatch):
-    from torchax_serve.cli.chat import history
-
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(history, "MOST_MESSAGES", 3)
     kept = history.private_history()
@@ -89,38 +88,47 @@ def test_a_history_does_not_grow_without_end(tmp_path, monkeypatch):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_tab_completes_commands_and_files(tmp_path):
+def test_tab_completes_pasted_lines_are_one_message_and_nothing_is_kept(tmp_path):
     (tmp_path / "talk-of-today.json").write_text("[]")
-    with Terminal("run", TERM="xterm") as terminal:
-        terminal.wait_for("what is typed is not kept for the next time", ">>>")
+    with Terminal("run", "--no-history", TERM="xterm", XDG_STATE_HOME=str(tmp_path / "state")) as terminal:
+        terminal.wait_for("/help lists the commands", ">>>")
         terminal.type("/sys" + TAB)
-        terminal.wait_for("tem ")  # the rest of the name
+        terminal.wait_for("/sys", "tem")
         terminal.type("Be kind\r")
         terminal.wait_for("system prompt set", ">>>")
         terminal.type(f"/save {tmp_path}/talk" + TAB)
-        terminal.wait_for("-of-today.json")
+        terminal.wait_for("today.json")
         terminal.type("\r")
-        terminal.wait_for("talk-of-today.json exists and is not of this conversation", ">>>")
+        terminal.wait_for("exists and is not of this conversation", ">>>")
         terminal.type("/sistem\r")
         terminal.wait_for("there is no command /sistem; did you mean /system?", ">>>")
-        terminal.type(CTRL_D)
-        assert terminal.status() == 0
-
-
-def test_pasted_lines_are_one_message():
-    with Terminal("run", TERM="xterm") as terminal:
-        terminal.wait_for(">>>")
         terminal.type("\x1b[200~one\r/two\rthree\x1b[201~\r")
         terminal.wait_for("u(one\r\n/two\r\nthree)a(", *ANSWERED)
         terminal.type(CTRL_D)
         assert terminal.status() == 0
+    assert not (tmp_path / "state").exists()
 
 
-def test_no_colours_where_none_are_wanted():
-    with Terminal("run", "Hi there", TERM="xterm", NO_COLOR="1") as terminal:
-        terminal.wait_for("u(Hi there)a(", "new tokens")
-        assert terminal.status() == 0
-        assert "\x1b" not in terminal.seen
+def test_a_history_that_cannot_be_kept_is_said(monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null/state")
+    assert isinstance(history.private_history(), InMemoryHistory)
+    assert capsys.readouterr().err == (
+        "what is typed is not kept for the next time: Not a directory (--no-history leaves this note out)\n"
+    )
+
+
+def test_a_note_that_passes_is_no_longer_than_a_line(monkeypatch):
+    """A terminal takes away the line of the cursor alone."""
+    printed = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", printed)
+    monkeypatch.setattr(printed, "fileno", lambda: 2, raising=False)
+    monkeypatch.setattr(terminal_module, "may_style", lambda stream: True)
+    monkeypatch.setattr(terminal_module.os, "get_terminal_size", lambda descriptor: os.terminal_size((20, 10)))
+    with terminal_module.passing_note("reading the prompt (a new shape is compiled first) ..."):
+        pass
+    text = printed.getvalue().partition("\x1b[2m")[2].partition("\x1b[0m")[0]
+    assert text == "reading the prom..."
+    assert printed.getvalue().endswith("\r\x1b[K")
 
 
 CLOSED = """
@@ -153,14 +161,35 @@ def test_closed_streams():
     assert (done.returncode, done.stdout[:14]) == (0, "torchax-serve ")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["ops"], ["models", "--downloaded"], []])
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["models", "--downloaded"], []])
 def test_nobody_reads_the_end(arguments):
     """``| head -1`` and the like: no traceback, and no status that means a failed check."""
-    process = start(*arguments)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLOSED, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
     process.stdout.close()
-    _, said = process.stderr.read(), process.wait(TIMEOUT_S)
-    process.stderr.close()
-    assert said == 141
+    with process.stderr:
+        assert process.stderr.read() == ""
+    assert process.wait(TIMEOUT_S) == 141
+
+
+def test_a_table_that_nobody_reads_is_no_failed_check(monkeypatch):
+    """rich leaves with 1, which is the status of a check that failed."""
+    dropped = []
+    monkeypatch.setattr(reporting, "drop_output", dropped.append)
+
+    def print_table():
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            raise SystemExit(1)  # noqa: B904
+
+    assert reporting.run_and_report(print_table, debug=False) == reporting.EXIT_CLOSED_PIPE
+    assert dropped == [sys.stdout]
 
 
 STARTING = """

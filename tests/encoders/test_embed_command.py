@@ -73,12 +73,12 @@ def test_the_checkpoint_says_how(bert, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["a"], 'pass pooling, one of "mean", "cls", "last"'),
-        (["a", "--pooling", "median"], "pooling: expected one of \"mean\", .* got 'median'"),
-        (["a", "", "--pooling", "mean"], r"texts\[1\]: expected some text, got an empty one"),
-        ([" ", "--pooling", "mean"], r"texts\[0\]: expected some text, got an empty one"),
+        (["a"], 'pass --pooling, one of "mean", "cls", "last"'),
+        (["a", "--pooling", "median"], "--pooling: expected mean, cls, .* got 'median'"),
+        (["a", "", "--pooling", "mean"], r"TEXT 2: expected some text, got an empty one"),
+        ([" ", "--pooling", "mean"], r"TEXT 1: expected some text, got an empty one"),
         (["--pooling", "mean"], "TEXT: expected at least one text, got none"),
-        (["a " * 80, "--pooling", "mean"], r"texts\[0\]: expected at most 64 tokens, got 82; shorten it"),
+        (["a " * 80, "--pooling", "mean"], r"TEXT 1: expected at most 64 tokens, got 82; shorten it"),
         (["a", "-o", "found.csv"], "--output: expected a name that ends with .npy or .json, got found.csv"),
         (["a", "-o", "found.npy", "--json"], "--json: expected a file that ends with .json"),
         (["a", "-o", "nowhere/found.npy"], "--output: expected a folder that is there, got nowhere"),
@@ -91,9 +91,47 @@ def test_bad_input(bert, arguments, said):
     assert re.search(said, done.stderr), done.stderr
 
 
+def test_only_a_line_feed_ends_a_line(bert):
+    path, _ = bert
+    separators = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+    text = f"JAX{separators}is fast.\r\nGemma\n"
+    done = call(path, "--pooling", "mean", "--json", input=text.encode())
+    assert done.exit_code == 0, done.stderr
+    texts = [each["text"] for each in json.loads(done.stdout)["embeddings"]]
+    assert texts == [f"JAX{separators}is fast.", "Gemma"]
+    assert (
+        call(path, "--pooling", "mean", input=b"\xef\xbb\xbfGemma").stdout
+        == call(path, "Gemma", "--pooling", "mean").stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"JAX\nGem\xffma\n", "got byte 0xff in line 2, behind 3 bytes"),
+        (b"\xffJ\x00", "got byte 0xff in line 1, behind 0 bytes"),
+        (b"Gemma\xe2\x82", "got byte 0xe2 in line 1, behind 5 bytes"),
+        (b"\n\n", "TEXT 1: expected some text"),
+    ],
+)
+def test_lines_that_cannot_be_read(bert, data, said):
+    done = call(bert[0], "--pooling", "mean", input=data)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert said in done.stderr
+
+
+def test_run_names_embed_for_an_encoder(bert, monkeypatch):
+    done = CliRunner().invoke(app, ["run", str(bert[0]), "Hi there"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "is an encoder; for embeddings of texts: torchax-serve embed " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_generative_model_needs_a_rule():
     done = call(Path(torchax_serve.__file__).parent / "embedded", "JAX is fast.")
     assert done.exit_code == 2
     assert (
-        'has no modules.json that says how its tokens become one embedding; pass pooling, one of "mean"' in done.stderr
+        'has no modules.json that says how its tokens become one embedding; pass --pooling, one of "mean"'
+        in done.stderr
     )

@@ -41,9 +41,9 @@ def refused(monkeypatch):
         ("--mesh data=3,model=333", r"mesh: expected at most the \d+ devices .* data 3 x model 333 x expert 1 = 999"),
         ("--mesh pipe=2", r"mesh: expected axes out of data, model, expert, got 'pipe'"),
         ("--mesh model=two", r"mesh: expected model=<a positive number>, got 'model=two'"),
-        ("--mesh model=1 --tensor-parallel 1", r"mesh and tensor_parallel: expected one of them, got both"),
+        ("--mesh model=1 --tensor-parallel 1", r"--mesh and --tensor-parallel: expected one of them, got both"),
         ("--num-hosts 2 --host-id 0", r"expected --coordinator beside the other options of hosts"),
-        ("--coordinator a:1 --num-hosts 2 --host-id 2", r"host_id: expected a whole number from 0 to 1, got 2"),
+        ("--coordinator a:1 --num-hosts 2 --host-id 2", r"--host-id: expected a whole number from 0 to 1, got 2"),
     ],
 )
 def test_meshes_that_cannot_be(refused, arguments, said):

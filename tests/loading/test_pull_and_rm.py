@@ -127,16 +127,15 @@ def test_one_of_two_revisions_is_deleted(hub, call, tmp_path):
     blob = folder / "blobs" / "newer"
     blob.write_bytes(b"{}" * 1000)
     (newer / "config.json").symlink_to(blob)
-    (newer / "model.safetensors").symlink_to(
-        (folder / "snapshots" / hub_lookalike.COMMIT / "model.safetensors").resolve()
-    )
+    older = folder / "snapshots" / hub_lookalike.COMMIT
+    (newer / "model.safetensors").symlink_to((older / "model.safetensors").resolve())
     (folder / "refs" / "next").write_text(OTHER)
     assert {tuple(each["names"]) for each in listed(call)[0]["revisions"]} == {("main",), ("next",)}
     call("rm", NAME, "--revision", OTHER[:8], "--yes")
     (model,) = listed(call)
     assert [each["commit"] for each in model["revisions"]] == [hub_lookalike.COMMIT]
     assert not blob.exists()
-    assert (folder / "snapshots" / hub_lookalike.COMMIT / "model.safetensors").exists()  # shared with what is gone
+    assert (older / "model.safetensors").exists()  # shared with what is gone
 
 
 def test_a_download_that_was_not_finished(call, tmp_path):

@@ -344,10 +344,24 @@ def test_the_command_says_what_is_wrong_in_a_line(arguments, said, monkeypatch):
         assert "DOES NOT FIT" in done.stdout
 
 
+def test_a_plan_says_what_it_is_doing(module, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    request = dataclasses.replace(REQUEST, topology="cpu:1", prefill_lens=(16,))
+    told = []
+    kept_plan(module, "toy", request, note=told.append)
+    assert told == [
+        "tracing toy for cpu:1",
+        f"compiling decode of {request.num_slots} tokens for cpu:1",
+        "compiling prefill of 16 tokens for cpu:1",
+    ]
+    kept_plan(module, "toy", request, note=told.append)
+    assert len(told) == 3  # there is nothing to wait for
+
+
 def test_the_search_names_the_smallest_that_fits(module, monkeypatch):
     asked = []
 
-    def fake(module, name, request):
+    def fake(module, name, request, note):
         asked.append(request.topology)
         report = make_plan(module, name, dataclasses.replace(request, topology="cpu:1", prefill_lens=()))
         return dataclasses.replace(report, topology=request.topology, fits=request.topology.endswith("2x4")), False

@@ -39,6 +39,6 @@ class Settings:
                 raise InvalidArgumentError(f"{name}: expected a whole number >= {low}, got {getattr(self, name)}")
         for batch in self.batches:
             if batch < 1:
-                raise InvalidArgumentError(f"batch: expected a whole number >= 1, got {batch}")
+                raise InvalidArgumentError(f"batches: expected whole numbers >= 1, got {batch}")
         if self.against is not None and self.against not in PEERS:
             raise InvalidArgumentError(f"against: expected {' or '.join(PEERS)}, got {self.against!r}")

@@ -8,24 +8,45 @@ from typing import Annotated
 import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from torchax_serve.cli.options import DTYPES, check_choice, complete_dtype
+from torchax_serve.cli.shared.model_name import check_model, complete_model
 
 
 def deploy(
     model: Annotated[
         str | None,
-        typer.Argument(help="Short name, hub id or folder that every node has; without it the embedded model."),
+        typer.Argument(
+            autocompletion=complete_model,
+            help="Short name, hub id or folder that every node has; without it the embedded model.",
+        ),
     ] = None,
     name: Annotated[str, typer.Option("--name", help="Of the application; the same name again updates it.")] = "model",
     replicas: Annotated[
         str, typer.Option("--replicas", help="A number, or LEAST:MOST, between which Ray chooses by the load.")
     ] = "1",
-    slots: Annotated[int, typer.Option("--slots", help="Requests that a replica runs at once.")] = 32,
-    max_len: Annotated[int | None, typer.Option("--max-len", help="Tokens of a request, prompt and answer.")] = None,
+    slots: Annotated[
+        int, typer.Option("--slots", "--max-num-seqs", min=1, help="Requests that a replica runs at once.")
+    ] = 32,
+    max_len: Annotated[
+        int | None,
+        typer.Option("--max-len", "--max-model-len", min=2, help="Tokens of a request, prompt and answer."),
+    ] = None,
     kv_cache_dtype: Annotated[
         str | None, typer.Option("--kv-cache-dtype", help="int8: keys and values in 8 bits; by default as the model.")
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
-    tensor_parallel: Annotated[int | None, typer.Option("--tensor-parallel", help="Devices of a replica.")] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            "--torch-dtype",
+            autocompletion=complete_dtype,
+            help="auto, float32, bfloat16 or float16.",
+        ),
+    ] = "auto",
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option("--tensor-parallel", "--tensor-parallel-size", "--tp", min=1, help="Devices of a replica."),
+    ] = None,
     accelerator: Annotated[
         str | None, typer.Option("--accelerator", help="GPU or TPU: what replicas take; processor cores by default.")
     ] = None,
@@ -38,6 +59,9 @@ def deploy(
 ) -> None:
     """Serve a model by several replicas on a Ray cluster: autoscaling, health checks, updates without a gap."""
     least, most = _range(replicas)
+    check_choice("--dtype", dtype, DTYPES)
+    if address is None:  # a folder of another machine cannot be looked for here
+        check_model(model)
     from torchax_serve.deploy.options import DeployOptions
 
     options = DeployOptions(

@@ -19,7 +19,7 @@ ENDINGS = (".npy", ".json")
 
 def _poolings() -> tuple[str, ...]:
     """The names that ``--pooling`` takes."""
-    from torchax_serve.encoders import POOLINGS
+    from torchax_serve.pooling.methods import POOLINGS
 
     return POOLINGS
 

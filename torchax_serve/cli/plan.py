@@ -15,7 +15,7 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.cli.interrupts import prompt_interrupts
 from torchax_serve.cli.options import DTYPES, ConfigOptions, check_choice, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
-from torchax_serve.cli.terminal import activity
+from torchax_serve.cli.terminal import activity, passing_note
 
 
 @option_groups
@@ -80,19 +80,20 @@ def plan(
         "refuse_uneven": refuse_uneven,
     }
     os.environ["JAX_PLATFORMS"] = "cpu"  # the devices planned for are described, never opened
-    with prompt_interrupts(leave_at=1), activity() as note:
-        note("starting torch and jax")
-        from torchax_serve.planning.abstract import empty_module
+    with prompt_interrupts(leave_at=1):
+        with passing_note("starting torch and jax ..."):
+            from torchax_serve.planning.abstract import empty_module
 
         module = empty_module(model, **load.kwargs())
         name = model or "the embedded model"
-        if sharding:
-            show = _sharding(module, topology, mesh, refuse_uneven=refuse_uneven, as_json=as_json)
-        elif search is not None:
-            show = _search(module, name, search, options, note, as_json=as_json)
-        else:
-            options |= {"topology": topology, "max_len": max_len, "num_slots": slots}
-            show = _plan(module, name, options, note, save=save, as_json=as_json, use_kept=not no_cache)
+        with activity() as note:
+            if sharding:
+                show = _sharding(module, topology, mesh, refuse_uneven=refuse_uneven, as_json=as_json)
+            elif search is not None:
+                show = _search(module, name, search, options, note, as_json=as_json)
+            else:
+                options |= {"topology": topology, "max_len": max_len, "num_slots": slots}
+                show = _plan(module, name, options, note, save=save, as_json=as_json, use_kept=not no_cache)
     show()
 
 

@@ -36,7 +36,7 @@ def passing_note(text: str) -> Iterator[Callable[[], None]]:
     """Shows `text` on the line of the cursor, where a person watches, until the function it yields is called."""
     shown = may_style(sys.stderr)
     if shown:
-        print(f"\x1b[2m{text}\x1b[0m", end="", file=sys.stderr, flush=True)
+        print(f"\x1b[2m{_on_one_line(text)}\x1b[0m", end="", file=sys.stderr, flush=True)
 
     def take_away() -> None:
         nonlocal shown
@@ -48,6 +48,15 @@ def passing_note(text: str) -> Iterator[Callable[[], None]]:
         yield take_away
     finally:
         take_away()
+
+
+def _on_one_line(text: str) -> str:
+    """`text` cut to the width of the terminal, as only one line can be taken away again."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except OSError:
+        return text
+    return text if not columns or len(text) < columns else text[: max(0, columns - 4)] + "..."
 
 
 @contextlib.contextmanager

@@ -42,6 +42,11 @@ class Case:
     read_bytes: int | None = field(default=None)
 
 
+def _untraced(case: Case) -> Callable[..., Any]:
+    """The call as a function of its own: JAX remembers what it has traced, and with it which kernel that took."""
+    return lambda *args: case.call(*args)
+
+
 def _normal(dtype: Any, *shape: int, seed: int = 0, scale: float = 1.0) -> jax.Array:
     values = np.random.default_rng(seed).standard_normal(shape, np.float32) * scale
     return jnp.asarray(values, dtype)
@@ -79,7 +84,7 @@ def _dense_attention(dtype: Any, size: int) -> Case:
     return Case(call, tuple(_normal(dtype, *shape, seed=seed) for seed in range(3)))
 
 
-_HEADS, _GROUP, _DIM, _PAGE = 2, 4, 64, 16
+_HEADS, _GROUP, _DIM, _PAGE = 2, 4, 128, 64
 
 
 def _pages(dtype: Any, num_rows: int, row_len: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -133,7 +138,7 @@ def kernels_in_use() -> Iterator[Fact]:
         for dtype in ("bfloat16", "float32"):
             case = CASES[op.name](dtype, 1)
             with registry.recorded() as record, registry.fallbacks() as refusals:
-                jax.eval_shape(case.call, *case.args)
+                jax.eval_shape(_untraced(case), *case.args)
             chosen[dtype] = next((name for each, name in sorted(record) if each == op.name), "unknown")
             reasons += refusals
         names = " and ".join(sorted(set(chosen.values())))
@@ -161,13 +166,13 @@ def _compared(op: str, implementation: str, size: int) -> Fact:
         case = CASES[op](dtype, size)
         if implementation == "cpu-packed":
             case = _packed(case, dtype)
-        reason = _refusal(op, implementation, case)
-        if reason is not None:
-            refused.append(f"{dtype}: {reason}")
-            continue
         try:
+            reason = _refusal(op, implementation, case)
+            if reason is not None:
+                refused.append(f"{dtype}: {reason}")
+                continue
             with registry.use(op, implementation):
-                got = jax.jit(lambda *args, case=case: case.call(*args))(*case.args)
+                got = jax.jit(_untraced(case))(*case.args)
             differences[dtype] = (largest_difference(got, _reference(CASES[op](dtype, size))), tolerance)
         except Exception as error:  # whatever a compiler raises is what is looked for
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -198,7 +203,7 @@ def _refusal(op: str, implementation: str, case: Case) -> str | None:
     """Why `implementation` does not take the call, or None."""
     try:
         with registry.use(op, implementation):
-            jax.eval_shape(lambda *args: case.call(*args), *case.args)
+            jax.eval_shape(_untraced(case), *case.args)
     except InvalidArgumentError as error:
         return str(error).partition("cannot serve: ")[2].rpartition("; drop")[0] or str(error)
     return None
@@ -211,7 +216,7 @@ def _reference(case: Case) -> Any:
         stack.enter_context(registry.on_platform("cpu"))
         for op in ops.list_ops():
             stack.enter_context(registry.use(op.name, registry.REFERENCE))
-        return jax.jit(lambda *given: case.call(*given))(*map(_wide, case.args))
+        return jax.jit(_untraced(case))(*map(_wide, case.args))
 
 
 def _wide(array: jax.Array) -> jax.Array:
@@ -242,7 +247,7 @@ def bandwidth(note: Callable[[str], None], *, buffer_bytes: int | None = None) -
         case = CASES[op]("bfloat16", size)
         assert case.read_bytes is not None
         with registry.recorded() as record:
-            run = jax.jit(lambda *args, case=case: case.call(*args))
+            run = jax.jit(_untraced(case))
             rate = case.read_bytes / _fastest_s(run, case.args)
         name = next((name for each, name in sorted(record) if each == op), "reference")
         amount = f"{case.read_bytes / 1e6:.0f} MB in bfloat16"

@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchax_serve.encoders.embedding import embed
     from torchax_serve.encoders.labels import Classification, RankedDocument, TokenLabel
-    from torchax_serve.encoders.rules import POOLINGS
+    from torchax_serve.pooling.methods import POOLINGS
 
 __all__ = ["POOLINGS", "Classification", "RankedDocument", "TokenLabel", "embed"]
 
 _HOME = {
-    "POOLINGS": "rules",
-    "Classification": "labels",
-    "RankedDocument": "labels",
-    "TokenLabel": "labels",
-    "embed": "embedding",
+    "POOLINGS": "torchax_serve.pooling.methods",
+    "Classification": "torchax_serve.encoders.labels",
+    "RankedDocument": "torchax_serve.encoders.labels",
+    "TokenLabel": "torchax_serve.encoders.labels",
+    "embed": "torchax_serve.encoders.embedding",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # The command line checks `POOLINGS` before torch and jax are imported.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
     return value

@@ -14,11 +14,8 @@ from typing import Any
 from model_adapters.errors import CheckpointError, UnsupportedModelError
 from model_adapters.loading.modules_json import MODULES, ModuleEntry, modules_root, read_modules
 from torchax_serve.pooling.layers import ACTIVATIONS, Layer
+from torchax_serve.pooling.methods import POOLINGS
 from torchax_serve.pooling.text_rule import TextRule, read_json, text_rule
-
-POOLINGS = ("mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean")
-"""mean: of all tokens; cls: the first; last; max: by dimension; mean_sqrt_len: the sum over the square root of the
-number of tokens; weighted_mean: later tokens weigh more, by their place."""
 
 _FLAGS = {
     "pooling_mode_cls_token": "cls",

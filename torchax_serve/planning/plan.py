@@ -162,7 +162,6 @@ def make_plan(
     Raises:
         TorchaxServeError: a topology, mesh or model that cannot be planned; says why.
     """
-    note(f"describing the devices of {request.topology}")
     chip, devices = describe(request.topology)
     shape = parse_mesh(request.mesh, len(devices))
     num_replicas = shape["data"]

@@ -36,6 +36,10 @@ def private_history() -> History:
 class PrivateHistory(FileHistory):
     """A history in a file that only its owner may read, and that does not grow without end."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        super().__init__(path)
+
     def load_history_strings(self) -> Iterable[str]:
         """The newest `MOST_MESSAGES` messages, the newest first."""
         messages = list(super().load_history_strings())
@@ -46,14 +50,14 @@ class PrivateHistory(FileHistory):
     def store_string(self, string: str) -> None:
         """Adds a message; where that cannot be done any more it is kept in memory alone."""
         try:
-            os.close(_opened(Path(self.filename), os.O_RDWR))  # somebody may have removed it meanwhile
+            os.close(_opened(self._path, os.O_RDWR))  # somebody may have removed it meanwhile
             super().store_string(string)
         except OSError:
             return
 
     def _write(self, newest_first: list[str]) -> None:
         """Puts `newest_first` in the place of what the file has, at once."""
-        path = Path(self.filename)
+        path = self._path
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         os.close(_opened(partial, os.O_RDWR | os.O_TRUNC))
         rewritten = FileHistory(partial)

@@ -102,6 +102,9 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     def flag_at_the_start(found: re.Match[str]) -> str:
         return ", ".join(known.get(name, name) for name in found[0].split(", "))
 
+    message = re.sub(r"^texts\[(\d+)\]", lambda found: f"TEXT {int(found[1]) + 1}", message)
+    advised = r"(?<=\b(?:pass|give) )(?P<name>[a-z_]+)(?P<value>)(?=[,;.]|$| one of| with)"
+    message = re.sub(advised, flag_of, message)
     message = re.sub(r"^[a-z_]+(, [a-z_]+)*(?=: | is )", flag_at_the_start, message)
     # An argument is told from a word of the sentence by its value, or by the underscore in its name.
     with_value = r"(?<![\w.-])(?P<name>[a-z]\w*)=(?P<value>'[^']*'|[\w.+-]*)"

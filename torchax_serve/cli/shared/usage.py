@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from typer.core import TyperGroup
@@ -42,15 +43,22 @@ _COMMANDS = {
 class CommandGroup(TyperGroup):
     """The program: its commands, whose usage errors become one line on stderr and status 2."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Runs the program as click does; ends by ``SystemExit`` with its status."""
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **kwargs)
-        sys.exit(self._status(*args, **kwargs))
+        run = partial(super().main, args, prog_name, complete_var, False, windows_expand_args, **extra)
+        return sys.exit(self._status(run)) if standalone_mode else run()
 
-    def _status(self, *args: Any, **kwargs: Any) -> int:
+    def _status(self, run: Callable[[], Any]) -> int:
         try:
-            status = super().main(*args, standalone_mode=False, **kwargs)
+            status = run()
             sys.stdout.flush()
         except BrokenPipeError:
             drop_output(sys.stdout)
