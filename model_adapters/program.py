@@ -23,6 +23,8 @@ from model_adapters.bridge import jax_view, torch_mode, torch_view, views_of
 from model_adapters.cache_layers import AttentionLayer
 from model_adapters.caches import LayerStates, check_layers_keep_all, shortest_window, trace_cache
 from model_adapters.call_names import names_of
+from model_adapters.call_spec import CallSpec as CallSpec
+from model_adapters.call_spec import MethodSpec as MethodSpec
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.gathers import gathers_first
 from model_adapters.hooks import on_torch_tensors
@@ -47,36 +49,6 @@ INDICES = "indices"
 """Beside the fields of an output: whether indices were rows of the tables they were looked up in, bool[n]."""
 CONDITIONS = "conditions"
 """Beside the fields of an output: what the model's code checks of values, bool[n], all True where they are met."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CallSpec:
-    """The static part of a call: everything here that differs means another compilation.
-
-    Attributes:
-        output_hidden_states: return the hidden states of every layer.
-        output_attentions: return attention weights; attention then runs as the model's own eager code.
-        padded: the batch is padded on the left, so the forward gets an attention mask.
-        extra: further keyword arguments of the forward that are not arrays; a `HostValue` is a tensor to model code.
-    """
-
-    output_hidden_states: bool = False
-    output_attentions: bool = False
-    padded: bool = False
-    extra: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class MethodSpec:
-    """The static part of a call of a method.
-
-    Attributes:
-        path: of the method, from the module.
-        extra: as in `CallSpec`.
-    """
-
-    path: str
-    extra: tuple[tuple[str, Any], ...] = ()
 
 
 class ModelProgram:

@@ -187,7 +187,7 @@ def _undecorated(kind: type) -> Callable[..., Any] | None:
         inner = getattr(function, "__wrapped__", None)
         is_update = getattr(function, "__globals__", {}).get("__name__") == modeling_rope_utils.__name__
         if inner is not None and is_update:
-            return inner  # type: ignore[no-any-return]
+            return inner
         function = inner
     return None
 

@@ -26,6 +26,7 @@ from torchax_serve import EngineOptions
 from torchax_serve.cli.main import app
 from torchax_serve.distributed.mesh_shape import parse_mesh
 from torchax_serve.meshes import mesh_of
+from torchax_serve.parity.tiny.rope_types import with_rope
 from torchax_serve.parity.tiny_config import tiny_config
 from torchax_serve.planning import chips, kept, search, topology
 from torchax_serve.planning.abstract import abstract_model
@@ -103,6 +104,13 @@ ROADS = {
         "generate",
     ),
 }
+
+
+def test_steps_are_planned_that_are_told_lengths_for_rotary_frequencies():
+    module = module_of(transformers.LlamaForCausalLM, with_rope(CONFIG, "dynamic"), torch.float32)
+    report = make_plan(module, "toy", REQUEST)
+    assert (report.road, report.fits) == ("packed", True)
+    assert [program.name for program in report.programs] == ["decode", "prefill"]
 
 
 @pytest.mark.parametrize("model_type", ROADS)

@@ -1,0 +1,36 @@
+"""What is static of a call of a model: the forward's, or that of a method."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSpec:
+    """The static part of a call: everything here that differs means another compilation.
+
+    Attributes:
+        output_hidden_states: return the hidden states of every layer.
+        output_attentions: return attention weights; attention then runs as the model's own eager code.
+        padded: the batch is padded on the left, so the forward gets an attention mask.
+        extra: further keyword arguments of the forward that are not arrays; a `HostValue` is a tensor to model code.
+    """
+
+    output_hidden_states: bool = False
+    output_attentions: bool = False
+    padded: bool = False
+    extra: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodSpec:
+    """The static part of a call of a method.
+
+    Attributes:
+        path: of the method, from the module.
+        extra: as in `CallSpec`.
+    """
+
+    path: str
+    extra: tuple[tuple[str, Any], ...] = ()
