@@ -28,7 +28,7 @@ def _selective_scan(
     return_last_state: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As the original: `hidden_states` and `dt` [batch, width, len], `A` [width, state], `B` and `C` [batch, state, len].
+    """As the original: of [batch, width, len], `A` [width, state], `B` and `C` [batch, state, len].
 
     Arguments beside these choose among the original's ways of computing the same.
     """
