@@ -1,0 +1,1 @@
+"""Tiny models to check parity with."""
