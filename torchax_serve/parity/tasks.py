@@ -16,7 +16,8 @@ class Task:
 
     Attributes:
         mapping: its name in ``transformers.models.auto.modeling_auto``; several, joined by "|". Where a colon is in it,
-            "module:function" that gives the names of what is checked in the place of model types.
+            "module:function" that gives the names of what is checked in the place of model types. Empty where the
+            caller names files.
         checker: "module:function"; the function takes a model type and gives a `Result`.
         title: of its section in docs/models.md.
         introduction: what is compared, and what passing means; "{passed}" and "{total}" are filled in.
@@ -29,12 +30,17 @@ class Task:
     introduction: str
     roads: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def is_of_types(self) -> bool:
+        """Whether what is checked are model types."""
+        return bool(self.mapping) and ":" not in self.mapping
+
     def types(self) -> list[str]:
         """Every model type of the mapping, in the installed transformers; or every other name that is checked."""
         from transformers.models.auto import modeling_auto
 
-        if ":" in self.mapping:
-            return list(_imported(self.mapping)())
+        if not self.is_of_types:
+            return list(_imported(self.mapping)()) if self.mapping else []
         return sorted({each for name in self.mapping.split("|") for each in getattr(modeling_auto, name)})
 
     def check(self, model_type: str) -> Result:
@@ -50,6 +56,8 @@ def _imported(name: str) -> Any:
 
 
 CAUSAL = "causal"
+CHECKPOINTS = "checkpoints"
+"""Published configurations, which lie in a folder outside of this project."""
 TASKS: dict[str, Task] = {
     CAUSAL: Task("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "torchax_serve.parity.check:check", "Models", ""),
     "seq2seq": Task(
@@ -112,5 +120,6 @@ TASKS: dict[str, Task] = {
             "fast": "the fast loop of `generate`, behind an encoder",
         },
     ),
+    CHECKPOINTS: Task("", "torchax_serve.parity.check_configuration:check_file", "Checkpoints by name", ""),
 }
 """By name; the order is that of the document."""
