@@ -47,9 +47,10 @@ def _linear_attention(
 
     if state is None:
         zeros = jnp.zeros_like(keys[:, 0], jnp.float32)
-        begin = zeros, zeros, zeros - 1e38
+        begin: _State = (zeros, zeros, zeros - 1e38)
     else:
-        begin = tuple(jnp.asarray(part, jnp.float32) for part in jax_view(tuple(state)))
+        numerator, denominator, highest = (jnp.asarray(part, jnp.float32) for part in jax_view(tuple(state)))
+        begin = (numerator, denominator, highest)
     by_token = jnp.moveaxis(keys, 1, 0), jnp.moveaxis(values, 1, 0)
     last, outputs = jax.lax.scan(step, begin, by_token)
     rest = list(torch_view(last)) if return_state or state is not None else None

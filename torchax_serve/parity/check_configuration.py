@@ -74,7 +74,8 @@ def _base_of(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The class of the model under a head of `model_class` that fills in words, or `model_class` itself."""
     if not model_class.__name__.endswith(("ForMaskedLM", "ForPreTraining")):
         return model_class
-    name: Any = modeling_auto.MODEL_MAPPING_NAMES[model_class.config_class.model_type]
+    config_class: Any = model_class.config_class
+    name: Any = modeling_auto.MODEL_MAPPING_NAMES[config_class.model_type]
     return getattr(transformers, name if isinstance(name, str) else name[0])
 
 
