@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchax_serve.parity import sweep, table, touched
-from torchax_serve.parity.tasks import CAUSAL, TASKS
+from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = {name: importlib.metadata.version(name) for name in ("transformers", "torch", "jax", "torchax")}
@@ -27,7 +27,9 @@ VERSIONS = {name: importlib.metadata.version(name) for name in ("transformers", 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types; all if none is named")
-    parser.add_argument("--task", choices=TASKS, default=CAUSAL, help="what is checked")
+    parser.add_argument(
+        "--task", choices=[name for name in TASKS if name != CHECKPOINTS], default=CAUSAL, help="what is checked"
+    )
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--failed", action="store_true", help="also those that did not pass")
     parser.add_argument(

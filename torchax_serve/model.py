@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
@@ -19,13 +20,14 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.loading import LoadedModel, Progress, has_own_generate, load_model
+from model_adapters.loading.generative_class import with_head
 from model_adapters.loading.packing import lay_out_weights
 from torchax_serve import collector
 from torchax_serve.alone import is_beam_search, tokens_alone
 from torchax_serve.argument_checks import short_repr
 from torchax_serve.class_generate import for_the_loop, has_class_generate
 from torchax_serve.compile_cache import enable_compile_cache
-from torchax_serve.drop_in import rows_elsewhere
+from torchax_serve.drop_in import attach, rows_elsewhere
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.replicas import Replicas
@@ -37,8 +39,9 @@ from torchax_serve.hosts.start import check_alike, facts_of, in_common, joined, 
 from torchax_serve.images.placeholders import check_has_media
 from torchax_serve.loop_rows import LoopRows, row_of
 from torchax_serve.meshes import mesh_for
-from torchax_serve.open_model import OpenModel
+from torchax_serve.open_model import OpenModel, programs_of
 from torchax_serve.request import SamplingParams
+from torchax_serve.runtime import Runtime
 from torchax_serve.sampling import unsupported_by_fast_path
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
 from torchax_serve.text.prompt import checked_ids, detokenizer_of, encode_prompt, given_or_default
@@ -160,6 +163,8 @@ class ServedModel(OpenModel):
         if not self._process.is_current:
             return  # a forked child: engine and weights are the parent's
         self._loaded = None
+        if (head := vars(self).pop("_generates_with_head", None)) is not None:
+            head._jax_runtime.weights.clear()
         with self._engine_lock:
             if isinstance(self._engine, Engine | Replicas):
                 self._engine.close("the model was closed")
@@ -219,12 +224,14 @@ class ServedModel(OpenModel):
 
     def _generator(self) -> Any:
         self._open()
-        if not self.torch_model.can_generate():
-            raise UnsupportedModelError(
-                f"{type(self.torch_model).__name__} does not generate text{self.load_report.lack}; embed() gives "
-                "embeddings of texts, and the model can be called on its inputs"
-            )
-        return self.torch_model
+        return self.torch_model if self.torch_model.can_generate() else self._generates_with_head
+
+    @functools.cached_property
+    def _generates_with_head(self) -> Any:
+        """What generates over the weights of a base model, as its type's class with a tied head does."""
+        loaded = self._open()
+        module, weights = with_head(loaded)
+        return attach(module, Runtime(module, weights, programs_of(dataclasses.replace(loaded, module=module))))
 
     @functools.cached_property
     def _rows(self) -> LoopRows:

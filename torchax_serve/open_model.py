@@ -39,7 +39,7 @@ class OpenModel:
         self.dtype: torch.dtype = loaded.module.dtype
         self.load_report = loaded.report
         if loaded.sharding is None:
-            self._runtimes = [Runtime(loaded.module, loaded.weights, _programs_of(loaded))]
+            self._runtimes = [Runtime(loaded.module, loaded.weights, programs_of(loaded))]
         else:
             self._runtimes = runtimes_of(loaded.module, loaded.weights, loaded.sharding, mirror)
         self.torch_model: Any = attach(loaded.module, self._runtimes[0])
@@ -93,7 +93,7 @@ class OpenModel:
         return self._loaded
 
 
-def _programs_of(loaded: LoadedModel) -> ProgramCache:
+def programs_of(loaded: LoadedModel) -> ProgramCache:
     """Where the model's programs are kept; in memory alone for an object, whose code anybody may have changed."""
     folder = programs_dir()
     if folder is None or loaded.source.kind == "object":

@@ -5,6 +5,7 @@ common (`SHARED`). It may have:
 
 * ``REPLACED``: functions by ``Class.method``, which stand in the place of those methods while a model is traced, and
   are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
+* ``FUNCTIONS``: the same for functions of its modeling file, by name; one that a release does not have is left out.
 * ``LEANS = True``: the code counts from the end of the keys, so the cache must lean (`model_adapters.cache_layers`).
 * ``FORGETS = True``: its masks show all tokens, and what its cache has kept of them decides what is seen.
 * ``ONE_BY_ONE``: architectures where tokens of one forward see those behind them, so that an answer goes on token by
@@ -18,12 +19,14 @@ import contextlib
 import functools
 import importlib
 import pkgutil
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from model_adapters.bridge import is_in_torch_mode
 from model_adapters.module_state import methods_replaced
 
 _MODELS = "transformers.models."
@@ -32,6 +35,7 @@ SHARED = {
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "idefics"),
     **dict.fromkeys(("gpt_neo", "mpt"), "counts_keys"),
     **dict.fromkeys(("fsmt", "led"), "unmasked_steps"),
+    **dict.fromkeys(("falcon_mamba", "jamba", "zamba"), "mamba"),
 }
 """Architectures whose code is another's, copied, or needs the same as others': the quirk that is theirs as well."""
 
@@ -82,7 +86,9 @@ def _architecture(module: torch.nn.Module) -> str:
 
 
 def applied(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """The methods of quirks stand in the place of those of `module` and its parts inside."""
+    """The methods of quirks stand in the place of those of `module` and its parts inside, and their functions."""
+    for child in module.modules():
+        _install_functions(type(child).__module__, _architecture(child))
     return methods_replaced(
         (child, method, function)
         for child in module.modules()
@@ -90,3 +96,19 @@ def applied(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         for class_name, _, method in (name.partition("."),)
         if any(base.__name__ == class_name for base in type(child).__mro__)
     )
+
+
+@functools.cache
+def _install_functions(file: str, architecture: str) -> None:
+    """Gives a modeling file functions that call the quirk's in a trace, and the original's everywhere else."""
+    for name, function in getattr(_module(architecture), "FUNCTIONS", {}).items():
+        if (original := vars(sys.modules[file]).get(name)) is not None:
+            setattr(sys.modules[file], name, _by_mode(function, original))
+
+
+def _by_mode(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (function if is_in_torch_mode() else original)(*args, **kwargs)
+
+    return chosen

@@ -37,9 +37,7 @@ def bart():
     torch.manual_seed(0)
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "max_position_embeddings": 32}
     sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-    model = BartForConditionalGeneration(
-        BartConfig(vocab_size=61, decoder_start_token_id=2, **SPECIAL, **sizes, **heads)
-    )
+    model = BartForConditionalGeneration(BartConfig(vocab_size=61, decoder_start_token_id=2, **SPECIAL, **sizes))
     model.generation_config.update(**BEAMS, forced_bos_token_id=5, forced_eos_token_id=2)
     return model
 

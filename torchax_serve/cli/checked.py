@@ -28,7 +28,7 @@ def types_by_task() -> dict[str, tuple[str, ...]]:
     """Every model type of the installed transformers that a task is about, by task."""
     from torchax_serve.parity.tasks import TASKS
 
-    return {name: tuple(task.types()) for name, task in TASKS.items()}
+    return {name: tuple(task.types()) for name, task in TASKS.items() if task.is_of_types}
 
 
 def of_type(model_type: str) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,11 +40,16 @@ COMPILE_EVENTS = ("/jax/core/compile/",)
 
 def check(model_type: str) -> Result:
     """Checks one type; what goes wrong stands in the result."""
+    return checked(model_type, causal_class(model_type).__name__, lambda: clearest_model(model_type))
+
+
+def checked(name: str, class_name: str, find: Callable[[], tuple[PreTrainedModel, Expected]]) -> Result:
+    """Checks the model that `find` gives with what eager PyTorch makes of it; the result is called `name`."""
     began = time.monotonic()
-    result = Result(model_type, causal_class(model_type).__name__)
+    result = Result(name, class_name)
     with compile_seconds() as seconds, registry.recorded() as kernels:
         try:
-            model, expected = clearest_model(model_type)
+            model, expected = find()
         except UnsupportedModelError as error:
             return dataclasses.replace(result, status="impossible", error=str(error))
         result = _compared(described(result, model, expected), model, expected)

@@ -32,13 +32,23 @@ def check_encoder(model_type: str) -> Result:
     by_type.update(modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES)
     name = by_type[model_type]
     model_class = getattr(transformers, name if isinstance(name, str) else name[0])
-    return _checked(model_type, model_class, _hidden, _embeddings, _mean)
+    return checked_encoder(model_type, model_class, lambda: tiny_config(model_type, as_decoder=False))
+
+
+def checked_encoder(name: str, model_class: type[PreTrainedModel], config: Callable[[], PreTrainedConfig]) -> Result:
+    """Checks a base model of `config`, which is made anew for each try; the result is called `name`."""
+    return _checked(name, model_class, config, _hidden, _embeddings, _mean)
+
+
+def checked_classifier(name: str, model_class: type[PreTrainedModel], config: Callable[[], PreTrainedConfig]) -> Result:
+    """As `checked_encoder`, of a classifier of texts."""
+    return _checked(name, model_class, config, _logits, _classified, lambda logits: logits[0])
 
 
 def check_classifier(model_type: str) -> Result:
     """Checks the classifier of one type."""
     model_class = getattr(transformers, modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[model_type])
-    return _checked(model_type, model_class, _logits, _classified, lambda logits: logits[0])
+    return checked_classifier(model_type, model_class, lambda: tiny_config(model_type, as_decoder=False))
 
 
 def texts(config: PreTrainedConfig) -> list[list[int]]:
@@ -50,23 +60,24 @@ def texts(config: PreTrainedConfig) -> list[list[int]]:
 
 
 def _checked(
-    model_type: str,
+    name: str,
     model_class: type[PreTrainedModel],
+    config: Callable[[], PreTrainedConfig],
     output: Outputs,
     of_batch: Callable[[Any], torch.Tensor],
     of_one: Callable[[torch.Tensor], torch.Tensor],
 ) -> Result:
     """Compares `output` of a text, and what serving makes of a batch with `of_one` of each text's output."""
     began = time.monotonic()
-    result = Result(model_type, model_class.__name__)
+    result = Result(name, model_class.__name__)
     try:
-        model, expected = _model(model_type, model_class, output)
+        model, expected = _model(config, model_class, output)
     except UnsupportedModelError as error:
         return dataclasses.replace(result, status="impossible", error=str(error))
     errors: list[str] = []
     differences: list[float] = []
     with serve(model) as served:
-        for name, function, wanted in (
+        for which, function, wanted in (
             ("alone", lambda: output(served.torch_model, torch.tensor([texts(model.config)[0]])), expected[0]),
             ("batch", lambda: of_batch(served), torch.stack([of_one(each) for each in expected])),
         ):
@@ -74,7 +85,7 @@ def _checked(
                 found = function()
                 differences.append(float((found - wanted).abs().max()))
             except Exception as error:
-                errors.append(f"{name}: {said(error)}")
+                errors.append(f"{which}: {said(error)}")
     passed = not errors and max(differences) <= TOLERANCE
     if not passed and not errors:
         errors.append(f"differences alone and in a batch: {', '.join(f'{x:.0e}' for x in differences)}")
@@ -89,7 +100,7 @@ def _checked(
 
 @torch.no_grad()
 def _model(
-    model_type: str, model_class: type[PreTrainedModel], output: Outputs
+    make_config: Callable[[], PreTrainedConfig], model_class: type[PreTrainedModel], output: Outputs
 ) -> tuple[PreTrainedModel, list[torch.Tensor]]:
     """The first of a few models that does not amplify rounding, and its outputs of each text in eager PyTorch.
 
@@ -97,7 +108,7 @@ def _model(
         UnsupportedModelError: the model fails in PyTorch itself; with PyTorch's own error.
     """
     for seed in SEEDS:
-        config = tiny_config(model_type, as_decoder=False)
+        config = make_config()
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = SPECIAL_IDS["decoder_start"]
         if model_class.__name__.endswith("EncoderModel"):

@@ -158,6 +158,11 @@ def _work(connection: Connection, task: str, programs: str) -> None:
         connection.send(dataclasses.asdict(result))
 
 
+def named(result: Result, name: str) -> Result:
+    """`result` under another name."""
+    return dataclasses.replace(result, model_type=name)
+
+
 def load(path: Path) -> dict[str, Any]:
     """A file of results."""
     return json.loads(path.read_text())

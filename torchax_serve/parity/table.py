@@ -11,10 +11,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from torchax_serve.parity import real_models
+from torchax_serve.parity import checkpoints_table, real_models
 from torchax_serve.parity.causes import CAUSES, OLDER
 from torchax_serve.parity.result import PASSED, Result
-from torchax_serve.parity.tasks import CAUSAL, TASKS, Task
+from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS, Task
 
 RESULTS = importlib.resources.files(__package__) / "results"
 ROADS = {
@@ -65,7 +65,12 @@ def document() -> str:
     parts = [markdown(versions, newest, others)]
     for name, task in TASKS.items():
         if name != CAUSAL and (sweeps := all_shipped(name)):
-            parts.append(section(name, task, sweeps))
+            by_name = name == CHECKPOINTS
+            parts.append(
+                checkpoints_table.section(task.title, sweeps[0][1], tokens_said)
+                if by_name
+                else section(name, task, sweeps)
+            )
     if real := real_models.section():
         parts.append(real)
     return "\n".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 from torchax_serve.parity.result import Result
 
@@ -14,7 +15,9 @@ class Task:
     """One walk over a mapping of transformers.
 
     Attributes:
-        mapping: its name in ``transformers.models.auto.modeling_auto``; several, joined by "|".
+        mapping: its name in ``transformers.models.auto.modeling_auto``; several, joined by "|". Where a colon is in it,
+            "module:function" that gives the names of what is checked in the place of model types. Empty where the
+            caller names files.
         checker: "module:function"; the function takes a model type and gives a `Result`.
         title: of its section in docs/models.md.
         introduction: what is compared, and what passing means; "{passed}" and "{total}" are filled in.
@@ -27,20 +30,34 @@ class Task:
     introduction: str
     roads: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def is_of_types(self) -> bool:
+        """Whether what is checked are model types."""
+        return bool(self.mapping) and ":" not in self.mapping
+
     def types(self) -> list[str]:
-        """Every model type of the mapping, in the installed transformers."""
+        """Every model type of the mapping, in the installed transformers; or every other name that is checked."""
         from transformers.models.auto import modeling_auto
 
+        if not self.is_of_types:
+            return list(_imported(self.mapping)()) if self.mapping else []
         return sorted({each for name in self.mapping.split("|") for each in getattr(modeling_auto, name)})
 
     def check(self, model_type: str) -> Result:
         """Checks one type."""
-        module, _, function = self.checker.partition(":")
-        checker: Callable[[str], Result] = getattr(importlib.import_module(module), function)
+        checker: Callable[[str], Result] = _imported(self.checker)
         return checker(model_type)
 
 
+def _imported(name: str) -> Any:
+    """The function that "module:function" names."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
 CAUSAL = "causal"
+CHECKPOINTS = "checkpoints"
+"""Published configurations, which lie in a folder outside of this project."""
 TASKS: dict[str, Task] = {
     CAUSAL: Task("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "torchax_serve.parity.check:check", "Models", ""),
     "seq2seq": Task(
@@ -89,5 +106,20 @@ TASKS: dict[str, Task] = {
             "plain": "transformers' loop over the compiled forward",
         },
     ),
+    "configurations": Task(
+        "torchax_serve.parity.tiny.configurations:cases",
+        "torchax_serve.parity.check_configuration:check",
+        "Configurations",
+        "What checkpoints of one type vary, one difference at a time. **{passed} of {total} pass**: as for the types "
+        "above, logits within 1e-4 of eager PyTorch's, and 16 greedy tokens the same in a padded batch, alone, and on "
+        "the engine among other requests.",
+        {
+            "paged": "engine, packed on the paged cache",
+            "gathered": "engine, each request on what is gathered from its pages",
+            "generate": "one request after the other",
+            "fast": "the fast loop of `generate`, behind an encoder",
+        },
+    ),
+    CHECKPOINTS: Task("", "torchax_serve.parity.check_configuration:check_file", "Checkpoints by name", ""),
 }
 """By name; the order is that of the document."""

@@ -1,0 +1,42 @@
+"""RecurrentGemma walks over a prompt in Python; here its recurrence is one loop on the device (see `mamba`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from model_adapters.bridge import jax_view, torch_view
+
+_LRU = "RecurrentGemmaRglru"
+
+
+def _rnn_scan(
+    self: Any,
+    hidden_states: torch.Tensor,
+    recurrent_gate: torch.Tensor,
+    reset: torch.Tensor,
+    recurrent_states: torch.Tensor | None,
+    acc_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the original: `hidden_states` and `recurrent_gate` [batch, len, width], the states [batch, width]."""
+    if hidden_states.shape[1] == 1 and recurrent_states is None:
+        return hidden_states, hidden_states[:, 0].type(acc_dtype)
+    gates = jax_view((recurrent_gate * ~reset).type(acc_dtype))
+    inputs = jax_view(hidden_states.type(acc_dtype))
+    if recurrent_states is None:
+        recurrent_states = torch.zeros_like(hidden_states[:, 0], dtype=acc_dtype)
+
+    def step(state: jax.Array, token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        gate, new = token
+        state = gate * state + new
+        return state, state
+
+    by_token = jnp.moveaxis(gates, 1, 0), jnp.moveaxis(inputs, 1, 0)
+    last, states = jax.lax.scan(step, jax_view(recurrent_states).astype(gates.dtype), by_token)
+    return torch_view(jnp.moveaxis(states, 0, 1)).type(hidden_states.dtype), torch_view(last)
+
+
+REPLACED = {f"{_LRU}._rnn_scan": _rnn_scan}

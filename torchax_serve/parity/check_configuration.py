@@ -1,0 +1,90 @@
+"""One configuration that differs from its type's usual one, tiny and random, served beside eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from model_adapters.errors import CheckpointError, UnsupportedModelError
+from model_adapters.loading.architecture import find_class, load_config
+from torchax_serve.parity import check as causal
+from torchax_serve.parity import check_seq2seq
+from torchax_serve.parity.check_encoder import checked_classifier, checked_encoder
+from torchax_serve.parity.result import Result, said
+from torchax_serve.parity.tiny.configurations import Case, cases
+from torchax_serve.parity.tiny_model import FIRST_UNTIED, NUM_SEEDS, clearest, expect, random_model
+from torchax_serve.parity.tiny_sounds import hears, sounds
+
+_MAPPINGS = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+
+def check(name: str) -> Result:
+    """Checks the case `name`; what goes wrong stands in the result."""
+    case = cases()[name]
+    model_class = class_of(case.model_type)
+    make = functools.partial(_model, case, model_class)
+    if case.config().is_encoder_decoder:
+        return check_seq2seq.checked(name, model_class, make, check_seq2seq.text_inputs)
+    seeds = range(FIRST_UNTIED if case.is_tied else NUM_SEEDS)
+    return causal.checked(name, model_class.__name__, lambda: clearest(make, expect, seeds))
+
+
+def check_file(path: str) -> Result:
+    """Checks the configuration in a small ``config.json``, served under the class that `serve` takes for it."""
+    file = Path(path)
+    try:
+        model_class, config = find_class(
+            load_config(file, trust_remote_code=False), folder=None, trust_remote_code=False
+        )
+        return dataclasses.replace(_checked_as(file.stem, model_class, config), model_type=file.stem)
+    except (CheckpointError, UnsupportedModelError) as error:
+        return Result(file.stem, "", status="impossible", error=said(error))
+
+
+def _checked_as(name: str, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Result:
+    def fresh() -> PreTrainedConfig:
+        return copy.deepcopy(config)
+
+    if not model_class.can_generate():
+        is_classifier = model_class.__name__.endswith("ForSequenceClassification")
+        return (checked_classifier if is_classifier else checked_encoder)(name, _base_of(model_class), fresh)
+
+    def make(seed: int) -> PreTrainedModel:
+        return random_model(model_class, fresh(), seed)
+
+    if hears(config.model_type):
+        return check_seq2seq.checked(name, model_class, make, functools.partial(sounds, config.model_type))
+    if config.is_encoder_decoder:
+        return check_seq2seq.checked(name, model_class, make, check_seq2seq.text_inputs)
+    return causal.checked(name, model_class.__name__, lambda: clearest(make, expect, range(FIRST_UNTIED)))
+
+
+def _base_of(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class of the model under a head of `model_class` that fills in words, or `model_class` itself."""
+    if not model_class.__name__.endswith(("ForMaskedLM", "ForPreTraining")):
+        return model_class
+    config_class: Any = model_class.config_class
+    name: Any = modeling_auto.MODEL_MAPPING_NAMES[config_class.model_type]
+    return getattr(transformers, name if isinstance(name, str) else name[0])
+
+
+def class_of(model_type: str) -> type[PreTrainedModel]:
+    """The class that generates text for `model_type`, also where its text stands inside of another configuration."""
+    names: Any = next(mapping[model_type] for mapping in _MAPPINGS if model_type in mapping)
+    return getattr(transformers, names if isinstance(names, str) else names[0])
+
+
+def _model(case: Case, model_class: type[PreTrainedModel], seed: int) -> PreTrainedModel:
+    config: PreTrainedConfig = case.config()
+    return random_model(model_class, config, seed)

@@ -1,0 +1,63 @@
+"""The section of docs/models.md about published configurations, by the names of their checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from model_adapters.loading.names import SHORT_NAMES
+from torchax_serve.parity.result import PASSED, Result
+
+CAUSES: dict[str, str] = {}
+"""Why a configuration does not pass, by its name: written by people."""
+
+_HEADINGS = ("checkpoint", "short name", "class", "road", "difference", "tokens", "s")
+_INTRODUCTION = """\
+Published `config.json` files with their keys as they are and sizes made small, served under the class that `serve`
+takes for them, with random weights beside eager PyTorch. **{passed} of {total} pass**; {impossible} more cannot be
+compared, since transformers itself cannot build or run them. Compared is what the type's task above compares: logits
+and greedy tokens in a padded batch, alone, and on the engine, of what generates; hidden states or labels of the others.
+The files are not part of this project: `python benchmarks/checkpoints.py FOLDER` takes them from a folder."""
+
+
+def file_name(hub_id: str) -> str:
+    """The name of a checkpoint's result, ``organisation--name``."""
+    return hub_id.replace("/", "--")
+
+
+def section(title: str, results: Mapping[str, Result], tokens_said: Callable[[Result], str]) -> str:
+    """The section, whole.
+
+    Args:
+        title: of it.
+        results: by the names of checkpoints.
+        tokens_said: puts into words which tokens of a result were compared.
+    """
+    short = {file_name(each.hub_id): name for name, each in SHORT_NAMES.items()}
+    counts = Counter(result.status for result in results.values())
+    total = len(results) - counts["impossible"]
+    said = _INTRODUCTION.format(passed=counts[PASSED], total=total, impossible=counts["impossible"])
+    lines = [f"## {title}", "", said, ""]
+    if rest := [name for name in sorted(results) if results[name].status != PASSED]:
+        lines += ["What does not pass:", ""]
+        lines += [f"* `{_shown(name)}` ({results[name].status}). {_cause(name, results[name])}" for name in rest] + [""]
+    if without := sorted(name for file, name in short.items() if file not in results):
+        lines += [f"Short names whose files were not at hand: {', '.join(f'`{name}`' for name in without)}.", ""]
+    lines += [f"| {' | '.join(_HEADINGS)} |", f"|{'---|' * len(_HEADINGS)}"]
+    for name in sorted(results):
+        result = results[name]
+        difference = "" if result.forward_difference is None else f"{result.forward_difference:.0e}"
+        compared = tokens_said(result) if result.status in (PASSED, "failed") else result.status
+        seconds = "" if result.total_s is None else f"{result.total_s:.1f}"
+        cells = (short.get(name, ""), result.class_name, result.road or "", difference, compared)
+        lines.append(f"| {' | '.join((_shown(name), *cells, seconds))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(name: str) -> str:
+    return name.replace("--", "/", 1)
+
+
+def _cause(name: str, result: Result) -> str:
+    said = " ".join((result.error or "numbers or tokens differ").split()).replace("|", "\\|").replace("<", "&lt;")
+    return f"{CAUSES[name]} Said: {said}" if name in CAUSES else said

@@ -1,0 +1,120 @@
+"""What checkpoints vary beside their architecture, as data: tiny configurations by name, one difference each."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from torchax_serve.parity.tiny_config import tiny_config
+
+_ROPE_TABLE = "torchax_serve.parity.tiny.rope_types"
+_ROPE_FAMILIES = ("llama", "qwen3", "phi3")
+_WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "layer_types": None}
+_KINDS_OF_LAYERS = {"layer_types": ["full_attention", "sliding_attention"]}
+_STRANGE_KEYS = {
+    "_some_trainers_note": {"epochs": 3},
+    "pretraining_tp": 1,
+    "rope_interleaved": False,
+    "use_mup_scaling": None,
+    "transformers.js_config": {"dtype": "q4"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One configuration.
+
+    Attributes:
+        model_type: of a causal or a sequence-to-sequence model.
+        overrides: values that differ from those of the type's tiny configuration.
+        is_tied: the head is the table of tokens, whatever the harness would rather have.
+        changed: makes another configuration of the tiny one.
+    """
+
+    model_type: str
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_tied: bool = False
+    changed: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None
+
+    def config(self) -> PreTrainedConfig:
+        """The configuration, made anew."""
+        config = tiny_config(self.model_type, overrides=self.overrides)
+        return config if self.changed is None else self.changed(config)
+
+
+_TIED = {"tie_word_embeddings": True}
+_UNTIED = {"tie_word_embeddings": False}
+
+_CASES: dict[str, Case] = {
+    "tied head: llama": Case("llama", _TIED, is_tied=True),
+    "tied head: qwen3": Case("qwen3", _TIED, is_tied=True),
+    "head of its own: gemma2": Case("gemma2", _UNTIED),
+    "head of its own: gpt2": Case("gpt2", _UNTIED),
+    "gated products: t5": Case("t5", {"feed_forward_proj": "gated-gelu"}),
+    "biases: llama": Case("llama", {"attention_bias": True, "mlp_bias": True}),
+    "no biases: starcoder2": Case("starcoder2", {"use_bias": False}),
+    "no biases: gpt_neox": Case("gpt_neox", {"attention_bias": False, "use_parallel_residual": False}),
+    "biases of queries and keys: stablelm": Case("stablelm", {"use_qkv_bias": True, "use_parallel_residual": True}),
+    "norms of queries and keys: stablelm": Case("stablelm", {"qk_layernorm": True}),
+    "values clipped: olmo": Case("olmo", {"clip_qkv": 0.5}),
+    "heads wider than the model: llama": Case("llama", {"head_dim": 16}),
+    "heads wider than the model: mistral": Case("mistral", {"head_dim": 16, "sliding_window": None}),
+    "one head of keys: mistral": Case("mistral", {"num_key_value_heads": 1}),
+    "a part of a head rotated: phi": Case("phi", {"partial_rotary_factor": 0.25}),
+    "several heads of keys: gpt_bigcode": Case("gpt_bigcode", {"multi_query": False}),
+    "alibi: falcon": Case("falcon", {"alibi": True, "new_decoder_architecture": False}),
+    "norms after attention: opt": Case("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "window from a layer on: qwen2": Case("qwen2", _WINDOWED),
+    "window from a layer on: qwen3": Case("qwen3", _WINDOWED),
+    "a window beside max_window_layers, unused: qwen2": Case("qwen2", _WINDOWED | {"use_sliding_window": False}),
+    "kinds of layers listed: gemma3": Case("gemma3_text", _KINDS_OF_LAYERS),
+    "kinds of layers listed: qwen3": Case("qwen3", _WINDOWED | _KINDS_OF_LAYERS),
+    "no window: phi3": Case("phi3", {"sliding_window": None}),
+    "softcaps: gemma2": Case("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "no softcaps: gemma2": Case("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "multipliers: granite": Case("granite", {"attention_multiplier": 0.5, "logits_scaling": 2.0}),
+    "dense first layer: deepseek_v3": Case("deepseek_v3", {"first_k_dense_replace": 1, "num_hidden_layers": 3}),
+    "queries without a low rank: deepseek_v2": Case("deepseek_v2", {"q_lora_rank": None}),
+    "dense first layer: glm4_moe": Case("glm4_moe", {"first_k_dense_replace": 1, "use_qk_norm": True}),
+    "dense layers listed: qwen2_moe": Case("qwen2_moe", {"mlp_only_layers": [0]}),
+    "dense layers in turns: qwen3_moe": Case("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False}),
+    "no experts chosen twice: mixtral": Case("mixtral", {"num_experts_per_tok": 1, "sliding_window": 6}),
+    "text inside: gemma3": Case("gemma3"),
+    "text inside: mistral3": Case("mistral3"),
+    "text inside: qwen2_5_vl": Case("qwen2_5_vl"),
+    "keys that nothing reads: llama": Case("llama", _STRANGE_KEYS),
+    "a list of end tokens: llama": Case("llama", {"eos_token_id": [2, 7, 9]}),
+    "an encoder that generates: rembert": Case("rembert", changed=lambda config: _set(config, is_decoder=False)),
+}
+
+
+def _set(config: PreTrainedConfig, **values: Any) -> PreTrainedConfig:
+    for name, value in values.items():
+        setattr(config, name, value)
+    return config
+
+
+def _rope_cases() -> dict[str, Case]:
+    """A case for each kind of rotary embedding of the first family, and some kinds of the others."""
+    if importlib.util.find_spec(_ROPE_TABLE) is None:
+        return {}
+    table: Any = importlib.import_module(_ROPE_TABLE)
+
+    def case(family: str, kind: str) -> Case:
+        return Case(family, changed=lambda config: table.with_rope(config, kind))
+
+    first, *others = _ROPE_FAMILIES
+    cases = {f"rope {kind}: {first}": case(first, kind) for kind in table.KINDS}
+    return cases | {
+        f"rope {kind}: {family}": case(family, kind) for family in others for kind in table.LENGTH_DEPENDENT
+    }
+
+
+def cases() -> dict[str, Case]:
+    """All configurations by name."""
+    return _CASES | _rope_cases()
