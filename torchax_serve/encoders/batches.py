@@ -136,11 +136,12 @@ def _forward(runtime: Runtime, rows: list[Row], indices: list[int], width: int, 
     ids = np.full((num_rows, width), pad_id, np.int32)
     mask = np.zeros((num_rows, width), np.int32)
     mask[:, 0] = 1  # rows that fill up see something, so that no softmax is over nothing
-    given = {name: np.zeros((num_rows, width), np.int32) for name in rows[0] if runtime.program.accepts(name)}
+    names = {name for row in rows for name in row}  # rows of token ids have no others
+    given = {name: np.zeros((num_rows, width), np.int32) for name in names if runtime.program.accepts(name)}
     given[IDS] = ids
     for number, row in enumerate(rows):
         mask[number, : len(row[IDS])] = 1
-        for name in given:
+        for name in given.keys() & row.keys():
             given[name][number, : len(row[name])] = row[name]
     runtime.limits.check_ids(torch.from_numpy(ids[: len(rows)]))
     if runtime.program.accepts(MASK):
