@@ -25,10 +25,8 @@ _CHOICES = ", ".join(f'"{name}"' for name in POOLINGS)
 _READS_NO_PROMPT = {"hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl"}
 """Older than the setting for it; sentence-transformers knows them by name."""
 
-_BY_ENCODER = frozenset(
-    ("blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mt5", "pegasus", "pegasus_x", "prophetnet")
-    + ("switch_transformers", "t5", "t5gemma", "t5gemma2", "udop", "umt5")
-)
+_BY_ENCODER = {"blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mt5", "pegasus", "pegasus_x", "t5"}
+_BY_ENCODER |= {"prophetnet", "switch_transformers", "t5gemma", "t5gemma2", "udop", "umt5"}
 """Encoder-decoder types of which sentence-transformers takes the encoder alone."""
 
 
