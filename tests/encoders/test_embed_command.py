@@ -129,6 +129,7 @@ def test_what_is_left_unused_and_what_is_cut_are_a_line_each(described, caplog):
 def test_verbose_lists_what_is_left_unused(described, caplog, monkeypatch):
     monkeypatch.setattr(logging.lastResort, "level", logging.WARNING)
     caplog.set_level(logging.WARNING, "torchax_serve")  # put back at the end
+    caplog.handler.setLevel(logging.INFO)
     assert call(described, TEXTS[1], "--verbose").exit_code == 0
     assert "unused: cls.seq_relationship.weight" in lines_of(caplog)
 
