@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +17,10 @@ from torchax_serve.cli.options import LoadOptions, option_groups
 ENDINGS = (".npy", ".json")
 
 
-@option_groups
-def embed(
-    model: Annotated[str, typer.Argument(help="Short name, hub id or folder.")],
-    texts: Annotated[
-        list[str] | None,
-        typer.Argument(show_default=False, help="Texts; without any, the lines of standard input."),
-    ] = None,
+@dataclass(frozen=True)
+class EmbeddingOptions:
+    """How texts are read, and what their embeddings are."""
+
     pooling: Annotated[
         str | None,
         typer.Option(
@@ -30,20 +29,20 @@ def embed(
             help="How a text's tokens become one embedding: mean, cls, last, max, mean_sqrt_len or weighted_mean; "
             "what the checkpoint's files say without it.",
         ),
-    ] = None,
+    ] = None
     normalize: Annotated[
         bool | None,
         typer.Option(
             "--normalize/--no-normalize", show_default=False, help="To length 1 or not; as the files say without it."
         ),
-    ] = None,
+    ] = None
     prompt_name: Annotated[
         str | None,
         typer.Option("--prompt-name", show_default=False, help="Of the checkpoint's prompts, to stand before a text."),
-    ] = None,
+    ] = None
     prompt: Annotated[
         str | None, typer.Option("--prompt", show_default=False, help="Text to stand before each text.")
-    ] = None,
+    ] = None
     truncate: Annotated[
         bool | None,
         typer.Option(
@@ -52,11 +51,22 @@ def embed(
             help="Cut texts that are too long, or refuse them; without it they are cut where the checkpoint's files "
             "say how texts are read.",
         ),
-    ] = None,
+    ] = None
     truncate_dim: Annotated[
         int | None,
         typer.Option("--truncate-dim", show_default=False, help="Keep so many numbers; as the files say without it."),
+    ] = None
+
+
+@option_groups
+def embed(
+    model: Annotated[str, typer.Argument(help="Short name, hub id or folder.")],
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(show_default=False, help="Texts; without any, the lines of standard input."),
     ] = None,
+    *,
+    embedding: EmbeddingOptions,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -64,7 +74,6 @@ def embed(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a line for each text.")] = False,
-    *,
     load: LoadOptions,
 ) -> None:
     """Embed texts: an array of numbers for each, on a line of its own.
@@ -77,15 +86,7 @@ def embed(
     from torchax_serve.cli.terminal import note
 
     with loaded_model(model, load) as served:
-        vectors = served.embed(
-            asked,
-            pooling=pooling,
-            normalize=normalize,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            truncate=truncate,
-            truncate_dim=truncate_dim,
-        )
+        vectors = served.embed(asked, **dataclasses.asdict(embedding))
         name = served.name
     if output is None:
         _print(name, asked, vectors, as_json=as_json)
