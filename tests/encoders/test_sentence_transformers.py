@@ -3,6 +3,8 @@
 The recomputation was compared with the package itself (release 6.2), to 3e-6 over these and further rules.
 """
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -212,6 +214,14 @@ def test_longer_texts_are_cut_and_that_is_said_once(bert, caplog):
             check_served(served, lambda text: hidden_of(eager, text, 7).mean(0), [*TEXTS, "cat " * 70])
     said = [each.getMessage() for each in caplog.records if each.name == "torchax_serve"]
     assert said == [f"{path}: texts are cut to 7 tokens, as its files say; 3 of 4 are longer"]
+
+
+def test_the_longest_text_goes_before_the_length_of_the_tokenizer(bert):
+    path, eager = bert
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    write(path / "tokenizer_config.json", config | {"model_max_length": 5})
+    write(path / "sentence_bert_config.json", {"max_seq_length": 512})  # more than the model's positions
+    check(path, lambda text: hidden_of(eager, text, 64).mean(0), [TEXTS[2], "cat " * 70])
 
 
 def test_lower_case_leaves_special_tokens(bert):

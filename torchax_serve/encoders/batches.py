@@ -150,8 +150,11 @@ def _forward(runtime: Runtime, rows: list[Row], indices: list[int], width: int, 
     return Batch(indices, to_jax_array(torch.from_numpy(mask)), fields)
 
 
-def limit_of(loaded: LoadedModel, runtime: Runtime) -> int | None:
-    """The most tokens that the model reads; None where nothing says."""
+def limit_of(loaded: LoadedModel, runtime: Runtime, said: int | None = None) -> int | None:
+    """The most tokens that the model reads; None where nothing says.
+
+    `said` is what files of the checkpoint say in the tokenizer's place; the model's positions hold in any case.
+    """
     limit = runtime.limits.max_positions
     padding_idx = getattr(runtime.config, "pad_token_id", None)
     tables = [m for m in runtime.program.called.modules() if isinstance(m, torch.nn.Embedding)]
@@ -161,6 +164,6 @@ def limit_of(loaded: LoadedModel, runtime: Runtime) -> int | None:
         and any(t.padding_idx is not None and t.num_embeddings == limit for t in tables)
     ):
         limit -= padding_idx + 1  # RoBERTa's positions begin behind the padding index
-    tokenizer_limit = getattr(loaded.tokenizer(), "model_max_length", None)
+    tokenizer_limit = getattr(loaded.tokenizer(), "model_max_length", None) if said is None else said
     limits = [x for x in (limit, tokenizer_limit) if x is not None and x < 10**9]
     return min(limits, default=None)

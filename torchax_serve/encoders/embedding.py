@@ -90,7 +90,7 @@ class _Embedder:
         self.rule = rule
         self._name, self._part = loaded.source.name, runtime.part(part_of(runtime))
         self._pad_id = pad_id_of(loaded, runtime)
-        self._model_limit = limit_of(loaded, self._part)
+        self._max_len = limit_of(loaded, self._part, rule.text.max_len)
         self._tokenizer = TextTokenizer(loaded, lower_case=rule.text.lower_case)
         self._weights = tuple(_weights_of(files, allow_pickle=loaded.allow_pickle) for files in rule.files)
 
@@ -106,7 +106,7 @@ class _Embedder:
     ) -> np.ndarray:
         """float32[num_texts, dim]; `is_asked`: whether the caller knows what is cut."""
         text = self.rule.text
-        max_len = min((x for x in (text.max_len, self._model_limit) if x is not None), default=None)
+        max_len = self._max_len
         whole = [prompt + each if isinstance(each, str) else each for each in asked]
         rows, cut = rows_of(self._tokenizer, whole, None, max_len=max_len, truncate=truncate)
         if cut and not is_asked:
