@@ -105,7 +105,6 @@ class _Embedder:
         normalize: bool | None,
     ) -> np.ndarray:
         """float32[num_texts, dim]; `is_asked`: whether the caller knows what is cut."""
-        text = self.rule.text
         max_len = self._max_len
         whole = [prompt + each if isinstance(each, str) else each for each in asked]
         rows, cut = rows_of(self._tokenizer, whole, None, max_len=max_len, truncate=truncate)
