@@ -84,7 +84,7 @@ def load_model(
         raise InvalidArgumentError("mesh and device_put: expected one of them, got both; leave one out")
     shown, torch_dtype = progress or SilentProgress(), torch_dtype_of(dtype)
     if isinstance(model, PreTrainedModel):
-        _refuse(revision=revision, random_weights=random_weights or None, dtype=torch_dtype)
+        _refuse(revision=revision, random_weights=random_weights or None, dtype=torch_dtype, strict=strict or None)
         sharding = None if mesh is None else ModelSharding.of(model, mesh, refuse_uneven=refuse_uneven)
         return _share(model, Placement(device_put if sharding is None else sharding.put), sharding)
     source = resolve(

@@ -1,6 +1,7 @@
 """``torchax-serve embed``, with a checkpoint that the test writes, beside eager PyTorch."""
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -135,3 +136,53 @@ def test_a_generative_model_needs_a_rule():
         'has no modules.json that says how its tokens become one embedding; pass --pooling, one of "mean"'
         in done.stderr
     )
+
+
+@pytest.fixture
+def described(bert, tmp_path):
+    """A folder of sentence-transformers with a masked-language model's tensors; texts of 6 tokens at most."""
+    folder(tmp_path, "BertForPreTraining")
+    config = json.loads((tmp_path / "config.json").read_text())
+    write(tmp_path / "config.json", config | {"architectures": ["BertForMaskedLM"]})
+    entries = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in entries]
+    write(tmp_path / "modules.json", modules)
+    write(tmp_path / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
+    write(tmp_path / "sentence_bert_config.json", {"max_seq_length": 6})
+    write(tmp_path / "config_sentence_transformers.json", {"prompts": {"query": "the "}})
+    return tmp_path
+
+
+def lines_of(caplog):
+    return [each.getMessage() for each in caplog.records if each.name == "torchax_serve"]
+
+
+def test_what_is_left_unused_and_what_is_cut_are_a_line_each(described, caplog):
+    assert call(described, *TEXTS).exit_code == 0
+    unused, cut = lines_of(caplog)
+    assert unused.startswith(f"{described}: 4 tensors of the files unused by BertForMaskedLM (bert.pooler.dense.bias, ")
+    assert cut.endswith("texts are cut to 6 tokens, as its files say; 2 of 3 are longer")
+
+
+def test_verbose_lists_what_is_left_unused(described, caplog, monkeypatch):
+    monkeypatch.setattr(logging.lastResort, "level", logging.WARNING)
+    caplog.set_level(logging.WARNING, "torchax_serve")  # put back at the end
+    caplog.handler.setLevel(logging.INFO)
+    assert call(described, TEXTS[1], "--verbose").exit_code == 0
+    assert "unused: cls.seq_relationship.weight" in lines_of(caplog)
+
+
+def test_strict_refuses_what_is_left_unused(described):
+    done = call(described, TEXTS[1], "--strict")
+    assert done.exit_code == 2
+    assert "4 without a place: bert.pooler.dense.bias" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_prompts_length_and_dimensions_from_flags(described):
+    plain = json.loads(call(described, "the dog").stdout)
+    assert json.loads(call(described, "dog", "--prompt-name", "query").stdout) == plain
+    assert json.loads(call(described, "dog", "--prompt", "the ").stdout) == plain
+    assert json.loads(call(described, "the dog", "--truncate-dim", "3").stdout) == plain[:3]
+    done = call(described, TEXTS[0], "--no-truncate")
+    assert (done.exit_code, "expected at most 6 tokens, got 8" in done.stderr) == (2, True)

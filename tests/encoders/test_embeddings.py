@@ -90,10 +90,12 @@ def test_rule_of_the_checkpoint(tmp_path):
         np.testing.assert_allclose(served.embed("A DOG"), expected("a dog"), atol=1e-4)
         np.testing.assert_allclose(served.embed("sat", prompt_name="query"), expected("the cat sat"), atol=1e-4)
         with pytest.raises(InvalidArgumentError, match="expected at most 20 tokens, got 32; shorten it, or pass trunc"):
-            served.embed("cat " * 30)
+            served.embed("cat " * 30, truncate=False)
         cut = served.embed("cat " * 30, truncate=True)
         np.testing.assert_allclose(cut, served.embed("cat " * 18), atol=1e-5)
-        with pytest.raises(InvalidArgumentError, match="prompt_name: expected one of 'query', got 'nobody'"):
+        with pytest.raises(
+            InvalidArgumentError, match="prompt_name: expected one of 'query', 'document', got 'nobody'"
+        ):
             served.embed("cat", prompt_name="nobody")
     write(tmp_path / "modules.json", [*modules, {"type": "sentence_transformers.models.LSTM", "path": "4_LSTM"}])
     with (

@@ -62,4 +62,29 @@ def test_rerank(tmp_path, activation):
         with pytest.raises(InvalidArgumentError, match="top_k: expected a positive number"):
             served.rerank("the cat", TEXTS, top_k=0)
         with pytest.raises(InvalidArgumentError, match=r"texts\[0\]: expected at most 64 tokens"):
-            served.rerank("the cat", ["cat " * 80])
+            served.rerank("the cat", ["cat " * 80], truncate=False)
+
+
+def test_pairs_that_are_too_long_are_cut_as_by_the_tokenizer(tmp_path, caplog):
+    eager = folder(tmp_path, "BertForSequenceClassification", num_labels=1)
+    words = "dog " * 80
+    pair = tokenizer()("the cat", words, truncation="longest_first", max_length=64, return_tensors="pt")
+    with torch.no_grad():
+        expected = torch.sigmoid(eager(**pair).logits).item()
+    with serve(tmp_path) as served:
+        for _ in range(2):
+            (found,) = served.rerank("the cat", [words])
+            assert found.score == pytest.approx(expected, abs=1e-4)
+        assert served.rerank("the cat", [words], truncate=True) == [found]
+    said = [each.getMessage() for each in caplog.records if each.name == "torchax_serve"]
+    assert said == [f"{tmp_path}: pairs are cut to 64 tokens, as by sentence-transformers; 1 of 1 are longer"]
+
+
+def test_the_activation_may_stand_in_the_file_of_sentence_transformers(tmp_path):
+    folder(tmp_path, "BertForSequenceClassification", num_labels=1)
+    with serve(tmp_path) as served:
+        by_sigmoid = served.rerank("the cat", TEXTS[:1])[0].score
+    write(tmp_path / "config_sentence_transformers.json", {"activation_fn": "torch.nn.modules.linear.Identity"})
+    with serve(tmp_path) as served:
+        plain = served.rerank("the cat", TEXTS[:1])[0].score
+    assert 1 / (1 + np.exp(-plain)) == pytest.approx(by_sigmoid, abs=1e-5)

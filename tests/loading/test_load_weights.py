@@ -43,7 +43,7 @@ def test_a_loaded_object_shares_its_memory():
 
 def test_arguments_that_a_loaded_object_cannot_honour():
     model = tiny_model("llama")
-    for argument in ({"revision": "main"}, {"dtype": "bfloat16"}, {"random_weights": True}):
+    for argument in ({"revision": "main"}, {"dtype": "bfloat16"}, {"random_weights": True}, {"strict": True}):
         with pytest.raises(InvalidArgumentError, match=f"{next(iter(argument))} was given with a loaded model"):
             load_model(model, **argument)
     with pytest.raises(InvalidArgumentError, match="lies on meta, expected the CPU"):

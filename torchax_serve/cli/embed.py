@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,13 +26,10 @@ def _poolings() -> tuple[str, ...]:
     return POOLINGS
 
 
-@option_groups
-def embed(
-    model: Annotated[str, typer.Argument(help="Short name, hub id or folder.", autocompletion=complete_model)],
-    texts: Annotated[
-        list[str] | None,
-        typer.Argument(show_default=False, help="Texts; without any, the lines of standard input."),
-    ] = None,
+@dataclass(frozen=True)
+class EmbeddingOptions:
+    """How texts are read, and what their embeddings are."""
+
     pooling: Annotated[
         str | None,
         typer.Option(
@@ -40,20 +39,20 @@ def embed(
             help="How a text's tokens become one embedding: mean, cls, last, max, mean_sqrt_len or weighted_mean; "
             "what the checkpoint's files say without it.",
         ),
-    ] = None,
+    ] = None
     normalize: Annotated[
         bool | None,
         typer.Option(
             "--normalize/--no-normalize", show_default=False, help="To length 1 or not; as the files say without it."
         ),
-    ] = None,
+    ] = None
     prompt_name: Annotated[
         str | None,
         typer.Option("--prompt-name", show_default=False, help="Of the checkpoint's prompts, to stand before a text."),
-    ] = None,
+    ] = None
     prompt: Annotated[
         str | None, typer.Option("--prompt", show_default=False, help="Text to stand before each text.")
-    ] = None,
+    ] = None
     truncate: Annotated[
         bool | None,
         typer.Option(
@@ -62,11 +61,26 @@ def embed(
             help="Cut texts that are too long, or refuse them; without it they are cut where the checkpoint's files "
             "say how texts are read.",
         ),
-    ] = None,
+    ] = None
     truncate_dim: Annotated[
         int | None,
         typer.Option("--truncate-dim", show_default=False, help="Keep so many numbers; as the files say without it."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.pooling is not None:
+            check_choice("--pooling", self.pooling, _poolings())
+
+
+@option_groups
+def embed(
+    model: Annotated[str, typer.Argument(help="Short name, hub id or folder.", autocompletion=complete_model)],
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(show_default=False, help="Texts; without any, the lines of standard input."),
     ] = None,
+    *,
+    embedding: EmbeddingOptions,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -74,7 +88,6 @@ def embed(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a line for each text.")] = False,
-    *,
     load: LoadOptions,
 ) -> None:
     """Embed texts: an array of numbers for each, on a line of its own.
@@ -82,8 +95,6 @@ def embed(
     torchax-serve embed BAAI/bge-small-en-v1.5 "JAX is fast." "Gemma is a model."
     """
     check_model(model, load.revision)
-    if pooling is not None:
-        check_choice("--pooling", pooling, _poolings())
     _check_output(output, as_json=as_json)
     asked = list(texts) if texts else _lines()
     from torchax_serve.cli.interrupts import prompt_interrupts
@@ -91,15 +102,7 @@ def embed(
     from torchax_serve.cli.terminal import note
 
     with loaded_model(model, load) as served, prompt_interrupts(leave_at=1):
-        vectors = served.embed(
-            asked,
-            pooling=pooling,
-            normalize=normalize,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            truncate=truncate,
-            truncate_dim=truncate_dim,
-        )
+        vectors = served.embed(asked, **dataclasses.asdict(embedding))
         name = served.name
     if output is None:
         _print(name, asked, vectors, as_json=as_json)

@@ -153,11 +153,12 @@ def _forward(runtime: Runtime, rows: list[Row], indices: list[int], width: int, 
     ids = np.full((num_rows, width), pad_id, np.int32)
     mask = np.zeros((num_rows, width), np.int32)
     mask[:, 0] = 1  # rows that fill up see something, so that no softmax is over nothing
-    given = {name: np.zeros((num_rows, width), np.int32) for name in rows[0] if runtime.program.accepts(name)}
+    names = {name for row in rows for name in row}  # rows of token ids have no others
+    given = {name: np.zeros((num_rows, width), np.int32) for name in names if runtime.program.accepts(name)}
     given[IDS] = ids
     for number, row in enumerate(rows):
         mask[number, : len(row[IDS])] = 1
-        for name in given:
+        for name in given.keys() & row.keys():
             given[name][number, : len(row[name])] = row[name]
     runtime.limits.check_ids(torch.from_numpy(ids[: len(rows)]))
     if runtime.program.accepts(MASK):
@@ -166,8 +167,11 @@ def _forward(runtime: Runtime, rows: list[Row], indices: list[int], width: int, 
     return Batch(indices, to_jax_array(torch.from_numpy(mask)), fields)
 
 
-def limit_of(loaded: LoadedModel, runtime: Runtime) -> int | None:
-    """The most tokens that the model reads; None where nothing says."""
+def limit_of(loaded: LoadedModel, runtime: Runtime, said: int | None = None) -> int | None:
+    """The most tokens that the model reads; None where nothing says.
+
+    `said` is what files of the checkpoint say in the tokenizer's place; the model's positions hold in any case.
+    """
     limit = runtime.limits.max_positions
     padding_idx = getattr(runtime.config, "pad_token_id", None)
     tables = [m for m in runtime.program.called.modules() if isinstance(m, torch.nn.Embedding)]
@@ -177,6 +181,6 @@ def limit_of(loaded: LoadedModel, runtime: Runtime) -> int | None:
         and any(t.padding_idx is not None and t.num_embeddings == limit for t in tables)
     ):
         limit -= padding_idx + 1  # RoBERTa's positions begin behind the padding index
-    tokenizer_limit = getattr(loaded.tokenizer(), "model_max_length", None)
+    tokenizer_limit = getattr(loaded.tokenizer(), "model_max_length", None) if said is None else said
     limits = [x for x in (limit, tokenizer_limit) if x is not None and x < 10**9]
     return min(limits, default=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from model_adapters.errors import CheckpointError, InvalidArgumentError, Unsuppo
 from model_adapters.loading import LoadedModel
 from model_adapters.loading.checkpoint import PICKLE_FILE, SAFE_FILE, Checkpoint, pickle_only
 from torchax_serve.encoders.batches import Text, checked_texts, limit_of, rows_of, run
-from torchax_serve.encoders.rules import POOLINGS, EmbeddingRule, rule_in
+from torchax_serve.encoders.rules import POOLINGS, EmbeddingRule, LayerFiles, rule_in
 from torchax_serve.pooling.layers import Layer, embeddings
 from torchax_serve.pooling.text_rule import TextRule
 from torchax_serve.pooling.text_tokenizer import TextTokenizer
@@ -25,6 +24,10 @@ from torchax_serve.runtime import Runtime
 _CHOICES = ", ".join(f'"{name}"' for name in POOLINGS)
 _READS_NO_PROMPT = {"hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl"}
 """Older than the setting for it; sentence-transformers knows them by name."""
+
+_BY_ENCODER = {"blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mt5", "pegasus", "pegasus_x", "t5"}
+_BY_ENCODER |= {"prophetnet", "switch_transformers", "t5gemma", "t5gemma2", "udop", "umt5"}
+"""Encoder-decoder types of which sentence-transformers takes the encoder alone."""
 
 
 def embed(
@@ -68,8 +71,6 @@ def embed(
         embedder = _Embedder(loaded, runtime, _rule_of(pooling))
     text = embedder.rule.text
     chosen = _prompt(text, prompt, prompt_name)
-    if truncate_dim is not None and (isinstance(truncate_dim, bool) or not isinstance(truncate_dim, int)):
-        raise InvalidArgumentError(f"truncate_dim: expected a positive number, got {truncate_dim!r}")
     asked = checked_texts(texts)
     found = embedder.embeddings(
         asked,
@@ -89,12 +90,9 @@ class _Embedder:
         self.rule = rule
         self._name, self._part = loaded.source.name, runtime.part(part_of(runtime))
         self._pad_id = pad_id_of(loaded, runtime)
-        self._model_limit = limit_of(loaded, self._part)
+        self._max_len = limit_of(loaded, self._part, rule.text.max_len)
         self._tokenizer = TextTokenizer(loaded, lower_case=rule.text.lower_case)
-        self._weights = tuple(
-            _weights_of(layer, folder, allow_pickle=loaded.allow_pickle)
-            for layer, folder in zip(rule.layers, rule.folders, strict=True)
-        )
+        self._weights = tuple(_weights_of(files, allow_pickle=loaded.allow_pickle) for files in rule.files)
 
     def embeddings(
         self,
@@ -107,8 +105,7 @@ class _Embedder:
         normalize: bool | None,
     ) -> np.ndarray:
         """float32[num_texts, dim]; `is_asked`: whether the caller knows what is cut."""
-        text = self.rule.text
-        max_len = min((x for x in (text.max_len, self._model_limit) if x is not None), default=None)
+        max_len = self._max_len
         whole = [prompt + each if isinstance(each, str) else each for each in asked]
         rows, cut = rows_of(self._tokenizer, whole, None, max_len=max_len, truncate=truncate)
         if cut and not is_asked:
@@ -130,11 +127,22 @@ class _Embedder:
                 )
             of_rows = np.zeros(hidden.shape[0], np.int32)
             of_rows[: len(batch.indices)] = [lens[index] for index in batch.indices]
-            kept = text.truncate_dim if truncate_dim is None else truncate_dim
+            kept = self._kept(layers, weights, hidden.shape[-1], truncate_dim)
             made = np.asarray(embeddings(layers, weights, hidden, batch.mask, of_rows, kept, bool(normalize)))
             for number, index in enumerate(batch.indices):
                 found[index] = made[number]
         return np.stack(found)
+
+    def _kept(self, layers: Sequence[Layer], weights: Any, width: int, asked: Any) -> int | None:
+        """How many numbers of each embedding are kept; `width` is that of hidden states."""
+        if asked is None:
+            return self.rule.text.truncate_dim
+        for layer, tensors in zip(layers, weights, strict=True):
+            width = len(layer.poolings) * width if layer.kind == "pooling" else width
+            width = tensors["linear.weight"].shape[0] if layer.kind == "dense" else width
+        if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= width:
+            raise InvalidArgumentError(f"truncate_dim: expected a number from 1 to {width}, got {asked!r}")
+        return asked
 
     def _layers(self, normalize: bool | None) -> tuple[tuple[Layer, ...], tuple[dict[str, jax.Array], ...]]:
         """The layers and their weights; without those that make the length 1 where that is not wanted."""
@@ -177,6 +185,11 @@ def _own_rule(loaded: LoadedModel) -> EmbeddingRule:
             f"embed: {loaded.source.name} has no modules.json that says how its tokens become one embedding; pass "
             f"pooling, one of {_CHOICES}"
         )
+    if loaded.config.is_encoder_decoder and loaded.config.model_type not in _BY_ENCODER:
+        raise UnsupportedModelError(
+            f"embed: sentence-transformers embeds by the decoder of a model of type {loaded.config.model_type}, which "
+            f"is not done here; pass pooling, one of {_CHOICES}, to embed by its encoder"
+        )
     if loaded.source.hub_id in _READS_NO_PROMPT:
         layers = tuple(dataclasses.replace(layer, reads_prompt=False) for layer in rule.layers)
         rule = dataclasses.replace(rule, layers=layers)
@@ -202,26 +215,24 @@ def _prompt(text: TextRule, prompt: str | None, name: str | None) -> str:
     return text.prompts[name]
 
 
-_TENSORS = {
-    "dense": ({"linear.weight"}, {"linear.bias", "residual.weight"}),
-    "layer_norm": ({"norm.weight", "norm.bias"}, set()),
-}
-"""Names of a layer's tensors: those that it must have, and those that it may have."""
-
-
-def _weights_of(layer: Layer, folder: Path | None, *, allow_pickle: bool) -> dict[str, jax.Array]:
-    if folder is None:
+def _weights_of(files: LayerFiles | None, *, allow_pickle: bool) -> dict[str, jax.Array]:
+    if files is None:
         return {}
-    files = [folder / name for name in (SAFE_FILE, PICKLE_FILE) if (folder / name).is_file()]
-    if not files:
-        raise CheckpointError(f"{folder} holds no {SAFE_FILE}, which the weights of its layer are expected in")
-    if files[0].name == PICKLE_FILE and not allow_pickle:
-        raise pickle_only(str(folder))
-    with Checkpoint.of(files[:1]).readers(lambda amount: None) as readers:
+    there = [files.folder / name for name in (SAFE_FILE, PICKLE_FILE) if (files.folder / name).is_file()]
+    if not there:
+        raise CheckpointError(f"{files.folder} holds no {SAFE_FILE}, which the weights of its layer are expected in")
+    if there[0].name == PICKLE_FILE and not allow_pickle:
+        raise pickle_only(str(files.folder))
+    with Checkpoint.of(there[:1]).readers(lambda amount: None) as readers:
         tensors = {name: reader[...].to(torch.float32).numpy() for name, reader in readers.items()}
-    needed, possible = _TENSORS[layer.kind]
-    if not needed <= set(tensors) <= needed | possible:
+    if set(tensors) != set(files.shapes):
         raise CheckpointError(
-            f"{files[0]}: expected tensors {', '.join(sorted(needed | possible))}, got {', '.join(sorted(tensors))}"
+            f"{there[0]}: expected tensors {', '.join(sorted(files.shapes))}, got {', '.join(sorted(tensors))}"
         )
+    for name, shape in files.shapes.items():
+        if tensors[name].shape != shape:
+            raise CheckpointError(
+                f"{there[0]}: {name} is {list(tensors[name].shape)}, expected {list(shape)} as the config.json beside "
+                "it says"
+            )
     return {name: jnp.asarray(array) for name, array in tensors.items()}

@@ -34,17 +34,25 @@ _KINDS = "Transformer, Pooling, Dense, LayerNorm, Normalize and Dropout of sente
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerFiles:
+    """Where the weights of a layer lie, and the shapes that they have by name."""
+
+    folder: Path
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
 class EmbeddingRule:
     """From a model's hidden states to embeddings.
 
     Attributes:
         layers: in their order.
-        folders: of the layers that have weights; else None.
+        files: of the layers that have weights; else None.
         text: how texts are read.
     """
 
     layers: tuple[Layer, ...]
-    folders: tuple[Path | None, ...]
+    files: tuple[LayerFiles | None, ...]
     text: TextRule = dataclasses.field(default_factory=TextRule)
 
     @classmethod
@@ -63,7 +71,7 @@ def rule_in(folder: Path | None) -> EmbeddingRule | None:
     root = None if folder is None else modules_root(folder)
     if root is None or folder is None:
         return None
-    steps: list[tuple[Layer, Path | None]] = []
+    steps: list[tuple[Layer, LayerFiles | None]] = []
     for module in read_modules(root / MODULES):
         steps += _layers_of(module, root, has_pooled=any(layer.kind == "pooling" for layer, _ in steps))
     if sum(layer.kind == "pooling" for layer, _ in steps) != 1:
@@ -74,7 +82,7 @@ def rule_in(folder: Path | None) -> EmbeddingRule | None:
     return EmbeddingRule(tuple(step[0] for step in steps), tuple(step[1] for step in steps), text_rule(root, folder))
 
 
-def _layers_of(module: ModuleEntry, root: Path, *, has_pooled: bool) -> list[tuple[Layer, Path | None]]:
+def _layers_of(module: ModuleEntry, root: Path, *, has_pooled: bool) -> list[tuple[Layer, LayerFiles | None]]:
     kind, path = module.type.rpartition(".")[2], root / module.path
     if not module.type.startswith("sentence_transformers."):
         kind = ""  # code of somebody's own, whatever its name
@@ -85,10 +93,11 @@ def _layers_of(module: ModuleEntry, root: Path, *, has_pooled: bool) -> list[tup
     if kind == "Dense":
         config = read_json(path / "config.json")
         _check_place(config, path / "config.json", has_pooled=has_pooled)
-        return [(_dense(config, path / "config.json"), path)]
+        return [(_dense(config, path / "config.json"), LayerFiles(path, _dense_shapes(config, path / "config.json")))]
     if kind == "LayerNorm":
         _check_place({}, path, has_pooled=has_pooled)
-        return [(Layer("layer_norm"), path)]
+        size = _size(read_json(path / "config.json"), "dimension", path / "config.json")
+        return [(Layer("layer_norm"), LayerFiles(path, {"norm.weight": (size,), "norm.bias": (size,)}))]
     if kind == "Normalize":
         _check_place(read_json(path / "config.json", optional=True), path / "config.json", has_pooled=has_pooled)
         return [(Layer("normalize"), None)]
@@ -138,3 +147,20 @@ def _dense(config: dict[str, Any], file: Path) -> Layer:
     if not said.startswith("torch.") or name not in ACTIVATIONS:
         raise UnsupportedModelError(f"{file}: activation {said}, expected torch.nn's {', '.join(ACTIVATIONS)}")
     return Layer("dense", activation=name, has_residual=bool(config.get("use_residual", False)))
+
+
+def _dense_shapes(config: dict[str, Any], file: Path) -> dict[str, tuple[int, ...]]:
+    num_in, num_out = _size(config, "in_features", file), _size(config, "out_features", file)
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (num_out, num_in)}
+    if config.get("bias", True):
+        shapes["linear.bias"] = (num_out,)
+    if config.get("use_residual") and num_in != num_out:
+        shapes["residual.weight"] = (num_out, num_in)
+    return shapes
+
+
+def _size(config: Mapping[str, Any], name: str, file: Path) -> int:
+    found = config.get(name)
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise CheckpointError(f"{file}: {name} is {found!r}, expected a positive number: get the file again")
+    return found

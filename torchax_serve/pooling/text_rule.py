@@ -19,6 +19,7 @@ _TEXT_FILES = tuple(
 _ALWAYS_THERE = {"query": "", "document": ""}
 """Prompts that every model of sentence-transformers has by name, empty unless its files fill them."""
 
+_OLD_NAMES = {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
 _TASK = "feature-extraction"
 _TEXT_METHOD = {"method": "forward", "method_output_name": "last_hidden_state"}
 # Settings of the torch module alone, which change no number here.
@@ -92,10 +93,10 @@ def _positive(said: Any, name: str, file: Path) -> int | None:
 
 def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path) -> int | None:
     """The longest text of a ``sentence_bert_config.json``; raises for settings that would not be honoured."""
-    of_tokenizer = dict(texts.get("processor_kwargs") or texts.get("tokenizer_args") or {})
+    texts = {_OLD_NAMES.get(name, name): value for name, value in texts.items()}
+    of_tokenizer = dict(texts.get("processor_kwargs") or {})
     by_tokenizer = of_tokenizer.pop("model_max_length", None)
-    of_torch = texts.get("model_kwargs") or texts.get("model_args") or {}
-    of_config = texts.get("config_kwargs") or texts.get("config_args") or {}
+    of_torch, of_config = texts.get("model_kwargs") or {}, texts.get("config_kwargs") or {}
     config = read_json(folder / "config.json", optional=True) if of_config else {}
     modalities = texts.get("modality_config") or {"text": _TEXT_METHOD}
     usual = {
@@ -106,21 +107,13 @@ def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path) -> int | 
         "model_kwargs": set(of_torch) <= _OF_TORCH,
         "config_kwargs": all(config.get(key) == value for key, value in of_config.items() if key not in _OF_TORCH),
     }
-    honoured = {
-        "max_seq_length",
-        "do_lower_case",
-        "unpad_inputs",
-        "model_args",
-        "tokenizer_args",
-        "config_args",
-        *usual,
-    }
+    honoured = {"max_seq_length", "do_lower_case", "unpad_inputs", *usual}
     wrong = [name for name, is_usual in usual.items() if not is_usual]
     wrong += [name for name, value in texts.items() if name not in honoured and value]
     if wrong:
         raise UnsupportedModelError(
-            f"{file}: {wrong[0]} is {texts.get(wrong[0], 'set under its old name')!r:.120}, which is not honoured "
-            "here; pass pooling= to leave the files of sentence-transformers out of account"
+            f"{file}: {wrong[0]} is {repr(texts[wrong[0]])[:120]}, which is not honoured here; pass pooling= to leave "
+            "the files of sentence-transformers out of account"
         )
     return _positive(by_tokenizer or texts.get("max_seq_length"), "max_seq_length", file)
 

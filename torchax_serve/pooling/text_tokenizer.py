@@ -96,6 +96,6 @@ def _row(found: Any) -> Row:
 
 
 def _makes_lower_case(normalizer: Any) -> bool:
-    if isinstance(normalizer, normalizers.Sequence):
-        return any(isinstance(each, normalizers.Lowercase) for each in normalizer)
-    return isinstance(normalizer, normalizers.Lowercase)
+    is_sequence = isinstance(normalizer, normalizers.Sequence)
+    parts: Any = normalizer if is_sequence else [normalizer]
+    return any(isinstance(each, normalizers.Lowercase) for each in parts)
