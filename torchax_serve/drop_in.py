@@ -28,6 +28,7 @@ from transformers.generation import (
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils import ModelOutput
 
+from model_adapters.arrays import check_floats
 from model_adapters.bridge import extract_jax, is_in_torch_mode
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
@@ -42,7 +43,7 @@ from torchax_serve.images.encoding import compiled_encoders
 from torchax_serve.images.placeholders import check_has_media
 from torchax_serve.images.positions import positions_on_host
 from torchax_serve.in_torch import refuse_what_torch_cannot
-from torchax_serve.module_changes import check_dtypes, check_evaluates
+from torchax_serve.module_changes import check_evaluates
 from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
 
@@ -74,7 +75,7 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         InvalidArgumentError: `model` is neither, or lies on another device than the CPU.
-        UnsupportedModelError: weights in float64, where JAX has no 64-bit types.
+        UnsupportedModelError: weights in float64.
     """
     if not isinstance(model, PreTrainedModel):
         return _inside_of_wrapper(model)
@@ -84,7 +85,7 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
         raise InvalidArgumentError(
             f'expected a model on the CPU, got one on {model.device}; call model.to("cpu") first'
         )
-    check_dtypes(model)
+    check_floats(model)
     model.eval()
     weights, _ = extract_jax(model)
     return attach(model, Runtime(model, weights))
