@@ -33,6 +33,7 @@ from model_adapters.bridge import extract_jax, is_in_torch_mode
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import PATCHED, TORCH_CLASS, CallSpec
+from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.before_loop import check_is_whole, put_parts_on_jax
 from torchax_serve.call_arguments import all_on_host, check_surroundings, on_host
 from torchax_serve.class_generate import for_the_loop, take_suppression
@@ -64,6 +65,7 @@ def rows_elsewhere(rows: RowsElsewhere | None) -> Iterator[None]:
         ROWS_ELSEWHERE.reset(before)
 
 
+@refuses_unknown
 def to_jax(model: PreTrainedModel) -> PreTrainedModel:
     """Makes `model` run on JAX: the same object, its ``forward`` and ``generate`` compiled. Idempotent.
 
@@ -97,6 +99,11 @@ def _inside_of_wrapper(model: Any) -> Any:
     Raises:
         InvalidArgumentError: it is no such module.
     """
+    if hasattr(type(model), "torch_model") or "torch_model" in getattr(model, "__dict__", {}):
+        raise InvalidArgumentError(
+            f"expected a transformers PreTrainedModel, got a {type(model).__name__}, which runs on JAX already; use it "
+            "as it is, or its torch_model"
+        )
     inner = model.get_base_model() if isinstance(model, torch.nn.Module) and hasattr(model, "get_base_model") else None
     if not isinstance(inner, PreTrainedModel):
         raise InvalidArgumentError(
@@ -130,6 +137,11 @@ class JaxModel:
         """Where callers' tensors are expected: the CPU, wherever the weights are."""
         device = super().device  # type: ignore[misc]
         return device if device.type != "meta" and is_in_torch_mode() else torch.device("cpu")
+
+    @torch.compiler.disable  # it is compiled already; torch.compile has nothing to add
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module: hooks of the model itself, and its forward."""
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from torchax_serve.argument_hints import hint
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -249,6 +250,8 @@ class SamplingParams:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in names:
+                if (remedy := hint(name, names)) is not None:
+                    raise InvalidArgumentError(f"SamplingParams has no {name!r}; {remedy}")
                 near = difflib.get_close_matches(name, names) or names
                 raise InvalidArgumentError(f"SamplingParams has no {name!r}; did you mean {' or '.join(near)}?")
         return super().__new__(cls)
