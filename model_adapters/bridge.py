@@ -228,7 +228,8 @@ def pure_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:
     def call(weights: Mapping[str, jax.Array], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         args, kwargs = _arguments(args, kwargs)
         state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs))
-        with torch_mode(module, state):
+        promotion = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
+        with torch_mode(module, state), promotion[0], promotion[1]:
             return jax_view(getattr(module, method)(*args_view, **kwargs_view))
 
     return call

@@ -34,7 +34,7 @@ from model_adapters.ops.sharded import by_token, tokens_divided
 from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, PagedTraceCache, Pool, laid_out
 from model_adapters.sharding import ModelSharding
 from model_adapters.slices import slices_of_parts
-from model_adapters.trace_config import implementations
+from model_adapters.trace_config import implementations, torch_promotion
 
 Arrays = dict[str, Any]
 TORCH_CLASS = "_torch_class"
@@ -398,6 +398,7 @@ class ModelProgram:
         hooked = on_torch_tensors(self.module) if self.watch.hooked else contextlib.nullcontext()
         with (
             self.watch.running(),
+            torch_promotion(),
             hooked,
             implementations(self.module, attention=attention, experts=grouped),  # one trace at a time from here on
             attributes_restored(self.module) as kept,

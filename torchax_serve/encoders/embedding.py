@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
+from model_adapters.trace_config import torch_promotion
 from torchax_serve.encoders.batches import Text, checked_texts, limit_of, rows_of, run
 from torchax_serve.encoders.rules import POOLINGS, Dense, EmbeddingRule, rule_in
 from torchax_serve.runtime import Runtime
@@ -143,6 +144,7 @@ _FUNCTIONS: dict[str | None, Any] = {
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
+@torch_promotion()
 def _finished(
     hidden: jax.Array,
     mask: jax.Array,
