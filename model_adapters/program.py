@@ -77,6 +77,21 @@ class MethodSpec:
     extra: tuple[tuple[str, Any], ...] = ()
 
 
+def forward_of(model: Any) -> tuple[Callable[..., Any], inspect.Signature]:
+    """The forward of `model` in PyTorch, bound to it, and its signature.
+
+    One that a script has put in the place of the class's and that takes anything has the signature of the class's.
+    """
+    cls = getattr(type(model), TORCH_CLASS, type(model))
+    of_class = functools.partial(cls.forward, model)
+    patched = vars(model).get(PATCHED)
+    if patched is None:
+        return of_class, inspect.signature(of_class)
+    signature = inspect.signature(patched)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return patched, inspect.signature(of_class) if takes_any else signature
+
+
 class ModelProgram:
     """Runs the unmodified forward of `module` as ``forward(weights, states, offset, inputs, spec)``.
 
@@ -107,9 +122,8 @@ class ModelProgram:
         self.module = module
         self.part = part
         self.called: Any = module.get_submodule(part)
-        cls = getattr(type(self.called), TORCH_CLASS, type(self.called))
-        self._forward_of_class = vars(self.called).get(PATCHED) or functools.partial(cls.forward, self.called)
-        parameters = inspect.signature(self._forward_of_class).parameters
+        self._forward_of_class, signature = forward_of(self.called)
+        parameters = signature.parameters
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.parameters = frozenset(parameters)
         self.names = names_of(getattr(self.called, "config", None), parameters)

@@ -32,7 +32,8 @@ from model_adapters.arrays import check_floats
 from model_adapters.bridge import extract_jax, is_in_torch_mode
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from model_adapters.program import PATCHED, TORCH_CLASS, CallSpec
+from model_adapters.module_watch import PREPARES
+from model_adapters.program import PATCHED, TORCH_CLASS, CallSpec, forward_of
 from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.before_loop import check_is_whole, put_parts_on_jax
 from torchax_serve.call_arguments import all_on_host, check_surroundings, on_host
@@ -236,6 +237,10 @@ class JaxModel:
                 "device"
             )
         name = runtime.program.cache_name or ""
+        if PREPARES in vars(self):  # by a script, which fills a cache of transformers, such as with a learned prefix
+            return super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
         if runtime.caches.can_make and generation_config.use_cache is not False and model_kwargs.get(name) is None:
             model_kwargs[name] = runtime.caches.new(1)
             return None
@@ -341,11 +346,10 @@ def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     @torch.compiler.disable
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function = vars(self).get(PATCHED) or functools.partial(cls.forward, self)
-        parameters = inspect.signature(function)
+        _, signature = forward_of(self)
         given: dict[str, Any] = {}
-        for name, value in parameters.bind(*args, **kwargs).arguments.items():
-            is_rest = parameters.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             given.update(value if is_rest else {name: value})
         return _forward(self, {name: value for name, value in given.items() if value is not None})
 
