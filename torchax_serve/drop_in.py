@@ -385,7 +385,8 @@ def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[
     try:
         fields = runtime.forward(given, spec, cache)
     except Exception as error:
-        if not isinstance(cache, DeviceCache) or not cache.length:  # whose arguments are those of a call in PyTorch
+        is_first = not isinstance(cache, DeviceCache) or not cache.length
+        if is_first and not runtime.watch.hooked:  # whose arguments are those of a call in PyTorch
             refuse_what_torch_cannot(runtime, type(model)._torch_class, asked, error)
         raise
     output_class = runtime.program.output_class

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve import serve, to_jax
@@ -144,7 +144,8 @@ def test_the_engine_and_hooks_on_everything_are_refused(original):
         model.torch_model.model.layers[0].register_forward_hook(lambda *_: None)
         with pytest.raises(UnsupportedModelError, match=r"forward hook is set on model.layers.0.*call generate\(\)"):
             _ = model.engine
-        assert len(list(model.iter_tokens([5, 6, 7], model.generation_config))) > 0
+        config = GenerationConfig(max_new_tokens=3, do_sample=False)
+        assert len(list(model.iter_tokens([5, 6, 7], config))) == 3
     served = to_jax(copy.deepcopy(original))
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
