@@ -79,7 +79,8 @@ def _drop_parts() -> None:
     for name in [name for name in sys.modules if name.startswith(f"{NAME}.")]:
         del sys.modules[name]
     if getattr(getattr(torch, "jax", None), "__name__", None) == f"{NAME}.device_module":
-        del torch.jax, sys.modules["torch.jax"]  # which torch lets nobody register twice
+        delattr(torch, "jax")  # which torch lets nobody register twice
+        del sys.modules["torch.jax"]
 
 
 def _say_no_accelerator(torchax: Any) -> None:

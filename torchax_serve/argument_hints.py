@@ -175,7 +175,8 @@ T = TypeVar("T", bound=type)
 
 def fields_refuse_unknown(cls: T) -> T:
     """`cls`, a dataclass, whose constructor answers a field that it does not have with `unknown_argument`."""
-    made: Any = cls.__init__
+    any_class: Any = cls
+    made: Any = any_class.__init__
     known = [name for name in inspect.signature(made).parameters if name != "self"]
 
     @functools.wraps(made)
@@ -185,5 +186,5 @@ def fields_refuse_unknown(cls: T) -> T:
                 raise unknown_argument(cls.__name__, name, known)
         made(self, *args, **fields)
 
-    cls.__init__ = __init__
+    any_class.__init__ = __init__
     return cls
