@@ -37,6 +37,16 @@ def _check_integers(tensor: torch.Tensor) -> None:
             )
 
 
+def check_floats(module: torch.nn.Module) -> None:
+    """Raises UnsupportedModelError for parameters in float64, which would be computed with in float32 here."""
+    wide = (torch.float64, torch.complex128)
+    name = next((name for name, parameter in module.named_parameters() if parameter.dtype in wide), None)
+    if name is not None:
+        raise UnsupportedModelError(
+            f"{name}: expected weights in float32, bfloat16 or float16, got float64; call model.float() first"
+        )
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in C order on the host, and in a dtype that JAX without 64-bit types has."""
     tensor = tensor.detach()

@@ -21,6 +21,7 @@ import torch
 import pytree_registry
 from model_adapters.arrays import share_with_jax
 from model_adapters.compat import import_torchax
+from model_adapters.errors import InvalidArgumentError
 
 torchax = import_torchax()
 
@@ -216,19 +217,40 @@ def is_in_torch_mode() -> bool:
 def pure_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:
     """Returns ``f(weights, args, kwargs)`` that runs ``module.method(*args, **kwargs)`` with `weights` in its place.
 
-    Args and result are pytrees of JAX arrays; the function is pure, so ``jax.jit`` and ``jax.grad`` apply to it.
+    Args and result are pytrees of JAX arrays; the function is pure, so ``jax.jit`` and ``jax.grad`` apply to it. One
+    array may stand for a tuple of it.
     """
     from model_adapters import lowerings  # which is written in terms of this module
 
     lowerings.install()
     pytree_registry.register_all()  # now the modeling file is loaded, with the outputs and caches it defines
 
-    def call(weights: Mapping[str, jax.Array], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs or {}))
-        with torch_mode(module, state):
+    def call(weights: Mapping[str, jax.Array], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        args, kwargs = _arguments(args, kwargs)
+        state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs))
+        promotion = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
+        with torch_mode(module, state), promotion[0], promotion[1]:
             return jax_view(getattr(module, method)(*args_view, **kwargs_view))
 
     return call
+
+
+def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call ``f(weights, args, kwargs)``, arrays of NumPy and PyTorch as JAX's."""
+    if isinstance(args, Mapping) or not isinstance(kwargs, Mapping | None):
+        raise InvalidArgumentError(
+            "expected f(weights, args, kwargs) with a tuple of positional and a dict of keyword arguments, got "
+            f"{type(args).__name__} and {type(kwargs).__name__}; pass f(weights, (), {{...}}) for keywords alone"
+        )
+    positional = tuple(args) if isinstance(args, tuple | list) else (args,)
+
+    def as_array(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not is_view(leaf):
+            return to_jax_array(leaf)
+        return jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    made: tuple[tuple[Any, ...], dict[str, Any]] = jax.tree.map(as_array, (positional, dict(kwargs or {})))
+    return made
 
 
 def extract_jax(module: torch.nn.Module) -> tuple[dict[str, jax.Array], JaxFunction]:

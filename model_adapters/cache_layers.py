@@ -102,7 +102,7 @@ class AttentionLayer(CacheLayerMixin):
             self.first_len = num_new
             keys_out, values_out = torch_view(keys), torch_view(values)
         else:
-            pool = jax.lax.dynamic_update_slice(before, new.astype(before.dtype), (0, 0, jax_view(self.offset), 0))
+            pool = jax.lax.dynamic_update_slice_in_dim(before, new.astype(before.dtype), jax_view(self.offset), axis=2)
             seen = self._leaning(pool)
             self.has_counted = True
             keys_out, values_out = torch_view(seen[..., : self.k_dim]), torch_view(seen[..., self.k_dim :])
@@ -184,7 +184,9 @@ class IndexedLayer(AttentionLayer):
         if before is None:
             return torch_view(jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - new.shape[2]), (0, 0))))
         pool = jax_view(before)
-        return torch_view(jax.lax.dynamic_update_slice(pool, new.astype(pool.dtype), (0, 0, jax_view(self.offset), 0)))
+        return torch_view(
+            jax.lax.dynamic_update_slice_in_dim(pool, new.astype(pool.dtype), jax_view(self.offset), axis=2)
+        )
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:

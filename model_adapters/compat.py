@@ -69,6 +69,7 @@ class _AnsweringLoader(Loader):
         with _answered_where_needed():
             self._loader.exec_module(module)
             importlib.import_module(LATE)
+        _say_no_accelerator(module)
 
 
 def _drop_parts() -> None:
@@ -78,7 +79,13 @@ def _drop_parts() -> None:
     for name in [name for name in sys.modules if name.startswith(f"{NAME}.")]:
         del sys.modules[name]
     if getattr(getattr(torch, "jax", None), "__name__", None) == f"{NAME}.device_module":
-        del torch.jax, sys.modules["torch.jax"]  # which torch lets nobody register twice
+        delattr(torch, "jax")  # which torch lets nobody register twice
+        del sys.modules["torch.jax"]
+
+
+def _say_no_accelerator(torchax: Any) -> None:
+    """Takes torchax's device out of torch's accelerators: it has no streams, which ``torch.compile`` asks them for."""
+    torchax.device_module.is_available = lambda: False
 
 
 def _answered_where_needed() -> contextlib.AbstractContextManager[None]:
@@ -122,4 +129,6 @@ def import_torchax() -> ModuleType:
     with _answered_where_needed():  # where it was imported before this project, and has not loaded all yet
         torchax = importlib.import_module(NAME)
         importlib.import_module(LATE)
+    if torchax is not None:
+        _say_no_accelerator(torchax)
     return torchax

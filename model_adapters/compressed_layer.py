@@ -87,7 +87,9 @@ class CompressedLayer(AttentionLayer):
         """What is buffered and the new tokens behind it, with zeros up to `room` and a block more."""
         shape = (new.shape[0], room + self.rate, new.shape[2])
         whole = jnp.zeros(shape, old.dtype).at[:, : self.rate].set(old)
-        return jax.lax.dynamic_update_slice(whole, new.astype(old.dtype), (0, jax_view(self.offset) % self.rate, 0))
+        return jax.lax.dynamic_update_slice_in_dim(
+            whole, new.astype(old.dtype), jax_view(self.offset) % self.rate, axis=1
+        )
 
     def _num_closed(self) -> jax.Array:
         """Blocks that the new tokens have filled."""

@@ -26,7 +26,10 @@ from model_adapters.hooks import has_hooks, hooked_parts
 from model_adapters.tensor_watch import TensorWatch
 from model_adapters.trace_config import configs_of, trace_lock
 
-NOT_READ = frozenset({"generation_config", "name_or_path", "rope_deltas", "warnings_issued", "_cache", "_jax_runtime"})
+PREPARES = "prepare_inputs_for_generation"
+NOT_READ = frozenset(
+    {"generation_config", "name_or_path", "rope_deltas", "warnings_issued", "_cache", "_jax_runtime", PREPARES}
+)
 """Attributes of a model that its forward does not read, or that ``generate`` itself writes."""
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs")
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))

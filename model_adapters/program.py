@@ -38,7 +38,7 @@ from model_adapters.paged import NotPackableError, PackedBatch, PagedLayout, Pag
 from model_adapters.rope import LengthDependentRope, lengths_told
 from model_adapters.sharding import ModelSharding
 from model_adapters.slices import slices_of_parts
-from model_adapters.trace_config import implementations
+from model_adapters.trace_config import implementations, torch_promotion
 
 Arrays = dict[str, Any]
 TORCH_CLASS = "_torch_class"
@@ -49,6 +49,21 @@ INDICES = "indices"
 """Beside the fields of an output: whether indices were rows of the tables they were looked up in, bool[n]."""
 CONDITIONS = "conditions"
 """Beside the fields of an output: what the model's code checks of values, bool[n], all True where they are met."""
+
+
+def forward_of(model: Any) -> tuple[Callable[..., Any], inspect.Signature]:
+    """The forward of `model` in PyTorch, bound to it, and its signature.
+
+    One that a script has put in the place of the class's and that takes anything has the signature of the class's.
+    """
+    cls = getattr(type(model), TORCH_CLASS, type(model))
+    of_class = functools.partial(cls.forward, model)
+    patched = vars(model).get(PATCHED)
+    if patched is None:
+        return of_class, inspect.signature(of_class)
+    signature = inspect.signature(patched)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return patched, inspect.signature(of_class) if takes_any else signature
 
 
 class ModelProgram:
@@ -82,9 +97,8 @@ class ModelProgram:
         self.module = module
         self.part = part
         self.called: Any = module.get_submodule(part)
-        cls = getattr(type(self.called), TORCH_CLASS, type(self.called))
-        self._forward_of_class = vars(self.called).get(PATCHED) or functools.partial(cls.forward, self.called)
-        parameters = inspect.signature(self._forward_of_class).parameters
+        self._forward_of_class, signature = forward_of(self.called)
+        parameters = signature.parameters
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.parameters = frozenset(parameters)
         self.names = names_of(getattr(self.called, "config", None), parameters)
@@ -385,6 +399,7 @@ class ModelProgram:
         hooked = on_torch_tensors(self.module) if self.watch.hooked else contextlib.nullcontext()
         with (
             self.watch.running(),
+            torch_promotion(),
             hooked,
             implementations(self.module, attention=attention, experts=grouped),  # one trace at a time from here on
             attributes_restored(self.module) as kept,

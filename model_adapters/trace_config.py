@@ -7,10 +7,18 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import torch
 from transformers import PreTrainedModel
 
 _TRACE_LOCK = threading.RLock()  # a trace changes the module and its configuration for as long as it lasts
+
+
+@contextlib.contextmanager
+def torch_promotion() -> Iterator[None]:
+    """Inside, shapes and dtypes meet as torch code means them, whatever a script has told JAX to refuse."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def trace_lock() -> contextlib.AbstractContextManager[Any]:

@@ -13,6 +13,9 @@ from model_adapters.bridge import is_view, jax_view, to_torch_tensor
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.hooks import has_global_hooks
 
+_TOKENS = frozenset({"inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids", "decoder_input_ids"})
+"""Arguments for which lists of numbers are taken, too."""
+
 
 def on_host(name: str, value: Any) -> Any:
     """`value` with tensors of PyTorch on the CPU in the place of JAX's and NumPy's arrays and of torch views.
@@ -38,6 +41,14 @@ def on_host(name: str, value: Any) -> Any:
         if array.dtype.kind in "iu":
             array = array.astype(np.int64)
         return to_torch_tensor(jax.numpy.asarray(array)) if str(array.dtype) == "bfloat16" else torch.tensor(array)
+    if isinstance(value, list) and name in _TOKENS and value and not isinstance(value[0], torch.Tensor):
+        try:
+            return torch.tensor(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"{name}: expected a tensor int64[batch, len], got a list that makes none ({error}); pad its rows to "
+                "one length, with an attention_mask"
+            ) from error
     return value
 
 

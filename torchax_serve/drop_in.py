@@ -28,10 +28,13 @@ from transformers.generation import (
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils import ModelOutput
 
+from model_adapters.arrays import check_floats
 from model_adapters.bridge import extract_jax, is_in_torch_mode
 from model_adapters.caches import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from model_adapters.program import PATCHED, TORCH_CLASS, CallSpec
+from model_adapters.module_watch import PREPARES
+from model_adapters.program import PATCHED, TORCH_CLASS, CallSpec, forward_of
+from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.before_loop import check_is_whole, put_parts_on_jax
 from torchax_serve.call_arguments import all_on_host, check_surroundings, on_host
 from torchax_serve.class_generate import for_the_loop, take_suppression
@@ -42,7 +45,7 @@ from torchax_serve.images.encoding import compiled_encoders
 from torchax_serve.images.placeholders import check_has_media
 from torchax_serve.images.positions import positions_on_host
 from torchax_serve.in_torch import refuse_what_torch_cannot
-from torchax_serve.module_changes import check_dtypes, check_evaluates
+from torchax_serve.module_changes import check_evaluates
 from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
 
@@ -63,6 +66,7 @@ def rows_elsewhere(rows: RowsElsewhere | None) -> Iterator[None]:
         ROWS_ELSEWHERE.reset(before)
 
 
+@refuses_unknown
 def to_jax(model: PreTrainedModel) -> PreTrainedModel:
     """Makes `model` run on JAX: the same object, its ``forward`` and ``generate`` compiled. Idempotent.
 
@@ -74,7 +78,7 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         InvalidArgumentError: `model` is neither, or lies on another device than the CPU.
-        UnsupportedModelError: weights in float64, where JAX has no 64-bit types.
+        UnsupportedModelError: weights in float64.
     """
     if not isinstance(model, PreTrainedModel):
         return _inside_of_wrapper(model)
@@ -84,7 +88,7 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
         raise InvalidArgumentError(
             f'expected a model on the CPU, got one on {model.device}; call model.to("cpu") first'
         )
-    check_dtypes(model)
+    check_floats(model)
     model.eval()
     weights, _ = extract_jax(model)
     return attach(model, Runtime(model, weights))
@@ -96,6 +100,11 @@ def _inside_of_wrapper(model: Any) -> Any:
     Raises:
         InvalidArgumentError: it is no such module.
     """
+    if hasattr(type(model), "torch_model") or "torch_model" in getattr(model, "__dict__", {}):
+        raise InvalidArgumentError(
+            f"expected a transformers PreTrainedModel, got a {type(model).__name__}, which runs on JAX already; use it "
+            "as it is, or its torch_model"
+        )
     inner = model.get_base_model() if isinstance(model, torch.nn.Module) and hasattr(model, "get_base_model") else None
     if not isinstance(inner, PreTrainedModel):
         raise InvalidArgumentError(
@@ -129,6 +138,11 @@ class JaxModel:
         """Where callers' tensors are expected: the CPU, wherever the weights are."""
         device = super().device  # type: ignore[misc]
         return device if device.type != "meta" and is_in_torch_mode() else torch.device("cpu")
+
+    @torch.compiler.disable  # it is compiled already; torch.compile has nothing to add
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module: hooks of the model itself, and its forward."""
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -223,6 +237,10 @@ class JaxModel:
                 "device"
             )
         name = runtime.program.cache_name or ""
+        if PREPARES in vars(self):  # by a script, which fills a cache of transformers, such as with a learned prefix
+            return super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
         if runtime.caches.can_make and generation_config.use_cache is not False and model_kwargs.get(name) is None:
             model_kwargs[name] = runtime.caches.new(1)
             return None
@@ -328,11 +346,10 @@ def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     @torch.compiler.disable
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function = vars(self).get(PATCHED) or functools.partial(cls.forward, self)
-        parameters = inspect.signature(function)
+        _, signature = forward_of(self)
         given: dict[str, Any] = {}
-        for name, value in parameters.bind(*args, **kwargs).arguments.items():
-            is_rest = parameters.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             given.update(value if is_rest else {name: value})
         return _forward(self, {name: value for name, value in given.items() if value is not None})
 
@@ -368,7 +385,8 @@ def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[
     try:
         fields = runtime.forward(given, spec, cache)
     except Exception as error:
-        if not isinstance(cache, DeviceCache) or not cache.length:  # whose arguments are those of a call in PyTorch
+        is_first = not isinstance(cache, DeviceCache) or not cache.length
+        if is_first and not runtime.watch.hooked:  # whose arguments are those of a call in PyTorch
             refuse_what_torch_cannot(runtime, type(model)._torch_class, asked, error)
         raise
     output_class = runtime.program.output_class

@@ -25,6 +25,7 @@ from model_adapters.loading.packing import lay_out_weights
 from torchax_serve import collector
 from torchax_serve.alone import is_beam_search, tokens_alone
 from torchax_serve.argument_checks import short_repr
+from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.class_generate import for_the_loop, has_class_generate
 from torchax_serve.compile_cache import enable_compile_cache
 from torchax_serve.drop_in import attach, rows_elsewhere
@@ -47,6 +48,7 @@ from torchax_serve.text import Completion, TextStream, chat, generate_batch, str
 from torchax_serve.text.prompt import checked_ids, detokenizer_of, encode_prompt, given_or_default
 
 
+@refuses_unknown
 def serve(
     model: str | os.PathLike[str] | PreTrainedModel | None = None,
     *,
@@ -150,6 +152,7 @@ class ServedModel(OpenModel):
         # A signal handler may ask for the engine while the code that it interrupts has the lock.
         self._engine_lock = threading.RLock()
         self._is_building = False
+        self._engine_changes = 0
         super().__init__(loaded, mirror)
 
     def __enter__(self) -> Self:
@@ -179,12 +182,20 @@ class ServedModel(OpenModel):
             UnsupportedModelError: the model's forward does not let requests be batched; `generate` and `iter_tokens`
                 work all the same.
         """
-        self._open()
+        self._followed()
         with self._engine_lock:
+            if isinstance(self._engine, UnsupportedModelError) and self._engine_changes != self._num_changes():
+                self._engine = None
             if self._engine is None:
+                self._engine_changes = self._num_changes()
                 self._engine = self._engine_or_reason()
             if isinstance(self._engine, UnsupportedModelError):
                 raise self._engine
+            if self._engine_changes != self._num_changes():
+                raise TorchaxServeError(
+                    "the model has changed since its engine was made, which keeps what the model computed before; call "
+                    "model.refresh(), which ends requests that run, and send this one again"
+                )
             return self._engine
 
     def _engine_or_reason(self) -> Engine | Replicas | UnsupportedModelError:
@@ -201,8 +212,21 @@ class ServedModel(OpenModel):
         finally:
             self._is_building = False
 
+    def _num_changes(self) -> int:
+        return sum(runtime.num_changes for runtime in self._runtimes)
+
+    def refresh(self) -> None:
+        """Makes programs, arrays and the engine anew, after `torch_model` has changed. Ends requests that run."""
+        with self._engine_lock:
+            if isinstance(self._engine, Engine | Replicas):
+                self._engine.close("the model was refreshed")
+            self._engine = None
+        super().refresh()
+
     def _build_engine(self) -> Engine | Replicas:
         model = self._generator()
+        if (why := model._jax_runtime.why_stepwise) is not None:
+            raise UnsupportedModelError(f"{why}, which sees one call at a time; remove it, or call generate()")
         if has_own_generate(model):
             raise UnsupportedModelError(
                 "the model's repository brings a generate of its own, which the engine cannot run; call generate(), "

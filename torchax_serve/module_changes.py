@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import torch
 
+from model_adapters.arrays import check_floats
 from model_adapters.bridge import tensors_of, to_jax_array
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.module_watch import Change
@@ -31,7 +31,7 @@ def check_can_follow(program: ModelProgram, weights: Weights, change: Change) ->
                 f'{name}: expected a tensor on the CPU, got one on {tensor.device}; call model.to("cpu"), JAX has its '
                 "own devices"
             )
-    check_dtypes(module)
+    check_floats(module)
     _check_parts_evaluate(module)
 
 
@@ -51,18 +51,6 @@ def _check_on_device(name: str, tensor: torch.Tensor, weights: Weights, change: 
         raise UnsupportedModelError(
             f"{name}: its values lie on the device alone, since serve read them from files, and cannot be changed "
             f"from PyTorch; load the model with transformers, and pass the object to to_jax or serve"
-        )
-
-
-def check_dtypes(module: torch.nn.Module) -> None:
-    """Raises UnsupportedModelError for weights in float64 where JAX would compute in float32."""
-    if jax.config.read("jax_enable_x64"):
-        return
-    wide = next((name for name, p in module.named_parameters() if p.dtype in (torch.float64, torch.complex128)), None)
-    if wide is not None:
-        raise UnsupportedModelError(
-            f"{wide}: expected weights of at most 32 bits, got torch.float64, which JAX computes in float32; call "
-            "model.float(), or set JAX_ENABLE_X64=1"
         )
 
 

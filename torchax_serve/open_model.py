@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -11,15 +12,19 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from model_adapters.errors import TorchaxServeError
+from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
 from torchax_serve.compile_cache import programs_dir
-from torchax_serve.drop_in import attach
+from torchax_serve.drop_in import attach, following
 from torchax_serve.engine.replicas import runtimes_of
 from torchax_serve.hosts.mirror import Mirror
 from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.program_cache import ProgramCache, model_identity
 from torchax_serve.runtime import Runtime
+
+
+class MissingAttributeError(TorchaxServeError, AttributeError):
+    """An attribute that transformers' models have, asked of a served one."""
 
 
 class OpenModel:
@@ -79,12 +84,52 @@ class OpenModel:
         """Embeddings of texts; see `torchax_serve.encoders.embed`."""
         from torchax_serve.encoders import embed
 
-        return embed(self._open(), self._runtimes[0], texts, pooling=pooling, **options)
+        return embed(self._followed(), self._runtimes[0], texts, pooling=pooling, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, torch tensors in and out."""
         self._open()
         return self.torch_model(*args, **kwargs)
+
+    def refresh(self) -> None:
+        """Makes programs and arrays anew of `torch_model`, for changes that no call notices."""
+        self._open()
+        for runtime in self._runtimes:
+            runtime.refresh()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedModelError(
+            f"a {type(self).__name__} holds devices and threads and cannot be copied or pickled; call serve in the "
+            "other process, or copy torch_model"
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """The weights by name, as tensors on the CPU; see `torch.nn.Module.state_dict`."""
+        self._open()
+        state: dict[str, torch.Tensor] = self.torch_model.state_dict(*args, **kwargs)
+        return state
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Writes weights, configuration and tokenizer into a folder, as transformers does."""
+        self._open()
+        self.torch_model.save_pretrained(save_directory, **kwargs)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(save_directory)
+
+    def __getattr__(self, name: str) -> Any:
+        model = vars(self).get("torch_model")
+        if model is not None and not name.startswith("_") and hasattr(model, name):
+            raise MissingAttributeError(
+                f"a {type(self).__name__} has no attribute {name}; the transformers model is its torch_model: "
+                f"pass model.torch_model, or read model.torch_model.{name}"
+            )
+        raise AttributeError(f"a {type(self).__name__} has no attribute {name}")
+
+    def _followed(self) -> LoadedModel:
+        """As `_open`, after what has changed on `torch_model` has been taken over."""
+        loaded = self._open()
+        with following(self._runtimes[0]):
+            return loaded
 
     def _open(self) -> LoadedModel:
         self._process.check("a model")

@@ -38,6 +38,7 @@ from model_adapters.hooks import errors_of_hooks
 from model_adapters.ops import registry
 from model_adapters.ops.cpu import build, kernels
 from model_adapters.ops.packed_weight import Weights
+from model_adapters.trace_config import torch_promotion
 from torchax_serve import collector
 from torchax_serve.compilation import jax_cache
 from torchax_serve.compilation.cache_folders import EVICTOR
@@ -289,7 +290,8 @@ class KeptFunction:
 
         def traced(weights: Any, *args: Any) -> Any:
             self._cache.num_traces[self.name] += 1
-            return adapt(self._function(weights, *args, spec=spec))
+            with torch_promotion():
+                return adapt(self._function(weights, *args, spec=spec))
 
         traced.__name__ = name or self.name
         parameters = list(inspect.signature(self._function).parameters)

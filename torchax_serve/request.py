@@ -26,6 +26,7 @@ from torchax_serve.argument_checks import (
     python_number,
     short_repr,
 )
+from torchax_serve.argument_hints import hint
 from torchax_serve.sampling_hints import hint_for
 
 if TYPE_CHECKING:
@@ -190,9 +191,8 @@ class SamplingParams:
         for name in kwargs:
             if name not in names:
                 near = " or ".join(difflib.get_close_matches(name, names) or names)
-                raise InvalidArgumentError(
-                    f"SamplingParams has no {short_repr(name)}; {hint_for(name) or f'did you mean {near}?'}"
-                )
+                remedy = hint_for(name) or hint(name, names) or f"did you mean {near}?"
+                raise InvalidArgumentError(f"SamplingParams has no {short_repr(name)}; {remedy}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from model_adapters.bridge import tensors_of, to_torch_tensor
 from model_adapters.caches import DeviceCache
 from model_adapters.causality import is_causal
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.module_watch import Change, ModuleWatch, Structure
+from model_adapters.module_watch import PREPARES, Change, ModuleWatch, Structure
 from model_adapters.ops.packed_weight import PackedWeight, Weights
 from model_adapters.program import CONDITIONS, INDICES, CallSpec, MethodSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
@@ -143,6 +143,8 @@ class Runtime:
         """Why tokens must come from calls of the model itself, one by one: code of a script runs in each of them."""
         if self.watch.hooked:
             return f"a forward hook is set on {self.watch.hooked[0]}"
+        if PREPARES in vars(self.program.module):  # such as by peft, for prompts that it has learned
+            return f"another {PREPARES} is set on the model"
         return "a forward hook or another forward is set on the model" if self.watch.is_wrapped else None
 
     @functools.cached_property

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from model_adapters.caches import LayerStates
 from model_adapters.ops.packed_weight import Weights
 from model_adapters.program import Arrays, CallSpec, MethodSpec, ModelProgram
+from model_adapters.trace_config import torch_promotion
 from torchax_serve import sampling
 from torchax_serve.program_cache import KeptFunction, ProgramCache
 from torchax_serve.sampling import SamplingPlan, SamplingState
@@ -120,5 +121,6 @@ def pick(
     plan: SamplingPlan, state: SamplingState, logits: jax.Array, keep_scores: bool
 ) -> tuple[jax.Array, SamplingState, jax.Array | None]:
     """The next token int32[batch] from `logits` [batch, vocab], and the scores it was chosen by if they are kept."""
-    token, state, scores = sampling.step(plan, state, logits)
+    with torch_promotion():
+        token, state, scores = sampling.step(plan, state, logits)
     return token, state, scores if keep_scores else None

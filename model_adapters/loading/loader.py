@@ -14,6 +14,7 @@ import torch
 from jax.sharding import Mesh
 from transformers import GenerationConfig, PreTrainedModel
 
+from model_adapters.arrays import check_floats
 from model_adapters.bridge import tensors_of
 from model_adapters.errors import (
     CheckpointError,
@@ -375,6 +376,7 @@ def _share(module: PreTrainedModel, place: Placement, sharding: ModelSharding | 
             f"the {type(module).__name__} that was passed lies on {', '.join(sorted(elsewhere))}, expected the CPU: "
             "call model.cpu() first (a model on the meta device has no weights to share)"
         )
+    check_floats(module)
     peak, start = PeakMemory(), time.perf_counter()
     module.eval()
     arrays: dict[int, jax.Array] = {}

@@ -126,6 +126,13 @@ def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | 
                 f"this installation lacks its embedded model (in {EMBEDDED}): install it again, or name a model"
             )
         return ModelSource("embedded", "the embedded model", EMBEDDED)
+    if hasattr(name_or_path, "torch_model"):
+        raise InvalidArgumentError("the model is served already; use it as it is, or close it and serve it anew")
+    if hasattr(name_or_path, "get_base_model"):
+        raise InvalidArgumentError(
+            f"the model is a {type(name_or_path).__name__} around another one: pass model.get_base_model(), which has "
+            "LoRA adapters and their kin in it; prompts that were learned run by to_jax(model).generate alone"
+        )
     if not isinstance(name_or_path, str | os.PathLike):
         raise InvalidArgumentError(f"the model is a {type(name_or_path).__name__}, expected {_FORMS}")
     text = os.fspath(name_or_path)

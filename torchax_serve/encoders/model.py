@@ -24,13 +24,13 @@ class EncoderModel(ServedModel):
             UnsupportedModelError: the model has no head that classifies texts.
             InvalidArgumentError: no text, an empty one, or one that is too long.
         """
-        return labels.classify(self._open(), self._runtimes[0], texts, truncate=truncate)
+        return labels.classify(self._followed(), self._runtimes[0], texts, truncate=truncate)
 
     def classify_tokens(
         self, texts: str | Sequence[Text], *, truncate: bool = False
     ) -> list[TokenLabel] | list[list[TokenLabel]]:
         """Labels of each token of texts, special tokens left out; arguments and errors as those of `classify`."""
-        return labels.classify_tokens(self._open(), self._runtimes[0], texts, truncate=truncate)
+        return labels.classify_tokens(self._followed(), self._runtimes[0], texts, truncate=truncate)
 
     def rerank(
         self, query: str, documents: Sequence[str], *, top_k: int | None = None, truncate: bool | None = None
@@ -48,4 +48,4 @@ class EncoderModel(ServedModel):
             UnsupportedModelError: the model is no cross-encoder with one score.
             InvalidArgumentError: no query, no documents, or a pair that is too long.
         """
-        return labels.rerank(self._open(), self._runtimes[0], query, documents, top_k=top_k, truncate=truncate)
+        return labels.rerank(self._followed(), self._runtimes[0], query, documents, top_k=top_k, truncate=truncate)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.linear import why_not_invariant
 from model_adapters.paged import NotPackableError
+from torchax_serve.argument_hints import fields_refuse_unknown
 from torchax_serve.buckets import token_rungs
 from torchax_serve.engine.engine import MAX_NUM_WAITING, Engine
 from torchax_serve.engine.gathered_road import gathered_road
@@ -33,6 +34,7 @@ MAX_ANSWER_LEN = 4096
 """Of an encoder-decoder model where nothing else limits them. Keys and values of the input are kept for each slot."""
 
 
+@fields_refuse_unknown
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How the engine is laid out. None: chosen from the model and the memory there is.

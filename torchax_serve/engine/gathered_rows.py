@@ -285,8 +285,7 @@ class RowForward:
             for leaf, new, kind in zip(leaves, news, layout.leaves, strict=True):
                 is_pages = isinstance(kind, PageShape)
                 row = jnp.swapaxes(new, 0, 1)[None].astype(leaf.dtype) if is_pages else new
-                at = (0, 0, offset, 0)
-                following.append(jax.lax.dynamic_update_slice(leaf, row, at) if is_pages else new)
+                following.append(jax.lax.dynamic_update_slice_in_dim(leaf, row, offset, axis=2) if is_pages else new)
                 added.append(new if is_pages else ())
             return (tuple(following), offset + block_len), (logits, tuple(added))
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.arrays import from_host
+from model_adapters.trace_config import torch_promotion
 from torchax_serve import sampling
 from torchax_serve.buckets import bucket
 from torchax_serve.engine.sampler import greedy_tokens
@@ -75,6 +76,7 @@ class LoneSampler:
 
 
 @functools.partial(jax.jit, donate_argnums=(2, 3))
+@torch_promotion()
 def _pick(
     plan: SamplingPlan, extras: _Extras, state: SamplingState, counts: jax.Array, logits: jax.Array
 ) -> tuple[jax.Array, SamplingState, jax.Array]:

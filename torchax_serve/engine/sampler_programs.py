@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from model_adapters.trace_config import torch_promotion
 from torchax_serve.engine.sampler import (
     LEVELS,
     NUM_TOP_RUNGS,
@@ -199,12 +200,14 @@ class Sampler:
             **{name: jnp.zeros(shape, dtype, device=self._sharding) for name, dtype in _TABLE_DTYPES.items()}
         )
 
+    @torch_promotion()
     def _counted_sample(
         self, spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array
     ) -> tuple[Sampled, SamplerState]:
         self.num_traces += 1
         return sample(spec, options, state, logits)
 
+    @torch_promotion()
     def _counted_logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
         self.num_traces += 1
         return logprobs_of(logits, tokens, num_top=num_top)

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from model_adapters.trace_config import torch_promotion
+
 Weights = tuple[Mapping[str, jax.Array], ...]
 """Of the layers in their order; empty for those that have none."""
 
@@ -59,6 +61,7 @@ class Layer:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5, 6))
+@torch_promotion()
 def embeddings(
     layers: tuple[Layer, ...],
     weights: Weights,

@@ -81,7 +81,9 @@ def append(state: SamplingState, next_tokens: jax.Array) -> SamplingState:
         seen = seen.at[rows, columns].set(True, mode="drop")
     return dataclasses.replace(
         state,
-        tokens=lax.dynamic_update_slice(state.tokens, next_tokens[:, None].astype(jnp.int32), (0, state.length)),
+        tokens=lax.dynamic_update_slice_in_dim(
+            state.tokens, next_tokens[:, None].astype(jnp.int32), state.length, axis=1
+        ),
         length=state.length + 1,
         num_new=state.num_new + 1,
         seen=seen,

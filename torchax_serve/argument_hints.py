@@ -1,0 +1,175 @@
+"""Arguments that other libraries know: an error that names what to use here in their place.
+
+People come with the keywords of transformers, vLLM and OpenAI's clients. `refuses_unknown` makes any function or class
+answer a keyword that it does not have with one line, in the place of Python's ``TypeError``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from model_adapters.errors import UnsupportedArgumentError
+from torchax_serve.sampling_hints import RENAMED, UNSUPPORTED
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DTYPE = 'use serve(dtype="bfloat16")'
+_DEVICES = "JAX places the weights: on one device by itself, on several with serve(mesh={'model': 4})"
+_CACHE_BYTES = "use EngineOptions(kv_cache_bytes=...), a number of bytes"
+_NO_QUANTIZATION = (
+    'weights are served in float32, bfloat16 or float16; use serve(dtype="bfloat16"), and '
+    'EngineOptions(kv_cache_dtype="int8") for a smaller cache'
+)
+_ATTENTION = "attention is this project's own on every device; leave it out"
+_TOKENIZER = "the tokenizer is the one in the model's folder; leave it out, or give token ids as prompts"
+_TEMPLATE_CALL = "give it to chat, or render the template with model.tokenizer.apply_chat_template"
+_COMPILED = "programs are always compiled; leave it out"
+_N = "give the prompt to generate_batch several times, with a seed each"
+_SERVER = "it belongs to an HTTP server; leave it out"
+
+HINTS: Mapping[str, str] = {
+    **UNSUPPORTED,
+    # transformers' from_pretrained
+    "torch_dtype": _DTYPE,
+    "device_map": _DEVICES,
+    "device": _DEVICES,
+    "max_memory": _DEVICES,
+    "tp_plan": "use serve(tensor_parallel=4)",
+    "low_cpu_mem_usage": "weights go to the device file by file in any case; leave it out",
+    "offload_folder": "weights lie on the devices alone; leave it out",
+    "attn_implementation": _ATTENTION,
+    "use_flash_attention_2": _ATTENTION,
+    "load_in_8bit": _NO_QUANTIZATION,
+    "load_in_4bit": _NO_QUANTIZATION,
+    "quantization_config": _NO_QUANTIZATION,
+    "use_auth_token": 'use serve(token="...")',
+    "hf_token": 'use serve(token="...")',
+    "use_safetensors": "safetensors are taken where there are any; pickle files need serve(allow_pickle=True)",
+    "subfolder": "download the folder, and pass its path",
+    "config": "the configuration is the one in the model's folder; edit config.json, or pass a model object",
+    "generation_config": "set fields of model.generation_config, or pass SamplingParams with a request",
+    # vLLM's LLM and its engine
+    "model_name": "use serve(model), the first argument",
+    "model_path": "use serve(model), the first argument",
+    "pretrained_model_name_or_path": "use serve(model), the first argument",
+    "tokenizer": _TOKENIZER,
+    "tokenizer_mode": _TOKENIZER,
+    "tokenizer_revision": _TOKENIZER,
+    "skip_tokenizer_init": "the tokenizer is loaded when it is first used; leave it out",
+    "max_model_len": "use serve(engine=EngineOptions(max_len=4096))",
+    "max_seq_len": "use serve(engine=EngineOptions(max_len=4096))",
+    "max_seq_length": "use serve(engine=EngineOptions(max_len=4096))",
+    "max_num_seqs": "use EngineOptions(num_slots=...)",
+    "max_batch_size": "use EngineOptions(num_slots=...)",
+    "max_num_batched_tokens": "use EngineOptions(token_budget=...)",
+    "max_num_partial_prefills": "use EngineOptions(max_decode_slowdown=...)",
+    "enable_chunked_prefill": "long prompts are always computed in chunks, of EngineOptions(token_budget=...) tokens",
+    "block_size": "use EngineOptions(page_len=...), a number of tokens",
+    "page_size": "use EngineOptions(page_len=...), a number of tokens",
+    "enable_prefix_caching": "use EngineOptions(prefix_caching=True), which is the default",
+    "gpu_memory_utilization": _CACHE_BYTES,
+    "kv_cache_memory_bytes": _CACHE_BYTES,
+    "swap_space": _CACHE_BYTES,
+    "cpu_offload_gb": "weights lie on the devices alone; leave it out",
+    "num_scheduler_steps": "use EngineOptions(max_num_steps=...)",
+    "cache_dtype": 'use EngineOptions(kv_cache_dtype="int8")',
+    "tensor_parallel_size": "use serve(tensor_parallel=4)",
+    "data_parallel_size": "use serve(mesh={'data': 4})",
+    "pipeline_parallel_size": "layers are not spread over devices; use serve(tensor_parallel=4)",
+    "enable_expert_parallel": "use serve(mesh={'expert': 4})",
+    "distributed_executor_backend": "use serve(hosts=Hosts(...)), or torchax_serve.deploy for replicas",
+    "quantization": _NO_QUANTIZATION,
+    "enforce_eager": _COMPILED,
+    "compilation_config": _COMPILED,
+    "load_format": "the files say what they are; for weights made up use serve(random_weights=True)",
+    "download_dir": 'use serve(cache_dir="...")',
+    "enable_lora": "put the adapter in with peft, then pass the model to to_jax or serve",
+    "speculative_config": "there is no speculative decoding on the engine; generate(assistant_model=...) has one",
+    "served_model_name": _SERVER,
+    "host": _SERVER,
+    "port": _SERVER,
+    "api_key": _SERVER,
+    "disable_log_stats": "statistics are read by model.stats(); leave it out",
+    # chats, and calls of an HTTP API
+    "guided_decoding": "call model.generate(prefix_allowed_tokens_fn=...)",
+    "structured_outputs": "call model.generate(prefix_allowed_tokens_fn=...)",
+    "response_format": "call model.generate(prefix_allowed_tokens_fn=...)",
+    "tools": _TEMPLATE_CALL,
+    "chat_template": _TEMPLATE_CALL,
+    "add_generation_prompt": _TEMPLATE_CALL,
+}
+"""By keyword: what to use in its place. A function that has the keyword itself never looks here."""
+
+_OWN = """max_new_tokens min_new_tokens do_sample temperature top_k top_p min_p repetition_penalty presence_penalty
+frequency_penalty logit_bias logprobs n stop seed priority bad_words_ids eos_token_id prompt_logprobs"""
+
+SAMPLING = {
+    **{name: name for name in _OWN.split()},
+    **RENAMED,
+}
+"""By keyword of a request: the field of `SamplingParams` with that meaning."""
+
+
+def unknown_argument(where: str, name: str, known: Collection[str] = ()) -> UnsupportedArgumentError:
+    """The error for a keyword that `where` does not have.
+
+    Args:
+        where: a function or class, as a caller writes it, such as ``serve``.
+        name: of the keyword.
+        known: keywords that `where` has: the nearest is named where there is no hint.
+    """
+    remedy = hint(name, known)
+    if remedy is None:
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}"
+    return UnsupportedArgumentError(f"{where} has no argument {name}: {remedy}")
+
+
+def hint(name: str, known: Collection[str] = ()) -> str | None:
+    """What to use in the place of the keyword `name` where `known` ones are taken; None where there is no hint."""
+    field = SAMPLING.get(name)
+    if field is None:
+        return HINTS.get(name)
+    return f"use {field}" if field in known else f"use SamplingParams({field}=...) with a request"
+
+
+def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which answers a keyword that it does not have with `unknown_argument`."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    assert not takes_any, f"{function} takes any keyword"
+    where = getattr(function, "__name__", "call")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in parameters:
+                raise unknown_argument(where, name, parameters.keys())
+        return function(*args, **kwargs)
+
+    return checked
+
+
+T = TypeVar("T", bound=type)
+
+
+def fields_refuse_unknown(cls: T) -> T:
+    """`cls`, a dataclass, whose constructor answers a field that it does not have with `unknown_argument`."""
+    any_class: Any = cls
+    made: Any = any_class.__init__
+    known = [name for name in inspect.signature(made).parameters if name != "self"]
+
+    @functools.wraps(made)
+    def __init__(self: Any, *args: Any, **fields: Any) -> None:
+        for name in fields:
+            if name not in known:
+                raise unknown_argument(cls.__name__, name, known)
+        made(self, *args, **fields)
+
+    any_class.__init__ = __init__
+    return cls
