@@ -37,6 +37,7 @@ from model_adapters.ops import registry
 from model_adapters.ops.cpu import build, kernels
 from model_adapters.ops.packed_weight import Weights
 from torchax_serve import collector
+from torchax_serve.compile_lock import CompileLock
 from torchax_serve.mesh_programs import MeshProgram, on_mesh
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ class KeptFunction:
         self._cache, self.name, self._function = cache, name, function
         self._donate, self.facts, self.recall = tuple(donate), facts, recall
         self._programs: dict[_Signature, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = CompileLock()
         cache.functions[name] = self
 
     @property

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
 from hypothesis import given, settings
@@ -509,3 +510,32 @@ def test_after_close_each_call_says_so_in_one_line():
         engine.submit(request())
     with pytest.raises(RequestError, match=r"the engine was closed \(the model was closed"):
         list(tokens)
+
+
+def test_a_signal_handler_that_interrupts_a_compilation_gets_an_error(llama, monkeypatch):
+    """Its answer could wait for the very compilation that it holds up."""
+    forward = llama._runtimes[0].steps.forward
+    errors = []
+
+    def handler(number, frame):
+        for call in (lambda: llama.generate(torch.tensor([[5, 6]]), max_new_tokens=1), lambda: next(endless(llama))):
+            with pytest.raises(TorchaxServeError, match="that interrupted it; call again when") as caught:
+                call()
+            errors.append(caught.value)
+
+    obtain = forward._obtain
+
+    def interrupted(*args):
+        if not errors:
+            signal.raise_signal(signal.SIGUSR1)
+        return obtain(*args)
+
+    monkeypatch.setattr(forward, "_obtain", interrupted)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        ids = torch.tensor([INNOCENT * 7])
+        found = llama.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(errors) == 2
+    assert found[0, -2:].tolist() == expected_tokens("llama", INNOCENT * 7, 2)

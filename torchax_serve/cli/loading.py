@@ -35,8 +35,10 @@ def _keep_stdout_for_answers() -> None:
 
 
 @contextlib.contextmanager
-def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
+def loaded_model(name: str | None, options: LoadOptions, *, starts_chat: bool = False) -> Iterator[Any]:
     """The model that `name` leads to (None: the embedded one), closed at the end.
+
+    `starts_chat` says that a chat template will be rendered, which needs a process of its own.
 
     Raises:
         TorchaxServeError: whatever `torchax_serve.serve` has to say.
@@ -47,6 +49,10 @@ def loaded_model(name: str | None, options: LoadOptions) -> Iterator[Any]:
             from model_adapters.loading.progress import RichProgress, SilentProgress
             from torchax_serve import serve
 
+        if starts_chat:
+            from torchax_serve.text.template_renderer import shared_renderer
+
+            shared_renderer().start()  # beside the loading
         if isinstance(options, DeviceOptions) and options.hosts() is not None:
             _keep_stdout_for_answers()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()

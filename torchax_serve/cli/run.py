@@ -79,7 +79,7 @@ def run(
         return
     text = _text(prompt, prompt_option)
     params = decoding.params()
-    with loaded_model(model, load) as served:
+    with loaded_model(model, load, starts_chat=not chat.raw) as served:
         conversation = _conversation(served, params, chat)
         if text is None:
             _talk(conversation, as_json=chat.as_json)
