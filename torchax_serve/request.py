@@ -227,7 +227,7 @@ class SamplingParams:
             if not (name == "temperature" and self.is_greedy):
                 check_number(name, getattr(self, name))
         if self.n is not None and self.n not in Limits(1, MAX_ANSWERS, whole=True):
-            raise invalid("n", f"a whole number from 1 to {MAX_ANSWERS}", self.n)
+            raise invalid("n", Limits(1, MAX_ANSWERS, whole=True), self.n)
         if self.seed is not None and self.seed not in Limits(0, MAX_SEED, whole=True):
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", self.seed, "None draws a fresh one")
 

@@ -148,7 +148,7 @@ def test_prompts_of_arrays(llama, make):
     [
         ({"min_new_tokens": 2**31}, "min_new_tokens: expected a whole number >= 0 and <= 2147483647, got 2147483648"),
         ({"max_new_tokens": 10**5000}, "max_new_tokens: expected .*, got <int>"),
-        ({"n": 10**6}, "n: expected a whole number from 1 to 16384, got 1000000"),
+        ({"n": 10**6}, "n: expected a whole number >= 1 and <= 16384, got 1000000"),
         ({"stop": ["x"] * 65}, "stop: expected at most 64 strings, got 65; shorten the list"),
         ({"stop": "x" * 1025}, "stop: expected at most 1024 characters, got 1025 of them"),
         ({"stop": "\udc00"}, r"stop: expected text that UTF-8 can encode, got half of a surrogate pair, '\\udc00'"),
@@ -162,7 +162,7 @@ def test_prompts_of_arrays(llama, make):
         ({"bad_words_ids": [b"ab"]}, "bad_words_ids: expected a non-empty list of token ids"),
         ({"ignore_eos": 1}, "ignore_eos: expected True or False, got 1"),
         ({"do_sample": np.array([1, 0])}, r"do_sample: expected True or False, got array\(\[1, 0\]\)"),
-        ({"max_tokens": 5}, "has no 'max_tokens'; write max_new_tokens"),
+        ({"max_tokens": 5}, "has no 'max_tokens'; did you mean max_new_tokens"),
         ({"best_of": 5}, "has no 'best_of'; ask for n answers with logprobs=0"),
         ({"logits_processors": []}, r"no 'logits_processors'; processors run in generate\(logits_processor=...\)"),
     ],
