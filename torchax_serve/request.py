@@ -132,7 +132,7 @@ def check_number(name: str, value: object) -> None:
     """Raises `InvalidArgumentError` when `value` lies outside the option's limits; None (unset) passes."""
     limits = LIMITS[name] if name in LIMITS else ENGINE_LIMITS[name]
     if value is not None and value not in limits:
-        raise invalid(name, limits, value, REMEDIES.get(name))
+        raise invalid(name, limits.against(value), value, REMEDIES.get(name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
