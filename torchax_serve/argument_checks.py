@@ -61,7 +61,7 @@ class Limits:
 
     def against(self, value: object) -> str:
         """In words, as the error about `value` prints it."""
-        is_above = self.high == MAX_INT and isinstance(value, numbers.Integral) and value > MAX_INT
+        is_above = self.high == MAX_INT and isinstance(value, numbers.Integral) and int(value) > MAX_INT
         return f"{self} and <= {MAX_INT}" if is_above else str(self)
 
 
