@@ -209,7 +209,7 @@ def test_where_all_tokens_are_forbidden_one_line_says_so(llama):
     with pytest.raises(InvalidArgumentError, match="got options that forbid all"):
         llama.iter_tokens([5], params=SamplingParams(allowed_token_ids=[7], bad_words_ids=[[7]], eos_token_id=3))
     late = SamplingParams(allowed_token_ids=[7], eos_token_id=7, min_new_tokens=2, max_new_tokens=4)
-    with pytest.raises(RequestError, match="no token could be chosen: its options forbid all"):
+    with pytest.raises(RequestError, match=r"no token could be chosen: .*, or its options forbid all$"):
         list(llama.iter_tokens([5], params=late))
     check_innocent(llama, innocent)
 
@@ -405,7 +405,7 @@ def test_deadlines_far_away_hold_no_ended_requests(llama):
 
 
 FORKED = """
-import os, sys, warnings
+import os, signal, sys, warnings
 sys.path[:0] = {paths!r}
 warnings.simplefilter("ignore")
 import transformers
@@ -431,6 +431,7 @@ calls = {{
 engine = model.engine
 child = os.fork()
 if not child:
+    signal.alarm(120)  # nobody is left to end a child that hangs
     for name, call in calls.items():
         try:
             print(name, call(), flush=True)
