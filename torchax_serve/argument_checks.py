@@ -52,12 +52,17 @@ class Limits:
         return bool(above and below)
 
     def __str__(self) -> str:
-        """In words, as error messages print it."""
+        """In words, as error messages print it; that whole numbers fit into 32 bits goes without saying."""
         kind = "a whole number" if self.whole else "a number"
         above = f"{'>' if self.low_open else '>='} {self.low:g}"
-        high = f"{self.high:d}" if isinstance(self.high, int) else f"{self.high:g}"
-        below = "" if math.isinf(self.high) else f" and {'<' if self.high_open else '<='} {high}"
+        goes_without_saying = math.isinf(self.high) or self.high == MAX_INT
+        below = "" if goes_without_saying else f" and {'<' if self.high_open else '<='} {self.high:g}"
         return f"{kind} {above}{below}"
+
+    def against(self, value: object) -> str:
+        """In words, as the error about `value` prints it."""
+        is_above = self.high == MAX_INT and isinstance(value, numbers.Integral) and int(value) > MAX_INT
+        return f"{self} and <= {MAX_INT}" if is_above else str(self)
 
 
 def _in_float32(value: Any) -> float:

@@ -42,6 +42,7 @@ from model_adapters.trace_config import torch_promotion
 from torchax_serve import collector
 from torchax_serve.compilation import jax_cache
 from torchax_serve.compilation.cache_folders import EVICTOR
+from torchax_serve.compile_lock import CompileLock
 from torchax_serve.mesh_programs import MeshProgram, on_mesh
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ class KeptFunction:
         self._donate, self.facts, self.recall = tuple(donate), facts, recall
         self._programs: dict[_Signature, Any] = {}
         self._is_uncompiled = is_uncompiled
-        self._lock = threading.Lock()
+        self._lock = CompileLock()
         cache.functions[name] = self
 
     @property

@@ -135,7 +135,7 @@ def check_number(name: str, value: object) -> None:
     """Raises `InvalidArgumentError` when `value` lies outside the option's limits; None (unset) passes."""
     limits = LIMITS[name] if name in LIMITS else ENGINE_LIMITS[name]
     if value is not None and value not in limits:
-        raise invalid(name, limits, value, REMEDIES.get(name))
+        raise invalid(name, limits.against(value), value, REMEDIES.get(name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,7 +230,7 @@ class SamplingParams:
             if not (name == "temperature" and self.is_greedy):
                 check_number(name, getattr(self, name))
         if self.n is not None and self.n not in Limits(1, MAX_ANSWERS, whole=True):
-            raise invalid("n", f"a whole number from 1 to {MAX_ANSWERS}", self.n)
+            raise invalid("n", Limits(1, MAX_ANSWERS, whole=True), self.n)
         if self.seed is not None and self.seed not in Limits(0, MAX_SEED, whole=True):
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", self.seed, "None draws a fresh one")
 

@@ -60,5 +60,5 @@ UNSUPPORTED: Mapping[str, str] = {
 
 def hint_for(name: str) -> str | None:
     """What to write instead of the option `name` of another interface; None where nothing is known."""
-    parts = [f"write {RENAMED[name]}" if name in RENAMED else "", UNSUPPORTED.get(name, "")]
-    return "; ".join(part for part in parts if part) or None
+    parts = [f"did you mean {RENAMED[name]}?" if name in RENAMED else "", UNSUPPORTED.get(name, "")]
+    return " ".join(part for part in parts if part) or None

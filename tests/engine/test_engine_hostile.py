@@ -1,14 +1,6 @@
-"""One request never ends its neighbours: whatever is asked for, whoever stops reading."""
+"""One request never ends its neighbours, whatever is asked for."""
 
-import asyncio
-import gc
 import math
-import pathlib
-import signal
-import subprocess
-import sys
-import textwrap
-import threading
 import time
 
 import numpy as np
@@ -37,14 +29,6 @@ def request(prompt=(5, 6), params=None, max_new_tokens=8, **config):
 def llama():
     with serve(tiny_model("llama"), engine=SMALL) as model:
         model.engine.check_integrity = True
-        yield model
-
-
-@pytest.fixture(scope="module")
-def roomy():
-    """A model whose answers are long, and whose programs are compiled."""
-    with serve(tiny_model("llama"), engine=EngineOptions(max_len=2048, num_slots=2, page_len=8)) as model:
-        list(model.iter_tokens([5], transformers.GenerationConfig(max_new_tokens=8)))
         yield model
 
 
@@ -147,7 +131,7 @@ def test_prompts_of_arrays(llama, make):
     [
         ({"min_new_tokens": 2**31}, "min_new_tokens: expected a whole number >= 0 and <= 2147483647, got 2147483648"),
         ({"max_new_tokens": 10**5000}, "max_new_tokens: expected .*, got <int>"),
-        ({"n": 10**6}, "n: expected a whole number from 1 to 16384, got 1000000"),
+        ({"n": 10**6}, "n: expected a whole number >= 1 and <= 16384, got 1000000"),
         ({"stop": ["x"] * 65}, "stop: expected at most 64 strings, got 65; shorten the list"),
         ({"stop": "x" * 1025}, "stop: expected at most 1024 characters, got 1025 of them"),
         ({"stop": "\udc00"}, r"stop: expected text that UTF-8 can encode, got half of a surrogate pair, '\\udc00'"),
@@ -161,7 +145,7 @@ def test_prompts_of_arrays(llama, make):
         ({"bad_words_ids": [b"ab"]}, "bad_words_ids: expected a non-empty list of token ids"),
         ({"ignore_eos": 1}, "ignore_eos: expected True or False, got 1"),
         ({"do_sample": np.array([1, 0])}, r"do_sample: expected True or False, got array\(\[1, 0\]\)"),
-        ({"max_tokens": 5}, "has no 'max_tokens'; write max_new_tokens"),
+        ({"max_tokens": 5}, "has no 'max_tokens'; did you mean max_new_tokens"),
         ({"best_of": 5}, "has no 'best_of'; ask for n answers with logprobs=0"),
         ({"logits_processors": []}, r"no 'logits_processors'; processors run in generate\(logits_processor=...\)"),
     ],
@@ -208,7 +192,7 @@ def test_where_all_tokens_are_forbidden_one_line_says_so(llama):
     with pytest.raises(InvalidArgumentError, match="got options that forbid all"):
         llama.iter_tokens([5], params=SamplingParams(allowed_token_ids=[7], bad_words_ids=[[7]], eos_token_id=3))
     late = SamplingParams(allowed_token_ids=[7], eos_token_id=7, min_new_tokens=2, max_new_tokens=4)
-    with pytest.raises(RequestError, match="no token could be chosen: its options forbid all"):
+    with pytest.raises(RequestError, match=r"no token could be chosen: .*, or its options forbid all$"):
         list(llama.iter_tokens([5], params=late))
     check_innocent(llama, innocent)
 
@@ -320,192 +304,3 @@ def test_options_about_texts_are_refused_where_tokens_are_yielded(llama):
     for name, value in (("stop", "x"), ("n", 2)):
         with pytest.raises(UnsupportedArgumentError, match=f"^{name}: expected None for tokens of one answer"):
             llama.iter_tokens([5], params=SamplingParams(temperature=1.0, **{name: value}))
-
-
-def endless(model, prompt=(5, 6)):
-    return model.iter_tokens(prompt, transformers.GenerationConfig(max_new_tokens=10_000))
-
-
-def dropped(model):
-    tokens = endless(model)
-    next(tokens)
-
-
-def never_read(model):
-    endless(model)
-
-
-def closed(model):
-    tokens = endless(model)
-    next(tokens)
-    tokens.close()
-
-
-def failing(model):
-    with pytest.raises(ZeroDivisionError):
-        for _ in endless(model):
-            1 / 0  # noqa: B018
-
-
-def in_a_thread(model):
-    thread = threading.Thread(target=lambda: next(endless(model)))
-    thread.start()
-    thread.join()
-
-
-def in_a_loop(model):
-    async def main():
-        async def read():
-            async for _ in endless(model):
-                await asyncio.sleep(0)
-
-        task = asyncio.create_task(read())
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-
-
-def in_a_loop_that_ends(model):
-    async def main():
-        tokens = endless(model)
-        await anext(tokens)
-
-    asyncio.run(main())
-
-
-def text_dropped(model):
-    next(model.stream([5, 6], SamplingParams(max_new_tokens=10_000)))
-
-
-@pytest.mark.parametrize(
-    "stops_reading",
-    [dropped, never_read, closed, failing, in_a_thread, in_a_loop, in_a_loop_that_ends, text_dropped],
-    ids=lambda function: function.__name__,
-)
-def test_a_reader_that_is_gone_frees_its_request(roomy, stops_reading):
-    stops_reading(roomy)
-    gc.collect()  # an exception that a test has caught may hold a frame
-    num_before = roomy.stats().scheduler.num_new_tokens
-    assert is_idle(roomy)
-    assert roomy.stats().scheduler.num_new_tokens - num_before < 200  # of 10,000
-    assert len(roomy.engine._deliveries.open_ids()) == 0
-
-
-def test_deadlines_far_away_hold_no_ended_requests(llama):
-    params = SamplingParams(timeout_s=1e6)
-    for _ in range(40):
-        tickets = llama.engine.submit_all([request([5], params, max_new_tokens=1) for _ in range(5)])
-        for ticket in tickets:
-            ticket.result()
-    assert len(llama.engine._scheduler._roster._deadlines) < 100
-
-
-FORKED = """
-import os, sys, warnings
-sys.path[:0] = {paths!r}
-warnings.simplefilter("ignore")
-import transformers
-from engine_models import tiny_model
-from torchax_serve import serve, to_jax
-import torch
-
-model, config = serve(tiny_model("llama")), transformers.GenerationConfig(max_new_tokens=1000)
-jax_model = to_jax(tiny_model("llama"))
-tokens = model.iter_tokens([5, 6], config)
-next(tokens)
-ids = torch.tensor([[5, 6]])
-calls = {{
-    "iter_tokens": lambda: model.iter_tokens([5, 6], config),
-    "stream": lambda: model.stream([5, 6]),
-    "a stream of the parent": lambda: [next(tokens) for _ in range(1000)],
-    "submit": lambda: engine.submit(None),
-    "warm_up": lambda: engine.warm_up(),
-    "generate": lambda: model.generate(ids, max_new_tokens=2),
-    "forward": lambda: jax_model(ids),
-    "generate of to_jax": lambda: jax_model.generate(ids, max_new_tokens=2),
-}}
-engine = model.engine
-child = os.fork()
-if not child:
-    for name, call in calls.items():
-        try:
-            print(name, call(), flush=True)
-        except Exception as error:
-            print(f"{{name}}: {{type(error).__name__}}: {{error}}", flush=True)
-    model.close()
-    del tokens
-    engine.close()
-    os._exit(7)  # as multiprocessing ends its children; XLA's own threads hang in the exit of others
-_, status = os.waitpid(child, 0)
-print("child", os.waitstatus_to_exitcode(status), "parent", len([next(tokens), next(tokens)]), flush=True)
-model.close()
-"""
-
-
-def test_a_forked_child_gets_an_error_and_the_parent_goes_on():
-    here = pathlib.Path(__file__).parent
-    paths = [str(here), str(here.parent), str(here.parents[1])]
-    program = textwrap.dedent(FORKED).format(paths=paths)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    lines = [line for line in done.stdout.splitlines() if line]
-    assert len(lines) == 9, done.stdout + done.stderr
-    for line in lines[:8]:
-        assert "TorchaxServeError: expected" in line, line
-        assert "forked; call serve() in the child" in line
-    assert lines[8] == "child 7 parent 2"
-
-
-def test_a_signal_handler_may_ask_the_engine(llama):
-    found = []
-
-    def handler(number, frame):
-        found.append(list(llama.iter_tokens(INNOCENT, transformers.GenerationConfig(max_new_tokens=NEW))))
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        tokens = llama.iter_tokens([9], transformers.GenerationConfig(max_new_tokens=20))
-        read = []
-        for token in tokens:
-            read.append(token)
-            if len(read) == 3:
-                signal.raise_signal(signal.SIGUSR1)
-        with llama._engine_lock, llama.engine._wake:  # as where the interrupted code has them
-            threading.Timer(0.1, lambda: None).start()
-            handle = llama.engine.submit(request([9], max_new_tokens=4))
-        assert handle.result() == expected_tokens("llama", [9], 4)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert read == expected_tokens("llama", [9], 20)
-    assert found == [expected_tokens("llama", INNOCENT, NEW)]
-
-
-def test_an_engine_that_is_being_made_is_not_made_twice():
-    with serve(tiny_model("llama"), engine=SMALL) as model:
-        asked = []
-
-        def build():
-            with pytest.raises(TorchaxServeError, match="while it was being made; call again"):
-                model.engine  # noqa: B018
-            asked.append(True)
-            return type(model)._build_engine(model)
-
-        model._build_engine = build
-        assert model.engine is model.engine
-        assert asked == [True]
-
-
-def test_after_close_each_call_says_so_in_one_line():
-    model = serve(tiny_model("llama"), engine=SMALL)
-    engine, tokens = model.engine, endless(model)
-    next(tokens)
-    model.close()
-    for call, argument in ((model.iter_tokens, [5, 6]), (model.stream, [5, 6]), (model.chat, "Hi")):
-        with pytest.raises(TorchaxServeError, match="expected an open model, this one is closed"):
-            call(argument)
-    with pytest.raises(TorchaxServeError, match="expected an open model, this one is closed"):
-        engine.submit(request())
-    with pytest.raises(RequestError, match=r"the engine was closed \(the model was closed"):
-        list(tokens)

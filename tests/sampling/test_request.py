@@ -60,7 +60,15 @@ def test_every_field_reaches_the_config():
     same = "min_new_tokens temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty"
     expected |= {name: getattr(params, name) for name in [*same.split(), "no_repeat_ngram_size"]}
     assert changes(params) == expected
-    assert {field.name for field in dataclasses.fields(params)} == {*expected, *ENGINE_ONLY, "n", "stop", "seed"} - {
+    assert {field.name for field in dataclasses.fields(params)} == {
+        *expected,
+        *ENGINE_ONLY,
+        "n",
+        "stop",
+        "seed",
+        "stop_token_ids",
+        "ignore_eos",
+    } - {
         "max_length",
         "num_return_sequences",
         "stop_strings",

@@ -35,13 +35,16 @@ def _keep_stdout_for_answers() -> None:
 
 
 @contextlib.contextmanager
-def loaded_model(name: str | None, options: LoadOptions, *, num_slots: int | None = None) -> Iterator[Any]:
+def loaded_model(
+    name: str | None, options: LoadOptions, *, num_slots: int | None = None, starts_chat: bool = False
+) -> Iterator[Any]:
     """The model that `name` leads to (None: the embedded one), closed at the end.
 
     Args:
         name: as `torchax_serve.serve` takes it.
         options: of the command.
         num_slots: requests that run at once, for which the cache is laid out; None for those of a server.
+        starts_chat: whether a chat template will be rendered, which needs a process of its own.
 
     Raises:
         TorchaxServeError: whatever `torchax_serve.serve` has to say.
@@ -52,6 +55,10 @@ def loaded_model(name: str | None, options: LoadOptions, *, num_slots: int | Non
             from model_adapters.loading.progress import RichProgress, SilentProgress
             from torchax_serve import EngineOptions, serve
 
+        if starts_chat:
+            from torchax_serve.text.template_renderer import shared_renderer
+
+            shared_renderer().start()  # beside the loading
         if isinstance(options, DeviceOptions) and options.hosts() is not None:
             _keep_stdout_for_answers()
         options.show_details()

@@ -98,7 +98,7 @@ def run(
     if followed(model, load):
         return
     text = _text(prompt, prompt_option)
-    with loaded_model(model, load, num_slots=1) as served:  # one conversation
+    with loaded_model(model, load, num_slots=1, starts_chat=not chat.raw) as served:  # one conversation
         with prompt_interrupts(leave_at=1), hidden_keys():
             conversation = _conversation(served, decoding.params(), chat)
             if text is None:

@@ -111,7 +111,7 @@ class Deliveries:
             if by_position is not None and outcome.token_ids:
                 prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
         if outcome.finish_reason == "error":
-            error = error or "no token could be chosen: its options forbid all, or its logits are no finite numbers"
+            error = error or "no token could be chosen: its logits were not finite numbers, or its options forbid all"
         return NewTokens(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error)
 
     def note_prompts(self, flight: Flight) -> None:

@@ -72,7 +72,7 @@ class Replicas:
             self.close("a replica could not be made")
             raise
         self._turns = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may submit where it interrupted a submission
 
     @property
     def description(self) -> str:

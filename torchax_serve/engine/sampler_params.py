@@ -30,6 +30,34 @@ _LONE_VALUES = ("forced_bos_token_id", "forced_eos_token_id", "exponential_decay
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class TokenBias:
+    """What is added to the logits of some tokens; a request that waits does not hold a row of the vocabulary.
+
+    Attributes:
+        ids: int32[n], tokens, perhaps one several times.
+        added: float32[n], to the logits of `ids`.
+        banned: int32[m], tokens never to be chosen.
+        allowed: int32[k], the only tokens to be chosen; None: all.
+    """
+
+    ids: np.ndarray
+    added: np.ndarray
+    banned: np.ndarray
+    allowed: np.ndarray | None
+
+    def dense(self, vocab_size: int) -> np.ndarray:
+        """float32[vocab_size]."""
+        bias = np.zeros(vocab_size, np.float32)
+        np.add.at(bias, self.ids, self.added)
+        if self.allowed is not None:
+            is_allowed = np.zeros(vocab_size, bool)
+            is_allowed[self.allowed] = True
+            bias[~is_allowed] = -math.inf
+        bias[self.banned] = -math.inf
+        return bias
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class RowParams:
     """How one request chooses its tokens, every default filled in.
 
@@ -41,8 +69,8 @@ class RowParams:
         min_len: the same in tokens of prompt and outputs together.
         stop_ids: tokens that end the request.
         not_first: tokens that may not be the first output.
-        bias: float32[vocab], added to the logits, -inf at tokens never to be chosen; None: nothing is. That of a
-            lone row has only what its config does not know.
+        token_bias: what is added to the logits; None: nothing is. That of a lone row has only what its config does
+            not know.
         logprobs: top log-probabilities to return beside the chosen token's; None: none at all.
         lone: the config of a row that is chosen by itself, because an option depends on its whole history.
     """
@@ -55,7 +83,7 @@ class RowParams:
     min_len: int
     stop_ids: tuple[int, ...]
     not_first: tuple[int, ...]
-    bias: np.ndarray | None
+    token_bias: TokenBias | None
     logprobs: int | None
     lone: GenerationConfig | None
 
@@ -108,7 +136,7 @@ class RowParams:
             min_len=int(config.min_length or 0),
             stop_ids=stops,
             not_first=() if lone else tuple(id_list(config.begin_suppress_tokens)),
-            bias=_bias(params, _NO_BIAS if lone else _ConfigBias.of(config, eos, vocab_size), vocab_size),
+            token_bias=_bias(params, _NO_BIAS if lone else _ConfigBias.of(config, eos, vocab_size), vocab_size),
             logprobs=params.logprobs,
             lone=lone,
         )
@@ -119,10 +147,15 @@ class RowParams:
         return cls(vocab_size, NEUTRAL, 0, 0, 0, 0, (), (), None, None, None)
 
     @property
+    def bias(self) -> np.ndarray | None:
+        """float32[vocab], added to the logits, -inf at tokens never to be chosen; None: nothing is."""
+        return None if self.token_bias is None else self.token_bias.dense(self.vocab_size)
+
+    @property
     def level(self) -> Level:
         """The lowest level that covers the request once it may end."""
         given = {name for name in FLOAT_COLUMNS if self.floats[name] != NEUTRAL[name]}
-        if self.bias is not None or given - {"temperature", "top_p_tail", "min_p"}:
+        if self.token_bias is not None or given - {"temperature", "top_p_tail", "min_p"}:
             return "full"
         return "sampled" if self.floats["temperature"] > 0 else "greedy"
 
@@ -179,24 +212,28 @@ class _ConfigBias(NamedTuple):
 _NO_BIAS = _ConfigBias([], [])
 
 
-def _bias(params: SamplingParams, given: _ConfigBias, vocab_size: int) -> np.ndarray | None:
-    """float32[vocab], or None if it would be zero throughout."""
+def _bias(params: SamplingParams, given: _ConfigBias, vocab_size: int) -> TokenBias | None:
+    """None if it would be zero throughout.
+
+    Raises:
+        InvalidArgumentError: a token outside the vocabulary, or none is left that may be chosen.
+    """
     _check_inside("logit_bias", params.logit_bias or {}, vocab_size)
     _check_inside("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-    bias = np.zeros(vocab_size, np.float32)
-    for token, value in [*given.added, *(params.logit_bias or {}).items()]:
-        bias[token] += value
-    if params.allowed_token_ids is not None:
-        allowed = np.zeros(vocab_size, bool)
-        allowed[list(params.allowed_token_ids)] = True
-        bias[~allowed] = -math.inf
-    bias[given.banned] = -math.inf
+    pairs = [*given.added, *(params.logit_bias or {}).items()]
+    token_bias = TokenBias(
+        np.array([token for token, _ in pairs], np.int32),
+        np.array([value for _, value in pairs], np.float32),
+        np.array(given.banned, np.int32),
+        None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int32),
+    )
+    bias = token_bias.dense(vocab_size)
     if (bias == -math.inf).all():
         raise InvalidArgumentError(
             f"expected at least one token of {vocab_size} that may be chosen, got options that forbid all; look at "
             "allowed_token_ids, suppress_tokens, bad_words_ids and sequence_bias"
         )
-    return bias if bias.any() else None
+    return token_bias if bias.any() else None
 
 
 def _check_inside(name: str, ids: Collection[int], vocab_size: int) -> None:

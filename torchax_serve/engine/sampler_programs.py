@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from model_adapters.arrays import from_host
 from model_adapters.trace_config import torch_promotion
 from torchax_serve.engine.sampler import (
     LEVELS,
@@ -114,13 +115,13 @@ class Sampler:
             sampled = dataclasses.replace(sampled, logprobs=self.logprobs(logits, sampled.tokens, spec.num_top))
         return sampled
 
-    def _pick(self, slot: int, logits: jax.Array, index: int) -> jax.Array | np.ndarray:
+    def _pick(self, slot: int, logits: jax.Array, index: int) -> jax.Array:
         """The token of a lone request; where choosing it fails, that request fails and no other."""
         try:
             return self._lone[slot].pick(_row_of(logits, np.int32(index)))
         except Exception as error:
             self._failures.setdefault(slot, error)
-            return np.full(1, INVALID_TOKEN, np.int32)
+            return from_host([INVALID_TOKEN], np.int32)
 
     def take_failures(self) -> dict[int, Exception]:
         """By slot, what has gone wrong for one request alone since this was last asked."""

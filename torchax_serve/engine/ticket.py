@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import NamedTuple
 
 from model_adapters.errors import TorchaxServeError
+from torchax_serve.compile_lock import check_not_compiling
 from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.scheduling import FinishReason, Outcome, RequestId
 
@@ -95,6 +96,7 @@ class Ticket:
         """
         while self.finish_reason is None:
             self._process.check("a request")
+            check_not_compiling()  # the engine may wait for the same lock
             yield self._take(self._arrivals.get())
 
     async def __aiter__(self) -> AsyncIterator[NewTokens]:

@@ -69,8 +69,7 @@ def generate_batch(
         raise InvalidArgumentError(
             f"prompts: expected a list of prompts, got {type(prompts).__name__}; put it in a list"
         )
-    each = params if is_list(params) else [params] * len(prompts)
-    assert isinstance(each, Sequence)
+    each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     if len(each) != len(prompts):
         raise InvalidArgumentError(f"params: expected one for each of {len(prompts)} prompts, got {len(each)}")
     requests = [

@@ -135,7 +135,7 @@ class TemplateRenderer:
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(_PROGRAM)], stdin=theirs, stdout=subprocess.DEVNULL, env=environment
+                [sys.executable, "-I", str(_PROGRAM)], stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment
             )
         except (OSError, TypeError) as error:
             ours.close()

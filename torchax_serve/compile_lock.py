@@ -1,0 +1,41 @@
+"""A lock around compiling that tells a signal handler instead of letting it wait for the code that it interrupted."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from model_adapters.errors import TorchaxServeError
+
+_this_thread = threading.local()
+
+
+def check_not_compiling() -> None:
+    """Raises TorchaxServeError in a thread that compiles: what it would wait for may wait for that."""
+    if getattr(_this_thread, "depth", 0):
+        raise TorchaxServeError(
+            "expected a call outside of a compilation, got one, as from a signal handler, that interrupted it; call "
+            "again when the interrupted code has returned"
+        )
+
+
+class CompileLock:
+    """As `threading.Lock`, but a thread that asks for it again gets an error, not a deadlock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # ident of the thread that has it
+
+    def __enter__(self) -> None:
+        if self._owner == threading.get_ident():
+            check_not_compiling()
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        _this_thread.depth = getattr(_this_thread, "depth", 0) + 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _this_thread.depth -= 1
+        self._owner = None
+        self._lock.release()
