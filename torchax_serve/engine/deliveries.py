@@ -15,6 +15,11 @@ from torchax_serve.scheduling import Outcome, RequestId
 
 logger = logging.getLogger("torchax_serve")
 
+NOT_FINITE = (
+    "its logits were not finite numbers; weights may hold such, and float16 ends at 65504, so a model in float16 is "
+    "better served in bfloat16 or float32"
+)
+
 
 class Deliveries:
     """The requests that have not ended, with their tickets; used by the engine's thread alone.
@@ -89,7 +94,7 @@ class Deliveries:
             if by_position is not None and outcome.token_ids:
                 prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
         if outcome.finish_reason == "error":
-            error = error or "its logits were not finite numbers"
+            error = error or NOT_FINITE
         return NewTokens(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error)
 
     def note_prompts(self, flight: Flight) -> None:
