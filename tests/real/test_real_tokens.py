@@ -12,7 +12,7 @@ from fetch import folder_of
 from torchax_serve import SamplingParams, serve, to_jax
 from torchax_serve.verify import verify
 
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 PROCESSORS = {
     "repetition_penalty": {"repetition_penalty": 1.3},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
