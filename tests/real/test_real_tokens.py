@@ -18,7 +18,7 @@ PROCESSORS = {
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
     "bad_words_ids": {"bad_words_ids": [[504], [28], [198, 198]]},
     "min_new_tokens": {"min_new_tokens": NUM_TOKENS},
-    "all of them": {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "bad_words_ids": [[30]], "min_new_tokens": 9},
+    "all of them": {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "bad_words_ids": [[30]], "min_new_tokens": 7},
 }
 
 
