@@ -260,7 +260,7 @@ def _trace(
         num_beams=1,
         return_dict_in_generate=True,
         output_logits=True,
-        logits_processor=[_Forced(ids.shape[1], forced)] if forced else [],
+        logits_processor=[_Forced(ids.shape[1], forced)] if forced else None,
     )
     return _Trace(whole, step, tuple(output.logits), tuple(output.sequences[0, ids.shape[1] :].tolist()))
 

@@ -243,3 +243,18 @@ def test_differences_are_measured_as_documented():
         assert not found.within
         assert found.largest == np.inf
     assert jnp.isinf(found.relative)
+
+
+def test_errors_in_16_bits_are_measured_as_documented():
+    exact = torch.tensor([[3.0, 4.0], [0.0, 100.0]])
+    ours = (exact + torch.tensor([[0.5, 0.0], [0.0, 1.0]])).to(torch.bfloat16)
+    found = Difference.from_float32("x", ours, exact, 0.03)
+    assert found.error == pytest.approx(np.sqrt((0.1**2 + 0.01**2) / 2))
+    assert found.within
+    assert not Difference.from_float32("x", ours, exact, 0.02).within
+    assert Difference.from_float32("x", exact.to(torch.bfloat16), exact, 0.0).eager_error == 2**-8
+    # Where eager PyTorch overflows, overflowing is no fault; numbers that are far off still are.
+    assert Difference.from_float32("x", torch.full_like(ours, np.inf), exact, np.inf).within
+    assert Difference.from_float32("x", ours, exact, np.inf).within
+    assert not Difference.from_float32("x", 2 * ours, exact, np.inf).within
+    assert not Difference.from_float32("x", torch.full_like(ours, np.nan), exact, 0.01).within

@@ -192,7 +192,7 @@ def test_where_all_tokens_are_forbidden_one_line_says_so(llama):
     with pytest.raises(InvalidArgumentError, match="got options that forbid all"):
         llama.iter_tokens([5], params=SamplingParams(allowed_token_ids=[7], bad_words_ids=[[7]], eos_token_id=3))
     late = SamplingParams(allowed_token_ids=[7], eos_token_id=7, min_new_tokens=2, max_new_tokens=4)
-    with pytest.raises(RequestError, match=r"no token could be chosen: .*, or its options forbid all$"):
+    with pytest.raises(RequestError, match=r"no token could be chosen: its options forbid all, or its logits"):
         list(llama.iter_tokens([5], params=late))
     check_innocent(llama, innocent)
 

@@ -32,7 +32,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.option.as_served = True  # these programs run long enough to be worth optimizing
     config.stash[FINDINGS] = {}
 
 

@@ -12,13 +12,13 @@ from fetch import folder_of
 from torchax_serve import SamplingParams, serve, to_jax
 from torchax_serve.verify import verify
 
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 PROCESSORS = {
     "repetition_penalty": {"repetition_penalty": 1.3},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
     "bad_words_ids": {"bad_words_ids": [[504], [28], [198, 198]]},
     "min_new_tokens": {"min_new_tokens": NUM_TOKENS},
-    "all of them": {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "bad_words_ids": [[30]], "min_new_tokens": 9},
+    "all of them": {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "bad_words_ids": [[30]], "min_new_tokens": 7},
 }
 
 

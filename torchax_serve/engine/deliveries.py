@@ -15,6 +15,11 @@ from torchax_serve.scheduling import Outcome, RequestId
 
 logger = logging.getLogger("torchax_serve")
 
+NO_TOKEN = (
+    "no token could be chosen: its options forbid all, or its logits were not finite numbers; weights may hold such, and "
+    "float16 ends at 65504, so a model in float16 is better served in bfloat16 or float32"
+)
+
 
 class Deliveries:
     """The requests that have not ended, with their tickets; used by the engine's thread alone.
@@ -111,7 +116,7 @@ class Deliveries:
             if by_position is not None and outcome.token_ids:
                 prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
         if outcome.finish_reason == "error":
-            error = error or "no token could be chosen: its logits were not finite numbers, or its options forbid all"
+            error = error or NO_TOKEN
         return NewTokens(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error)
 
     def note_prompts(self, flight: Flight) -> None:

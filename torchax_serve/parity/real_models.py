@@ -16,9 +16,14 @@ Findings = Mapping[str, Mapping[str, str]]
 
 
 def write(findings: Findings, path: Path = RESULTS) -> None:
-    """Keeps `findings` of this run with the versions of the libraries."""
+    """Keeps `findings` with the versions of the libraries, beside those of other checks with the same versions."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"versions": {name: version(name) for name in LIBRARIES}, "findings": findings}
+    versions = {name: version(name) for name in LIBRARIES}
+    kept = read(path)
+    merged = dict(kept["findings"]) if kept is not None and kept["versions"] == versions else {}
+    for model, checks in findings.items():
+        merged[model] = merged.get(model, {}) | dict(checks)
+    content = {"versions": versions, "findings": merged}
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -35,9 +40,9 @@ def table(findings: Findings) -> str:
     return "\n".join(["| model | compared | result |", "|---|---|---|", *rows])
 
 
-def section() -> str | None:
+def section(path: Path | None = None) -> str | None:
     """The part of docs/models.md about real models; None if none has been checked."""
-    kept = read()
+    kept = read(path or RESULTS)
     if kept is None:
         return None
     said = ", ".join(f"{name} {number}" for name, number in kept["versions"].items())

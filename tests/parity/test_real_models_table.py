@@ -1,0 +1,22 @@
+"""The table of real models: runs of parts add up, and another release of a library begins anew."""
+
+from torchax_serve.parity import real_models
+
+
+def test_runs_add_up_and_a_document_shows_them(tmp_path, monkeypatch):
+    path = tmp_path / "results" / "results.json"
+    assert real_models.read(path) is None
+    assert real_models.section(path) is None
+    real_models.write({"a": {"tokens": "equal"}}, path)
+    real_models.write({"a": {"memory": "1 GB"}, "b": {"tokens": "differ"}}, path)
+    kept = real_models.read(path)["findings"]
+    assert kept == {"a": {"tokens": "equal", "memory": "1 GB"}, "b": {"tokens": "differ"}}
+    assert real_models.table(kept).splitlines()[2:] == [
+        "| a | tokens | equal |",
+        "| a | memory | 1 GB |",
+        "| b | tokens | differ |",
+    ]
+    assert "| b | tokens | differ |" in real_models.section(path)
+    monkeypatch.setattr(real_models, "version", lambda name: "0.0")
+    real_models.write({"b": {"tokens": "equal"}}, path)
+    assert real_models.read(path)["findings"] == {"b": {"tokens": "equal"}}
