@@ -105,7 +105,8 @@ def _inside_of_wrapper(model: Any) -> Any:
             f"expected a transformers PreTrainedModel, got a {type(model).__name__}, which runs on JAX already; use it "
             "as it is, or its torch_model"
         )
-    inner = model.get_base_model() if isinstance(model, torch.nn.Module) and hasattr(model, "get_base_model") else None
+    base: Any = getattr(model, "get_base_model", None) if isinstance(model, torch.nn.Module) else None
+    inner = None if base is None else base()
     if not isinstance(inner, PreTrainedModel):
         raise InvalidArgumentError(
             f"expected a transformers PreTrainedModel, got {type(model).__name__}; load one first"
@@ -308,7 +309,7 @@ class JaxModel:
 
 def _blank(cls: type[PreTrainedModel]) -> PreTrainedModel:
     """An object of `cls` that runs on JAX, before its state is set."""
-    made = _jax_class(cls)
+    made: Any = _jax_class(cls)  # type: ignore[arg-type]  # a class is hashable, though its objects are not
     return made.__new__(made)
 
 

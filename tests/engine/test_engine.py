@@ -245,7 +245,7 @@ def test_logits_that_are_not_numbers_fail_their_request_alone():
     with serve(module, engine=SMALL) as model:
         good = [request([5, 6, 7], 12), request([7, 8], 12)]
         tickets = [model.engine.submit(each) for each in (good[0], request([3, 50, 4], 12), good[1])]
-        with pytest.raises(RequestError, match="logits were not finite numbers; .* better served in bfloat16 or float32"):
+        with pytest.raises(RequestError, match=r"logits were not finite numbers; .* better served in bfloat16"):
             tickets[1].result()
         assert [tickets[0].result(), tickets[2].result()] == [
             expected_tokens("llama", [5, 6, 7], 12),

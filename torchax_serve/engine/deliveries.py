@@ -16,8 +16,8 @@ from torchax_serve.scheduling import Outcome, RequestId
 logger = logging.getLogger("torchax_serve")
 
 NO_TOKEN = (
-    "no token could be chosen: its options forbid all, or its logits were not finite numbers; weights may hold such, and "
-    "float16 ends at 65504, so a model in float16 is better served in bfloat16 or float32"
+    "no token could be chosen: its options forbid all, or its logits were not finite numbers; weights may hold such, "
+    "and float16 ends at 65504, so a model in float16 is better served in bfloat16 or float32"
 )
 
 
