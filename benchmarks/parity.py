@@ -4,6 +4,7 @@ python benchmarks/parity.py                 # the types that have no result yet
 python benchmarks/parity.py --again         # all of them
 python benchmarks/parity.py --again llama   # one of them
 python benchmarks/parity.py --task seq2seq  # another mapping than that of causal models
+python benchmarks/parity.py --task configurations   # what checkpoints of one type vary beside it
 python benchmarks/parity.py --third         # every third of them; exits with 1 if one ends otherwise than in the table
 python benchmarks/parity.py --third --since main  # and those that the changes since then name
 python benchmarks/parity.py --third --diff FILE   # the same, of changes as git diff prints them

@@ -25,9 +25,12 @@ AS_SERVED = (
     "pytest --as-served tests/engine/test_engine.py tests/ops/test_paged_attention_invariance.py "
     "tests/core/test_drop_in.py"
 )
-PARITY = "python benchmarks/parity.py --third --diff changes.diff"
+PARITY = [
+    "python benchmarks/parity.py --third --diff changes.diff",
+    "python benchmarks/parity.py --task configurations --third",
+]
 SUITE = ["pip install .[dev]", "pytest", AS_SERVED]
-CHECKS = [*SUITE, PARITY, *TPU, *GPU, *RAY, *REAL, "ruff check .", "ruff format --check .", "mypy"]
+CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *REAL, "ruff check .", "ruff format --check .", "mypy"]
 COMPILERS = [TPU[0], GPU[0], RAY[0], REAL[0], REAL[1]]
 SUITES = [TPU[1:], GPU[1:], RAY[1:], REAL[1:], REAL[2:]]
 

@@ -1,6 +1,10 @@
 """Why a type does not pass, and where that lies: written by people, for docs/models.md."""
 
 CAUSES: dict[str, str] = {
+    "alibi: falcon": (
+        "In transformers: its eager attention adds ALiBi twice, to the scores and in the mask, its `sdpa` attention "
+        "once. Served, it does what `sdpa` does, which is the default."
+    ),
     "blt": (
         "In transformers: its configuration has no `num_hidden_layers`, which its cache asks for, so eager `forward` "
         "and `generate` raise with their defaults. Without a cache they run; how it cuts bytes into patches depends "

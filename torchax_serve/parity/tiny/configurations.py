@@ -16,6 +16,7 @@ _ROPE_TABLE = "torchax_serve.parity.tiny.rope_types"
 _ROPE_FAMILIES = ("llama", "qwen3", "phi3")
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "layer_types": None}
 _KINDS_OF_LAYERS = {"layer_types": ["full_attention", "sliding_attention"]}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 _STRANGE_KEYS = {
     "_some_trainers_note": {"epochs": 3},
     "pretraining_tp": 1,
@@ -86,7 +87,7 @@ _CASES: dict[str, Case] = {
     "no experts chosen twice: mixtral": Case("mixtral", {"num_experts_per_tok": 1, "sliding_window": 6}),
     "text inside: gemma3": Case("gemma3"),
     "text inside: mistral3": Case("mistral3"),
-    "text inside: qwen2_5_vl": Case("qwen2_5_vl"),
+    "text inside: qwen2_5_vl": Case("qwen2_5_vl", {"text_config": {"rope_parameters": _MROPE}}),
     "keys that nothing reads: llama": Case("llama", _STRANGE_KEYS),
     "a list of end tokens: llama": Case("llama", {"eos_token_id": [2, 7, 9]}),
     "an encoder that generates: rembert": Case("rembert", changed=lambda config: _set(config, is_decoder=False)),
