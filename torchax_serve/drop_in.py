@@ -105,7 +105,8 @@ def _inside_of_wrapper(model: Any) -> Any:
             f"expected a transformers PreTrainedModel, got a {type(model).__name__}, which runs on JAX already; use it "
             "as it is, or its torch_model"
         )
-    inner = model.get_base_model() if isinstance(model, torch.nn.Module) and hasattr(model, "get_base_model") else None
+    get_base_model = getattr(model, "get_base_model", None)
+    inner: Any = get_base_model() if callable(get_base_model) else None
     if not isinstance(inner, PreTrainedModel):
         raise InvalidArgumentError(
             f"expected a transformers PreTrainedModel, got {type(model).__name__}; load one first"
@@ -308,8 +309,9 @@ class JaxModel:
 
 def _blank(cls: type[PreTrainedModel]) -> PreTrainedModel:
     """An object of `cls` that runs on JAX, before its state is set."""
-    made = _jax_class(cls)
-    return made.__new__(made)
+    made: Any = _jax_class(cls)  # type: ignore[arg-type]
+    blank: PreTrainedModel = made.__new__(made)
+    return blank
 
 
 FOLLOWED: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("followed", default=frozenset())
