@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -213,6 +213,6 @@ def _code_of(classes: set[type]) -> list[tuple[Any, Any, str]]:
     """Namespaces of modeling files and their classes, into which scripts put functions of their own."""
     bases = {base for cls in classes for base in cls.__mro__ if base.__module__.startswith(_MODELING)}
     files = {base.__module__ for base in bases if base.__module__ in sys.modules}
-    spaces: list[tuple[Mapping[str, Any], str]] = [(vars(base), f"the class {base.__qualname__}") for base in bases]
+    spaces: list[tuple[Any, str]] = [(vars(base), f"the class {base.__qualname__}") for base in bases]
     spaces += [(vars(sys.modules[file]), f"the module {file}") for file in files]
     return [(space, dict(space), where) for space, where in spaces]

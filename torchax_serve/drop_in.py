@@ -105,8 +105,8 @@ def _inside_of_wrapper(model: Any) -> Any:
             f"expected a transformers PreTrainedModel, got a {type(model).__name__}, which runs on JAX already; use it "
             "as it is, or its torch_model"
         )
-    base: Any = getattr(model, "get_base_model", None) if isinstance(model, torch.nn.Module) else None
-    inner = None if base is None else base()
+    get_base_model = getattr(model, "get_base_model", None)
+    inner: Any = get_base_model() if callable(get_base_model) else None
     if not isinstance(inner, PreTrainedModel):
         raise InvalidArgumentError(
             f"expected a transformers PreTrainedModel, got {type(model).__name__}; load one first"
@@ -309,8 +309,9 @@ class JaxModel:
 
 def _blank(cls: type[PreTrainedModel]) -> PreTrainedModel:
     """An object of `cls` that runs on JAX, before its state is set."""
-    made: Any = _jax_class(cls)  # type: ignore[arg-type]  # a class is hashable, though its objects are not
-    return made.__new__(made)
+    made: Any = _jax_class(cls)  # type: ignore[arg-type]
+    blank: PreTrainedModel = made.__new__(made)
+    return blank
 
 
 FOLLOWED: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("followed", default=frozenset())
