@@ -10,8 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve import serve, to_jax
 
-# peft asks transformers by a name that transformers gives up with its next major release.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+# What peft says beside eager PyTorch, too: of a name in transformers, and of positions that generate hands to it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning"),
+]
 IDS = torch.arange(5, 14)[None]
 OPTIONS = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
