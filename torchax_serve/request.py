@@ -306,7 +306,8 @@ class SamplingParams:
             config.max_length = None
         if self.is_greedy:
             config.do_sample, config.temperature = False, None
-            config.num_beams = self.num_beams or 1
+            if self.num_beams is None and (config.num_beams or 1) > 1:
+                config.num_beams = 1
         elif self.do_sample is None and (self.temperature is not None or self._sampling_options):
             config.do_sample = True
         if (config.num_return_sequences or 1) > 1 and not config.do_sample:

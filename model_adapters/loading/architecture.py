@@ -166,8 +166,6 @@ def find_class(
     sees_images = name is None or name.endswith("ForConditionalGeneration")
     mapping = {**_CAUSAL, **(_IMAGE_TEXT if sees_images else {})}
     by_type: Any = mapping.get(config.model_type) if causal_by_name else None
-    if name is None and _is_encoder(config):
-        by_type = None
     if by_type is None and name is None:
         by_type = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
     if by_type is not None:
@@ -200,12 +198,6 @@ def _check_code_paths(file: Path) -> None:
                         f"{each}: auto_map names {reference!r}, expected module.Class in a file of the same folder: "
                         "do not trust this checkpoint"
                     )
-
-
-def _is_encoder(config: PreTrainedConfig) -> bool:
-    """Whether a configuration that names no class is one of an encoder alone."""
-    fills_masks = config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return fills_masks and not config.is_encoder_decoder and not getattr(config, "is_decoder", False)
 
 
 def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:

@@ -38,6 +38,7 @@ def test_every_field_reaches_the_config():
         eta_cutoff=0.02,
         repetition_penalty=1.5,
         no_repeat_ngram_size=2,
+        num_beams=3,
         bad_words_ids=((3, 4), (5,)),
         sequence_bias={(3,): 1.0},
         suppress_tokens=(7,),
@@ -58,7 +59,7 @@ def test_every_field_reaches_the_config():
         "num_return_sequences": 2,
     }
     same = "min_new_tokens temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty"
-    expected |= {name: getattr(params, name) for name in [*same.split(), "no_repeat_ngram_size"]}
+    expected |= {name: getattr(params, name) for name in [*same.split(), "no_repeat_ngram_size", "num_beams"]}
     assert changes(params) == expected
     assert {field.name for field in dataclasses.fields(params)} == {
         *expected,
