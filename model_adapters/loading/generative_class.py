@@ -18,6 +18,7 @@ from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading.architecture import module_of
 from model_adapters.loading.loaded import LoadedModel
 from model_adapters.loading.loader import _generation_config
+from model_adapters.loading.tensor_match import some
 from model_adapters.ops.packed_weight import Weight
 
 _ZERO_AT_FIRST = "final_logits_bias"
@@ -68,9 +69,8 @@ def with_head(loaded: LoadedModel) -> tuple[PreTrainedModel, dict[str, Weight]]:
             weights[name] = jnp.zeros(tuple(tensor.shape), jnp.float32)
     if missing := sorted(tensors.keys() - weights.keys()):
         raise UnsupportedModelError(
-            f"{type(module).__name__} does not generate text, and {head_class.__name__} would with "
-            f"{', '.join(missing[:3])}{' and more' if missing[3:] else ''}, which {loaded.source.name} does not hold; "
-            "call the model on its inputs, or get a checkpoint with a head"
+            f"{type(module).__name__} does not generate text, as {head_class.__name__} would; its files lack "
+            f"{some(missing, 3)}: call the model on its inputs, or get a checkpoint with a head"
         )
     head.generation_config = _settings(loaded, head)
     return head, weights

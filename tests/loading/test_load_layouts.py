@@ -143,7 +143,7 @@ PARTS = {
     "distilbert, a head that is not there": "DistilBertModel",
     "qwen3 embedding, 8b": "Qwen3Model",
     "sentence-t5": "T5EncoderModel",
-    "bert without architectures": "BertModel",
+    "bert without architectures": "BertLMHeadModel",  # as AutoModelForCausalLM has it
     "deberta-v3-base": "DebertaV2Model",
 }
 
