@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from torchax_serve.encoders.model import EncoderModel
     from torchax_serve.engine.build import EngineOptions
     from torchax_serve.engine.ticket import RequestError
+    from torchax_serve.entrypoints.serve import serve
     from torchax_serve.hosts.following import follow
     from torchax_serve.hosts.options import Hosts
-    from torchax_serve.model import ServedModel, serve
+    from torchax_serve.model import ServedModel
     from torchax_serve.request import SamplingParams
     from torchax_serve.speech import SpeechModel
     from torchax_serve.text import Completion, TextStream
@@ -77,7 +78,7 @@ _HOME = {
     "TextStream": "torchax_serve.text",
     "extract_jax": "model_adapters.bridge",
     "follow": "torchax_serve.hosts.following",
-    "serve": "torchax_serve.model",
+    "serve": "torchax_serve.entrypoints.serve",
     "to_jax": "torchax_serve.drop_in",
 }
 

@@ -8,7 +8,7 @@ from documents import ROOT, blocks
 import torchax_serve
 from model_adapters.loading.names import short_name
 from model_adapters.loading.source import EMBEDDED
-from torchax_serve.model import serve
+from torchax_serve.entrypoints.serve import serve
 
 # Names of the hub, and what stands for them here.
 INSTEAD = {"README.md:1": ('"google/gemma-3-1b-it"', repr(str(EMBEDDED)))}

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.model import serve
+from torchax_serve.entrypoints.serve import serve
 from torchax_serve.parity.beside_text import Inputs
 from torchax_serve.parity.check import TOLERANCE, cache_kinds, described
 from torchax_serve.parity.result import PASSED, Result, Trials, said

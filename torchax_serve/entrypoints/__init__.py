@@ -1,0 +1,1 @@
+"""What users hold: `serve` and the models that it returns."""
