@@ -1,9 +1,11 @@
-"""What a forward calls the tokens that it decodes: those of an encoder-decoder model have names of their own."""
+"""The signature of a forward, and what it calls the tokens that it decodes; encoder-decoder models have other names."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import functools
+import inspect
+from collections.abc import Callable, Collection
 from typing import Any
 
 
@@ -37,3 +39,24 @@ def names_of(config: Any, parameters: Collection[str]) -> CallNames:
     """The names that a forward with `parameters` has for what it decodes."""
     has_encoder = bool(getattr(config, "is_encoder_decoder", False)) and ENCODER_DECODER.ids in parameters
     return ENCODER_DECODER if has_encoder else DECODER_ONLY
+
+
+TORCH_CLASS = "_torch_class"
+"""Attribute of a class that runs on JAX: the class as transformers has it."""
+PATCHED = "_patched_forward"
+"""Attribute of a model with the forward that a script had put in the place of its class's when it came to JAX."""
+
+
+def forward_of(model: Any) -> tuple[Callable[..., Any], inspect.Signature]:
+    """The forward of `model` in PyTorch, bound to it, and its signature.
+
+    One that a script has put in the place of the class's and that takes anything has the signature of the class's.
+    """
+    cls = getattr(type(model), TORCH_CLASS, type(model))
+    of_class = functools.partial(cls.forward, model)
+    patched = vars(model).get(PATCHED)
+    if patched is None:
+        return of_class, inspect.signature(of_class)
+    signature = inspect.signature(patched)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return patched, inspect.signature(of_class) if takes_any else signature

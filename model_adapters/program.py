@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,7 +21,7 @@ from model_adapters.attention import goes_through_interface, implementation_of, 
 from model_adapters.bridge import jax_view, torch_mode, torch_view, views_of
 from model_adapters.cache_layers import AttentionLayer
 from model_adapters.caches import LayerStates, check_layers_keep_all, shortest_window, trace_cache
-from model_adapters.call_names import names_of
+from model_adapters.call_names import forward_of, names_of
 from model_adapters.call_spec import CallSpec as CallSpec
 from model_adapters.call_spec import MethodSpec as MethodSpec
 from model_adapters.errors import UnsupportedModelError
@@ -41,29 +40,14 @@ from model_adapters.slices import slices_of_parts
 from model_adapters.trace_config import implementations, torch_promotion
 
 Arrays = dict[str, Any]
-TORCH_CLASS = "_torch_class"
-"""Attribute of a class that runs on JAX: the class as transformers has it."""
-PATCHED = "_patched_forward"
-"""Attribute of a model with the forward that a script had put in the place of its class's when it came to JAX."""
+
+
 INDICES = "indices"
 """Beside the fields of an output: whether indices were rows of the tables they were looked up in, bool[n]."""
+
+
 CONDITIONS = "conditions"
 """Beside the fields of an output: what the model's code checks of values, bool[n], all True where they are met."""
-
-
-def forward_of(model: Any) -> tuple[Callable[..., Any], inspect.Signature]:
-    """The forward of `model` in PyTorch, bound to it, and its signature.
-
-    One that a script has put in the place of the class's and that takes anything has the signature of the class's.
-    """
-    cls = getattr(type(model), TORCH_CLASS, type(model))
-    of_class = functools.partial(cls.forward, model)
-    patched = vars(model).get(PATCHED)
-    if patched is None:
-        return of_class, inspect.signature(of_class)
-    signature = inspect.signature(patched)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    return patched, inspect.signature(of_class) if takes_any else signature
 
 
 class ModelProgram:

@@ -31,9 +31,10 @@ from transformers.utils import ModelOutput
 from model_adapters.arrays import check_floats
 from model_adapters.bridge import extract_jax, is_in_torch_mode
 from model_adapters.caches import DeviceCache
+from model_adapters.call_names import PATCHED, TORCH_CLASS, forward_of
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.module_watch import PREPARES
-from model_adapters.program import PATCHED, TORCH_CLASS, CallSpec, forward_of
+from model_adapters.program import CallSpec
 from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.before_loop import check_is_whole, put_parts_on_jax
 from torchax_serve.call_arguments import all_on_host, check_surroundings, on_host
