@@ -50,6 +50,9 @@ WRONG = [
     ("run Hi --max-model-len 4096", "run has no option --max-model-len: the cache grows"),
     ("run Hi --gpu-memory-utilization 0.9", "run has no option --gpu-memory-utilization: memory is measured"),
     ("run Hi --pooling cls", "run has no option --pooling; embed has it"),
+    ("cache nope", "ACTION: expected list, verify, prune or clear, got 'nope'"),
+    ("help run", "there is no command 'help'; use torchax-serve --help"),
+    ("version", "there is no command 'version'; use torchax-serve --version"),
     ("embed", "MODEL: expected one, got none"),
     (
         "embed qwen3-0.6b Hi --pooling middle",
