@@ -174,3 +174,14 @@ def test_messages_name_flags(message, expected):
     command = dict(COMMANDS)["run"]
     parameters = reported(command).__signature__.parameters.values()
     assert in_flags(message, flags_of(parameters)) == expected
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full is Linux's")
+def test_a_full_disk_behind_stdout_is_one_line(tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM, "cache", "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: expected room to write the output, got none (No space left on device)")

@@ -4,7 +4,20 @@ import copy
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from transformers import (
+    BertConfig,
+    BertModel,
+    CodeGenConfig,
+    CodeGenForCausalLM,
+    CTRLConfig,
+    CTRLLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, serve, to_jax
 
@@ -41,6 +54,40 @@ def models():
         ),
     }
     return {name: (model.eval(), to_jax(copy.deepcopy(model))) for name, model in eager.items()}
+
+
+COMPUTED = {
+    "gptj": lambda: GPTJForCausalLM(
+        GPTJConfig(vocab_size=40, n_embd=32, n_layer=1, n_head=4, n_positions=16, rotary_dim=4)
+    ),
+    "codegen": lambda: CodeGenForCausalLM(
+        CodeGenConfig(vocab_size=40, n_embd=32, n_layer=1, n_head=4, n_positions=16, n_ctx=16, rotary_dim=4)
+    ),
+    "ctrl": lambda: CTRLLMHeadModel(CTRLConfig(vocab_size=40, n_embd=32, n_layer=1, n_head=4, n_positions=16, dff=32)),
+}
+"""Models that look positions up by ``gather`` or ``table[positions]``."""
+
+
+@pytest.mark.filterwarnings("ignore:.*token_id must be")
+@pytest.mark.parametrize("name", COMPUTED)
+def test_tables_of_computed_positions_end(name):
+    torch.manual_seed(0)
+    eager = COMPUTED[name]().eval()
+    on_jax = to_jax(copy.deepcopy(eager))
+    with torch.no_grad():
+        expected = eager(IDS[:, :16])[0]
+    torch.testing.assert_close(on_jax(IDS[:, :16])[0], expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises((IndexError, RuntimeError)), torch.no_grad():
+        eager(IDS[:, :17])
+    with pytest.raises(InvalidArgumentError, match="the rows of this"):
+        on_jax(IDS[:, :17])
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert on_jax.generate(IDS[:, :12], max_new_tokens=4, **options).shape == (1, 16)
+    with pytest.raises(InvalidArgumentError, match="expected at most 16 tokens in all"):
+        on_jax.generate(IDS[:, :12], max_new_tokens=6, **options)
+    with serve(eager, engine=EngineOptions(num_slots=2)) as served:
+        answer = served.generate_batch([IDS[0, :12].tolist()], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    assert len(answer[0].token_ids) <= 5
 
 
 CALLS = {
