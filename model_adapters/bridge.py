@@ -22,6 +22,7 @@ import pytree_registry
 from model_adapters.arrays import share_with_jax
 from model_adapters.compat import import_torchax
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.trace_config import torch_promotion
 
 torchax = import_torchax()
 
@@ -180,10 +181,22 @@ def to_torch_tensor(array: jax.Array) -> torch.Tensor:
 def torch_mode(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Torch code inside computes on JAX, and `module` has the tensors of `state` in the place of its own."""
     reparametrized = torch.nn.utils.stateless._reparametrize_module(module, dict(state))
-    with _on_this_thread(), torchax.default_env(), torch.no_grad(), reparametrized, warnings.catch_warnings():
+    with _on_this_thread(), _key_kept(), default_env(), torch.no_grad(), reparametrized, warnings.catch_warnings():
         # Model code asks for int64 everywhere, and JAX without 64-bit types says each time that it gives int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
         yield
+
+
+@contextlib.contextmanager
+def _key_kept() -> Iterator[None]:
+    """A trace in which torchax draws from its random key leaves none of its tracers behind as the next key."""
+    properties = default_env().param
+    before = properties.prng
+    try:
+        yield
+    finally:
+        if isinstance(properties.prng, jax.core.Tracer) and not isinstance(before, jax.core.Tracer):
+            properties.prng = before
 
 
 @contextlib.contextmanager
@@ -227,10 +240,10 @@ def pure_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:
 
     def call(weights: Mapping[str, jax.Array], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         args, kwargs = _arguments(args, kwargs)
-        state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs))
-        promotion = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
-        with torch_mode(module, state), promotion[0], promotion[1]:
-            return jax_view(getattr(module, method)(*args_view, **kwargs_view))
+        with torch_promotion():
+            state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs))
+            with torch_mode(module, state):
+                return jax_view(getattr(module, method)(*args_view, **kwargs_view))
 
     return call
 

@@ -1,8 +1,8 @@
 """Indices beyond the end of a table are an error, as in PyTorch; XLA would read the last row, or no number.
 
-Token ids, positions, token types and the like are looked up by ``embedding``. In a trace their values are unknown, so
-the program answers afterwards whether they were in range. Where values are there, the error is raised on the spot, and
-names the table.
+Token ids, positions, token types and the like are looked up by ``embedding``, or among the rows of a tensor of the
+module. In a trace their values are unknown, so the program answers afterwards whether they were in range. Where values
+are there, the error is raised on the spot, and names the table.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.tables import POSITIONS
 
 _STATE = threading.local()
 
@@ -40,8 +42,27 @@ def named(arrays: Mapping[str, jax.Array]) -> Iterator[None]:
         _STATE.arrays = before
 
 
-def check(table: jax.Array, indices: jax.Array) -> None:
+def check_rows(tensor: Any, indices: Any, dim: int, *, from_end: bool = False) -> None:
+    """As `check`, where `tensor` is one of the module's own whose rows are taken, or has one in it for each sequence.
+
+    Any other tensor is let be.
+    """
+    arrays = getattr(_STATE, "arrays", None) or {}
+    if not isinstance(indices, jax.Array) or not jnp.issubdtype(indices.dtype, jnp.integer):
+        return
+    is_table = dim == 0 and getattr(tensor, "ndim", 0) == 2 and any(array is tensor for array in arrays.values())
+    if is_table:
+        check(tensor, indices, from_end=from_end)
+    elif dim == 1:
+        named = (array for name, array in arrays.items() if name.rpartition(".")[2] in POSITIONS)
+        if (table := next((array for array in named if array.shape == tensor.shape[1:]), None)) is not None:
+            check(table, indices, from_end=from_end)
+
+
+def check(table: jax.Array, indices: jax.Array, *, from_end: bool = False) -> None:
     """Notes, or checks where values are there, that int `indices` [...] are rows of `table` [rows, ...].
+
+    With `from_end` negative ones count from the end.
 
     Raises:
         InvalidArgumentError: they are not; names the table.
@@ -50,12 +71,13 @@ def check(table: jax.Array, indices: jax.Array) -> None:
     if conditions is None or not indices.size:
         return
     num_rows = table.shape[0]
+    first = -num_rows if from_end else 0
     if isinstance(indices, jax.core.Tracer):
-        conditions.append(jnp.all((indices >= 0) & (indices < num_rows)))
+        conditions.append(jnp.all((indices >= first) & (indices < num_rows)))
         return
     values = np.asarray(indices)
     least, most = int(values.min()), int(values.max())
-    if least < 0 or most >= num_rows:
+    if least < first or most >= num_rows:
         arrays = getattr(_STATE, "arrays", None) or {}
         name = next((name for name, array in arrays.items() if array is table), "a table of the model")
         raise InvalidArgumentError(

@@ -49,6 +49,7 @@ def install() -> None:
     lower(torch.ops.aten.silu.default, ops.silu)  # torchax has both names and looks for this one first
     lower(torch.ops.aten.gelu, ops.gelu)
     _keep_tables_short()
+    _check_lookups()
     lower(torch.ops.aten.cat, _cat)
     lower(torch.ops.aten.mean, _mean)
     lower(torch.ops.aten.sum, _sum)
@@ -81,6 +82,41 @@ def _addmm(bias: jax.Array, x: jax.Array, weight: jax.Array, *, beta: float = 1.
     out = ops.addmm(bias, x, weight, beta=beta, alpha=alpha)
     placed = placed_in_use(weight)
     return out if placed is None else whole_result(out, placed.dims[1])
+
+
+def _check_lookups() -> None:
+    """Where rows of a tensor of the module are taken by index, indices are checked as those of ``embedding`` are."""
+    index, select, gather = (
+        lowering_of(op) for op in (torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather)
+    )
+
+    their_getitem = lowering_of(torch.Tensor.__getitem__)
+
+    def checked_getitem(self: torch.Tensor, indexes: Any) -> Any:
+        rows, *others = indexes if isinstance(indexes, tuple) and indexes else (indexes,)
+        is_lookup = isinstance(self, TorchTensor) and isinstance(rows, TorchTensor)
+        if is_lookup and all(isinstance(other, slice) for other in others):
+            index_checks.check_rows(jax_view(self), jax_view(rows), 0, from_end=True)
+        return their_getitem(self, indexes)
+
+    def checked_index(tensor: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        if indices and all(other is None for other in indices[1:]):
+            index_checks.check_rows(tensor, indices[0], 0, from_end=True)
+        return index(tensor, indices, *args, **kwargs)
+
+    def checked_select(tensor: Any, dim: int, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        index_checks.check_rows(tensor, indices, dim)
+        return select(tensor, dim, indices, *args, **kwargs)
+
+    def checked_gather(tensor: Any, dim: int, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        index_checks.check_rows(tensor, indices, dim)
+        return gather(tensor, dim, indices, *args, **kwargs)
+
+    lower_raw(torch.Tensor.__getitem__, checked_getitem)
+    for op in (torch.ops.aten.index, torch.ops.aten.index.Tensor):
+        lower(op, checked_index, keep_kind=True)
+    lower(torch.ops.aten.index_select, checked_select, keep_kind=True)
+    lower(torch.ops.aten.gather, checked_gather, keep_kind=True)
 
 
 def _keep_tables_short() -> None:

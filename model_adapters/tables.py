@@ -28,6 +28,10 @@ def name_in(module: torch.nn.Module, part: Any) -> str | None:
     return next((name for name, child in module.named_modules() if child is part and name), None)
 
 
+POSITIONS = frozenset({"embed_positions", "pos_encoding"})
+"""Tensors in which GPT-J, CodeGen and CTRL look up what they have computed of each position; none of them grows."""
+
+
 def learned_positions(module: torch.nn.Module, max_positions: int | None) -> int | None:
     """`max_positions` if the model looks positions up in a table, past whose end there is nothing to read."""
     if max_positions is None:
@@ -36,4 +40,15 @@ def learned_positions(module: torch.nn.Module, max_positions: int | None) -> int
     words = word_table(module)
     # Some tables have a few rows more, for an offset that the model adds.
     is_table = any(max_positions <= t.num_embeddings <= max_positions + 8 for t in tables if t is not words)
-    return max_positions if is_table else None
+    return max_positions if is_table or _has_computed_table(module, max_positions) else None
+
+
+def _has_computed_table(module: torch.nn.Module, num_rows: int) -> bool:
+    tensors = (
+        tensor
+        for child in module.modules()
+        for named in (child._buffers, vars(child))
+        for name, tensor in named.items()
+        if name in POSITIONS and isinstance(tensor, torch.Tensor)
+    )
+    return any(tensor.ndim == 2 and tensor.shape[0] == num_rows for tensor in tensors)

@@ -16,8 +16,20 @@ _TRACE_LOCK = threading.RLock()  # a trace changes the module and its configurat
 
 @contextlib.contextmanager
 def torch_promotion() -> Iterator[None]:
-    """Inside, shapes and dtypes meet as torch code means them, whatever a script has told JAX to refuse."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    """Inside, shapes and dtypes meet as torch code means them, whatever a script has told JAX to refuse.
+
+    Nor is it in a script's ``torch.inference_mode``, in which operators such as ``layer_norm`` do not come apart into
+    those that have a lowering.
+    """
+    inference = torch.inference_mode(False), torch.no_grad()  # in this order: the first switches gradients on
+    with inference[0], inference[1], jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@contextlib.contextmanager
+def programs_run() -> Iterator[None]:
+    """Inside, programs run and arrays move, though a script has switched off ``jit`` or guards transfers of its own."""
+    with jax.disable_jit(False), jax.transfer_guard("allow"):
         yield
 
 

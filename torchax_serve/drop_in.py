@@ -35,6 +35,7 @@ from model_adapters.call_names import PATCHED, TORCH_CLASS, forward_of
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.module_watch import PREPARES
 from model_adapters.program import CallSpec
+from model_adapters.trace_config import programs_run
 from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.before_loop import check_is_whole, put_parts_on_jax
 from torchax_serve.call_arguments import all_on_host, check_surroundings, on_host
@@ -323,15 +324,18 @@ FOLLOWED: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("follo
 def following(runtime: Runtime) -> Iterator[None]:
     """A call of a model: where it begins, not in calls inside of it, what has changed on the model is taken over."""
     before = FOLLOWED.get()
-    if id(runtime) not in before:
+    if id(runtime) in before:
+        yield
+        return
+    with programs_run():
         check_surroundings()
         runtime.follow_module()
         check_evaluates(runtime.program.module)
-    token = FOLLOWED.set(before | {id(runtime)})
-    try:
-        yield
-    finally:
-        FOLLOWED.reset(token)
+        token = FOLLOWED.set(before | {id(runtime)})
+        try:
+            yield
+        finally:
+            FOLLOWED.reset(token)
 
 
 def as_transformers_output(output: Any) -> Any:

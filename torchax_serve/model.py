@@ -12,12 +12,14 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 from model_adapters.errors import (
+    InvalidArgumentError,
     TorchaxServeError,
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
 from model_adapters.loading import LoadedModel, has_own_generate
 from model_adapters.loading.generative_class import with_head
+from model_adapters.trace_config import programs_run
 from torchax_serve.alone import is_beam_search, tokens_alone
 from torchax_serve.argument_checks import short_repr
 from torchax_serve.class_generate import for_the_loop, has_class_generate
@@ -103,7 +105,8 @@ class ServedModel(OpenModel):
             )
         self._is_building = True
         try:
-            return self._build_engine()
+            with programs_run():
+                return self._build_engine()
         except UnsupportedModelError as error:
             return error
         finally:
@@ -197,6 +200,7 @@ class ServedModel(OpenModel):
         prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))
         check_has_media(self.config, prompt_ids, ())
         config = model.generation_config if generation_config is None else generation_config
+        _check_one_answer(config)
         if stop_strings:
             detokenizer_of(self, stop_strings)  # refuses them where there is no tokenizer
         if params is not None:
@@ -299,6 +303,20 @@ class ServedModel(OpenModel):
     ) -> list[Completion]:
         """Completions of many prompts, in their order; see `torchax_serve.text.generate_batch`."""
         return generate_batch(self, prompts, params, **unknown)
+
+
+def _check_one_answer(config: Any) -> None:
+    """Raises InvalidArgumentError for what is no configuration, or asks for several answers, of which none is told."""
+    if not isinstance(config, GenerationConfig):
+        raise InvalidArgumentError(
+            f"generation_config: expected a GenerationConfig, got {type(config).__name__}; write "
+            "GenerationConfig(...), or give params=SamplingParams(...)"
+        )
+    if (config.num_return_sequences or 1) != 1:
+        raise UnsupportedArgumentError(
+            f"num_return_sequences: expected 1 for tokens of one answer, got "
+            f"{short_repr(config.num_return_sequences)}; call generate_batch() with SamplingParams(n=...)"
+        )
 
 
 def _merged(config: GenerationConfig, params: SamplingParams) -> GenerationConfig:

@@ -38,7 +38,7 @@ from model_adapters.hooks import errors_of_hooks
 from model_adapters.ops import registry
 from model_adapters.ops.cpu import build, kernels
 from model_adapters.ops.packed_weight import Weights
-from model_adapters.trace_config import torch_promotion
+from model_adapters.trace_config import programs_run, torch_promotion
 from torchax_serve import collector
 from torchax_serve.compilation import jax_cache
 from torchax_serve.compilation.cache_folders import EVICTOR
@@ -230,9 +230,10 @@ class KeptFunction:
     def __call__(self, weights: Weights, *args: Any, spec: Any) -> Any:
         """Runs the program of these arguments, compiled at the first call of their kind."""
         if self._is_uncompiled():
-            with errors_of_hooks():
+            with errors_of_hooks(), torch_promotion():
                 return self._function(weights, *args, spec=spec)
-        return self.compiled(weights, *args, spec=spec)(weights, *args)
+        with programs_run():
+            return self.compiled(weights, *args, spec=spec)(weights, *args)
 
     def compiled(self, weights: Weights, *args: Any, spec: Any) -> Any:
         """The program of these arguments."""

@@ -61,6 +61,8 @@ def read_config_json(file: Path) -> dict[str, Any]:
             if adapter
             else "give the folder that save_pretrained wrote or a hub download made"
         )
+        if file.is_symlink():
+            remedy = "it links to a file that is gone; download the model again"
         raise CheckpointError(f"{file.parent} holds no {file.name}, so it is not a model folder: {remedy}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not readable as JSON ({error}): get the file again") from error
@@ -152,7 +154,8 @@ def find_class(
         UnsupportedModelError: none of these, or the class is the repository's own and `trust_remote_code` is False.
     """
     auto_map = getattr(config, "auto_map", None) or {}
-    name = next(iter(getattr(config, "architectures", None) or []), None)
+    named = getattr(config, "architectures", None) or []
+    name = named if isinstance(named, str) else next(iter(named), None)
     reference = auto_map.get("AutoModelForCausalLM") or auto_map.get("AutoModel")
     if reference and trust_remote_code and folder is not None:
         remote = get_class_from_dynamic_module(reference, folder, local_files_only=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import struct
@@ -27,6 +28,8 @@ from safetensors import SafetensorError, safe_open
 
 from model_adapters.errors import CheckpointError
 from model_adapters.loading.progress import Advance
+
+logger = logging.getLogger("torchax_serve")
 
 SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_FILE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -144,7 +147,15 @@ def weight_files(folder: Path, *, explicit: str | None, extra: tuple[str, ...], 
         raise pickle_only(str(folder))
     there = sorted(path.name for path in folder.iterdir() if path.is_file())
     listed = ", ".join(there[:12]) + (" …" if len(there) > 12 else "")
-    raise CheckpointError(f"{folder} holds no weights: expected {' or '.join(candidates)}, found {listed or 'nothing'}")
+    raise CheckpointError(
+        f"{folder} holds no weights: expected {' or '.join(candidates)}, found {listed or 'nothing'}{dangling(folder)}"
+    )
+
+
+def dangling(folder: Path) -> str:
+    """What there is to say of links in `folder` to files that are gone, such as of a hub cache; nothing without any."""
+    gone = sorted(path.name for path in folder.iterdir() if path.is_symlink() and not path.exists())
+    return f"; {', '.join(gone[:3])} links to a file that is gone: download the model again" if gone else ""
 
 
 def inside(name: Any, said_in: str | os.PathLike[str]) -> str:
@@ -296,14 +307,24 @@ class Checkpoint:
 
     @classmethod
     def of(cls, files: list[Path]) -> Checkpoint:
-        """Reads the headers; raises `CheckpointError` for a damaged file or a tensor that two files hold."""
+        """Reads the headers; of a tensor that two files hold the later one counts, as in transformers, with one line.
+
+        Raises:
+            CheckpointError: a damaged file, or no tensor at all.
+        """
         entries: dict[str, TensorEntry | torch.Tensor] = {}
         for file in files:
             found: Mapping[str, TensorEntry | torch.Tensor]
             found = read_entries(file) if file.suffix == ".safetensors" else _pickled_tensors(file)
             twice = sorted(entries.keys() & found.keys())
             if twice:
-                raise CheckpointError(f"{file} holds {twice[0]!r}, which another file of this checkpoint holds as well")
+                more = f" and {len(twice) - 1} more" if len(twice) > 1 else ""
+                logger.warning(
+                    "%s holds %s%s, which an earlier file of this checkpoint holds as well: the later one counts",
+                    file,
+                    twice[0],
+                    more,
+                )
             entries.update(found)
         if not entries:
             raise CheckpointError(f"{', '.join(map(str, files))}: not one tensor in it")

@@ -70,7 +70,8 @@ def with_head(loaded: LoadedModel) -> tuple[PreTrainedModel, dict[str, Weight]]:
     if missing := sorted(tensors.keys() - weights.keys()):
         raise UnsupportedModelError(
             f"{type(module).__name__} does not generate text, as {head_class.__name__} would; its files lack "
-            f"{some(missing, 3)}: call the model on its inputs, or get a checkpoint with a head"
+            f"{some(missing, 3)}: embed() gives embeddings of texts, and the model can be called on its inputs; to "
+            "generate, get a checkpoint with a head"
         )
     head.generation_config = _settings(loaded, head)
     return head, weights

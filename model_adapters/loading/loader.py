@@ -60,7 +60,7 @@ def load_model(
 
     Args:
         model: what `resolve` accepts, or a `PreTrainedModel` in main memory, which is put into eval mode, keeps its
-            tensors and shares them.
+            tensors and shares them; a ``PeftModel`` with adapters is the model that they are in.
         revision, token, local_files_only, cache_dir: see `resolve`.
         dtype: of the floating-point weights; "auto" is what the configuration says, else what the files hold. Weights
             that the architecture keeps in float32 and buffers keep theirs.
@@ -84,6 +84,7 @@ def load_model(
     if mesh is not None and device_put is not None:
         raise InvalidArgumentError("mesh and device_put: expected one of them, got both; leave one out")
     shown, torch_dtype = progress or SilentProgress(), torch_dtype_of(dtype)
+    model = _inside_of_adapters(model)
     if isinstance(model, PreTrainedModel):
         _refuse(revision=revision, random_weights=random_weights or None, dtype=torch_dtype, strict=strict or None)
         sharding = None if mesh is None else ModelSharding.of(model, mesh, refuse_uneven=refuse_uneven)
@@ -108,6 +109,14 @@ def load_model(
         if random_weights:
             return builder.with_random_weights(seed, shown)
         return builder.from_checkpoint(allow_pickle, strict, shown)
+
+
+def _inside_of_adapters(model: Any) -> Any:
+    """The model that a ``PeftModel`` has put its adapters into; anything else, and learned prompts, as they are."""
+    if not callable(getattr(model, "get_base_model", None)) or model.active_peft_config.is_prompt_learning:
+        return model
+    inner = model.get_base_model()
+    return inner if isinstance(inner, PreTrainedModel) else model
 
 
 def _refuse(**given: Any) -> None:

@@ -130,8 +130,8 @@ def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | 
         raise InvalidArgumentError("the model is served already; use it as it is, or close it and serve it anew")
     if hasattr(name_or_path, "get_base_model"):
         raise InvalidArgumentError(
-            f"the model is a {type(name_or_path).__name__} around another one: pass model.get_base_model(), which has "
-            "LoRA adapters and their kin in it; prompts that were learned run by to_jax(model).generate alone"
+            f"the model is a {type(name_or_path).__name__} with prompts that it has learned, which are no part of the "
+            "model inside: call to_jax(model).generate, or pass model.get_base_model(), which is without them"
         )
     if not isinstance(name_or_path, str | os.PathLike):
         raise InvalidArgumentError(f"the model is a {type(name_or_path).__name__}, expected {_FORMS}")

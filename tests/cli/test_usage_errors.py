@@ -50,6 +50,9 @@ WRONG = [
     ("run Hi --max-model-len 4096", "run has no option --max-model-len: the cache grows"),
     ("run Hi --gpu-memory-utilization 0.9", "run has no option --gpu-memory-utilization: memory is measured"),
     ("run Hi --pooling cls", "run has no option --pooling; embed has it"),
+    ("cache nope", "ACTION: expected list, verify, prune or clear, got 'nope'"),
+    ("help run", "there is no command 'help'; use torchax-serve --help"),
+    ("version", "there is no command 'version'; use torchax-serve --version"),
     ("embed", "MODEL: expected one, got none"),
     (
         "embed qwen3-0.6b Hi --pooling middle",
@@ -171,3 +174,14 @@ def test_messages_name_flags(message, expected):
     command = dict(COMMANDS)["run"]
     parameters = reported(command).__signature__.parameters.values()
     assert in_flags(message, flags_of(parameters)) == expected
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full is Linux's")
+def test_a_full_disk_behind_stdout_is_one_line(tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM, "cache", "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: expected room to write the output, got none (No space left on device)")

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve import serve, to_jax
+from torchax_serve import SamplingParams, serve, to_jax
 
 # What peft says beside eager PyTorch, too: of a name in transformers, and of positions that generate hands to it.
 pytestmark = [
@@ -62,6 +62,17 @@ def test_a_peft_model_goes_to_jax_with_prompts_that_it_has_learned(kind):
         assert torch.equal(served.generate(**given, **OPTIONS), wrapped.generate(**given, **OPTIONS))
 
 
-def test_serve_names_the_model_inside():
-    with pytest.raises(InvalidArgumentError, match=r"PeftModelForCausalLM.*pass model.get_base_model\(\)"):
-        serve(peft.get_peft_model(llama(), lora()))
+def test_serve_takes_a_peft_model_with_its_adapters():
+    wrapped = peft.get_peft_model(llama(), lora()).eval()
+    expected = wrapped.generate(input_ids=IDS, **OPTIONS)[0, IDS.shape[1] :].tolist()
+    plain = llama().generate(input_ids=IDS, **OPTIONS)[0, IDS.shape[1] :].tolist()
+    assert expected != plain
+    with serve(wrapped) as served:
+        answer = served.generate_batch([IDS[0].tolist()], SamplingParams(max_new_tokens=3, temperature=0))
+    assert answer[0].token_ids == expected
+
+
+def test_serve_says_where_learned_prompts_run():
+    prompted = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(InvalidArgumentError, match=r"PeftModelForCausalLM.*call to_jax\(model\).generate"):
+        serve(peft.get_peft_model(llama(), prompted))

@@ -5,8 +5,17 @@ import json
 
 import pytest
 
+from model_adapters.errors import (
+    ChatTemplateError,
+    InvalidArgumentError,
+    OutOfMemoryError,
+    QueueFullError,
+    TorchaxServeError,
+    UnsupportedModelError,
+)
 from torchax_serve.distributed.ray.http_requests import (
     RequestError,
+    answer_to,
     check_head,
     params_of,
     parse_request,
@@ -203,3 +212,36 @@ def test_an_answer_in_time_comes_whole():
         return [piece async for piece in within(parts_of("a", "b", "c"), 5)]
 
     assert asyncio.run(read()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (QueueFullError("expected at most 8 waiting"), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (InvalidArgumentError("top_p: expected at most 1"), 400, "invalid_request_error", None),
+        (ChatTemplateError("no chat template"), 400, "invalid_request_error", None),
+        (UnsupportedModelError("an encoder"), 400, "invalid_request_error", None),
+        (TorchaxServeError("request 3: its step failed"), 503, "server_error", "unavailable"),
+        (OutOfMemoryError("the cache takes 3 GB"), 503, "server_error", "unavailable"),
+    ],
+)
+def test_errors_of_a_replica_say_whose_fault_they_are(error, status, kind, code):
+    answer = answer_to(error)
+    told = answer.content()["error"]
+    assert (answer.status, told["type"], told["code"], told["message"]) == (status, kind, code, str(error))
+    assert ("Retry-After" in answer.headers) == (status == 429)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tools", "got tools; leave them out"),
+        ("chat_template_kwargs", "got chat_template_kwargs; leave them out"),
+        ("max_tokens", "got max_tokens; write max_new_tokens for max_tokens"),
+    ],
+)
+def test_fields_of_neighbours_are_refused_by_name(name, said):
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], name: 1}).encode()
+    error = refused(parse_request, body, MAX_BYTES)
+    assert error.status == 400
+    assert error.message.endswith(said)

@@ -5,11 +5,13 @@ import shutil
 import struct
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from loading_models import edit_json, tiny_folder, tiny_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from model_adapters.errors import CheckpointError, UnsupportedModelError
 from model_adapters.loading import load_model, require_causal_lm
@@ -273,10 +275,27 @@ def test_an_index_that_is_none(sharded, index):
     check_refused(sharded, "model.safetensors.index.json", "get the file again")
 
 
-def test_a_tensor_in_two_shards(sharded):
+def test_of_a_tensor_in_two_shards_the_later_one_counts(sharded, caplog):
     first, second = sorted(sharded.glob("model-*.safetensors"))[:2]
-    save_file(load_file(first) | load_file(second), second)
-    check_refused(sharded, "which another file of this checkpoint holds as well")
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {name: tensor + 1}, second, metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(sharded).get_parameter(name)
+    ours = load_model(sharded).weights[name]
+    np.testing.assert_array_equal(np.asarray(ours), theirs.detach().numpy())
+    np.testing.assert_array_equal(theirs.detach().numpy(), (tensor + 1).numpy())
+    assert f"{second} holds {name}, which an earlier file" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_link_to_a_file_that_is_gone(folder, name):
+    (folder / name).unlink()
+    (folder / name).symlink_to(folder / "blob")
+    check_refused(folder, name, "to a file that is gone", "download the model again")
+
+
+def test_architectures_that_are_a_string(folder):
+    edit_json(folder / "config.json", architectures="LlamaForCausalLM")
+    assert type(load_model(folder).module).__name__ == "LlamaForCausalLM"
 
 
 def test_a_folder_without_weights(folder):

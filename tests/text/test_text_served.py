@@ -4,12 +4,19 @@ import pytest
 import torch
 from eager_model import TEMPLATE
 from tokenizers_of_test import byte_level_bpe
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig
 
-from torchax_serve import SamplingParams, serve
+from torchax_serve import InvalidArgumentError, SamplingParams, UnsupportedArgumentError, serve
 
 PROMPTS = ["Once upon a time", "x", [300, 301, 302], "it's the"]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
+
+
+def test_tokens_are_those_of_one_answer(model):
+    with pytest.raises(UnsupportedArgumentError, match=r"num_return_sequences: expected 1 .*got 2; call gen"):
+        model.iter_tokens([5, 6], GenerationConfig(num_return_sequences=2, do_sample=True))
+    with pytest.raises(InvalidArgumentError, match="generation_config: expected a GenerationConfig, got dict"):
+        model.iter_tokens([5, 6], {"max_new_tokens": 3})
 
 
 @pytest.fixture(scope="module")

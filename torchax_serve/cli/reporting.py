@@ -6,6 +6,7 @@ this program (``EX_SOFTWARE`` of sysexits.h); 130 interrupted (128 + SIGINT); 14
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import os
@@ -107,6 +108,13 @@ def run_and_report(function: Callable[[], int | None], *, debug: bool, flags: Ma
             raise
         if debug:
             traceback.print_exc()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            drop_output(sys.stdout)
+            print_error(
+                f"expected room to write {error.filename or 'the output'}, got none ({error.strerror}); free some, or "
+                "write elsewhere"
+            )
+            return EXIT_ERROR
         print_error(f"{type(error).__name__} inside the program: {one_line(error)} (--debug shows where)")
         return EXIT_INTERNAL
     return status

@@ -22,7 +22,7 @@ from model_adapters.errors import TorchaxServeError
 from torchax_serve.deploy.options import ROUTER, DeployOptions
 from torchax_serve.distributed.ray.http_requests import (
     RequestError,
-    bad_request,
+    answer_to,
     check_head,
     params_of,
     parse_request,
@@ -108,7 +108,7 @@ class Ingress:
         if isinstance(error, RequestError):
             return error
         if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, TorchaxServeError):
-            return bad_request(error.cause)
+            return answer_to(error.cause)
         logger.error("a request has failed", exc_info=error)
         return RequestError(503, "the request failed on all replicas that were tried; send it again", "unavailable")
 

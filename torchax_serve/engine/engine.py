@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from model_adapters.errors import QueueFullError, TorchaxServeError
+from model_adapters.trace_config import programs_run
 from torchax_serve.engine.deliveries import Deliveries, describe
 from torchax_serve.engine.flights import Flights
 from torchax_serve.engine.request import RowRequest
@@ -257,8 +258,9 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while self._wait_for_work():
-                self.step()
+            with programs_run():
+                while self._wait_for_work():
+                    self.step()
         except BaseException as error:  # a fault of ours: nobody may wait for a thread that has died
             logger.exception("the engine has stopped")
             self._closed = f"{type(error).__name__}: {error}"

@@ -38,6 +38,8 @@ _COMMANDS = {
     "serve": "deploy",
     "encode": "embed",
 }
+# Commands of other programs that are flags here.
+_FLAGS = {"help": "--help", "version": "--version", "completion": "--install-completion"}
 
 
 class CommandGroup(TyperGroup):
@@ -110,6 +112,8 @@ def _no_such_command(name: str, group: Any) -> str:
     commands = list(group.commands)
     if (meant := _COMMANDS.get(name)) in commands:
         return f"there is no command {name!r}; use {PROGRAM} {meant}"
+    if name in _FLAGS:
+        return f"there is no command {name!r}; use {PROGRAM} {_FLAGS[name]}"
     near = difflib.get_close_matches(name, commands, n=2)
     if near:
         return f"there is no command {name!r}; did you mean {' or '.join(near)}?"
@@ -151,6 +155,9 @@ def _expected(error: Any) -> str:
     high = re.search(r"(?:less than or equal to |<=\s*)(-?[\d.]+)", message)
     bounds = " and ".join([*([f">= {low[1]}"] if low else []), *([f"<= {high[1]}"] if high else [])])
     got = _given(error, message)
+    if (found := re.search(r"('.*?') is not one of ('.*')", message)) is not None:
+        *others, last = re.findall(r"'(.*?)'", found[2])
+        return f"expected {' or '.join(filter(None, [', '.join(others), last]))}, got {found[1]}"
     if re.search(r"\bvalid (?:int|integer)\b", message):
         kind = "a whole number"
     elif re.search(r"\bvalid (?:float|number)\b", message):

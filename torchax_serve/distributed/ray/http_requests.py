@@ -11,13 +11,23 @@ import dataclasses
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
-from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from model_adapters.errors import (
+    ChatTemplateError,
+    InvalidArgumentError,
+    QueueFullError,
+    TorchaxServeError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
+from torchax_serve.argument_hints import SAMPLING
 from torchax_serve.bounded_json import parse_json
 from torchax_serve.request import SamplingParams
 
 KNOWN = frozenset({"prompt", "messages"}) | {field.name for field in dataclasses.fields(SamplingParams)}
 BODY_TIMEOUT_S = 30.0
 """How long a body may take to come."""
+BLAMES_REQUEST = (InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError, ChatTemplateError)
+"""Errors that the same request gets again wherever it is sent."""
 MAX_INTEGER = 2**64 - 1
 """The largest seed; nothing else is larger."""
 
@@ -48,6 +58,7 @@ class RequestError(Exception):
     def content(self) -> dict[str, Any]:
         """Returns the body of the answer, in the form of OpenAI's interface."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -147,6 +158,16 @@ def bad_request(error: Exception) -> RequestError:
     return RequestError(400, message, param=name if name in KNOWN else None)
 
 
+def answer_to(error: TorchaxServeError) -> RequestError:
+    """Returns the answer to an error of a replica: whose fault it is, and whether sending it again may help."""
+    message = " ".join(str(error).split())[:2000]
+    if isinstance(error, QueueFullError):
+        return RequestError(429, message, "rate_limit_exceeded", headers={"Retry-After": "1"})
+    if isinstance(error, BLAMES_REQUEST):
+        return bad_request(error)
+    return RequestError(503, message, "unavailable")
+
+
 async def within(pieces: AsyncIterator[str], timeout_s: float) -> AsyncIterator[str]:
     """Yields pieces of an answer; none may take longer than `timeout_s`.
 
@@ -189,7 +210,9 @@ def _as_option(name: str, value: Any) -> Any:
 def _check_fields(request: Mapping[str, Any]) -> None:
     if unknown := sorted(set(request) - KNOWN):
         names = ", ".join(name[:60] for name in unknown[:5])
-        raise InvalidArgumentError(f"expected fields out of {', '.join(sorted(KNOWN))}, got {names}")
+        renamed = ", ".join(f"{SAMPLING[name]} for {name}" for name in unknown if SAMPLING.get(name) in KNOWN)
+        remedy = f"write {renamed}" if renamed else "leave them out"
+        raise InvalidArgumentError(f"expected fields out of {', '.join(sorted(KNOWN))}, got {names}; {remedy}")
     if ("prompt" in request) == ("messages" in request):
         raise InvalidArgumentError("expected one of prompt and messages, got both or neither; leave one out")
 
