@@ -125,9 +125,17 @@ def load_config(file: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 def _config_class_of(architectures: Any) -> type[PreTrainedConfig] | None:
     """The configuration class of the first architecture, for files that name no model type."""
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+    name = _first_name(architectures)
+    model_class = getattr(transformers, name, None) if name else None
     return getattr(model_class, "config_class", None)
+
+
+def _first_name(architectures: Any) -> str | None:
+    """The first of the class names that a configuration lists, some of them as a string of its own."""
+    if isinstance(architectures, str):
+        return architectures or None
+    first = architectures[0] if isinstance(architectures, list | tuple) and architectures else None
+    return first if isinstance(first, str) else None
 
 
 def _made(make: Any, file: Path) -> PreTrainedConfig:
@@ -152,13 +160,13 @@ def find_class(
         UnsupportedModelError: none of these, or the class is the repository's own and `trust_remote_code` is False.
     """
     auto_map = getattr(config, "auto_map", None) or {}
-    name = next(iter(getattr(config, "architectures", None) or []), None)
+    name = _first_name(getattr(config, "architectures", None))
     reference = auto_map.get("AutoModelForCausalLM") or auto_map.get("AutoModel")
     if reference and trust_remote_code and folder is not None:
         remote = get_class_from_dynamic_module(reference, folder, local_files_only=True)
         remote.register_for_auto_class("AutoModelForCausalLM")  # type: ignore[attr-defined]
         return add_generation_mixin_to_remote_model(remote), config
-    native = getattr(transformers, name, None) if isinstance(name, str) else None
+    native = getattr(transformers, name, None) if name else None
     if isinstance(native, type) and issubclass(native, PreTrainedModel):
         return native, _config_for(native, config)
     # a name of somebody's own over a type that transformers has: AutoModelForCausalLM, too, goes by the type then
@@ -166,7 +174,8 @@ def find_class(
     sees_images = name is None or name.endswith("ForConditionalGeneration")
     mapping = {**_CAUSAL, **(_IMAGE_TEXT if sees_images else {})}
     by_type: Any = mapping.get(config.model_type) if causal_by_name else None
-    if by_type is None and name is None:
+    # a name without a task, such as HF_ColBERT over bert, is the base model, as AutoModel has it
+    if by_type is None and (name is None or (not reference and "For" not in name)):
         by_type = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
     if by_type is not None:
         found = getattr(transformers, by_type if isinstance(by_type, str) else by_type[0])

@@ -346,6 +346,8 @@ def test_an_unknown_class_of_a_known_type(folder):
     assert type(load_model(folder).module).__name__ == "LlamaForCausalLM"
     edit_json(folder / "config.json", architectures=None)
     assert type(load_model(folder).module).__name__ == "LlamaForCausalLM"
+    edit_json(folder / "config.json", architectures="LlamaForCausalLM")
+    assert type(load_model(folder).module).__name__ == "LlamaForCausalLM"
 
 
 def test_quantized_weights_are_named(folder):
