@@ -169,13 +169,14 @@ def find_class(
     native = getattr(transformers, name, None) if name else None
     if isinstance(native, type) and issubclass(native, PreTrainedModel):
         return native, _config_for(native, config)
+    if name and "For" not in name and not name.endswith("LMHeadModel") and not reference:
+        name = None  # it says no task, such as HF_ColBERT over bert
     # a name of somebody's own over a type that transformers has: AutoModelForCausalLM, too, goes by the type then
     causal_by_name = name is None or name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
     sees_images = name is None or name.endswith("ForConditionalGeneration")
     mapping = {**_CAUSAL, **(_IMAGE_TEXT if sees_images else {})}
     by_type: Any = mapping.get(config.model_type) if causal_by_name else None
-    # a name without a task, such as HF_ColBERT over bert, is the base model, as AutoModel has it
-    if by_type is None and (name is None or (not reference and "For" not in name)):
+    if by_type is None and name is None:
         by_type = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
     if by_type is not None:
         found = getattr(transformers, by_type if isinstance(by_type, str) else by_type[0])

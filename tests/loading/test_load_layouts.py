@@ -136,7 +136,7 @@ LAYOUTS = {
 
 # What the folder leads to where a head is not in it; else the class of `architectures`.
 PARTS = {
-    "colbertv2.0": "BertModel",  # as AutoModel has it
+    "colbertv2.0": "BertModel",
     "xlm-roberta": "XLMRobertaModel",
     "camembert": "CamembertModel",
     "all-mpnet-base-v2": "MPNetModel",
