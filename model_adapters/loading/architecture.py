@@ -140,7 +140,10 @@ def _first_name(architectures: Any) -> str | None:
 
 def _made(make: Any, file: Path) -> PreTrainedConfig:
     try:
-        return make()
+        config = make()
+        if "flash" in str(config._attn_implementation):  # an extension for CUDA; attention here runs on JAX
+            config._attn_implementation = None
+        return config
     except Exception as error:  # configuration classes check their values with whatever exception they like
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise CheckpointError(f"{file} has values that its architecture refuses ({' '.join(lines[:3])})") from error
