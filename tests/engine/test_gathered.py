@@ -302,7 +302,7 @@ def test_a_table_of_distances_ends_where_pages_do_not(tmp_path):
     draw_matrices(eager, std=0.2)
     eager.generation_config.pad_token_id, eager.generation_config.eos_token_id = 0, None
     eager.save_pretrained(tmp_path)
-    ids = prompts()[:3] + [[7] * (72 - NEW)]
+    ids = [*prompts()[:3], [7] * (72 - NEW)]
     expected = alone(eager, ids)
     with serve(tmp_path, dtype="float32") as served:
         found = served.generate_batch(ids, SamplingParams(max_new_tokens=NEW, do_sample=False))
