@@ -19,8 +19,15 @@ def has_end(config: Any) -> bool:
     return not _extending(config)
 
 
+def has_table_of_distances(config: Any) -> bool:
+    """Whether the code makes biases for `max_positions` distances, so that no more keys than that can be attended."""
+    return getattr(config, "model_type", None) == "mpt"
+
+
 def _first_positions(config: Any) -> int | None:
     positions = getattr(config, "max_position_embeddings", None)
+    if positions is None:
+        positions = getattr(config, "max_seq_len", None)  # of MPT
     return positions if isinstance(positions, int) and positions > 0 else None  # -1: no end
 
 

@@ -52,6 +52,8 @@ from torchax_serve.padding import check_rows
 from torchax_serve.runtime import Runtime
 
 FLAGS = ("output_hidden_states", "output_attentions")
+# with the names by which transformers still takes a static cache, since checkpoints bring them
+_CACHES_ON_DEVICE = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
 RowsElsewhere = Callable[[Any, LoopRequest, Start], torch.Tensor | None]
 """From a model and a request that the fast loop can take to its sequences, or None to leave it to the loop."""
 ROWS_ELSEWHERE: contextvars.ContextVar[RowsElsewhere | None] = contextvars.ContextVar("rows_elsewhere", default=None)
@@ -234,7 +236,7 @@ class JaxModel:
             )
         runtime.limits.check_positions(max_cache_length)
         implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic", "static"):
+        if implementation not in _CACHES_ON_DEVICE:
             raise UnsupportedArgumentError(
                 f"cache_implementation={implementation!r} is not supported here; leave it out: the cache lies on the "
                 "device"

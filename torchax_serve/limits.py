@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.position_limits import has_end, max_positions
+from model_adapters.position_limits import has_end, has_table_of_distances, max_positions
 from model_adapters.tables import learned_positions, num_words
 
 
@@ -43,7 +43,7 @@ class Limits:
         if vocab_size is None:
             vocab_size = int(getattr(config, "vocab_size", 2**31 - 1))  # characters, all there are
         positions = max_positions(config)
-        learned = learned_positions(decoder, positions)
+        learned = positions if has_table_of_distances(config) else learned_positions(decoder, positions)
         return cls(vocab_size, positions, learned, has_end=learned is not None or has_end(config))
 
     def check_prompt(self, ids: torch.Tensor | None) -> None:

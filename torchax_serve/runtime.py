@@ -22,6 +22,7 @@ from model_adapters.causality import is_causal
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.module_watch import PREPARES, Change, ModuleWatch, Structure
 from model_adapters.ops.packed_weight import PackedWeight, Weights
+from model_adapters.position_limits import has_table_of_distances
 from model_adapters.program import CONDITIONS, INDICES, CallSpec, MethodSpec, ModelProgram
 from model_adapters.sharding import ModelSharding
 from model_adapters.tables import name_in
@@ -257,6 +258,8 @@ class Runtime:
         name = names.ids if given.get(names.ids) is not None else names.embeds
         exact = bool(set(given) - names.sequence - {"logits_to_keep"}) or given.get(name) is None
         exact = exact or (cache is None and is_own_mask(given.get(names.mask)))
+        if given.get(name) is not None and has_table_of_distances(self.text_config):
+            self.limits.check_positions(given[name].shape[1] + (0 if cache is None else cache.length))
         if cache is None and (exact or names.has_encoder):
             return self.forward_as_is(given, spec)
         tensor = given.pop(name)

@@ -127,14 +127,25 @@ def load_config(file: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 def _config_class_of(architectures: Any) -> type[PreTrainedConfig] | None:
     """The configuration class of the first architecture, for files that name no model type."""
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+    name = _first_name(architectures)
+    model_class = getattr(transformers, name, None) if name else None
     return getattr(model_class, "config_class", None)
+
+
+def _first_name(architectures: Any) -> str | None:
+    """The first of the class names that a configuration lists, some of them as a string of its own."""
+    if isinstance(architectures, str):
+        return architectures or None
+    first = architectures[0] if isinstance(architectures, list | tuple) and architectures else None
+    return first if isinstance(first, str) else None
 
 
 def _made(make: Any, file: Path) -> PreTrainedConfig:
     try:
-        return make()
+        config = make()
+        if "flash" in str(config._attn_implementation):  # an extension for CUDA; attention here runs on JAX
+            config._attn_implementation = None
+        return config
     except Exception as error:  # configuration classes check their values with whatever exception they like
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise CheckpointError(f"{file} has values that its architecture refuses ({' '.join(lines[:3])})") from error
@@ -154,16 +165,17 @@ def find_class(
         UnsupportedModelError: none of these, or the class is the repository's own and `trust_remote_code` is False.
     """
     auto_map = getattr(config, "auto_map", None) or {}
-    named = getattr(config, "architectures", None) or []
-    name = named if isinstance(named, str) else next(iter(named), None)
+    name = _first_name(getattr(config, "architectures", None))
     reference = auto_map.get("AutoModelForCausalLM") or auto_map.get("AutoModel")
     if reference and trust_remote_code and folder is not None:
         remote = get_class_from_dynamic_module(reference, folder, local_files_only=True)
         remote.register_for_auto_class("AutoModelForCausalLM")  # type: ignore[attr-defined]
         return add_generation_mixin_to_remote_model(remote), config
-    native = getattr(transformers, name, None) if isinstance(name, str) else None
+    native = getattr(transformers, name, None) if name else None
     if isinstance(native, type) and issubclass(native, PreTrainedModel):
         return native, _config_for(native, config)
+    if name and "For" not in name and not name.endswith("LMHeadModel") and not reference:
+        name = None  # it says no task, such as HF_ColBERT over bert
     # a name of somebody's own over a type that transformers has: AutoModelForCausalLM, too, goes by the type then
     causal_by_name = name is None or name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
     sees_images = name is None or name.endswith("ForConditionalGeneration")

@@ -49,6 +49,8 @@ CASES = {
     "no cache": {"use_cache": False},
     "static cache asked for": {"cache_implementation": "static"},
     "dynamic cache asked for": {"cache_implementation": "dynamic"},
+    "older name of a static cache": {"cache_implementation": "hybrid_chunked"},
+    "another older name of it": {"cache_implementation": "sliding_window"},
     "dictionary": {"return_dict_in_generate": True},
     "scores and logits": EVERYTHING,
     "attentions and hidden states": {

@@ -49,3 +49,17 @@ def test_eager_pytorch_keeps_its_own_functions_beside_a_served_model():
     served = to_jax(model)(input_ids=ids).logits
     assert torch.equal(eager(input_ids=ids).logits, before)
     assert torch.allclose(served, before, atol=1e-4)
+
+
+def test_a_first_layer_that_keeps_a_state_does_not_hide_the_padding_of_later_ones():
+    """Eager steps of MiniMax with a cache see the padding; without one, and served, they do not."""
+    config = tiny_config("minimax")
+    config.layer_types = ["linear_attention", "full_attention"]
+    config.num_hidden_layers = 2
+    model = random_model(causal_class("minimax"), config)
+    ids = torch.randint(5, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    wanted = copy.deepcopy(model).generate(**given, use_cache=False)
+    assert torch.equal(to_jax(model).generate(**given), wanted)

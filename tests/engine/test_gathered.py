@@ -10,8 +10,8 @@ import torch
 import transformers
 from weights import draw_matrices
 
-from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
-from torchax_serve import to_jax
+from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
+from torchax_serve import serve, to_jax
 from torchax_serve.engine import gathered_layout, gathered_shapes, gathered_trial, road
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.gathered_cache import gather, scatter
@@ -292,3 +292,23 @@ def test_trial_finds_how_a_model_continues():
     assert find("chunk") == 1
     with pytest.raises(UnsupportedModelError, match="one forward and steps on a cache"):
         find("token")
+
+
+def test_a_table_of_distances_ends_where_pages_do_not(tmp_path):
+    """MPT has no more biases than its ``max_seq_len``; a cache is made of whole pages, and may be wider."""
+    config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=VOCAB_SIZE, max_seq_len=72)
+    torch.manual_seed(0)
+    eager = transformers.MptForCausalLM(config).eval()
+    draw_matrices(eager, std=0.2)
+    eager.generation_config.pad_token_id, eager.generation_config.eos_token_id = 0, None
+    eager.save_pretrained(tmp_path)
+    ids = [*prompts()[:3], [7] * (72 - NEW)]
+    expected = alone(eager, ids)
+    with serve(tmp_path, dtype="float32") as served:
+        found = served.generate_batch(ids, SamplingParams(max_new_tokens=NEW, do_sample=False))
+        assert [list(each.token_ids) for each in found] == expected
+        too_long = torch.full((1, 73), 7)
+        with pytest.raises(InvalidArgumentError, match="at most 72 tokens"):
+            served(input_ids=too_long)
+        with pytest.raises(InvalidArgumentError, match="at most 72 tokens"):
+            served.generate(input_ids=too_long[:, 1:], max_new_tokens=8, do_sample=False)

@@ -358,12 +358,20 @@ def test_a_configuration_without_a_type_goes_by_its_architecture(folder):
     assert type(load_model(folder).module).__name__ == "LlamaForCausalLM"
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_configuration_that_asks_for_flash_attention(folder, key):
+    edit_json(folder / "config.json", **{key: "flash_attention_2"})
+    assert type(load_model(folder).module).__name__ == "LlamaForCausalLM"
+
+
 def test_an_unknown_class_of_a_known_type(folder):
     edit_json(folder / "config.json", architectures=["LlamaForTimeTravel"])
     check_refused(folder, "has no class 'LlamaForTimeTravel' for model type 'llama'", error=UnsupportedModelError)
     edit_json(folder / "config.json", architectures=["MyOwnLlamaForCausalLM"])
     assert type(load_model(folder).module).__name__ == "LlamaForCausalLM"
     edit_json(folder / "config.json", architectures=None)
+    assert type(load_model(folder).module).__name__ == "LlamaForCausalLM"
+    edit_json(folder / "config.json", architectures="LlamaForCausalLM")
     assert type(load_model(folder).module).__name__ == "LlamaForCausalLM"
 
 

@@ -78,6 +78,7 @@ LAYOUTS = {
         "BertModel",
         _added(embeddings__position_ids=(1, 40)),
     ),
+    "colbertv2.0": (tf.BertConfig(**_BERT), tf.BertModel, "HF_ColBERT", _added(linear__weight=(8, 24))),
     "bert without architectures": (tf.BertConfig(**_BERT), tf.BertForMaskedLM, None, None),
     "roberta-base": (tf.RobertaConfig(**_BERT), tf.RobertaForMaskedLM, "RobertaModel", None),
     "xlm-roberta": (tf.XLMRobertaConfig(**_BERT), tf.XLMRobertaModel, "XLMRobertaForMaskedLM", None),
@@ -135,6 +136,7 @@ LAYOUTS = {
 
 # What the folder leads to where a head is not in it; else the class of `architectures`.
 PARTS = {
+    "colbertv2.0": "BertModel",
     "xlm-roberta": "XLMRobertaModel",
     "camembert": "CamembertModel",
     "all-mpnet-base-v2": "MPNetModel",

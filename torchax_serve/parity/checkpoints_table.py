@@ -12,8 +12,13 @@ _EQUAL_SCORES = (
     "With random weights its indexer's scores are exactly zero for many keys, and which of equal scores PyTorch takes "
     "is arbitrary; with the first of them taken in PyTorch, too, logits are within 1e-5."
 )
+_MASK_OF_LENGTH_ONE = (
+    "In transformers: steps with a cache make the mask as long as the keys of the first layer, which keeps a state and "
+    "no keys, so all layers see the padding on the left. Served, the tokens are those of each prompt alone, and of "
+    "eager `generate` with `use_cache=False`."
+)
 CAUSES: dict[str, str] = {
-    "MiniMaxAI--MiniMax-Text-01-hf": "Here: tokens of a batch padded on the left differ; alone they are the same.",
+    "MiniMaxAI--MiniMax-Text-01-hf": _MASK_OF_LENGTH_ONE,
     "OpenGVLab--InternVL3-1B-hf": "Here: its rotary frequencies depend on the length of a sequence.",
     **dict.fromkeys(("deepseek-ai--DeepSeek-V3.2", "zai-org--GLM-5"), _EQUAL_SCORES),
 }

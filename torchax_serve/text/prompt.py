@@ -191,7 +191,7 @@ def need_tokenizer(model: TextModel) -> Any:
 def position_limit(model: TextModel, *, of_encoder: bool = False) -> int | None:
     """How many tokens, prompt and answer together, `model` can hold, or its encoder; None where nothing limits them."""
     text_config = _text_config(model, of_encoder=of_encoder)
-    limits = [getattr(model, "max_len", None), max_positions(text_config), getattr(text_config, "max_seq_len", None)]
+    limits = [getattr(model, "max_len", None), max_positions(text_config)]
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
