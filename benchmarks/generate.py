@@ -169,7 +169,7 @@ def keep_kernels(cache: Path) -> None:
         library_path()
     except BuildError:
         return
-    shutil.copytree(cache_folder(), cache / "torchax-serve" / "kernels")
+    shutil.copytree(cache_folder().path, cache / "torchax-serve" / "kernels")
 
 
 def rows_of_starts(dtype: str, pairs: list[dict[str, Any]], *, has_targets: bool) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model_adapters.compat import import_torchax
 from model_adapters.loading.source import EMBEDDED
+from pytree_registry.torchax_import import import_torchax
 
 torchax = import_torchax()  # `import torchax`, also where torch is newer than torchax's last release
 

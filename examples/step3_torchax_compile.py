@@ -5,8 +5,8 @@ import warnings
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model_adapters.compat import import_torchax
 from model_adapters.loading.source import EMBEDDED
+from pytree_registry.torchax_import import import_torchax
 
 torchax = import_torchax()
 warnings.simplefilter("ignore", FutureWarning)  # torchax.compile reads every attribute, deprecated ones too

@@ -1,5 +1,3 @@
 """From Hugging Face modules to JAX functions: loading, the bridge, caches, attention interception, ops."""
 
-from model_adapters import compat
-
-compat.install()
+import pytree_registry  # noqa: F401  # after which `import torchax` works on every torch

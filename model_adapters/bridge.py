@@ -20,9 +20,9 @@ import torch
 
 import pytree_registry
 from model_adapters.arrays import share_with_jax
-from model_adapters.compat import import_torchax
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.trace_config import torch_promotion
+from pytree_registry.torchax_import import import_torchax
 
 torchax = import_torchax()
 

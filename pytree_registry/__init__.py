@@ -12,7 +12,7 @@ See :mod:`pytree_registry.attributes` for what is a leaf, :mod:`pytree_registry.
 windows, :mod:`pytree_registry.registry` for which classes and when. Importing this package imports no transformers.
 """
 
-import model_adapters  # noqa: F401  # after which `import torchax` works on every torch
+from pytree_registry import torchax_import
 from pytree_registry.counts import StepCount, exact_counts
 from pytree_registry.errors import RegistrationError, TracedCountError
 from pytree_registry.registry import is_registered, owner_of, register, register_all, registered_classes
@@ -28,3 +28,5 @@ __all__ = [
     "register_all",
     "registered_classes",
 ]
+
+torchax_import.install()  # `import torchax` works from here on, on every torch

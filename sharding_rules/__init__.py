@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 
-import model_adapters  # noqa: F401  # after which `import torchax` works on every torch
+import pytree_registry  # noqa: F401  # after which `import torchax` works on every torch
 from sharding_rules import deepseek, gpt2, gpt_neox, gpt_oss, llama, mamba, mixtral, opt, phi3
 from sharding_rules.rules import (
     LOGICAL_AXES,

@@ -255,9 +255,9 @@ def test_the_tables_name_machine_versions_and_command(report, monkeypatch):
         return report
 
     monkeypatch.setattr(torchax_serve.bench, "bench", measured)
-    done = call("name", "--against", "hf", "--batch", 1, "--batch", 3, "--prompt-len", 10, "--new-tokens", 5)
+    done = call("some/name", "--against", "hf", "--batch", 1, "--batch", 3, "--prompt-len", 10, "--new-tokens", 5)
     assert done.exit_code == 0
-    assert asked["model"] == "name"
+    assert asked["model"] == "some/name"
     assert asked["settings"] == dataclasses.replace(SETTINGS, repeats=5)
     for text in (report.machine.cpu, torch.__version__, "a command", "GB/s", "decode x", "100% at batch 3"):
         assert text in done.stdout

@@ -18,6 +18,8 @@ from torchax_serve.engine.gathered_cache import gather, scatter
 from torchax_serve.engine.gathered_road import gathered_road
 from torchax_serve.engine.gathered_rows import RowForward
 from torchax_serve.engine.request import RowRequest
+from torchax_serve.parity.tiny_config import tiny_config
+from torchax_serve.parity.tiny_model import random_model
 from torchax_serve.request import SamplingParams
 from torchax_serve.scheduling import PlanRow
 
@@ -185,8 +187,10 @@ def test_token_by_token_gives_the_same(monkeypatch):
 
 
 def test_loops_over_tokens_are_cut_into_blocks():
-    assert RowForward(runtime_of("mamba")).layout().block_len < 16
-    assert RowForward(runtime_of("lfm2_moe")).layout().block_len == gathered_layout.LONGEST
+    unrolled = random_model(transformers.KimiLinearForCausalLM, tiny_config("kimi_linear"))
+    assert RowForward(to_jax(unrolled)._jax_runtime).layout().block_len < 16
+    for model_type in ("mamba", "lfm2_moe"):  # a recurrence that is one loop on the device; none
+        assert RowForward(runtime_of(model_type)).layout().block_len == gathered_layout.LONGEST
 
 
 def test_many_rows_are_split_by_length(monkeypatch):

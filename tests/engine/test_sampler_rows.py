@@ -324,7 +324,7 @@ def test_rows_that_cannot_be_chosen_for_are_told_and_disturb_nobody(sampler):
 
 def test_nothing_left_to_choose_is_told(sampler):
     for slot, options in enumerate([{}, {"temperature": 1.0}]):
-        options = {**options, "allowed_token_ids": [3], "suppress_tokens": [3]}
+        options = {**options, "allowed_token_ids": [3], "bad_words_ids": [[8, 3]]}
         sampler.set(slot, Row(options).params(VOCAB_SIZE), (7, 8))
     tokens = choose(sampler, [Row({}).plan_row(slot) for slot in range(2)], np.zeros((2, VOCAB_SIZE))).tokens
     assert tokens.tolist()[:2] == [INVALID_TOKEN] * 2

@@ -58,17 +58,17 @@ def test_generate_and_the_engine_at_once(name):
 def test_a_trace_that_another_one_waits_for_leaves_nothing_on_the_module(monkeypatch):
     model = to_jax(tiny_model("llama"))
     program = model._jax_runtime.program
-    forward = program.forward_function
+    forward = program._forward_of_class
     is_inside, may_go_on = threading.Event(), threading.Event()
 
-    def keeping(module, **kwargs):
-        output = forward(module, **kwargs)
-        module.model.scratch = output.logits
+    def keeping(**kwargs):
+        output = forward(**kwargs)
+        model.model.scratch = output.logits
         is_inside.set()
         may_go_on.wait(60)
         return output
 
-    monkeypatch.setattr(program, "forward_function", keeping)
+    monkeypatch.setattr(program, "_forward_of_class", keeping)
     weights, ids = model._jax_runtime.weights, jnp.full((1, 7), 5)
 
     def trace():  # as the engine does, past the programs of `forward`, which are traced one by one

@@ -21,6 +21,7 @@ from model_adapters.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
+from model_adapters.loading import memory
 from model_adapters.loading.architecture import module_of
 from torchax_serve import EngineOptions
 from torchax_serve.cli.main import app
@@ -28,7 +29,7 @@ from torchax_serve.distributed.mesh_shape import parse_mesh
 from torchax_serve.meshes import mesh_of
 from torchax_serve.parity.tiny.rope_types import with_rope
 from torchax_serve.parity.tiny_config import tiny_config
-from torchax_serve.planning import chips, kept, search, topology
+from torchax_serve.planning import kept, search, topology
 from torchax_serve.planning.abstract import abstract_model
 from torchax_serve.planning.bounds import decode_bound, prefill_bound
 from torchax_serve.planning.chips import Chip, chip_of
@@ -62,7 +63,7 @@ def module():
 @pytest.fixture
 def small_host(monkeypatch):
     def set_to(num_bytes):
-        monkeypatch.setattr(chips, "free_host_bytes", lambda: num_bytes)
+        monkeypatch.setattr(memory, "free_host_bytes", lambda: num_bytes)
 
     return set_to
 

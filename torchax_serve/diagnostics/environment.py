@@ -27,6 +27,7 @@ EXTRAS = {
     "plan": "plan for TPUs",
     "plot": "bench --plot",
     "ray": "deploy: replicas on a Ray cluster",
+    "real": "tests with trained models",
     "tpu": "TPUs",
     "train": "training the embedded model anew",
 }

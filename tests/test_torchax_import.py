@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from model_adapters import bridge, compat
+from model_adapters import bridge
 
 PACKET = type(torch.ops.aten.add)
 
@@ -18,7 +18,8 @@ import torch
 packet = type(torch.ops.aten.add)
 before = packet.__getattr__
 early = {name: getattr(torch.ops.aten.prod, name) for name in torch.ops.aten.prod.overloads()}
-from model_adapters.compat import import_torchax
+from pytree_registry import torchax_import
+from pytree_registry.torchax_import import import_torchax
 
 torchax = import_torchax()
 assert packet.__getattr__ is before
@@ -72,7 +73,7 @@ def test_an_operator_of_each_touched_kind_computes_as_torch_does(op):
 
 def test_patch_answers_missing_overloads_of_names_with_the_cached_object_only_inside():
     packet = torch.ops.aten.prod
-    with compat._missing_named_overloads_answered():
+    with torchax_import._missing_named_overloads_answered():
         answered = packet.no_such_dimname
         assert answered is getattr(packet, packet.overloads()[0])
         assert packet.dim_int is torch.ops.aten.prod.dim_int
@@ -90,9 +91,9 @@ def test_patch_is_removed_when_the_import_fails(monkeypatch):
     def broken(name):
         raise ImportError(f"{name} is broken")
 
-    monkeypatch.setattr(compat.importlib, "import_module", broken)
+    monkeypatch.setattr(torchax_import.importlib, "import_module", broken)
     with pytest.raises(ImportError, match="torchax is broken"):
-        compat.import_torchax()
+        torchax_import.import_torchax()
     assert PACKET.__getattr__ is before
 
 
@@ -100,13 +101,15 @@ def test_patch_is_removed_when_the_import_fails(monkeypatch):
 def test_torch_is_touched_only_where_it_lacks_the_overloads(monkeypatch, has_overloads):
     before = PACKET.__getattr__
     seen = []
-    monkeypatch.setattr(compat, "torch_has_named_overloads", lambda: has_overloads)
-    monkeypatch.setattr(compat.importlib, "import_module", lambda name: seen.append(PACKET.__getattr__ is before))
-    compat.import_torchax()
+    monkeypatch.setattr(torchax_import, "torch_has_named_overloads", lambda: has_overloads)
+    monkeypatch.setattr(
+        torchax_import.importlib, "import_module", lambda name: seen.append(PACKET.__getattr__ is before)
+    )
+    torchax_import.import_torchax()
     assert seen == [has_overloads, has_overloads]
 
 
 def test_named_overloads_are_looked_up_in_torch():
     # torch 2.13 dropped the overloads of named tensors; 2.11 and 2.12 still have them.
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    assert compat.torch_has_named_overloads() == (version < (2, 13))
+    assert torchax_import.torch_has_named_overloads() == (version < (2, 13))
