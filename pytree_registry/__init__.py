@@ -9,13 +9,21 @@ these objects can be jitted::
     step = jax.jit(function)          # caches and outputs go in and come out
 
 See :mod:`pytree_registry.attributes` for what is a leaf, :mod:`pytree_registry.counts` for the token counts of sliding
-windows, :mod:`pytree_registry.registry` for which classes and when. Importing this package imports no transformers.
+windows, :mod:`pytree_registry.registry` for which classes and when. Importing this package imports neither jax nor
+transformers; importing its modules does.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from pytree_registry import torchax_import
-from pytree_registry.counts import StepCount, exact_counts
 from pytree_registry.errors import RegistrationError, TracedCountError
-from pytree_registry.registry import is_registered, owner_of, register, register_all, registered_classes
+
+if TYPE_CHECKING:
+    from pytree_registry.counts import StepCount, exact_counts
+    from pytree_registry.registry import is_registered, owner_of, register, register_all, registered_classes
 
 __all__ = [
     "RegistrationError",
@@ -30,3 +38,11 @@ __all__ = [
 ]
 
 torchax_import.install()  # `import torchax` works from here on, on every torch
+
+
+def __getattr__(name: str) -> Any:
+    # jax takes half a second to import; the command line's help must not wait for it.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "counts" if name in ("StepCount", "exact_counts") else "registry"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

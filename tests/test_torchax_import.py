@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from model_adapters import bridge
+from pytree_registry import torchax_import
 
 PACKET = type(torch.ops.aten.add)
 

@@ -84,6 +84,8 @@ def weights_of(module: torch.nn.Module, weights: Weights, change: Change) -> dic
     arrays: dict[int, Any] = {}
     found: dict[str, Any] = {}
     tensors = tensors_of(module)
+    for name in [name for name, tensor in tensors.items() if tensor.is_meta and name not in weights]:
+        del tensors[name]  # of a part that is not served
     for name, tensor in tensors.items():
         if name in weights and name not in change.tensors and _fits(weights[name], tensor):
             arrays.setdefault(id(tensor), weights[name])

@@ -43,7 +43,7 @@ def test_a_neighbours_keyword_is_named_with_what_to_use(call, name, remedy):
     "name, field", [("max_tokens", "max_new_tokens"), ("stop_sequences", "stop"), ("timeout", "timeout_s")]
 )
 def test_fields_of_requests_under_other_names(name, field):
-    with pytest.raises(ValueError, match=f"SamplingParams has no '{name}'; use {field}"):
+    with pytest.raises(ValueError, match=rf"SamplingParams has no '{name}'; did you mean {field}\?"):
         SamplingParams(**{name: 1})
 
 

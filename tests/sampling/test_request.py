@@ -131,7 +131,7 @@ def test_a_temperature_of_zero_is_greedy():
         ({"sequence_bias": [[3, 1.0]]}, "sequence_bias: expected"),
         ({"suppress_tokens": 3}, "suppress_tokens: expected"),
         ({"temprature": 1}, r"no 'temprature'; did you mean temperature\?"),
-        ({"max_tokens": 1}, r"no 'max_tokens'; use max_new_tokens"),
+        ({"max_tokens": 1}, r"no 'max_tokens'; did you mean max_new_tokens\?"),
     ],
     ids=str,
 )
