@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from model_adapters.loading.sink import one_load
 from torchax_serve.compile_cache import enable_compile_cache
 from torchax_serve.drop_in import JaxModel, attach
 from torchax_serve.eager_twin import EagerTwin
-from torchax_serve.parity.differences import Difference, Named, by_name, position_error, within
+from torchax_serve.parity.differences import ERROR_RATIO, Difference, Named, by_name, position_error, within
 from torchax_serve.runtime import Runtime
 
 FLOAT32_TOLERANCE = 1e-4
@@ -336,26 +336,35 @@ def _pairs(a: _Trace, b: _Trace) -> tuple[tuple[Named, Named], ...]:
 def _beside_eager(ours: _Trace, theirs: _Trace, exact: _Trace) -> list[tuple[Difference, ...]]:
     """Differences to float32, judged by those of eager PyTorch: whole prompt, cached step, steps.
 
-    One token may be rounded luckily. So a cached step's error stands beside that of the whole prompt if that is larger,
-    and a step's beside that of all steps together.
+    One token may be rounded luckily, or unluckily. So a cached step's error stands beside that of the whole prompt if
+    that is larger, and the error of all steps together, as of all positions of the prompt, stands beside eager
+    PyTorch's; where it is beyond, each step's own tells which one.
     """
     errors = [
         {name: position_error(*pair) for name, pair in by_name(*each).items()}
         for each in _pairs(dataclasses.replace(theirs, step_logits=theirs.step_logits[: len(ours.step_logits)]), exact)
     ]
     whole, cached, steps = errors
-    of_all_steps = math.sqrt(sum(error**2 for error in steps.values()) / max(1, len(steps)))
+    of_all_steps = _rms(steps.values())
     allowed = [
         whole,
         {name: max(error, whole.get(name, 0.0)) for name, error in cached.items()},
         {name: max(error, of_all_steps) for name, error in steps.items()},
     ]
-    return [
+    found = [
         tuple(
             Difference.from_float32(name, *pair, allowed[part].get(name, 0.0)) for name, pair in by_name(*each).items()
         )
         for part, each in enumerate(_pairs(ours, exact))
     ]
+    if _rms(step.error or 0.0 for step in found[2]) <= ERROR_RATIO * of_all_steps:
+        found[2] = tuple(dataclasses.replace(step, within=True) for step in found[2])
+    return found
+
+
+def _rms(errors: Iterable[float]) -> float:
+    squares = [error**2 for error in errors]
+    return math.sqrt(sum(squares) / max(1, len(squares)))
 
 
 def _is_tie(sides: _Sides, index: int, tolerance: float | None) -> bool:
