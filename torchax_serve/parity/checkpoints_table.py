@@ -53,7 +53,7 @@ def section(title: str, results: Mapping[str, Result], tokens_said: Callable[[Re
     lines = [f"## {title}", "", said, ""]
     if rest := [name for name in sorted(results) if results[name].status != PASSED]:
         lines += ["What does not pass:", ""]
-        lines += [f"* `{_shown(name)}` ({results[name].status}). {_cause(name, results[name])}" for name in rest] + [""]
+        lines += [f"* {_shown(name)} ({results[name].status}). {_cause(name, results[name])}" for name in rest] + [""]
     if without := sorted(name for file, name in short.items() if file not in results):
         lines += [f"Short names whose files were not at hand: {', '.join(f'`{name}`' for name in without)}.", ""]
     lines += [f"| {' | '.join(_HEADINGS)} |", f"|{'---|' * len(_HEADINGS)}"]
