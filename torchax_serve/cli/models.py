@@ -14,7 +14,7 @@ import typer
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading.hub_cache import hub_cache
 from torchax_serve.cli.interrupts import prompt_interrupts
-from torchax_serve.cli.shared.downloads import ago, list_downloads, size_of
+from torchax_serve.cli.shared.downloads import CacheDir, ago, list_downloads, size_of
 from torchax_serve.cli.shared.tables import console
 from torchax_serve.distributed.mesh_shape import parse_mesh
 
@@ -34,15 +34,7 @@ def models(
     mesh: Annotated[
         str | None, typer.Option("--mesh", help="With --sharding: such as model=4,expert=2; model=8 by default.")
     ] = None,
-    cache_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--cache-dir",
-            "--download-dir",
-            show_default=False,
-            help="Folder of downloads, in place of the hub's default.",
-        ),
-    ] = None,
+    cache_dir: CacheDir = None,
 ) -> None:
     """List what is on this machine and what can be run: short names, and the architectures that were checked."""
     _check_flags(model_type, list_all=list_all, downloaded=downloaded, sharding=sharding, mesh=mesh)

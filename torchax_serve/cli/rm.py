@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.source import parse_name
-from torchax_serve.cli.shared.downloads import ago, delete_download, find_download, find_revision, size_of
+from torchax_serve.cli.shared.downloads import CacheDir, ago, delete_download, find_download, find_revision, size_of
 from torchax_serve.cli.shared.model_name import complete_downloaded
 from torchax_serve.cli.terminal import is_terminal, note
 
@@ -24,15 +23,7 @@ def rm(
         typer.Option("--revision", show_default=False, help="Branch, tag or commit to delete; all of them without it."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
-    cache_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--cache-dir",
-            "--download-dir",
-            show_default=False,
-            help="Folder of downloads, in place of the hub's default.",
-        ),
-    ] = None,
+    cache_dir: CacheDir = None,
 ) -> int:
     """Delete a model of the hub from this machine.
 

@@ -8,11 +8,24 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from model_adapters.errors import CheckpointError, ModelNotFoundError
 from model_adapters.loading.hub_cache import hub_cache
 from model_adapters.loading.names import SHORT_NAMES
+
+CacheDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache-dir",
+        "--download-dir",
+        show_default=False,
+        help="Folder of downloads, in place of the hub's default.",
+    ),
+]
+"""The option of commands that look at downloads."""
 
 
 @dataclasses.dataclass(frozen=True)
