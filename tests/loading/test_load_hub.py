@@ -30,12 +30,6 @@ def point_at(monkeypatch, endpoint):
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
 
 
-@pytest.fixture(scope="module")
-def server():
-    with hub_lookalike.serving() as hub:
-        yield hub
-
-
 @pytest.fixture
 def hub(server, monkeypatch, tmp_path):
     server.repositories.clear()

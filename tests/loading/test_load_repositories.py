@@ -19,12 +19,6 @@ OTHER = "f" * 40
 TYPES = "sentence_transformers.models."
 
 
-@pytest.fixture(scope="module")
-def server():
-    with hub_lookalike.serving() as hub:
-        yield hub
-
-
 @pytest.fixture
 def hub(server, monkeypatch, tmp_path):
     server.repositories.clear()

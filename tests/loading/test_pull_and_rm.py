@@ -18,12 +18,6 @@ from torchax_serve.cli.shared.model_name import complete_downloaded, complete_mo
 OTHER = "fedcba9876543210fedcba9876543210fedcba98"
 
 
-@pytest.fixture(scope="module")
-def server():
-    with hub_lookalike.serving() as hub:
-        yield hub
-
-
 @pytest.fixture
 def hub(server, monkeypatch, tmp_path):
     server.repositories.clear()
