@@ -1,15 +1,15 @@
 """The host's share of a decode step at an 8-billion-parameter shape, measured where there is no accelerator.
 
-    python benchmarks/host_time.py                     # batch 1, 8, 64, 256, with 1,024 and 8,192 tokens each
-    python benchmarks/host_time.py --at-once           # the same work back to back: what it costs in warm caches
-    python benchmarks/host_time.py --trace trace.json  # and what the engine's thread did when, for Perfetto
+    python benchmarks/host_overhead.py                     # batch 1, 8, 64, 256, with 1,024 and 8,192 tokens each
+    python benchmarks/host_overhead.py --at-once           # the same work back to back: what it costs in warm caches
+    python benchmarks/host_overhead.py --trace trace.json  # and what the engine's thread did when, for Perfetto
 
 The engine, its scheduler, its runner and its sampler are the real ones, and so is each call of a compiled program with
 all the arguments of the shape: each weight, each pool that a Llama of 8 billion parameters has. Two things stand in
-(`stood_in.py`). The matrices are small and the model's forward leaves them all but unread, so that this machine's cores
-are the host's. And tokens are held back until an H200 would have them: a step takes as long as its bytes at a part of
-the bandwidth, or its products at that part of the rate (`--reached`). With all of it, which no program reaches, shares
-are upper bounds.
+(`simulated_accelerator.py`). The matrices are small and the model's forward leaves them all but unread, so that this
+machine's cores are the host's. And tokens are held back until an H200 would have them: a step takes as long as its
+bytes at a part of the bandwidth, or its products at that part of the rate (`--reached`). With all of it, which no
+program reaches, shares are upper bounds.
 
 "decode" are rounds in which all requests decode; "mixed" those of four times as many requests as there are slots, of
 many lengths, in which some decode and others compute their prompts. "share" is the time of the engine's thread, waiting
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from generate import keep_kernels
-from stood_in import VOCAB_SIZE, Accelerator, Costs, Recorder, Round
+from simulated_accelerator import VOCAB_SIZE, Accelerator, Costs, Recorder, Round
 
 FOLDER = Path(__file__).resolve().parent
 SHAPE = json.loads((FOLDER / "shapes" / "llama-8b.json").read_text())

@@ -1,6 +1,6 @@
 """An accelerator that is stood in for: the engine is real, the device answers when one would, and clocks tell the rest.
 
-What `host_time.py` measures with.
+What `host_overhead.py` measures with.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Recorder:
         from model_adapters.program import ModelProgram
         from torchax_serve.engine import build
         from torchax_serve.engine.deliveries import Deliveries
-        from torchax_serve.scheduling import Scheduler
+        from torchax_serve.scheduler import Scheduler
 
         timed = [(Scheduler, "schedule"), (Scheduler, "commit"), (Deliveries, "deliver"), (build.Engine, "step")]
         with contextlib.ExitStack() as stack:

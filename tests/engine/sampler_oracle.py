@@ -9,7 +9,7 @@ from transformers.generation import logits_process as hf
 
 from torchax_serve.engine.sampler_params import RowParams
 from torchax_serve.request import SamplingParams
-from torchax_serve.scheduling import PlanRow
+from torchax_serve.scheduler import PlanRow
 
 WARPERS = {  # in transformers' order
     "temperature": hf.TemperatureLogitsWarper,

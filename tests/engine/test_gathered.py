@@ -21,7 +21,7 @@ from torchax_serve.engine.gathered_road import gathered_road
 from torchax_serve.engine.gathered_rows import RowForward
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.request import SamplingParams
-from torchax_serve.scheduling import PlanRow
+from torchax_serve.scheduler import PlanRow
 
 VOCAB_SIZE = 61
 NEW = 14

@@ -1,4 +1,4 @@
-"""`benchmarks/host_time.py`: what it takes an accelerator's step to be, and what it measures of ours beside it."""
+"""`benchmarks/host_overhead.py`: what it takes an accelerator's step to be, and what it measures of ours beside it."""
 
 import json
 import os
@@ -11,9 +11,9 @@ import torch
 import transformers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPT = REPOSITORY / "benchmarks" / "host_time.py"
+SCRIPT = REPOSITORY / "benchmarks" / "host_overhead.py"
 sys.path.insert(0, str(SCRIPT.parent))
-from stood_in import Accelerator, Costs  # noqa: E402  # beside the script
+from simulated_accelerator import Accelerator, Costs  # noqa: E402  # beside the script
 
 SHAPE = json.loads((SCRIPT.parent / "shapes" / "llama-8b.json").read_text())
 

@@ -20,7 +20,7 @@ from torchax_serve.engine.int8_cache import MARGIN, TRIAL_LEN, TRIAL_ROWS
 from torchax_serve.engine.packed_road import packed_road
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.road import Sizes
-from torchax_serve.scheduling import PlanRow
+from torchax_serve.scheduler import PlanRow
 
 LAYOUT = {"max_len": 64, "num_slots": 4, "page_len": 8, "token_budget": 32}
 INT8 = EngineOptions(**LAYOUT, kv_cache_dtype="int8")

@@ -9,7 +9,7 @@ from scipy.special import log_softmax
 from transformers.generation import logits_process as hf
 
 from torchax_serve.engine.sampler_programs import Sampler
-from torchax_serve.scheduling import INVALID_TOKEN
+from torchax_serve.scheduler import INVALID_TOKEN
 
 VOCAB_SIZE, NUM_STEPS = 40, 14
 NGRAM = {"no_repeat_ngram_size": 2}

@@ -16,7 +16,7 @@ from torchax_serve import sampling
 from torchax_serve.engine.sampler import NUM_TOP_RUNGS, SamplerSpec, adjust, sample
 from torchax_serve.engine.sampler_cuts import best_columns, cut
 from torchax_serve.engine.sampler_programs import Sampler
-from torchax_serve.scheduling import INVALID_TOKEN, PlanRow
+from torchax_serve.scheduler import INVALID_TOKEN, PlanRow
 
 STOPS = (2, 5)
 CASES = [

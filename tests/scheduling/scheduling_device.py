@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from torchax_serve.scheduling import CacheGroup, Outcome, PlanRow, Request, Scheduler, SchedulerConfig, StepPlan
+from torchax_serve.scheduler import CacheGroup, Outcome, PlanRow, Request, Scheduler, SchedulerConfig, StepPlan
 
 VOCAB = 50
 PRIME = 1_000_003

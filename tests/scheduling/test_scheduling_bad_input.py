@@ -7,7 +7,7 @@ import pytest
 from scheduling_device import make_config, make_loop, request, truth
 
 from torchax_serve import InvalidArgumentError
-from torchax_serve.scheduling import CacheGroup, Request, Scheduler, SchedulerConfig
+from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SchedulerConfig
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduling_device import Loop, Oracle
 
 from torchax_serve import InvalidArgumentError
-from torchax_serve.scheduling import INVALID_TOKEN, CacheGroup, Request, Scheduler, SchedulerConfig
+from torchax_serve.scheduler import INVALID_TOKEN, CacheGroup, Request, Scheduler, SchedulerConfig
 
 GROUPS = [
     (CacheGroup("full", None, 9),),

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from torchax_serve.scheduling import CacheGroup, PrefillPacer, Request, Scheduler, SchedulerConfig
+from torchax_serve.scheduler import CacheGroup, PrefillPacer, Request, Scheduler, SchedulerConfig
 
 COSTS = {  # seconds of a step with so many decode rows and prefill tokens
     "linear": lambda rows, tokens: 10e-3 + 20e-6 * rows + 50e-6 * tokens,

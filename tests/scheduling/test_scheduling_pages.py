@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from torchax_serve import InvalidArgumentError, OutOfMemoryError
-from torchax_serve.scheduling import CacheGroup, PageCopy, PagedCacheBook, PagePool, SchedulerConfig
+from torchax_serve.scheduler import CacheGroup, PageCopy, PagedCacheBook, PagePool, SchedulerConfig
 
 NUM_PAGES = 8
 

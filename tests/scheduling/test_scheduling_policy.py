@@ -9,13 +9,13 @@ import pytest
 from scheduling_device import Oracle, make_loop, request, truth
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.scheduling import INVALID_TOKEN, CacheGroup, PlanRow, Request, Status
-from torchax_serve.scheduling.planner import BURST_HOLD
+from torchax_serve.scheduler import INVALID_TOKEN, CacheGroup, PlanRow, Request, Status
+from torchax_serve.scheduler.step_planner import BURST_HOLD
 
 
 def test_neither_jax_nor_torch_is_imported():
     code = (
-        "import sys, torchax_serve.scheduling; "
+        "import sys, torchax_serve.scheduler; "
         "print({'jax', 'torch', 'transformers', 'torchax', 'pandas'} & {name.split('.')[0] for name in sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scheduling_device import VOCAB, FakeDevice, make_config, make_loop
 
 from model_adapters.rope_lengths import RopeLengths
-from torchax_serve.scheduling import CacheGroup, Request
+from torchax_serve.scheduler import CacheGroup, Request
 
 BORDER = 10
 DYNAMIC = RopeLengths(BORDER, has_one_long=False)

@@ -5,7 +5,7 @@ import random
 import pytest
 from scheduling_device import Loop, Oracle
 
-from torchax_serve.scheduling import CacheGroup, Request, Scheduler, SchedulerConfig
+from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SchedulerConfig
 
 PREFIXES = [[7, 3] * 7, [7, 3] * 5 + [1, 1], [5] * 19]
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_device import make_loop, request, truth
 
-from torchax_serve.scheduling import CacheGroup, DecodeRows, PlanRow
+from torchax_serve.scheduler import CacheGroup, DecodeRows, PlanRow
 
 FULL, WINDOW = CacheGroup("full", None, 33), CacheGroup("window", 6, 17)
 

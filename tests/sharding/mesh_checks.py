@@ -27,7 +27,7 @@ from torchax_serve.engine.request import RowRequest
 from torchax_serve.meshes import mesh_for
 from torchax_serve.planning.plan import PlanRequest, make_plan
 from torchax_serve.runtime import Runtime
-from torchax_serve.scheduling import CacheGroup
+from torchax_serve.scheduler import CacheGroup
 
 SIZES = {"hidden_size": 32, "intermediate_size": 66, "num_hidden_layers": 2, "vocab_size": 61}
 SIZES |= {"max_position_embeddings": 128}

@@ -18,8 +18,8 @@ from torchax_serve.engine.road import Sizes
 from torchax_serve.engine.runner import ModelRunner
 from torchax_serve.engine.sampler_programs import tables_bytes
 from torchax_serve.runtime import Runtime
-from torchax_serve.scheduling import RequestId, Scheduler, SchedulerConfig
-from torchax_serve.scheduling.config import check_whole
+from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig
+from torchax_serve.scheduler.config import check_whole
 
 logger = logging.getLogger("torchax_serve")
 

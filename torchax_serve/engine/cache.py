@@ -14,7 +14,7 @@ from model_adapters.arrays import from_host
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.cpu.huge_pages import without_memory
 from model_adapters.paged import Int8Pool, PagedLayout, Pool, laid_out, pages_of, with_pages
-from torchax_serve.scheduling import CacheGroup, PageCopy
+from torchax_serve.scheduler import CacheGroup, PageCopy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.runner import Flight, ModelRunner
 from torchax_serve.engine.ticket import NewTokens, Ticket, TokenLogprobs
-from torchax_serve.scheduling import Outcome, RequestId
+from torchax_serve.scheduler import Outcome, RequestId
 
 logger = logging.getLogger("torchax_serve")
 

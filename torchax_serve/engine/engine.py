@@ -20,7 +20,7 @@ from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.runner import Flight, ModelRunner
 from torchax_serve.engine.ticket import NewTokens, Ticket
 from torchax_serve.owner_process import OwnerProcess
-from torchax_serve.scheduling import FinishReason, Outcome, RequestId, Scheduler, SchedulerStats, StepPlan
+from torchax_serve.scheduler import FinishReason, Outcome, RequestId, Scheduler, SchedulerStats, StepPlan
 
 logger = logging.getLogger("torchax_serve")
 

@@ -11,7 +11,7 @@ import numpy as np
 from torchax_serve.engine.gathered_shapes import GatheredShapes, GatheredSpec
 from torchax_serve.engine.packed import ON_DEVICE
 from torchax_serve.engine.sources import Sources
-from torchax_serve.scheduling import PlanRow
+from torchax_serve.scheduler import PlanRow
 
 
 class Numbers(NamedTuple):

@@ -16,7 +16,7 @@ from model_adapters.arrays import from_host
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.engine.gathered import GatheredModel
 from torchax_serve.engine.gathered_rows import TRIAL_LEN
-from torchax_serve.scheduling import PlanRow
+from torchax_serve.scheduler import PlanRow
 
 FIRST_LEN = 4
 TOLERANCE_FLOAT32 = 1e-3

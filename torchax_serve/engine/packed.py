@@ -25,7 +25,7 @@ from torchax_serve.buckets import ladder, rung, token_rungs
 from torchax_serve.engine.cache import PagedCache
 from torchax_serve.engine.sampler import RowOptions, SamplerSpec, SamplerState, sample
 from torchax_serve.program_cache import KeptFunction, ProgramCache
-from torchax_serve.scheduling import DecodeRows, PlanRow
+from torchax_serve.scheduler import DecodeRows, PlanRow
 
 ON_DEVICE = -1
 """Stands for a token id that was sampled in the row's slot and that the host may not know yet."""

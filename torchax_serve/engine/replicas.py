@@ -18,7 +18,7 @@ from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.ticket import Ticket, cancelled_on_error
 from torchax_serve.program_cache import ProgramCache
 from torchax_serve.runtime import Runtime
-from torchax_serve.scheduling import SchedulerStats
+from torchax_serve.scheduler import SchedulerStats
 
 if TYPE_CHECKING:
     from torchax_serve.hosts.mirror import Mirror

@@ -12,7 +12,7 @@ import numpy as np
 
 from torchax_serve.engine.sampler_params import RowParams
 from torchax_serve.request import SamplingParams
-from torchax_serve.scheduling import Request, RequestId
+from torchax_serve.scheduler import Request, RequestId
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

@@ -18,7 +18,7 @@ from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.sampler import Logprobs, Sampled
 from torchax_serve.engine.sampler_programs import Sampler
 from torchax_serve.engine.ticket import TokenLogprobs
-from torchax_serve.scheduling import PlanRow, StepPlan
+from torchax_serve.scheduler import PlanRow, StepPlan
 
 
 @dataclasses.dataclass

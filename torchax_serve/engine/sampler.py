@@ -21,7 +21,7 @@ from torchax_serve.engine.sampler_cuts import cut
 from torchax_serve.sampling.pipeline import draw, first_argmax
 from torchax_serve.sampling.processors import penalise_repetition
 from torchax_serve.sampling.state import request_key
-from torchax_serve.scheduling import INVALID_TOKEN
+from torchax_serve.scheduler import INVALID_TOKEN
 
 Level = Literal["greedy", "sampled", "full"]
 LEVELS: tuple[Level, ...] = ("greedy", "sampled", "full")

@@ -23,7 +23,7 @@ from torchax_serve.engine.sampler import greedy_tokens
 from torchax_serve.engine.sampler_params import RowParams
 from torchax_serve.sampling import SamplingPlan, SamplingState
 from torchax_serve.sampling.processors import bias_sequences, penalise_repetition
-from torchax_serve.scheduling import INVALID_TOKEN
+from torchax_serve.scheduler import INVALID_TOKEN
 
 
 @jax.tree_util.register_dataclass

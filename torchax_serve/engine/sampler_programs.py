@@ -29,7 +29,7 @@ from torchax_serve.engine.sampler import (
 from torchax_serve.engine.sampler_lone import LoneSampler
 from torchax_serve.engine.sampler_params import RowParams
 from torchax_serve.engine.slot_options import Seats, SlotOptions, TableRow
-from torchax_serve.scheduling import INVALID_TOKEN, PlanRow
+from torchax_serve.scheduler import INVALID_TOKEN, PlanRow
 
 
 def tables_bytes(num_slots: int, vocab_size: int) -> int:

@@ -21,7 +21,7 @@ from torchax_serve.engine.sampler import (
     SamplerSpec,
 )
 from torchax_serve.engine.sampler_params import NEUTRAL, RowParams
-from torchax_serve.scheduling import DecodeRows, PlanRow
+from torchax_serve.scheduler import DecodeRows, PlanRow
 
 _NO_LOGPROBS = -1
 

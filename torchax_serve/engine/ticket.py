@@ -12,7 +12,7 @@ from typing import NamedTuple
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.compile_lock import check_not_compiling
 from torchax_serve.owner_process import OwnerProcess
-from torchax_serve.scheduling import FinishReason, Outcome, RequestId
+from torchax_serve.scheduler import FinishReason, Outcome, RequestId
 
 
 class RequestError(TorchaxServeError):

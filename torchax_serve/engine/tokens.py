@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Self
 
 from torchax_serve.engine.ticket import NewTokens, Ticket, TokenLogprobs
-from torchax_serve.scheduling import FinishReason
+from torchax_serve.scheduler import FinishReason
 
 
 class TokenStream(Iterator[int]):

@@ -32,7 +32,7 @@ from torchax_serve.planning.roads import road_of
 from torchax_serve.planning.sizes import CacheSizes
 from torchax_serve.planning.topology import compiling_for, describe
 from torchax_serve.runtime import Runtime
-from torchax_serve.scheduling.config import check_whole
+from torchax_serve.scheduler.config import check_whole
 
 MOST_TOLD_S = 0.5
 """Of a step by its bound; where the compiler's sum is told modulo a second, that of a longer one may be wrong."""

@@ -9,7 +9,7 @@ from torchax_serve.engine.cache import CachePlan, PageShape
 from torchax_serve.planning.abstract import AbstractModel
 from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.planned_road import PlannedRoad
-from torchax_serve.scheduling import CacheGroup
+from torchax_serve.scheduler import CacheGroup
 
 RESERVE = 0.02
 """Part of a device's memory kept for a program's temporaries before the compiler has said what they are."""

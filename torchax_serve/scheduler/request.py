@@ -6,17 +6,14 @@ import dataclasses
 import enum
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torchax_serve.request import invalid
-from torchax_serve.scheduling.config import check_whole
+from torchax_serve.scheduler.config import check_whole
 
 if TYPE_CHECKING:
-    from torchax_serve.scheduling.cache_book import SequencePages
-
-RequestId = int | str
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
-MAX_TOKEN_ID = 2**31 - 1
+    from torchax_serve.scheduler.page_allocator import SequencePages
+from torchax_serve.scheduler.types import MAX_TOKEN_ID, FinishReason, RequestId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,15 +8,8 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
-from torchax_serve.scheduling.request import FinishReason, RequestId
-
-
-class PageCopy(NamedTuple):
-    """Copies a page of a group, in every layer of it, before the step computes."""
-
-    group: int
-    source: int
-    target: int
+from torchax_serve.scheduler.page_pool import PageCopy
+from torchax_serve.scheduler.types import FinishReason, RequestId
 
 
 class PlanRow(NamedTuple):

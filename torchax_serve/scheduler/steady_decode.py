@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchax_serve.scheduling.cache_book import PagedCacheBook
-from torchax_serve.scheduling.pages import expect_equal
-from torchax_serve.scheduling.plan import DecodeRows
-from torchax_serve.scheduling.request import RequestState
-from torchax_serve.scheduling.roster import RankedList
+from torchax_serve.scheduler.page_allocator import PagedCacheBook
+from torchax_serve.scheduler.page_pool import expect_equal
+from torchax_serve.scheduler.request import RequestState
+from torchax_serve.scheduler.request_queues import RankedList
+from torchax_serve.scheduler.step_plan import DecodeRows
 
 
 class StandingRows:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from torchax_serve.scheduling.cache_book import PagedCacheBook, SequencePages
-from torchax_serve.scheduling.config import SchedulerConfig
-from torchax_serve.scheduling.pacer import PrefillPacer
-from torchax_serve.scheduling.plan import PageCopy, PlanRow, StepPlan
-from torchax_serve.scheduling.request import RequestState, Status
-from torchax_serve.scheduling.roster import Roster
-from torchax_serve.scheduling.standing import StandingRows
+from torchax_serve.scheduler.config import SchedulerConfig
+from torchax_serve.scheduler.page_allocator import PagedCacheBook, SequencePages
+from torchax_serve.scheduler.page_pool import PageCopy
+from torchax_serve.scheduler.prefill_budget import PrefillPacer
+from torchax_serve.scheduler.request import RequestState, Status
+from torchax_serve.scheduler.request_queues import Roster
+from torchax_serve.scheduler.steady_decode import StandingRows
+from torchax_serve.scheduler.step_plan import PlanRow, StepPlan
 
 BURST_HOLD = 8
 """Steps in which requests of one burst wait for the prompts of the others, before they decode beside them."""

@@ -14,14 +14,15 @@ import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.request import invalid
-from torchax_serve.scheduling.cache_book import GroupUsage, PagedCacheBook
-from torchax_serve.scheduling.config import SchedulerConfig
-from torchax_serve.scheduling.pacer import PrefillPacer
-from torchax_serve.scheduling.plan import Outcome, StepPlan
-from torchax_serve.scheduling.planner import StepPlanner
-from torchax_serve.scheduling.prefix import PageHash, page_hash
-from torchax_serve.scheduling.request import FinishReason, Request, RequestId, RequestState, Status
-from torchax_serve.scheduling.roster import Roster
+from torchax_serve.scheduler.config import SchedulerConfig
+from torchax_serve.scheduler.page_allocator import GroupUsage, PagedCacheBook
+from torchax_serve.scheduler.prefill_budget import PrefillPacer
+from torchax_serve.scheduler.prefix_cache import PageHash, page_hash
+from torchax_serve.scheduler.request import Request, RequestState, Status
+from torchax_serve.scheduler.request_queues import Roster
+from torchax_serve.scheduler.step_plan import Outcome, StepPlan
+from torchax_serve.scheduler.step_planner import StepPlanner
+from torchax_serve.scheduler.types import FinishReason, RequestId
 
 INVALID_TOKEN = -1
 """What the device reports where it could not sample, as from logits that are not finite: the request fails."""

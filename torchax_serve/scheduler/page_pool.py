@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError
 
@@ -149,3 +149,11 @@ class PagePool:
         unknown = [page for page in self._prefix_of if not self._num_refs[page] and page not in self._idle]
         expect_equal("free pages that remember a prefix", [], unknown)
         expect_equal("idle pages without a prefix", [], [page for page in self._idle if page not in self._prefix_of])
+
+
+class PageCopy(NamedTuple):
+    """Copies a page of a group, in every layer of it, before the step computes."""
+
+    group: int
+    source: int
+    target: int

@@ -8,11 +8,12 @@ import operator
 from collections.abc import Iterator
 
 from torchax_serve.request import invalid
-from torchax_serve.scheduling.cache_book import PagedCacheBook, SequencePages
-from torchax_serve.scheduling.config import SchedulerConfig
-from torchax_serve.scheduling.pages import expect_equal
-from torchax_serve.scheduling.plan import Outcome
-from torchax_serve.scheduling.request import FinishReason, Request, RequestId, RequestState, Status
+from torchax_serve.scheduler.config import SchedulerConfig
+from torchax_serve.scheduler.page_allocator import PagedCacheBook, SequencePages
+from torchax_serve.scheduler.page_pool import expect_equal
+from torchax_serve.scheduler.request import Request, RequestState, Status
+from torchax_serve.scheduler.step_plan import Outcome
+from torchax_serve.scheduler.types import FinishReason, RequestId
 
 _RANK = operator.attrgetter("rank")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from torchax_serve.scheduling.pages import NULL_PAGE, expect_equal
+from torchax_serve.scheduler.page_pool import NULL_PAGE, expect_equal
 
 PageHash = Callable[[int, tuple[int, ...], str], int]
 

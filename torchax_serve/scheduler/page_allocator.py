@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchax_serve.scheduling.config import SchedulerConfig
-from torchax_serve.scheduling.pages import NULL_PAGE, PagePool, expect_equal
-from torchax_serve.scheduling.plan import PageCopy
-from torchax_serve.scheduling.prefix import PageHash, PrefixIndex, PrefixNode, page_hash
+from torchax_serve.scheduler.config import SchedulerConfig
+from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool, expect_equal
+from torchax_serve.scheduler.prefix_cache import PageHash, PrefixIndex, PrefixNode, page_hash
 
 
 @dataclasses.dataclass(slots=True, eq=False)
