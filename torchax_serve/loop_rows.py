@@ -25,7 +25,7 @@ from torchax_serve.engine.sources import decoder_prompt
 from torchax_serve.engine.ticket import cancelled_on_error
 from torchax_serve.padding import Padding
 from torchax_serve.request import SamplingParams
-from torchax_serve.sampling.options import PLAN_OPTIONS
+from torchax_serve.sampling.config_options import PLAN_OPTIONS
 
 if TYPE_CHECKING:
     from torchax_serve.encoder_beside import EncoderBeside

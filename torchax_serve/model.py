@@ -27,7 +27,6 @@ from torchax_serve.drop_in import attach, rows_elsewhere
 from torchax_serve.engine.build import EngineOptions, build_engine
 from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.replicas import Replicas
-from torchax_serve.engine.sampler_params import ENGINE_OPTIONS
 from torchax_serve.engine.tokens import TokenStream
 from torchax_serve.hosts.mirror import Mirror
 from torchax_serve.images.placeholders import check_has_media
@@ -36,6 +35,7 @@ from torchax_serve.open_model import OpenModel, programs_of
 from torchax_serve.request import SamplingParams
 from torchax_serve.runtime import Runtime
 from torchax_serve.sampling import unsupported_by_fast_path
+from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
 from torchax_serve.text.prompt import checked_ids, detokenizer_of, encode_prompt, given_or_default
 

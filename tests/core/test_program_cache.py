@@ -219,7 +219,7 @@ def packages(tmp_path, monkeypatch):
         ("sharding_rules/__init__.py", True),
         ("torchax_serve/steps.py", True),
         ("torchax_serve/engine/packed.py", True),
-        ("torchax_serve/sampling/warpers.py", True),
+        ("torchax_serve/sampling/truncation.py", True),
         ("torchax_serve/cli/main.py", False),
         ("torchax_serve/text/chat.py", False),
         ("torchax_serve/bench/report.py", False),

@@ -23,7 +23,7 @@ from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
 from torchax_serve.engine import road
 from torchax_serve.engine.packed import PackedModel
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.sampler_programs import tables_bytes
+from torchax_serve.sampling.sampler import tables_bytes
 
 SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model_adapters.errors import InvalidArgumentError, QueueFullError, TorchaxServeError, UnsupportedArgumentError
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.sampler_lone import LoneSampler
+from torchax_serve.sampling.history_sampler import LoneSampler
 
 SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32, max_num_waiting=6)
 INNOCENT = [5, 6, 7, 8, 9]

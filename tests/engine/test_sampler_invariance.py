@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sampler_oracle import Row
 
-from torchax_serve.engine.sampler_programs import Sampler
+from torchax_serve.sampling.sampler import Sampler
 
 OPTIONS = [
     {},

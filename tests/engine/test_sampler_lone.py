@@ -8,7 +8,7 @@ from sampler_oracle import Row, adjusted_scores, processed_scores
 from scipy.special import log_softmax
 from transformers.generation import logits_process as hf
 
-from torchax_serve.engine.sampler_programs import Sampler
+from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.scheduler import INVALID_TOKEN
 
 VOCAB_SIZE, NUM_STEPS = 40, 14

@@ -13,9 +13,10 @@ from scipy.stats import chisquare
 from transformers import GenerationConfig
 
 from torchax_serve import sampling
-from torchax_serve.engine.sampler import NUM_TOP_RUNGS, SamplerSpec, adjust, sample
-from torchax_serve.engine.sampler_cuts import best_columns, cut
-from torchax_serve.engine.sampler_programs import Sampler
+from torchax_serve.sampling.sample import adjust, sample
+from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.sampling.truncation import best_columns, cut
+from torchax_serve.sampling.types import NUM_TOP_RUNGS, SamplerSpec
 from torchax_serve.scheduler import INVALID_TOKEN, PlanRow
 
 STOPS = (2, 5)

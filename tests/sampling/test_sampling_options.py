@@ -8,7 +8,7 @@ from sampling_reference import prepared_config
 from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 
 from torchax_serve import sampling
-from torchax_serve.sampling.options import DEPENDENT_OPTIONS, INERT_OPTIONS
+from torchax_serve.sampling.config_options import DEPENDENT_OPTIONS, INERT_OPTIONS
 
 VOCAB_SIZE = 40
 

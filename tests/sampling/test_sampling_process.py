@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sampling_reference import left_padded_prompts, prepared_config, processors_of, reference_scores
 
 from torchax_serve import sampling
-from torchax_serve.sampling.rules import installed_rules
+from torchax_serve.sampling.transformers_behaviour import installed_rules
 
 SMALL, LARGE = 40, 700  # thresholds by comparing pairs, and bit by bit with candidates behind top-k
 BATCH, PROMPT_LEN, NUM_STEPS = 3, 6, 4

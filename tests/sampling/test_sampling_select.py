@@ -12,7 +12,7 @@ from scipy.special import softmax
 from scipy.stats import chisquare
 
 from torchax_serve import sampling
-from torchax_serve.sampling.pipeline import draw, first_argmax
+from torchax_serve.sampling.selection import draw, first_argmax
 
 compiled_process, compiled_select, compiled_step = map(jax.jit, (sampling.process, sampling.select, sampling.step))
 

@@ -8,7 +8,7 @@ import torch
 from sampling_reference import EOS, PAD, left_padded_prompts, prepared_config, tiny_model
 
 from torchax_serve import sampling
-from torchax_serve.sampling.rules import TransformersRules, installed_rules
+from torchax_serve.sampling.transformers_behaviour import TransformersRules, installed_rules
 
 compiled_step = jax.jit(sampling.step)
 VOCAB_SIZE, BATCH, PROMPT_LEN, NUM_NEW = 40, 3, 5, 12
@@ -126,7 +126,7 @@ def test_each_rule_of_a_release_changes_what_it_names(flipped, monkeypatch):
 
     rules, before = installed_rules(), scores()
     other = TransformersRules(**{**vars(rules), flipped: not getattr(rules, flipped)})
-    monkeypatch.setattr("torchax_serve.sampling.plan.installed_rules", lambda: other)
+    monkeypatch.setattr("torchax_serve.sampling.history.installed_rules", lambda: other)
     changed = (scores() != before) & ~(np.isnan(before) & np.isnan(scores()))
     column = {"penalty_skips_padding": PAD, "bias_needs_longer_context": 9, "decay_skips_infinite": EOS[0]}[flipped]
     row = 1 if flipped == "bias_needs_longer_context" else 0

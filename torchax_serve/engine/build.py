@@ -16,8 +16,8 @@ from torchax_serve.engine.gathered_road import gathered_road
 from torchax_serve.engine.packed_road import packed_road
 from torchax_serve.engine.road import Sizes
 from torchax_serve.engine.runner import ModelRunner
-from torchax_serve.engine.sampler_programs import tables_bytes
 from torchax_serve.runtime import Runtime
+from torchax_serve.sampling.sampler import tables_bytes
 from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig
 from torchax_serve.scheduler.config import check_whole
 

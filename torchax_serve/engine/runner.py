@@ -15,9 +15,9 @@ from torchax_serve.engine.cache import PagedCache
 from torchax_serve.engine.gathered import GatheredModel
 from torchax_serve.engine.packed import PackedModel
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.sampler import Logprobs, Sampled
-from torchax_serve.engine.sampler_programs import Sampler
 from torchax_serve.engine.ticket import TokenLogprobs
+from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.sampling.types import Logprobs, Sampled
 from torchax_serve.scheduler import PlanRow, StepPlan
 
 

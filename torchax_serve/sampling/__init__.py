@@ -4,10 +4,10 @@
 (or `process`, `select`, `append` one by one) is what a jitted decode step calls.
 """
 
-from torchax_serve.sampling.options import CALLER_OPTIONS, PLAN_OPTIONS, unsupported_by_fast_path, validate
-from torchax_serve.sampling.pipeline import NO_VALID_TOKEN, process, select, step
-from torchax_serve.sampling.plan import SamplingPlan
-from torchax_serve.sampling.state import SamplingState, append, finished, start
+from torchax_serve.sampling.config_options import CALLER_OPTIONS, PLAN_OPTIONS, unsupported_by_fast_path, validate
+from torchax_serve.sampling.history import SamplingPlan, SamplingState, append, finished, start
+from torchax_serve.sampling.sample_step import process, select, step
+from torchax_serve.sampling.selection import NO_VALID_TOKEN
 
 __all__ = [
     "CALLER_OPTIONS",

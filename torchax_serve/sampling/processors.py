@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax_serve.sampling.plan import SamplingPlan, SequenceBias
-from torchax_serve.sampling.state import SamplingState
+from torchax_serve.sampling.history import SamplingPlan, SamplingState, SequenceBias
 
 MAX_UNROLLED = 16  # tokens of an n-gram up to which each has an operation of its own; many take long to compile
 

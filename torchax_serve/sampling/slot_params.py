@@ -7,20 +7,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchax_serve.engine.sampler import (
+from torchax_serve.sampling.row_params import NEUTRAL, RowParams
+from torchax_serve.sampling.sample import IN_PROMPT, IS_STOP, NOT_FIRST
+from torchax_serve.sampling.types import (
     FLOAT_COLUMNS,
-    IN_PROMPT,
     INT_COLUMNS,
-    IS_STOP,
     LEVELS,
-    NOT_FIRST,
     NUM_NEW,
     NUM_TOP_RUNGS,
     Level,
     RowOptions,
     SamplerSpec,
 )
-from torchax_serve.engine.sampler_params import NEUTRAL, RowParams
 from torchax_serve.scheduler import DecodeRows, PlanRow
 
 _NO_LOGPROBS = -1

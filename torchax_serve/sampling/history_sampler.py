@@ -19,10 +19,10 @@ from model_adapters.arrays import from_host
 from model_adapters.trace_config import torch_promotion
 from torchax_serve import sampling
 from torchax_serve.buckets import bucket
-from torchax_serve.engine.sampler import greedy_tokens
-from torchax_serve.engine.sampler_params import RowParams
 from torchax_serve.sampling import SamplingPlan, SamplingState
 from torchax_serve.sampling.processors import bias_sequences, penalise_repetition
+from torchax_serve.sampling.row_params import RowParams
+from torchax_serve.sampling.sample import greedy_tokens
 from torchax_serve.scheduler import INVALID_TOKEN
 
 

@@ -13,7 +13,11 @@ from jax import lax
 
 from model_adapters.arrays import from_host
 from model_adapters.trace_config import torch_promotion
-from torchax_serve.engine.sampler import (
+from torchax_serve.sampling.history_sampler import LoneSampler
+from torchax_serve.sampling.row_params import RowParams
+from torchax_serve.sampling.sample import logprobs_of, sample
+from torchax_serve.sampling.slot_params import Seats, SlotOptions, TableRow
+from torchax_serve.sampling.types import (
     LEVELS,
     NUM_TOP_RUNGS,
     Level,
@@ -23,12 +27,7 @@ from torchax_serve.engine.sampler import (
     SamplerSpec,
     SamplerState,
     SamplerTables,
-    logprobs_of,
-    sample,
 )
-from torchax_serve.engine.sampler_lone import LoneSampler
-from torchax_serve.engine.sampler_params import RowParams
-from torchax_serve.engine.slot_options import Seats, SlotOptions, TableRow
 from torchax_serve.scheduler import INVALID_TOKEN, PlanRow
 
 
