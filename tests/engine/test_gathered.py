@@ -14,12 +14,13 @@ from weights import draw_matrices
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from model_adapters.quirks import mamba
 from torchax_serve import serve, to_jax
-from torchax_serve.engine import gathered_layout, gathered_shapes, gathered_trial, road
+from torchax_serve.engine import gathered_shapes, gathered_trial, road
 from torchax_serve.engine.build import EngineOptions, build_engine
-from torchax_serve.engine.gathered_cache import gather, scatter
 from torchax_serve.engine.gathered_road import gathered_road
 from torchax_serve.engine.gathered_rows import RowForward
 from torchax_serve.engine.request import RowRequest
+from torchax_serve.kv_cache import state_layout
+from torchax_serve.kv_cache.slot_states import gather, scatter
 from torchax_serve.request import SamplingParams
 from torchax_serve.scheduler import PlanRow
 
@@ -188,7 +189,7 @@ def test_token_by_token_gives_the_same(monkeypatch):
 
 def test_loops_over_tokens_are_cut_into_blocks(monkeypatch):
     for model_type in ("mamba", "lfm2_moe"):  # a recurrence that is one loop on the device; none
-        assert RowForward(runtime_of(model_type)).layout().block_len == gathered_layout.LONGEST
+        assert RowForward(runtime_of(model_type)).layout().block_len == state_layout.LONGEST
     for name in mamba.FUNCTIONS:  # Python's own loop, as in code without a quirk
         monkeypatch.setattr(modeling_mamba, name, getattr(modeling_mamba, name).__wrapped__)
     assert RowForward(runtime_of("mamba")).layout().block_len < 16

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.buckets import ladder
-from torchax_serve.engine.cache import Pages
 from torchax_serve.engine.gathered import GatheredModel
-from torchax_serve.engine.gathered_cache import GatheredCache
-from torchax_serve.engine.gathered_layout import LONGEST, StateLayout
 from torchax_serve.engine.gathered_rows import TRIAL_LEN, RowForward, as_unsupported
 from torchax_serve.engine.gathered_trial import find_block_len
 from torchax_serve.engine.road import Road, Sizes, free_bytes
 from torchax_serve.engine.sources import SMALLEST_SOURCE_LEN, Outputs, Sources, Texts, rungs_of
+from torchax_serve.kv_cache.pools import Pages
+from torchax_serve.kv_cache.slot_states import GatheredCache
+from torchax_serve.kv_cache.state_layout import LONGEST, StateLayout
 from torchax_serve.runtime import Runtime
 
 EXACT_CHUNKS = (256, 64, 16, 4, 1)

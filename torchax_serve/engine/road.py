@@ -11,7 +11,7 @@ import numpy as np
 
 from model_adapters.errors import OutOfMemoryError
 from model_adapters.loading.memory import free_host_bytes
-from torchax_serve.engine.cache import CachePlan, PagedCache, PageShape
+from torchax_serve.kv_cache.pools import CachePlan, PagedCache, PageShape
 
 if TYPE_CHECKING:
     from torchax_serve.engine.gathered import GatheredModel

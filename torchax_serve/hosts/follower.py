@@ -11,12 +11,12 @@ import jax
 from model_adapters.errors import HostsError
 from model_adapters.sharding import ModelSharding
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode
-from torchax_serve.engine.cache import CachePlan, PagedCache
-from torchax_serve.engine.mirrored_pages import MirroredPages
 from torchax_serve.engine.packed import PackedModel
 from torchax_serve.hosts.mirror import compile_for_hosts, run_in_turn
 from torchax_serve.hosts.orders import Compile, End, Held, Kind, Run, spread
 from torchax_serve.hosts.watch import Watch, wait_for_news
+from torchax_serve.kv_cache.multihost_pools import MirroredPages
+from torchax_serve.kv_cache.pools import CachePlan, PagedCache
 from torchax_serve.runtime import Runtime
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchax_serve.engine.cache import PageShape
+from torchax_serve.kv_cache.pools import PageShape
 from torchax_serve.planning.abstract import AbstractModel
 from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.planned_road import PlannedRoad

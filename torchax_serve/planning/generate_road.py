@@ -15,8 +15,8 @@ from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.program import CallSpec
 from model_adapters.sharding import ModelSharding
 from torchax_serve.buckets import bucket
-from torchax_serve.engine.cache import CachePlan, PageShape
-from torchax_serve.engine.gathered_layout import StateRow
+from torchax_serve.kv_cache.pools import CachePlan, PageShape
+from torchax_serve.kv_cache.state_layout import StateRow
 from torchax_serve.planning.planned_road import PlannedRoad
 from torchax_serve.planning.programs import Step
 from torchax_serve.runtime import Runtime

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from model_adapters.sharding import ModelSharding
-from torchax_serve.engine.cache import CachePlan, Pages, PageShape
-from torchax_serve.engine.gathered_layout import StateRow
+from torchax_serve.kv_cache.pools import CachePlan, Pages, PageShape
+from torchax_serve.kv_cache.state_layout import StateRow
 from torchax_serve.planning.programs import Step
 from torchax_serve.runtime import Runtime
 

@@ -14,13 +14,13 @@ from typing import Any
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.paged import NotPackableError, PackedBatch
 from model_adapters.sharding import ModelSharding
-from torchax_serve.engine.cache import CachePlan
-from torchax_serve.engine.gathered_cache import GatheredCache
-from torchax_serve.engine.gathered_layout import StateLayout, StateRow
 from torchax_serve.engine.gathered_road import GatheredParts
 from torchax_serve.engine.gathered_rows import RowForward
 from torchax_serve.engine.packed_road import packed_shapes
 from torchax_serve.engine.road import Sizes
+from torchax_serve.kv_cache.pools import CachePlan
+from torchax_serve.kv_cache.slot_states import GatheredCache
+from torchax_serve.kv_cache.state_layout import StateLayout, StateRow
 from torchax_serve.planning.generate_road import generate_road
 from torchax_serve.planning.planned_road import AbstractPages, PlannedRoad
 from torchax_serve.planning.programs import Step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from torchax_serve.engine.cache import CachePlan, PageShape
+from torchax_serve.kv_cache.pools import CachePlan, PageShape
 from torchax_serve.planning.abstract import AbstractModel
 from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.planned_road import PlannedRoad

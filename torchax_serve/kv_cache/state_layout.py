@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from torchax_serve.engine.cache import PageShape
+from torchax_serve.kv_cache.pools import PageShape
 
 Leaves = tuple[jax.Array, ...]
 LONGEST = 1 << 30

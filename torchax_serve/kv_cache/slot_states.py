@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops.pool import write_at
-from torchax_serve.engine.cache import CachePlan, PagedCache, Pages
-from torchax_serve.engine.gathered_layout import Leaves, StateLayout
+from torchax_serve.kv_cache.pools import CachePlan, PagedCache, Pages
+from torchax_serve.kv_cache.state_layout import Leaves, StateLayout
 
 
 class GatheredCache(PagedCache):
