@@ -21,8 +21,8 @@ from torchax_serve.alone import prepared
 from torchax_serve.decode_loop import LoopRequest, Start
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.sources import decoder_prompt
 from torchax_serve.engine.ticket import cancelled_on_error
+from torchax_serve.executors.encoder_inputs import decoder_prompt
 from torchax_serve.padding import Padding
 from torchax_serve.request import SamplingParams
 from torchax_serve.sampling.config_options import PLAN_OPTIONS

@@ -14,7 +14,7 @@ from model_adapters.gathers import gathers_first
 from model_adapters.jaxprs import inlined
 from model_adapters.paged import PackedBatch
 from torchax_serve import to_jax
-from torchax_serve.engine.packed_road import page_shapes
+from torchax_serve.executors.packed_factory import page_shapes
 from torchax_serve.kv_cache.pools import CacheGroup, CachePlan, PagedCache
 
 TOKENS, WIDTH, LAST = 7, 8, jnp.array([5, 0, 6])

@@ -14,11 +14,11 @@ from weights import draw_matrices
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from model_adapters.quirks import mamba
 from torchax_serve import serve, to_jax
-from torchax_serve.engine import gathered_shapes, gathered_trial, road
 from torchax_serve.engine.build import EngineOptions, build_engine
-from torchax_serve.engine.gathered_road import gathered_road
-from torchax_serve.engine.gathered_rows import RowForward
 from torchax_serve.engine.request import RowRequest
+from torchax_serve.executors import base, chunked_prefill_probe, per_sequence_buckets
+from torchax_serve.executors.per_sequence_factory import gathered_road
+from torchax_serve.executors.per_sequence_forward import RowForward
 from torchax_serve.kv_cache import state_layout
 from torchax_serve.kv_cache.slot_states import gather, scatter
 from torchax_serve.request import SamplingParams
@@ -164,7 +164,7 @@ def test_each_request_has_the_tokens_it_has_alone(model_type):
 
 def test_rows_one_after_the_other_give_the_same(monkeypatch):
     monkeypatch.setattr(RowForward, "_can_vectorise", lambda self, layout: False)
-    monkeypatch.setattr(gathered_shapes, "MAX_GATHERED_LEN", 600)  # two programs of rows in a step
+    monkeypatch.setattr(per_sequence_buckets, "MAX_GATHERED_LEN", 600)  # two programs of rows in a step
     runtime = runtime_of("bloom")
     engine = build_engine(runtime, dataclasses.replace(OPTIONS, kv_cache_bytes=None))
     engine.check_integrity = True
@@ -197,10 +197,10 @@ def test_loops_over_tokens_are_cut_into_blocks(monkeypatch):
 
 def test_many_rows_are_split_by_length(monkeypatch):
     """Logits of rows in several programs, and those of a chunk behind them, are at their rows' places."""
-    monkeypatch.setattr(gathered_shapes, "MAX_GATHERED_LEN", 64)
-    monkeypatch.setattr(gathered_shapes, "SMALLEST_GATHER_LEN", 8)
+    monkeypatch.setattr(per_sequence_buckets, "MAX_GATHERED_LEN", 64)
+    monkeypatch.setattr(per_sequence_buckets, "SMALLEST_GATHER_LEN", 8)
     runtime = runtime_of("bloom")
-    sizes = road.Sizes(max_len=56, num_slots=6, page_len=8, token_budget=32, kv_cache_bytes=1 << 20)
+    sizes = base.Sizes(max_len=56, num_slots=6, page_len=8, token_budget=32, kv_cache_bytes=1 << 20)
     model = gathered_road(runtime, sizes, "tested").model
     table = np.arange(1, 43, dtype=np.int32).reshape(6, 7)
     lengths = [3, 20, 9, 33, 4, 12]
@@ -292,7 +292,7 @@ def test_trial_finds_how_a_model_continues():
         return Pretender(forgets if block_len > 1 else forgets - {"chunk"})
 
     def find(*forgets):
-        return gathered_trial.find_block_len(lambda block_len: make(set(forgets), block_len), 16, **known)
+        return chunked_prefill_probe.find_block_len(lambda block_len: make(set(forgets), block_len), 16, **known)
 
     assert find() == 16
     assert find("chunk") == 1

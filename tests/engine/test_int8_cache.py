@@ -16,10 +16,10 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.engine.build import build_engine
-from torchax_serve.engine.packed_road import packed_road
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.road import Sizes
+from torchax_serve.executors.packed_factory import packed_road
 from torchax_serve.kv_cache.int8_scales import MARGIN, TRIAL_LEN, TRIAL_ROWS
+from torchax_serve.kv_cache.memory import Sizes
 from torchax_serve.scheduler import PlanRow
 
 LAYOUT = {"max_len": 64, "num_slots": 4, "page_len": 8, "token_budget": 32}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_adapters.paged import PagedLayout
-from torchax_serve.engine.packed import DecodeSpec, PackedModel, PackedSpec
+from torchax_serve.executors.packed import DecodeSpec, PackedModel, PackedSpec
 from torchax_serve.scheduler import PlanRow
 
 NUM_SLOTS, PAGES = 8, 3

@@ -20,7 +20,7 @@ from model_adapters.paged import PagedLayout
 from model_adapters.program import CallSpec
 from torchax_serve.bounded_json import parse_json
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode, encode
-from torchax_serve.engine.packed import DecodeSpec, PackedSpec
+from torchax_serve.executors.packed import DecodeSpec, PackedSpec
 from torchax_serve.hosts.orders import Compile, End, Held, Kind, Run
 from torchax_serve.known_inputs import Known
 

@@ -21,8 +21,8 @@ from model_adapters.loading import load_model
 from model_adapters.loading.architecture import module_of
 from model_adapters.paged import PackedBatch
 from torchax_serve import EngineOptions, serve
-from torchax_serve.engine.packed_road import page_shapes
 from torchax_serve.engine.request import RowRequest
+from torchax_serve.executors.packed_factory import page_shapes
 from torchax_serve.kv_cache.pools import CachePlan, PagedCache, Pages
 from torchax_serve.meshes import mesh_for
 from torchax_serve.planning.plan import PlanRequest, make_plan

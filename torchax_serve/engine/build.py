@@ -12,10 +12,10 @@ from model_adapters.paged import NotPackableError
 from torchax_serve.argument_hints import fields_refuse_unknown
 from torchax_serve.buckets import token_rungs
 from torchax_serve.engine.engine import MAX_NUM_WAITING, Engine
-from torchax_serve.engine.gathered_road import gathered_road
-from torchax_serve.engine.packed_road import packed_road
-from torchax_serve.engine.road import Sizes
 from torchax_serve.engine.runner import ModelRunner
+from torchax_serve.executors.packed_factory import packed_road
+from torchax_serve.executors.per_sequence_factory import gathered_road
+from torchax_serve.kv_cache.memory import Sizes
 from torchax_serve.runtime import Runtime
 from torchax_serve.sampling.sampler import tables_bytes
 from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig

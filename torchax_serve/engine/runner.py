@@ -11,10 +11,10 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.engine.gathered import GatheredModel
-from torchax_serve.engine.packed import PackedModel
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.ticket import TokenLogprobs
+from torchax_serve.executors.packed import PackedModel
+from torchax_serve.executors.per_sequence import GatheredModel
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs, Sampled

@@ -14,10 +14,10 @@ from typing import Any
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.paged import NotPackableError, PackedBatch
 from model_adapters.sharding import ModelSharding
-from torchax_serve.engine.gathered_road import GatheredParts
-from torchax_serve.engine.gathered_rows import RowForward
-from torchax_serve.engine.packed_road import packed_shapes
-from torchax_serve.engine.road import Sizes
+from torchax_serve.executors.packed_factory import packed_shapes
+from torchax_serve.executors.per_sequence_factory import GatheredParts
+from torchax_serve.executors.per_sequence_forward import RowForward
+from torchax_serve.kv_cache.memory import Sizes
 from torchax_serve.kv_cache.pools import CachePlan
 from torchax_serve.kv_cache.slot_states import GatheredCache
 from torchax_serve.kv_cache.state_layout import StateLayout, StateRow

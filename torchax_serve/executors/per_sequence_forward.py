@@ -25,7 +25,7 @@ from model_adapters.ops import list_ops, registry
 from model_adapters.ops.packed_weight import Weights
 from model_adapters.program import CallSpec
 from model_adapters.source_mask import SourceMask
-from torchax_serve.engine.sources import HIDDEN, context
+from torchax_serve.executors.encoder_inputs import HIDDEN, context
 from torchax_serve.kv_cache.pools import PageShape
 from torchax_serve.kv_cache.state_layout import LONGEST, Leaves, StateLayout, StateRow
 from torchax_serve.runtime import Runtime

@@ -14,8 +14,8 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.engine.gathered import GatheredModel
-from torchax_serve.engine.gathered_rows import TRIAL_LEN
+from torchax_serve.executors.per_sequence import GatheredModel
+from torchax_serve.executors.per_sequence_forward import TRIAL_LEN
 from torchax_serve.scheduler import PlanRow
 
 FIRST_LEN = 4

@@ -16,9 +16,10 @@ from model_adapters.ops import registry
 from model_adapters.ops.packed_weight import Weights
 from model_adapters.paged import Int8Pool, NotPackableError, PackedBatch
 from model_adapters.program import CallSpec
-from torchax_serve.engine.packed import PackedModel
-from torchax_serve.engine.road import Road, Sizes
+from torchax_serve.executors.base import Road
+from torchax_serve.executors.packed import PackedModel
 from torchax_serve.kv_cache.int8_scales import check_kernels, head_scales
+from torchax_serve.kv_cache.memory import Sizes
 from torchax_serve.kv_cache.multihost_pools import MirroredPages
 from torchax_serve.kv_cache.pools import CachePlan, HeadScales, PagedCache, Pages, PageShape
 from torchax_serve.runtime import Runtime

@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.buckets import ladder
-from torchax_serve.engine.gathered import GatheredModel
-from torchax_serve.engine.gathered_rows import TRIAL_LEN, RowForward, as_unsupported
-from torchax_serve.engine.gathered_trial import find_block_len
-from torchax_serve.engine.road import Road, Sizes, free_bytes
-from torchax_serve.engine.sources import SMALLEST_SOURCE_LEN, Outputs, Sources, Texts, rungs_of
+from torchax_serve.executors.base import Road
+from torchax_serve.executors.chunked_prefill_probe import find_block_len
+from torchax_serve.executors.encoder_inputs import SMALLEST_SOURCE_LEN, Outputs, Sources, Texts, rungs_of
+from torchax_serve.executors.per_sequence import GatheredModel
+from torchax_serve.executors.per_sequence_forward import TRIAL_LEN, RowForward, as_unsupported
+from torchax_serve.kv_cache.memory import Sizes, free_bytes
 from torchax_serve.kv_cache.pools import Pages
 from torchax_serve.kv_cache.slot_states import GatheredCache
 from torchax_serve.kv_cache.state_layout import LONGEST, StateLayout

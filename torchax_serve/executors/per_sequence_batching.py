@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Self
 import jax.numpy as jnp
 import numpy as np
 
-from torchax_serve.engine.gathered_shapes import GatheredShapes, GatheredSpec
-from torchax_serve.engine.packed import ON_DEVICE
-from torchax_serve.engine.sources import Sources
+from torchax_serve.executors.encoder_inputs import Sources
+from torchax_serve.executors.packed import ON_DEVICE
+from torchax_serve.executors.per_sequence_buckets import GatheredShapes, GatheredSpec
 from torchax_serve.scheduler import PlanRow
 
 

@@ -18,11 +18,11 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from model_adapters.ops.packed_weight import Weights
-from torchax_serve.engine.gathered_jobs import GatheredJobs, Job, Numbers
-from torchax_serve.engine.gathered_rows import RowForward
-from torchax_serve.engine.gathered_shapes import GatheredShapes, GatheredSpec
-from torchax_serve.engine.packed import ON_DEVICE
-from torchax_serve.engine.sources import Sources
+from torchax_serve.executors.encoder_inputs import Sources
+from torchax_serve.executors.packed import ON_DEVICE
+from torchax_serve.executors.per_sequence_batching import GatheredJobs, Job, Numbers
+from torchax_serve.executors.per_sequence_buckets import GatheredShapes, GatheredSpec
+from torchax_serve.executors.per_sequence_forward import RowForward
 from torchax_serve.kv_cache.slot_states import GatheredCache, gather, scatter
 from torchax_serve.kv_cache.state_layout import LONGEST, Leaves, StateLayout
 from torchax_serve.program_cache import KeptFunction, ProgramCache

@@ -1,0 +1,1 @@
+"""How step plans run: packed on the paged cache, or one forward per sequence."""
