@@ -88,17 +88,17 @@ class Recorder:
         import jax
 
         from model_adapters.program import ModelProgram
-        from torchax_serve.engine import build
-        from torchax_serve.engine.deliveries import Deliveries
+        from torchax_serve.engine import factory
+        from torchax_serve.engine.output_processor import Deliveries
         from torchax_serve.scheduler import Scheduler
 
-        timed = [(Scheduler, "schedule"), (Scheduler, "commit"), (Deliveries, "deliver"), (build.Engine, "step")]
+        timed = [(Scheduler, "schedule"), (Scheduler, "commit"), (Deliveries, "deliver"), (factory.Engine, "step")]
         with contextlib.ExitStack() as stack:
             for owner, name in [*timed, (jax.stages.Compiled, "__call__")]:
                 span = "call" if name == "__call__" else name
                 stack.enter_context(mock.patch.object(owner, name, self._timed(span, getattr(owner, name))))
             stack.enter_context(mock.patch.object(ModelProgram, "forward_packed", arguments_only))
-            stack.enter_context(mock.patch.object(build, "ModelRunner", self._paced(build.ModelRunner)))
+            stack.enter_context(mock.patch.object(factory, "ModelRunner", self._paced(factory.ModelRunner)))
             yield
 
     def forget(self) -> None:

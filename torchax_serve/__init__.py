@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from model_adapters.bridge import extract_jax
     from torchax_serve.drop_in import to_jax
     from torchax_serve.encoders.model import EncoderModel
-    from torchax_serve.engine.build import EngineOptions
-    from torchax_serve.engine.ticket import RequestError
+    from torchax_serve.engine.options import EngineOptions
+    from torchax_serve.engine.request_handle import RequestError
     from torchax_serve.entrypoints.serve import serve
     from torchax_serve.hosts.following import follow
     from torchax_serve.hosts.options import Hosts
@@ -69,9 +69,9 @@ __all__ = [
 _HOME = {
     "Completion": "torchax_serve.text",
     "EncoderModel": "torchax_serve.encoders.model",
-    "EngineOptions": "torchax_serve.engine.build",
+    "EngineOptions": "torchax_serve.engine.options",
     "Hosts": "torchax_serve.hosts.options",
-    "RequestError": "torchax_serve.engine.ticket",
+    "RequestError": "torchax_serve.engine.request_handle",
     "SamplingParams": "torchax_serve.request",
     "ServedModel": "torchax_serve.model",
     "SpeechModel": "torchax_serve.speech",

@@ -24,10 +24,11 @@ from torchax_serve.alone import is_beam_search, tokens_alone
 from torchax_serve.argument_checks import short_repr
 from torchax_serve.class_generate import for_the_loop, has_class_generate
 from torchax_serve.drop_in import attach, rows_elsewhere
-from torchax_serve.engine.build import EngineOptions, build_engine
+from torchax_serve.engine.data_parallel import Replicas
 from torchax_serve.engine.engine import Engine, EngineStats
-from torchax_serve.engine.replicas import Replicas
-from torchax_serve.engine.tokens import TokenStream
+from torchax_serve.engine.factory import build_engine
+from torchax_serve.engine.options import EngineOptions
+from torchax_serve.engine.request_handle import TokenStream
 from torchax_serve.hosts.mirror import Mirror
 from torchax_serve.images.placeholders import check_has_media
 from torchax_serve.loop_rows import LoopRows, row_of

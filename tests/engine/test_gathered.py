@@ -14,7 +14,8 @@ from weights import draw_matrices
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from model_adapters.quirks import mamba
 from torchax_serve import serve, to_jax
-from torchax_serve.engine.build import EngineOptions, build_engine
+from torchax_serve.engine.factory import build_engine
+from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.executors import base, chunked_prefill_probe, per_sequence_buckets
 from torchax_serve.executors.per_sequence_factory import gathered_road

@@ -15,7 +15,7 @@ from model_adapters.arrays import from_host
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from torchax_serve import EngineOptions, SamplingParams, serve
-from torchax_serve.engine.build import build_engine
+from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.executors.packed_factory import packed_road
 from torchax_serve.kv_cache.int8_scales import MARGIN, TRIAL_LEN, TRIAL_ROWS

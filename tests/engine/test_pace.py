@@ -8,8 +8,8 @@ import pytest
 from transformers import GenerationConfig
 
 from torchax_serve.engine.engine import Engine
+from torchax_serve.engine.model_runner import Flight
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.runner import Flight
 from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerConfig
 
 SLOW_S, FAST_S = 0.016, 0.002

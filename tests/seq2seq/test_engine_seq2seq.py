@@ -21,7 +21,7 @@ from torchax_serve import (
     serve,
     to_jax,
 )
-from torchax_serve.engine.build import build_engine
+from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.request import RowRequest
 
 VOCAB_SIZE = 97

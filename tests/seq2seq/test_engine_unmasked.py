@@ -13,7 +13,7 @@ from transformers.models.fsmt import modeling_fsmt
 
 from model_adapters import own_cache
 from torchax_serve import EngineOptions, serve, to_jax
-from torchax_serve.engine.build import build_engine
+from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.parity.tiny_config import tiny_config
 from torchax_serve.parity.tiny_model import random_model

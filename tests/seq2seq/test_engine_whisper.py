@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 from torchax_serve import EngineOptions, InvalidArgumentError, UnsupportedModelError, serve, to_jax
 from torchax_serve.class_generate import take_suppression
-from torchax_serve.engine.build import build_engine
+from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.request import RowRequest
 
 LONG = 56

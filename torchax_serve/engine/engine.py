@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from model_adapters.errors import QueueFullError, TorchaxServeError
 from model_adapters.trace_config import programs_run
-from torchax_serve.engine.deliveries import Deliveries, describe
-from torchax_serve.engine.flights import Flights
+from torchax_serve.engine.dispatch_queue import Flights
+from torchax_serve.engine.model_runner import Flight, ModelRunner
+from torchax_serve.engine.output_processor import Deliveries, describe
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.runner import Flight, ModelRunner
-from torchax_serve.engine.ticket import NewTokens, Ticket
+from torchax_serve.engine.request_handle import NewTokens, Ticket
 from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.scheduler import FinishReason, Outcome, RequestId, Scheduler, SchedulerStats, StepPlan
 

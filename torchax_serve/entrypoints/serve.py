@@ -17,7 +17,7 @@ from torchax_serve import collector
 from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.compile_cache import enable_compile_cache
 from torchax_serve.encoders.model import EncoderModel
-from torchax_serve.engine.build import EngineOptions
+from torchax_serve.engine.options import EngineOptions
 from torchax_serve.hosts.mirror import Mirror
 from torchax_serve.hosts.options import Hosts
 from torchax_serve.hosts.start import check_alike, facts_of, in_common, joined, mesh_of_hosts

@@ -13,7 +13,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import load_model
 from torchax_serve import collector
 from torchax_serve.compile_cache import enable_compile_cache
-from torchax_serve.engine.replicas import runtimes_of
+from torchax_serve.engine.data_parallel import runtimes_of
 from torchax_serve.hosts.follower import follow as obey
 from torchax_serve.hosts.options import Hosts
 from torchax_serve.hosts.start import facts_of, in_common, joined, mesh_of_hosts

@@ -19,7 +19,7 @@ from model_adapters.caches import AttentionLayer
 from model_adapters.compressed_layer import CompressedLayer
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.ops import registry
-from torchax_serve.engine.build import EngineOptions
+from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.model import ServedModel
 from torchax_serve.parity.result import PASSED, Result, Trials, said

@@ -1,4 +1,4 @@
-"""The road that a model would take, as `torchax_serve.engine.build` and ``generate`` choose it, without its weights.
+"""The road that a model would take, as `torchax_serve.engine.factory` and ``generate`` choose it, without its weights.
 
 A road says what a request keeps on the device, and makes the steps to be compiled, all of whose arguments are shapes.
 """

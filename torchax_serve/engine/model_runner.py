@@ -12,7 +12,7 @@ import numpy as np
 from model_adapters.arrays import from_host
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.ticket import TokenLogprobs
+from torchax_serve.engine.request_handle import TokenLogprobs
 from torchax_serve.executors.packed import PackedModel
 from torchax_serve.executors.per_sequence import GatheredModel
 from torchax_serve.kv_cache.pools import PagedCache

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchax_serve.engine.runner import Flight
+from torchax_serve.engine.model_runner import Flight
 
 LEAD = 0.25
 """Part of a dispatch of several steps that is still to come when the next one is sent. Requests that come earlier go

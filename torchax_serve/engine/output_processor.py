@@ -8,9 +8,9 @@ import logging
 import weakref
 from collections.abc import Iterable
 
+from torchax_serve.engine.model_runner import Flight, ModelRunner
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.runner import Flight, ModelRunner
-from torchax_serve.engine.ticket import NewTokens, Ticket, TokenLogprobs
+from torchax_serve.engine.request_handle import NewTokens, Ticket, TokenLogprobs
 from torchax_serve.scheduler import Outcome, RequestId
 
 logger = logging.getLogger("torchax_serve")
