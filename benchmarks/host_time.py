@@ -82,7 +82,8 @@ def measure(
     options: argparse.Namespace, shape: Path, batch: int, context: int, *, mixed: bool
 ) -> dict[str, Any] | None:
     """Runs the requests once to compile what they meet, and once more to be recorded; None: no round is of the kind."""
-    from torchax_serve import EngineOptions, collector, serve
+    from torchax_serve import EngineOptions, serve
+    from torchax_serve.compilation import gc_pause
 
     recorder = Recorder(Accelerator(reached=options.reached), COSTS, holds_prompts=mixed, at_once=options.at_once)
     layout: dict[str, int] = {} if options.max_num_steps is None else {"max_num_steps": options.max_num_steps}
@@ -95,7 +96,7 @@ def measure(
     ):
         requests = requests_of(model, sizes_of(batch, context, options.new_tokens, mixed=mixed))
         for _ in range(2):
-            collector.set_aside()
+            gc_pause.set_aside()
             recorder.forget()
             asyncio.run(read_all(model.engine.submit_all(requests)))
     if options.trace is not None:

@@ -22,7 +22,7 @@ from model_adapters.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from torchax_serve import collector
+from torchax_serve.compilation import gc_pause
 
 if TYPE_CHECKING:
     from model_adapters.bridge import extract_jax
@@ -86,7 +86,7 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     # torch, jax and transformers take seconds to import; the command line's help must not wait for them.
     if name in _HOME:
-        with collector.paused_for_imports():
+        with gc_pause.paused_for_imports():
             value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,6 +29,7 @@ from model_adapters.tables import name_in
 from torchax_serve.buckets import bucket
 from torchax_serve.cache_maker import CacheMaker
 from torchax_serve.call_arguments import check_positions_kept
+from torchax_serve.compilation.executable_cache import ProgramCache
 from torchax_serve.encoder_beside import EncoderBeside
 from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.images.placeholders import unmet
@@ -37,7 +38,6 @@ from torchax_serve.limits import Limits
 from torchax_serve.module_changes import check_can_follow, weights_of
 from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.padding import Padding, is_own_mask, own_mask
-from torchax_serve.program_cache import ProgramCache
 from torchax_serve.query import Query, cut, pad_positions, pad_tokens
 from torchax_serve.steps import Steps
 

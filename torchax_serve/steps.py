@@ -4,7 +4,7 @@ A decode step is two programs. `Steps.decode` is the model: weights and cache ar
 is updated in place. `pick` is the choice of the next token, the same program for every model with that vocabulary. So
 sampling options that come and go compile a small program anew and never the model. `num_traces` counts compilations of
 a model by function; tests hold it constant from token to token. A model's programs outlive the process where its
-identity is known (`torchax_serve/program_cache.py`).
+identity is known (`torchax_serve/compilation/executable_cache.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from model_adapters.ops.packed_weight import Weights
 from model_adapters.program import Arrays, CallSpec, MethodSpec, ModelProgram
 from model_adapters.trace_config import torch_promotion
 from torchax_serve import sampling
-from torchax_serve.program_cache import KeptFunction, ProgramCache
+from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache
 from torchax_serve.sampling import SamplingPlan, SamplingState
 
 

@@ -26,7 +26,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.sink import one_load
-from torchax_serve.compile_cache import enable_compile_cache
+from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.drop_in import JaxModel, attach
 from torchax_serve.eager_twin import EagerTwin
 from torchax_serve.parity.differences import ERROR_RATIO, Difference, Named, by_name, position_error, within

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from model_adapters.ops import registry
-from torchax_serve import collector
+from torchax_serve.compilation import gc_pause
 
 
 def run(code):
@@ -34,7 +34,7 @@ print(*(name for name in sys.modules if name in unneeded))
 
 
 def test_what_imports_make_counts_as_old():
-    with collector.paused_for_imports():
+    with gc_pause.paused_for_imports():
         assert not gc.isenabled()
         made = [[] for _ in range(1000)]
     assert gc.isenabled()
@@ -45,7 +45,7 @@ def test_frozen_objects_of_the_caller_stay_frozen():
     kept = []
     gc.freeze()
     try:
-        with collector.paused_for_imports():
+        with gc_pause.paused_for_imports():
             pass
         assert not any(kept is each for each in gc.get_objects())  # which lists what collections see
     finally:
@@ -61,11 +61,11 @@ def collector_is_as_it_was():
     gc.set_threshold(*thresholds)
 
 
-@pytest.mark.parametrize("young, expected", [(700, collector.NUM_YOUNG), (10**6, 10**6), (0, 0)])
+@pytest.mark.parametrize("young, expected", [(700, gc_pause.NUM_YOUNG), (10**6, 10**6), (0, 0)])
 def test_a_process_that_serves_walks_nothing_old_and_little_young(young, expected, collector_is_as_it_was):
     kept = []
     gc.set_threshold(young, 10, 10)
-    collector.set_aside()
+    gc_pause.set_aside()
     assert gc.get_threshold() == (expected, 10, 10)
     assert not any(kept is each for each in gc.get_objects())  # which lists what collections see
 

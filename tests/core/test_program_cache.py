@@ -16,7 +16,8 @@ from tiny_models import prompts, tiny_model
 from model_adapters import disk_cache
 from model_adapters.ops import use
 from model_adapters.ops.cpu import build
-from torchax_serve import program_cache, serve, to_jax
+from torchax_serve import serve, to_jax
+from torchax_serve.compilation import executable_cache
 
 RUN = """
 import sys, torch
@@ -88,7 +89,7 @@ def test_a_program_of_something_else_is_not_taken(checkpoint, kept, change, monk
         file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1'))
         assert "0.1" in file.read_text()
     if change == "source":
-        monkeypatch.setattr(program_cache, "_installed", lambda source: "another state of this project's code")
+        monkeypatch.setattr(executable_cache, "_installed", lambda source: "another state of this project's code")
     if change == "xla flags":
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     with jax.default_matmul_precision("highest" if change == "precision" else None):
@@ -166,7 +167,7 @@ JAX_RUN = """
 import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from torchax_serve.compile_cache import enable_compile_cache
+from torchax_serve.compilation.xla_cache import enable_compile_cache
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None)
 assert enable_compile_cache(Path(sys.argv[1])) == Path(sys.argv[1])
@@ -199,14 +200,14 @@ def test_what_jax_itself_keeps_is_checked_too(tmp_path):
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """A copy of this project's packages, whose source counts."""
-    for package in program_cache.PACKAGES:
+    for package in executable_cache.PACKAGES:
         sources = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.json")
         shutil.copytree(package.__path__[0], tmp_path / package.__name__, ignore=sources)
     copied = [
         types.SimpleNamespace(__name__=package.__name__, __path__=[str(tmp_path / package.__name__)])
-        for package in program_cache.PACKAGES
+        for package in executable_cache.PACKAGES
     ]
-    monkeypatch.setattr(program_cache, "PACKAGES", copied)
+    monkeypatch.setattr(executable_cache, "PACKAGES", copied)
     return tmp_path
 
 
@@ -227,22 +228,22 @@ def packages(tmp_path, monkeypatch):
     ],
 )
 def test_an_edit_invalidates_programs_where_they_depend_on_it(packages, file, counts):
-    digest = program_cache.program_source_digest.__wrapped__
-    before, whole = digest(), program_cache.source_digest.__wrapped__()
+    digest = executable_cache.program_source_digest.__wrapped__
+    before, whole = digest(), executable_cache.source_digest.__wrapped__()
     (packages / file).write_text((packages / file).read_text() + "\n# edited\n")
     assert (digest() != before) == counts
-    assert program_cache.source_digest.__wrapped__() != whole
+    assert executable_cache.source_digest.__wrapped__() != whole
 
 
 def test_what_is_left_out_of_the_digest_is_reached_by_no_traced_function():
     """Follows imports, wherever they stand, from all that holds or hands over functions that are kept."""
-    root = Path(program_cache.__file__).parents[1]
+    root = Path(executable_cache.__file__).parents[1]
     files = {
         ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
-        for package in program_cache.PACKAGES
+        for package in executable_cache.PACKAGES
         for file in Path(package.__path__[0]).rglob("*.py")
     }
-    left_out = {f"torchax_serve.{name.removesuffix('.py').replace('/', '.')}" for name in program_cache.NOT_TRACED}
+    left_out = {f"torchax_serve.{name.removesuffix('.py').replace('/', '.')}" for name in executable_cache.NOT_TRACED}
     assert left_out <= set(files), "a name that matches nothing"
 
     def is_left_out(module):

@@ -21,7 +21,7 @@ from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth, n
 from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, same_part
 from torchax_serve.bench.settings import Settings
 from torchax_serve.bench.traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
-from torchax_serve.compile_cache import enable_compile_cache
+from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.eager_twin import EagerTwin
 from torchax_serve.model import ServedModel
 

@@ -39,14 +39,15 @@ class Replica:
     """One model, in a process of its own."""
 
     def __init__(self, options: DeployOptions) -> None:
-        from torchax_serve import EngineOptions, collector, serve
+        from torchax_serve import EngineOptions, serve
+        from torchax_serve.compilation import gc_pause
 
         engine = EngineOptions(
             num_slots=options.num_slots, max_len=options.max_len, kv_cache_dtype=options.kv_cache_dtype
         )
         self._model = serve(options.model, dtype=options.dtype, tensor_parallel=options.tensor_parallel, engine=engine)
         self._model.engine.warm_up()
-        collector.set_aside()
+        gc_pause.set_aside()
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[str]:
         """Pieces of the answer; refuses what it does not know before the first one."""

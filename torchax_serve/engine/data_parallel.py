@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from model_adapters.ops.packed_weight import Weight, unpacked
 from model_adapters.sharding import ModelSharding
+from torchax_serve.compilation.executable_cache import ProgramCache
 from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.request_handle import Ticket, cancelled_on_error
-from torchax_serve.program_cache import ProgramCache
 from torchax_serve.runtime import Runtime
 from torchax_serve.scheduler import SchedulerStats
 

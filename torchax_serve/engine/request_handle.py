@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import NamedTuple, Self
 
 from model_adapters.errors import TorchaxServeError
-from torchax_serve.compile_lock import check_not_compiling
+from torchax_serve.compilation.compile_lock import check_not_compiling
 from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.scheduler import FinishReason, Outcome, RequestId
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import Progress, load_model
 from model_adapters.loading.packing import lay_out_weights
-from torchax_serve import collector
 from torchax_serve.argument_hints import refuses_unknown
-from torchax_serve.compile_cache import enable_compile_cache
+from torchax_serve.compilation import gc_pause
+from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.encoders.model import EncoderModel
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.hosts.mirror import Mirror
@@ -96,7 +96,7 @@ def serve(
         "refuse_uneven": refuse_uneven,
     }
     enable_compile_cache()
-    with collector.paused():
+    with gc_pause.paused():
         if hosts is None:
             loaded = load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading)
             if pack_weights:

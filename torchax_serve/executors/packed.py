@@ -22,8 +22,8 @@ from model_adapters.ops.packed_weight import Weights
 from model_adapters.paged import PackedBatch, PagedLayout, Pool
 from model_adapters.program import ModelProgram
 from torchax_serve.buckets import ladder, rung, token_rungs
+from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache
 from torchax_serve.kv_cache.pools import PagedCache
-from torchax_serve.program_cache import KeptFunction, ProgramCache
 from torchax_serve.sampling.sample import sample
 from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
 from torchax_serve.scheduler import DecodeRows, PlanRow

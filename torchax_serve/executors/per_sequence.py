@@ -18,6 +18,7 @@ import numpy as np
 
 from model_adapters.arrays import from_host
 from model_adapters.ops.packed_weight import Weights
+from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache
 from torchax_serve.executors.encoder_inputs import Sources
 from torchax_serve.executors.packed import ON_DEVICE
 from torchax_serve.executors.per_sequence_batching import GatheredJobs, Job, Numbers
@@ -25,7 +26,6 @@ from torchax_serve.executors.per_sequence_buckets import GatheredShapes, Gathere
 from torchax_serve.executors.per_sequence_forward import RowForward
 from torchax_serve.kv_cache.slot_states import GatheredCache, gather, scatter
 from torchax_serve.kv_cache.state_layout import LONGEST, Leaves, StateLayout
-from torchax_serve.program_cache import KeptFunction, ProgramCache
 from torchax_serve.scheduler import PlanRow
 
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import load_model
-from torchax_serve import collector
-from torchax_serve.compile_cache import enable_compile_cache
+from torchax_serve.compilation import gc_pause
+from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.engine.data_parallel import runtimes_of
 from torchax_serve.hosts.follower import follow as obey
 from torchax_serve.hosts.options import Hosts
@@ -44,7 +44,7 @@ def follow(
         raise InvalidArgumentError("hosts: expected the number of a follower, got 0, the leader's; call serve()")
     inspect.signature(load_model).bind(model, **loading)  # a wrong name is told before others wait
     enable_compile_cache()
-    with collector.paused(), joined(hosts, model, in_common(loading, mesh, tensor_parallel)) as (leader,):
+    with gc_pause.paused(), joined(hosts, model, in_common(loading, mesh, tensor_parallel)) as (leader,):
         loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
         assert loaded.sharding is not None
         (runtime,) = runtimes_of(loaded.module, loaded.weights, loaded.sharding)

@@ -15,12 +15,12 @@ from importlib.metadata import version
 import jax
 
 from model_adapters.errors import HostsError
+from torchax_serve.compilation.executable_cache import LIBRARIES, source_digest
 from torchax_serve.distributed.hosts.acceptor import BACKLOG, GREETING_S, Acceptor
 from torchax_serve.distributed.hosts.handshake import NotAHostError, SecretError, greet_leader
 from torchax_serve.hosts.options import Hosts
 from torchax_serve.hosts.watch import Watch
 from torchax_serve.hosts.wire import SAID, Wire
-from torchax_serve.program_cache import LIBRARIES, source_digest
 
 logger = logging.getLogger("torchax_serve")
 

@@ -24,12 +24,12 @@ from jax.sharding import Mesh
 from model_adapters.errors import HostsError, UnsupportedArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.packed_weight import Weights
+from torchax_serve.compilation.launchers import ONE_ON_CPUS
 from torchax_serve.hosts.orders import Compile, End, Held, Kind, Run, everywhere, spread
 from torchax_serve.hosts.watch import Watch, wait_for_news
-from torchax_serve.mesh_programs import ONE_ON_CPUS
 
 if TYPE_CHECKING:
-    from torchax_serve.program_cache import KeptFunction
+    from torchax_serve.compilation.executable_cache import KeptFunction
 
 
 def compile_for_hosts(kept: KeptFunction, mesh: Mesh, weights: Weights, args: tuple[Any, ...], spec: Any) -> Any:

@@ -20,8 +20,8 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.packed_weight import Weights
 from model_adapters.ops.pool import INT8_LARGEST
 from model_adapters.program import CallSpec
+from torchax_serve.compilation.executable_cache import KeptFunction
 from torchax_serve.kv_cache.pools import HeadScales
-from torchax_serve.program_cache import KeptFunction
 from torchax_serve.runtime import Runtime
 
 TRIAL_ROWS, TRIAL_LEN = 4, 64

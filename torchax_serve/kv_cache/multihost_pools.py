@@ -11,8 +11,8 @@ import numpy as np
 
 from model_adapters.ops.packed_weight import Weights
 from model_adapters.sharding import ModelSharding
+from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache
 from torchax_serve.kv_cache.pools import Pages, copy_pages
-from torchax_serve.program_cache import KeptFunction, ProgramCache
 
 PoolSpec = tuple[tuple[int, int, int, int], str]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from torchax_serve.compilation.cache_folders import plans_folder
+from torchax_serve.compilation.executable_cache import installed_versions
 from torchax_serve.planning.plan import Note, PlanReport, PlanRequest, make_plan, no_note
-from torchax_serve.program_cache import installed_versions
 
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 

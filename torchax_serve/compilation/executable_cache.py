@@ -39,11 +39,10 @@ from model_adapters.ops import registry
 from model_adapters.ops.cpu import build, kernels
 from model_adapters.ops.packed_weight import Weights
 from model_adapters.trace_config import programs_run, torch_promotion
-from torchax_serve import collector
-from torchax_serve.compilation import jax_cache
+from torchax_serve.compilation import gc_pause, jax_cache
 from torchax_serve.compilation.cache_folders import EVICTOR
-from torchax_serve.compile_lock import CompileLock
-from torchax_serve.mesh_programs import MeshProgram, on_mesh
+from torchax_serve.compilation.compile_lock import CompileLock
+from torchax_serve.compilation.launchers import MeshProgram, on_mesh
 
 if TYPE_CHECKING:
     from torchax_serve.hosts.mirror import Mirror
@@ -243,7 +242,7 @@ class KeptFunction:
             with self._lock:
                 program = self._programs.get(signature)
                 if program is None:
-                    with collector.paused():
+                    with gc_pause.paused():
                         program = self._obtain(signature, weights, args)
                     self._programs[signature] = program
         return program
