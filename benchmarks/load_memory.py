@@ -90,7 +90,7 @@ def load(folder: Path, dtype: str, random_weights: bool, devices: int) -> dict[s
 
     from model_adapters.loading import load_model
     from model_adapters.loading.memory import PeakMemory
-    from torchax_serve.meshes import mesh_for
+    from torchax_serve.distributed.mesh import mesh_for
 
     assert len(jax.devices()) == devices
     mesh = mesh_for(None, devices)

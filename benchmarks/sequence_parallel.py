@@ -33,7 +33,7 @@ def compiled(topology, length, num_layers, way):
     import torch
 
     from model_adapters.loading.architecture import find_class, load_config, module_of
-    from torchax_serve.meshes import mesh_of
+    from torchax_serve.distributed.mesh import mesh_of
     from torchax_serve.planning.abstract import abstract_model
     from torchax_serve.planning.programs import compile_step
     from torchax_serve.planning.roads import road_of

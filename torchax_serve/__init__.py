@@ -26,13 +26,13 @@ from torchax_serve.compilation import gc_pause
 
 if TYPE_CHECKING:
     from model_adapters.bridge import extract_jax
+    from torchax_serve.distributed.hosts.follow import follow
+    from torchax_serve.distributed.hosts.options import Hosts
     from torchax_serve.drop_in import to_jax
     from torchax_serve.encoders.model import EncoderModel
     from torchax_serve.engine.options import EngineOptions
     from torchax_serve.engine.request_handle import RequestError
     from torchax_serve.entrypoints.serve import serve
-    from torchax_serve.hosts.following import follow
-    from torchax_serve.hosts.options import Hosts
     from torchax_serve.model import ServedModel
     from torchax_serve.request import SamplingParams
     from torchax_serve.speech import SpeechModel
@@ -70,14 +70,14 @@ _HOME = {
     "Completion": "torchax_serve.text",
     "EncoderModel": "torchax_serve.encoders.model",
     "EngineOptions": "torchax_serve.engine.options",
-    "Hosts": "torchax_serve.hosts.options",
+    "Hosts": "torchax_serve.distributed.hosts.options",
     "RequestError": "torchax_serve.engine.request_handle",
     "SamplingParams": "torchax_serve.request",
     "ServedModel": "torchax_serve.model",
     "SpeechModel": "torchax_serve.speech",
     "TextStream": "torchax_serve.text",
     "extract_jax": "model_adapters.bridge",
-    "follow": "torchax_serve.hosts.following",
+    "follow": "torchax_serve.distributed.hosts.follow",
     "serve": "torchax_serve.entrypoints.serve",
     "to_jax": "torchax_serve.drop_in",
 }

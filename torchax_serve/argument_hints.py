@@ -82,7 +82,7 @@ HINTS: Mapping[str, str] = {
     "data_parallel_size": "use serve(mesh={'data': 4})",
     "pipeline_parallel_size": "layers are not spread over devices; use serve(tensor_parallel=4)",
     "enable_expert_parallel": "use serve(mesh={'expert': 4})",
-    "distributed_executor_backend": "use serve(hosts=Hosts(...)), or torchax_serve.deploy for replicas",
+    "distributed_executor_backend": "use serve(hosts=Hosts(...)), or torchax_serve.distributed.ray for replicas",
     "quantization": _NO_QUANTIZATION,
     "enforce_eager": _COMPILED,
     "compilation_config": _COMPILED,

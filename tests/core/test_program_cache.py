@@ -224,7 +224,7 @@ def packages(tmp_path, monkeypatch):
         ("torchax_serve/cli/main.py", False),
         ("torchax_serve/text/chat.py", False),
         ("torchax_serve/bench/report.py", False),
-        ("torchax_serve/deploy/application.py", False),
+        ("torchax_serve/distributed/ray/application.py", False),
     ],
 )
 def test_an_edit_invalidates_programs_where_they_depend_on_it(packages, file, counts):

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.cli import deploy as command
-from torchax_serve.deploy.options import DeployOptions
-from torchax_serve.deploy.prefixes import BLOCK_CHARS, PrefixTable, beginning_of, choose
+from torchax_serve.distributed.ray.options import DeployOptions
+from torchax_serve.distributed.ray.prefix_affinity import BLOCK_CHARS, PrefixTable, beginning_of, choose
 
 
 def text_of(*letters):

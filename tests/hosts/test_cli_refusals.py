@@ -14,7 +14,7 @@ from model_adapters.errors import HostsError
 from torchax_serve import Hosts
 from torchax_serve.cli import loading
 from torchax_serve.cli.main import app
-from torchax_serve.hosts.join import join
+from torchax_serve.distributed.hosts.rendezvous import join
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from model_adapters.errors import HostsError, InvalidArgumentError
 from torchax_serve import Hosts
 from torchax_serve.cli.options import DeviceOptions
 from torchax_serve.distributed.hosts import acceptor as accepting
+from torchax_serve.distributed.hosts.connection import HEAD, ORDER, SAID, Wire
 from torchax_serve.distributed.hosts.handshake import (
     GREETING_BYTES,
     MAGIC,
@@ -23,8 +24,7 @@ from torchax_serve.distributed.hosts.handshake import (
     greet_follower,
     greet_leader,
 )
-from torchax_serve.hosts.join import join
-from torchax_serve.hosts.wire import HEAD, ORDER, SAID, Wire
+from torchax_serve.distributed.hosts.rendezvous import join
 
 SECRET = "0123456789abcdef0123456789abcdef"
 ASKED = {"model": "tiny"}
@@ -350,10 +350,12 @@ def test_the_command_line_reads_a_secret_from_a_file_or_a_variable(tmp_path, mon
 
 
 def test_an_address_that_others_reach_without_a_secret_is_told(caplog, monkeypatch):
-    monkeypatch.setattr("torchax_serve.hosts.join._gather", lambda *args: [])
+    monkeypatch.setattr("torchax_serve.distributed.hosts.rendezvous._gather", lambda *args: [])
     for host, secret in (("127.0.0.1", None), ("10.0.0.1", SECRET), ("10.0.0.1", None)):
         hosts = Hosts(coordinator=f"{host}:8476", num_hosts=2, host_id=0, secret=secret)
-        monkeypatch.setattr("torchax_serve.hosts.join._resolved", lambda hosts: (socket.AF_INET, hosts.address[0]))
+        monkeypatch.setattr(
+            "torchax_serve.distributed.hosts.rendezvous._resolved", lambda hosts: (socket.AF_INET, hosts.address[0])
+        )
         with caplog.at_level(logging.WARNING, "torchax_serve"):
             join(hosts, ASKED)
     (line,) = [record.getMessage() for record in caplog.records]

@@ -10,10 +10,10 @@ from ports import free_port
 
 from model_adapters.errors import HostsError, InvalidArgumentError
 from torchax_serve import Hosts, follow, serve
-from torchax_serve.hosts import watch as watching
-from torchax_serve.hosts.join import join
-from torchax_serve.hosts.watch import Watch
-from torchax_serve.hosts.wire import Wire
+from torchax_serve.distributed.hosts import heartbeat as watching
+from torchax_serve.distributed.hosts.connection import Wire
+from torchax_serve.distributed.hosts.heartbeat import Watch
+from torchax_serve.distributed.hosts.rendezvous import join
 
 ASKED = {"model": "tiny", "dtype": "auto"}
 

@@ -20,8 +20,8 @@ from model_adapters.paged import PagedLayout
 from model_adapters.program import CallSpec
 from torchax_serve.bounded_json import parse_json
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode, encode
+from torchax_serve.distributed.hosts.messages import Compile, End, Held, Kind, Run
 from torchax_serve.executors.packed import DecodeSpec, PackedSpec
-from torchax_serve.hosts.orders import Compile, End, Held, Kind, Run
 from torchax_serve.known_inputs import Known
 
 LAYOUT = PagedLayout((0, 1), (None, 16), max_len=64, is_decode=True)
@@ -108,12 +108,14 @@ HOSTILE = {
     "an empty kind": message_of([]),
     "a kind that is none": message_of([["tuple"], 1]),
     "another package's class": message_of(["object", "subprocess:Popen", "true"]),
-    "a class behind ours": message_of(["object", "torchax_serve.hosts.join:socket.socket"]),
-    "imported by ours": message_of(["object", "torchax_serve.hosts.join:Hosts"]),
-    "a function of ours": message_of(["object", "torchax_serve.hosts.join:join"]),
-    "a class of ours that is no dataclass": message_of(["object", "torchax_serve.hosts.wire:Wire", 1]),
+    "a class behind ours": message_of(["object", "torchax_serve.distributed.hosts.rendezvous:socket.socket"]),
+    "imported by ours": message_of(["object", "torchax_serve.distributed.hosts.rendezvous:Hosts"]),
+    "a function of ours": message_of(["object", "torchax_serve.distributed.hosts.rendezvous:join"]),
+    "a class of ours that is no dataclass": message_of(
+        ["object", "torchax_serve.distributed.hosts.connection:Wire", 1]
+    ),
     "a module of ours that is none": message_of(["object", "torchax_serve.no_such:X"]),
-    "fields that are none": message_of(["object", "torchax_serve.hosts.orders:End", 1, 2]),
+    "fields that are none": message_of(["object", "torchax_serve.distributed.hosts.messages:End", 1, 2]),
     "a node that nobody has registered": message_of(["node", "subprocess:Popen", {"args": "true"}]),
     "no class of outputs": message_of(["output", "subprocess", "Popen"]),
     "an array beyond the end": message_of(["array", "int32", [1000], 0]),

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from model_adapters.errors import UnsupportedArgumentError
-from torchax_serve.deploy.options import DeployOptions
+from torchax_serve.distributed.ray.options import DeployOptions
 
 with warnings.catch_warnings():  # of Ray, about its own dependencies
     warnings.simplefilter("ignore")
     from ray import serve as ray_serve
 
-    from torchax_serve.deploy.application import application_of
+    from torchax_serve.distributed.ray.application import application_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import torchax_serve
-from torchax_serve.deploy.options import DeployOptions
+from torchax_serve.distributed.ray.options import DeployOptions
 
 with warnings.catch_warnings():  # of Ray, about its own dependencies
     warnings.simplefilter("ignore")
     from ray import serve as ray_serve
 
-    from torchax_serve.deploy.application import application_of
+    from torchax_serve.distributed.ray.application import application_of
 
 # Ray's own: of its dependencies' releases, and of sockets it leaves open.
 pytestmark = pytest.mark.filterwarnings("ignore")

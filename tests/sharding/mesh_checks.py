@@ -21,10 +21,10 @@ from model_adapters.loading import load_model
 from model_adapters.loading.architecture import module_of
 from model_adapters.paged import PackedBatch
 from torchax_serve import EngineOptions, serve
+from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.executors.packed_factory import page_shapes
 from torchax_serve.kv_cache.pools import CachePlan, PagedCache, Pages
-from torchax_serve.meshes import mesh_for
 from torchax_serve.planning.plan import PlanRequest, make_plan
 from torchax_serve.runtime import Runtime
 from torchax_serve.scheduler import CacheGroup
@@ -245,7 +245,7 @@ def load(folder):
     code = f"""
 from model_adapters.errors import TorchaxServeError
 from model_adapters.loading import load_model
-from torchax_serve.meshes import mesh_for
+from torchax_serve.distributed.mesh import mesh_for
 import jax
 jax.devices()
 loaded = load_model({folder!r}, mesh=mesh_for(None, 8))

@@ -62,7 +62,7 @@ def deploy(
     check_choice("--dtype", dtype, DTYPES)
     if address is None:  # a folder of another machine cannot be looked for here
         check_model(model)
-    from torchax_serve.deploy.options import DeployOptions
+    from torchax_serve.distributed.ray.options import DeployOptions
 
     options = DeployOptions(
         model=model,
@@ -82,7 +82,7 @@ def deploy(
     import ray
     from ray import serve as ray_serve
 
-    from torchax_serve.deploy.application import application_of
+    from torchax_serve.distributed.ray.application import application_of
 
     ray.init(address=address, include_dashboard=False if address is None else None)
     ray_serve.start(http_options={"host": host, "port": port})

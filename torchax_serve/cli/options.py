@@ -18,7 +18,7 @@ import typer
 from model_adapters.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from torchax_serve.hosts.options import Hosts
+    from torchax_serve.distributed.hosts.options import Hosts
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
@@ -193,7 +193,7 @@ class DeviceOptions(LoadOptions):
             if len(missing) == len(given):
                 return None
             raise InvalidArgumentError(f"expected {missing[0]} beside the other options of hosts, got none; add it")
-        from torchax_serve.hosts.options import Hosts
+        from torchax_serve.distributed.hosts.options import Hosts
 
         return Hosts(
             coordinator=self.coordinator,

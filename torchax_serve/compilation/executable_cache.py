@@ -45,7 +45,7 @@ from torchax_serve.compilation.compile_lock import CompileLock
 from torchax_serve.compilation.launchers import MeshProgram, on_mesh
 
 if TYPE_CHECKING:
-    from torchax_serve.hosts.mirror import Mirror
+    from torchax_serve.distributed.hosts.leader import Mirror
 
 logger = logging.getLogger("torchax_serve")
 

@@ -22,7 +22,7 @@ from torchax_serve.runtime import Runtime
 from torchax_serve.scheduler import SchedulerStats
 
 if TYPE_CHECKING:
-    from torchax_serve.hosts.mirror import Mirror
+    from torchax_serve.distributed.hosts.leader import Mirror
 
 
 def runtimes_of(

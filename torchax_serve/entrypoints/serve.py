@@ -16,12 +16,12 @@ from model_adapters.loading.packing import lay_out_weights
 from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.compilation import gc_pause
 from torchax_serve.compilation.xla_cache import enable_compile_cache
+from torchax_serve.distributed.hosts.leader import Mirror
+from torchax_serve.distributed.hosts.options import Hosts
+from torchax_serve.distributed.hosts.startup import check_alike, facts_of, in_common, joined, mesh_of_hosts
+from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.encoders.model import EncoderModel
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.hosts.mirror import Mirror
-from torchax_serve.hosts.options import Hosts
-from torchax_serve.hosts.start import check_alike, facts_of, in_common, joined, mesh_of_hosts
-from torchax_serve.meshes import mesh_for
 from torchax_serve.model import ServedModel
 from torchax_serve.speech import SpeechModel, is_speech_model
 

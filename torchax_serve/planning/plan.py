@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedArgumentError
 from model_adapters.loading.memory import give_back_freed
+from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.distributed.mesh_shape import parse_mesh
 from torchax_serve.kv_cache.pools import CachePlan
-from torchax_serve.meshes import mesh_of
 from torchax_serve.planning.abstract import abstract_model
 from torchax_serve.planning.bounds import Bound, bound_of
 from torchax_serve.planning.planned_road import PlannedRoad

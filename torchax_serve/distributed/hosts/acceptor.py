@@ -16,8 +16,8 @@ import threading
 import time
 from typing import Any
 
+from torchax_serve.distributed.hosts.connection import SAID, Wire
 from torchax_serve.distributed.hosts.handshake import SecretError, greet_follower
-from torchax_serve.hosts.wire import SAID, Wire
 
 logger = logging.getLogger("torchax_serve")
 

@@ -1,1 +1,1 @@
-"""Replicas by Ray Serve: what needs no Ray itself."""
+"""Many replicas of one model, by Ray Serve (extra ``ray``): an ingress, a router that knows prefixes, the replicas."""

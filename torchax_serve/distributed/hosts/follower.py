@@ -10,11 +10,11 @@ import jax
 
 from model_adapters.errors import HostsError
 from model_adapters.sharding import ModelSharding
+from torchax_serve.distributed.hosts.heartbeat import Watch, wait_for_news
+from torchax_serve.distributed.hosts.leader import compile_for_hosts, run_in_turn
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode
+from torchax_serve.distributed.hosts.messages import Compile, End, Held, Kind, Run, spread
 from torchax_serve.executors.packed import PackedModel
-from torchax_serve.hosts.mirror import compile_for_hosts, run_in_turn
-from torchax_serve.hosts.orders import Compile, End, Held, Kind, Run, spread
-from torchax_serve.hosts.watch import Watch, wait_for_news
 from torchax_serve.kv_cache.multihost_pools import MirroredPages
 from torchax_serve.kv_cache.pools import CachePlan, PagedCache
 from torchax_serve.runtime import Runtime

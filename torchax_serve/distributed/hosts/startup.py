@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 from model_adapters.errors import HostsError, InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.loading import LoadedModel
 from model_adapters.ops.packed_weight import unpacked
-from torchax_serve.hosts.join import join
-from torchax_serve.hosts.options import Hosts
-from torchax_serve.hosts.orders import End
-from torchax_serve.hosts.watch import Watch
-from torchax_serve.meshes import mesh_for
+from torchax_serve.distributed.hosts.heartbeat import Watch
+from torchax_serve.distributed.hosts.messages import End
+from torchax_serve.distributed.hosts.options import Hosts
+from torchax_serve.distributed.hosts.rendezvous import join
+from torchax_serve.distributed.mesh import mesh_for
 
 MOST_READ_BYTES = 1 << 20
 """Of a tensor that is compared between hosts; norms and biases are smaller."""

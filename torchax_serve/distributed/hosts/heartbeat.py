@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchax_serve.hosts.wire import BEAT, SAID, Wire
+from torchax_serve.distributed.hosts.connection import BEAT, SAID, Wire
 
 BEAT_S = 1.0
 MOST_SILENT_BEATS = 12

@@ -9,7 +9,7 @@ from typing import Any
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 
-ROUTER = "torchax_serve.deploy.router.PrefixRouter"
+ROUTER = "torchax_serve.distributed.ray.router.PrefixRouter"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

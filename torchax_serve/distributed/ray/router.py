@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from torchax_serve.deploy.prefixes import PrefixTable, beginning_of, choose
+from torchax_serve.distributed.ray.prefix_affinity import PrefixTable, beginning_of, choose
 
 MOST_AHEAD = 4
 

@@ -25,8 +25,8 @@ from model_adapters.errors import HostsError, UnsupportedArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.packed_weight import Weights
 from torchax_serve.compilation.launchers import ONE_ON_CPUS
-from torchax_serve.hosts.orders import Compile, End, Held, Kind, Run, everywhere, spread
-from torchax_serve.hosts.watch import Watch, wait_for_news
+from torchax_serve.distributed.hosts.heartbeat import Watch, wait_for_news
+from torchax_serve.distributed.hosts.messages import Compile, End, Held, Kind, Run, everywhere, spread
 
 if TYPE_CHECKING:
     from torchax_serve.compilation.executable_cache import KeptFunction

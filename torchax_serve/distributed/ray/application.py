@@ -1,7 +1,7 @@
 """The application: replicas that serve a model each, and an ingress that no lost replica shows through.
 
-``serve run torchax_serve.deploy.application:application model=qwen3-0.6b max_replicas=4`` runs it on a Ray cluster, as
-does ``torchax-serve deploy``.
+``serve run torchax_serve.distributed.ray.application:application model=qwen3-0.6b max_replicas=4`` runs it on a Ray
+cluster, as does ``torchax-serve deploy``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from model_adapters.errors import TorchaxServeError
-from torchax_serve.deploy.options import ROUTER, DeployOptions
 from torchax_serve.distributed.ray.http_requests import (
     RequestError,
     answer_to,
@@ -29,6 +28,7 @@ from torchax_serve.distributed.ray.http_requests import (
     read_body,
     within,
 )
+from torchax_serve.distributed.ray.options import ROUTER, DeployOptions
 
 logger = logging.getLogger("torchax_serve")
 

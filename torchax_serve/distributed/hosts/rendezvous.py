@@ -17,10 +17,10 @@ import jax
 from model_adapters.errors import HostsError
 from torchax_serve.compilation.executable_cache import LIBRARIES, source_digest
 from torchax_serve.distributed.hosts.acceptor import BACKLOG, GREETING_S, Acceptor
+from torchax_serve.distributed.hosts.connection import SAID, Wire
 from torchax_serve.distributed.hosts.handshake import NotAHostError, SecretError, greet_leader
-from torchax_serve.hosts.options import Hosts
-from torchax_serve.hosts.watch import Watch
-from torchax_serve.hosts.wire import SAID, Wire
+from torchax_serve.distributed.hosts.heartbeat import Watch
+from torchax_serve.distributed.hosts.options import Hosts
 
 logger = logging.getLogger("torchax_serve")
 

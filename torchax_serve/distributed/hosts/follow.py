@@ -13,10 +13,10 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import load_model
 from torchax_serve.compilation import gc_pause
 from torchax_serve.compilation.xla_cache import enable_compile_cache
+from torchax_serve.distributed.hosts.follower import follow as obey
+from torchax_serve.distributed.hosts.options import Hosts
+from torchax_serve.distributed.hosts.startup import facts_of, in_common, joined, mesh_of_hosts
 from torchax_serve.engine.data_parallel import runtimes_of
-from torchax_serve.hosts.follower import follow as obey
-from torchax_serve.hosts.options import Hosts
-from torchax_serve.hosts.start import facts_of, in_common, joined, mesh_of_hosts
 
 
 def follow(

@@ -1,1 +1,0 @@
-"""Many replicas of one model, by Ray Serve (extra ``ray``): an ingress, a router that knows prefixes, the replicas."""
