@@ -39,7 +39,7 @@ def compiled(topology, length, num_layers, way):
     from torchax_serve.planning.roads import road_of
     from torchax_serve.planning.sizes import CacheSizes
     from torchax_serve.planning.topology import compiling_for, describe
-    from torchax_serve.runtime import Runtime
+    from torchax_serve.runtime.model_runtime import Runtime
 
     model_class, config = find_class(load_config(SHAPE, trust_remote_code=False), folder=None, trust_remote_code=False)
     config.num_hidden_layers, config.vocab_size, config.max_position_embeddings = num_layers, 1024, length

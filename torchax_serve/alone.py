@@ -14,8 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading import has_own_generate
-from torchax_serve.class_generate import for_the_loop
 from torchax_serve.decode_loop import DecodeLoop, LoopRequest, Start, start_of
+from torchax_serve.runtime.model_generate import for_the_loop
 
 
 def tokens_alone(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None) -> Iterator[int]:

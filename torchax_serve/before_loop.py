@@ -20,7 +20,7 @@ def put_parts_on_jax(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> N
 
     Args:
         model: a transformers model.
-        run: as `torchax_serve.runtime.Runtime.method`.
+        run: as `torchax_serve.runtime.model_runtime.Runtime.method`.
     """
     put = _BY_TYPE.get(getattr(model.config, "model_type", ""))
     if put is not None:

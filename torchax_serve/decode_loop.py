@@ -19,12 +19,12 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve import sampling
 from torchax_serve.buckets import bucket
-from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.images.steps import PreparedSteps
-from torchax_serve.padding import Padding
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.encoder_output import CONTEXT, EncoderOutput
+from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.padding import Padding
+from torchax_serve.runtime.step_functions import Carry, DecodeSpec, of_last_position, pick
 from torchax_serve.sampling import CALLER_OPTIONS, NO_VALID_TOKEN, SamplingPlan, SamplingState
-from torchax_serve.steps import Carry, DecodeSpec, of_last_position, pick
 
 # What this loop takes care of, beside what sampling does.
 HONOURED_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation", "max_time"}

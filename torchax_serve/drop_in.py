@@ -38,18 +38,18 @@ from model_adapters.program import CallSpec
 from model_adapters.trace_config import programs_run
 from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.before_loop import check_is_whole, put_parts_on_jax
-from torchax_serve.call_arguments import all_on_host, check_surroundings, on_host
-from torchax_serve.class_generate import for_the_loop, take_suppression
 from torchax_serve.copies import state_to_copy, torch_state
 from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
-from torchax_serve.encoder_road import EncoderOnJax
 from torchax_serve.images.encoding import compiled_encoders
 from torchax_serve.images.placeholders import check_has_media
 from torchax_serve.images.positions import positions_on_host
-from torchax_serve.in_torch import refuse_what_torch_cannot
-from torchax_serve.module_changes import check_evaluates
-from torchax_serve.padding import check_rows
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.call_arguments import all_on_host, check_surroundings, on_host
+from torchax_serve.runtime.compiled_encoder import EncoderOnJax
+from torchax_serve.runtime.eager import refuse_what_torch_cannot
+from torchax_serve.runtime.model_generate import for_the_loop, take_suppression
+from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.module_changes import check_evaluates
+from torchax_serve.runtime.padding import check_rows
 
 FLAGS = ("output_hidden_states", "output_attentions")
 # with the names by which transformers still takes a static cache, since checkpoints bring them

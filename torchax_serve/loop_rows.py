@@ -19,19 +19,19 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.alone import prepared
 from torchax_serve.decode_loop import LoopRequest, Start
-from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.request_handle import cancelled_on_error
 from torchax_serve.executors.encoder_inputs import decoder_prompt
-from torchax_serve.padding import Padding
 from torchax_serve.request import SamplingParams
+from torchax_serve.runtime.encoder_output import CONTEXT, EncoderOutput
+from torchax_serve.runtime.padding import Padding
 from torchax_serve.sampling.config_options import PLAN_OPTIONS
 
 if TYPE_CHECKING:
-    from torchax_serve.encoder_beside import EncoderBeside
     from torchax_serve.engine.data_parallel import Replicas
     from torchax_serve.engine.engine import Engine
     from torchax_serve.model import ServedModel
+    from torchax_serve.runtime.encoder import EncoderBeside
 
 logger = logging.getLogger("torchax_serve")
 

@@ -22,7 +22,6 @@ from model_adapters.loading.generative_class import with_head
 from model_adapters.trace_config import programs_run
 from torchax_serve.alone import is_beam_search, tokens_alone
 from torchax_serve.argument_checks import short_repr
-from torchax_serve.class_generate import for_the_loop, has_class_generate
 from torchax_serve.distributed.hosts.leader import Mirror
 from torchax_serve.drop_in import attach, rows_elsewhere
 from torchax_serve.engine.data_parallel import Replicas
@@ -34,7 +33,8 @@ from torchax_serve.images.placeholders import check_has_media
 from torchax_serve.loop_rows import LoopRows, row_of
 from torchax_serve.open_model import OpenModel, programs_of
 from torchax_serve.request import SamplingParams
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_generate import for_the_loop, has_class_generate
+from torchax_serve.runtime.model_runtime import Runtime
 from torchax_serve.sampling import unsupported_by_fast_path
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream

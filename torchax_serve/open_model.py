@@ -20,7 +20,7 @@ from torchax_serve.distributed.hosts.leader import Mirror
 from torchax_serve.drop_in import attach, following
 from torchax_serve.engine.data_parallel import runtimes_of
 from torchax_serve.owner_process import OwnerProcess
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 
 class MissingAttributeError(TorchaxServeError, AttributeError):

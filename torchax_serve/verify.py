@@ -28,9 +28,9 @@ from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.sink import one_load
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.drop_in import JaxModel, attach
-from torchax_serve.eager_twin import EagerTwin
 from torchax_serve.parity.differences import ERROR_RATIO, Difference, Named, by_name, position_error, within
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.eager import EagerTwin
+from torchax_serve.runtime.model_runtime import Runtime
 
 FLOAT32_TOLERANCE = 1e-4
 """Default tolerance in float32, on `Difference.relative`. Two orders of summation stay below 1e-5 on models of a few

@@ -21,7 +21,7 @@ from torchax_serve.bench.engine import Engine, JaxMemory, count_programs
 from torchax_serve.bench.report import CompileCache, same_part
 from torchax_serve.bench.traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
 from torchax_serve.cli.main import app
-from torchax_serve.eager_twin import EagerTwin
+from torchax_serve.runtime.eager import EagerTwin
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPE = REPOSITORY / "benchmarks" / "shapes" / "tiny.json"

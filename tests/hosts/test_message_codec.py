@@ -22,7 +22,7 @@ from torchax_serve.bounded_json import parse_json
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode, encode
 from torchax_serve.distributed.hosts.messages import Compile, End, Held, Kind, Run
 from torchax_serve.executors.packed import DecodeSpec, PackedSpec
-from torchax_serve.known_inputs import Known
+from torchax_serve.runtime.static_args import Known
 
 LAYOUT = PagedLayout((0, 1), (None, 16), max_len=64, is_decode=True)
 MESSAGES = [

@@ -10,7 +10,7 @@ from model_adapters import conditions, folding, lowerings
 from model_adapters.bridge import default_env, jax_view, torch_view
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.host_values import HostValue, can_be_host
-from torchax_serve.known_inputs import Known, arrays_and_rest
+from torchax_serve.runtime.static_args import Known, arrays_and_rest
 
 
 @pytest.fixture(autouse=True)

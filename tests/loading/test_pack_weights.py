@@ -11,7 +11,7 @@ from model_adapters.loading import load_model, packing
 from model_adapters.ops.cpu import kernels
 from model_adapters.ops.packed_weight import PackedWeight
 from torchax_serve import EngineOptions, serve
-from torchax_serve.eager_twin import EagerTwin
+from torchax_serve.runtime.eager import EagerTwin
 
 pytestmark = pytest.mark.skipif(
     kernels.refuses_packing() is not None, reason=f"no packed weights on this processor: {kernels.refuses_packing()}"

@@ -14,9 +14,9 @@ from tiny_whisper import VOCAB_SIZE, WIDTH, tiny_whisper
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 from torchax_serve import EngineOptions, InvalidArgumentError, UnsupportedModelError, serve, to_jax
-from torchax_serve.class_generate import take_suppression
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.request import RowRequest
+from torchax_serve.runtime.model_generate import take_suppression
 
 LONG = 56
 NEW, SOURCE_LEN = 12, 40

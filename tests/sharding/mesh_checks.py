@@ -26,7 +26,7 @@ from torchax_serve.engine.request import RowRequest
 from torchax_serve.executors.packed_factory import page_shapes
 from torchax_serve.kv_cache.pools import CachePlan, PagedCache, Pages
 from torchax_serve.planning.plan import PlanRequest, make_plan
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 from torchax_serve.scheduler import CacheGroup
 
 SIZES = {"hidden_size": 32, "intermediate_size": 66, "num_hidden_layers": 2, "vocab_size": 61}

@@ -18,7 +18,7 @@ from model_adapters.loading import LoadedModel
 from model_adapters.program import CallSpec
 from torchax_serve.buckets import bucket
 from torchax_serve.pooling.text_tokenizer import IDS, MASK, Row, TextTokenizer
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 TOKENS_PER_BATCH = 4096
 MAX_ROWS = 32

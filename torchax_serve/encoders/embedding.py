@@ -19,7 +19,7 @@ from torchax_serve.encoders.rules import POOLINGS, EmbeddingRule, LayerFiles, ru
 from torchax_serve.pooling.layers import Layer, embeddings
 from torchax_serve.pooling.text_rule import TextRule
 from torchax_serve.pooling.text_tokenizer import TextTokenizer
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 _CHOICES = ", ".join(f'"{name}"' for name in POOLINGS)
 _READS_NO_PROMPT = {"hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl"}

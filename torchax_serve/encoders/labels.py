@@ -14,7 +14,7 @@ from torchax_serve.encoders.batches import Text, checked_texts, limit_of, rows_o
 from torchax_serve.encoders.embedding import pad_id_of
 from torchax_serve.pooling.text_rule import read_json
 from torchax_serve.pooling.text_tokenizer import Row, TextTokenizer
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.request_handle import Ticket, cancelled_on_error
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 from torchax_serve.scheduler import SchedulerStats
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torchax_serve.engine.options import MAX_ANSWER_LEN, MAX_DISPATCH_S, MAX_LEN
 from torchax_serve.executors.packed_factory import packed_road
 from torchax_serve.executors.per_sequence_factory import gathered_road
 from torchax_serve.kv_cache.memory import Sizes
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 from torchax_serve.sampling.sampler import tables_bytes
 from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig
 

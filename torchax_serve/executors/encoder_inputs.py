@@ -20,7 +20,7 @@ from model_adapters.program import CallSpec
 from torchax_serve.buckets import ladder
 from torchax_serve.engine.request import Source
 from torchax_serve.request import SamplingParams
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

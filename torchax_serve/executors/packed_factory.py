@@ -22,7 +22,7 @@ from torchax_serve.kv_cache.int8_scales import check_kernels, head_scales
 from torchax_serve.kv_cache.memory import Sizes
 from torchax_serve.kv_cache.multihost_pools import MirroredPages
 from torchax_serve.kv_cache.pools import CachePlan, HeadScales, PagedCache, Pages, PageShape
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 TPU_LANES = 128
 

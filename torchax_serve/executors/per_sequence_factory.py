@@ -17,7 +17,7 @@ from torchax_serve.kv_cache.memory import Sizes, free_bytes
 from torchax_serve.kv_cache.pools import Pages
 from torchax_serve.kv_cache.slot_states import GatheredCache
 from torchax_serve.kv_cache.state_layout import LONGEST, StateLayout
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 EXACT_CHUNKS = (256, 64, 16, 4, 1)
 """Lengths of chunks where a chunk may not be padded; the last one must be 1."""

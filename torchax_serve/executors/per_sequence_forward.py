@@ -28,7 +28,7 @@ from model_adapters.source_mask import SourceMask
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
 from torchax_serve.kv_cache.pools import PageShape
 from torchax_serve.kv_cache.state_layout import LONGEST, Leaves, StateLayout, StateRow
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 TRIAL_LEN = 16
 MAX_GROWTH = 2.5

@@ -22,7 +22,7 @@ from model_adapters.ops.pool import INT8_LARGEST
 from model_adapters.program import CallSpec
 from torchax_serve.compilation.executable_cache import KeptFunction
 from torchax_serve.kv_cache.pools import HeadScales
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 TRIAL_ROWS, TRIAL_LEN = 4, 64
 MARGIN = 1.25

@@ -32,7 +32,7 @@ from torchax_serve.parity.tiny_model import (
     prompts,
     rows_of,
 )
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 TOLERANCE = 1e-4
 ENGINE = EngineOptions(max_len=48, num_slots=4, page_len=4, token_budget=32, kv_cache_bytes=1 << 20)

@@ -21,7 +21,7 @@ from torchax_serve.parity.check import TOLERANCE, cache_kinds, described
 from torchax_serve.parity.result import PASSED, Result, Trials, said
 from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts, rounding_of
 from torchax_serve.parity.tiny_sounds import hears, sound_model, sounds
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 NUM_DECODER_IDS = 5
 SEEDS = (*range(3), *range(9, 18), *range(3, 9))

@@ -19,8 +19,8 @@ from torchax_serve.kv_cache.pools import CachePlan, PageShape
 from torchax_serve.kv_cache.state_layout import StateRow
 from torchax_serve.planning.planned_road import PlannedRoad
 from torchax_serve.planning.programs import Step
-from torchax_serve.runtime import Runtime
-from torchax_serve.steps import Carry, DecodeSpec
+from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.step_functions import Carry, DecodeSpec
 
 SHORTEST = 16
 

@@ -31,7 +31,7 @@ from torchax_serve.planning.programs import ProgramReport, compile_step
 from torchax_serve.planning.roads import road_of
 from torchax_serve.planning.sizes import CacheSizes
 from torchax_serve.planning.topology import compiling_for, describe
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 from torchax_serve.scheduler.config import check_whole
 
 MOST_TOLD_S = 0.5

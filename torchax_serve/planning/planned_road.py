@@ -14,7 +14,7 @@ from model_adapters.sharding import ModelSharding
 from torchax_serve.kv_cache.pools import CachePlan, Pages, PageShape
 from torchax_serve.kv_cache.state_layout import StateRow
 from torchax_serve.planning.programs import Step
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torchax_serve.kv_cache.state_layout import StateLayout, StateRow
 from torchax_serve.planning.generate_road import generate_road
 from torchax_serve.planning.planned_road import AbstractPages, PlannedRoad
 from torchax_serve.planning.programs import Step
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 
 class PackedRoad(PlannedRoad):

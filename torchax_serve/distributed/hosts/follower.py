@@ -17,7 +17,7 @@ from torchax_serve.distributed.hosts.messages import Compile, End, Held, Kind, R
 from torchax_serve.executors.packed import PackedModel
 from torchax_serve.kv_cache.multihost_pools import MirroredPages
 from torchax_serve.kv_cache.pools import CachePlan, PagedCache
-from torchax_serve.runtime import Runtime
+from torchax_serve.runtime.model_runtime import Runtime
 
 
 class Follower:

@@ -17,7 +17,7 @@ from model_adapters.compressed_layer import CompressedLayer
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.ops.packed_weight import Weights
 from model_adapters.program import CallSpec
-from torchax_serve.steps import Carry, DecodeSpec, Steps
+from torchax_serve.runtime.step_functions import Carry, DecodeSpec, Steps
 
 
 class CacheMaker:

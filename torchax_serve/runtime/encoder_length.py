@@ -9,7 +9,7 @@ import jax
 from model_adapters.program import CallSpec
 
 if TYPE_CHECKING:
-    from torchax_serve.runtime import Runtime
+    from torchax_serve.runtime.model_runtime import Runtime
 
 FEATURES = "input_features"
 

@@ -27,19 +27,18 @@ from model_adapters.program import CONDITIONS, INDICES, CallSpec, MethodSpec, Mo
 from model_adapters.sharding import ModelSharding
 from model_adapters.tables import name_in
 from torchax_serve.buckets import bucket
-from torchax_serve.cache_maker import CacheMaker
-from torchax_serve.call_arguments import check_positions_kept
 from torchax_serve.compilation.executable_cache import ProgramCache
-from torchax_serve.encoder_beside import EncoderBeside
-from torchax_serve.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.images.placeholders import unmet
-from torchax_serve.known_inputs import Known, KnownCalls, all_met, arrays_and_rest
-from torchax_serve.limits import Limits
-from torchax_serve.module_changes import check_can_follow, weights_of
 from torchax_serve.owner_process import OwnerProcess
-from torchax_serve.padding import Padding, is_own_mask, own_mask
-from torchax_serve.query import Query, cut, pad_positions, pad_tokens
-from torchax_serve.steps import Steps
+from torchax_serve.runtime.call_arguments import check_positions_kept
+from torchax_serve.runtime.capabilities import CacheMaker
+from torchax_serve.runtime.encoder import EncoderBeside
+from torchax_serve.runtime.encoder_output import CONTEXT, EncoderOutput
+from torchax_serve.runtime.input_limits import Limits
+from torchax_serve.runtime.module_changes import check_can_follow, weights_of
+from torchax_serve.runtime.padding import Padding, Query, cut, is_own_mask, own_mask, pad_positions, pad_tokens
+from torchax_serve.runtime.static_args import Known, KnownCalls, all_met, arrays_and_rest
+from torchax_serve.runtime.step_functions import Steps
 
 NUM_EARLIER = 4
 """Structures of a model whose programs are kept: with an adapter and without it, and some more."""

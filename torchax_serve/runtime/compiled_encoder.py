@@ -16,8 +16,8 @@ from model_adapters.causality import ignores_masked
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.program import CallSpec
 from torchax_serve.buckets import bucket
-from torchax_serve.known_inputs import Known, arrays_and_rest
-from torchax_serve.runtime import Call, Runtime
+from torchax_serve.runtime.model_runtime import Call, Runtime
+from torchax_serve.runtime.static_args import Known, arrays_and_rest
 
 SEQUENCE = frozenset({"input_ids", "inputs_embeds", "attention_mask", "token_type_ids"})
 FLAGS = ("output_hidden_states", "output_attentions")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from model_adapters.causality import ignores_masked
 from model_adapters.program import ModelProgram
 from model_adapters.source_mask import SourceMask, mask_over_sounds
-from torchax_serve.class_generate import has_class_generate
-from torchax_serve.heard import length_heard
+from torchax_serve.runtime.encoder_length import length_heard
+from torchax_serve.runtime.model_generate import has_class_generate
 
 if TYPE_CHECKING:
-    from torchax_serve.runtime import Runtime
+    from torchax_serve.runtime.model_runtime import Runtime
 
 
 class EncoderBeside:

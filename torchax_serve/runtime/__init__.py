@@ -1,0 +1,1 @@
+"""A model's compiled forward: capabilities, padding, static arguments, encoder."""
