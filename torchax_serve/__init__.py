@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from model_adapters.bridge import extract_jax
     from torchax_serve.distributed.hosts.follow import follow
     from torchax_serve.distributed.hosts.options import Hosts
-    from torchax_serve.drop_in import to_jax
     from torchax_serve.encoders.model import EncoderModel
     from torchax_serve.engine.options import EngineOptions
     from torchax_serve.engine.request_handle import RequestError
     from torchax_serve.entrypoints.serve import serve
+    from torchax_serve.generation.jax_model import to_jax
     from torchax_serve.model import ServedModel
     from torchax_serve.request import SamplingParams
     from torchax_serve.speech import SpeechModel
@@ -79,7 +79,7 @@ _HOME = {
     "extract_jax": "model_adapters.bridge",
     "follow": "torchax_serve.distributed.hosts.follow",
     "serve": "torchax_serve.entrypoints.serve",
-    "to_jax": "torchax_serve.drop_in",
+    "to_jax": "torchax_serve.generation.jax_model",
 }
 
 

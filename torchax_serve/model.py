@@ -20,17 +20,17 @@ from model_adapters.errors import (
 from model_adapters.loading import LoadedModel, has_own_generate
 from model_adapters.loading.generative_class import with_head
 from model_adapters.trace_config import programs_run
-from torchax_serve.alone import is_beam_search, tokens_alone
 from torchax_serve.argument_checks import short_repr
 from torchax_serve.distributed.hosts.leader import Mirror
-from torchax_serve.drop_in import attach, rows_elsewhere
 from torchax_serve.engine.data_parallel import Replicas
 from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request_handle import TokenStream
+from torchax_serve.generation.engine_rows import LoopRows, row_of
+from torchax_serve.generation.jax_model import attach, rows_elsewhere
+from torchax_serve.generation.threaded_generate import is_beam_search, tokens_alone
 from torchax_serve.images.placeholders import check_has_media
-from torchax_serve.loop_rows import LoopRows, row_of
 from torchax_serve.open_model import OpenModel, programs_of
 from torchax_serve.request import SamplingParams
 from torchax_serve.runtime.model_generate import for_the_loop, has_class_generate

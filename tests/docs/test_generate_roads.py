@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 import model_adapters.errors
 from model_adapters.loading.source import EMBEDDED
 from torchax_serve import serve
-from torchax_serve.decode_loop import HONOURED_OPTIONS, DecodeLoop
+from torchax_serve.generation.static_batch import HONOURED_OPTIONS, DecodeLoop
 from torchax_serve.sampling import PLAN_OPTIONS
 
 TEXT = (ROOT / "docs" / "generate.md").read_text()

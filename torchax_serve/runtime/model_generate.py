@@ -14,7 +14,7 @@ from transformers.generation import (
     SuppressTokensLogitsProcessor,
 )
 
-OURS = "torchax_serve.drop_in"
+OURS = "torchax_serve.generation.jax_model"
 
 
 def has_class_generate(model: Any) -> bool:

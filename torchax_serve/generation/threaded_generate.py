@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading import has_own_generate
-from torchax_serve.decode_loop import DecodeLoop, LoopRequest, Start, start_of
+from torchax_serve.generation.static_batch import DecodeLoop, LoopRequest, Start, start_of
 from torchax_serve.runtime.model_generate import for_the_loop
 
 
@@ -26,7 +26,7 @@ def tokens_alone(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], se
     for what it does with a streamer is up to it.
 
     Args:
-        model: what `torchax_serve.drop_in.attach` returned.
+        model: what `torchax_serve.generation.jax_model.attach` returned.
         input_ids: int64[1, prompt_len].
         kwargs: of ``generate``.
         seed: of the draws; None draws from torch's global generator.
@@ -55,7 +55,7 @@ def prepared(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tup
     """What ``generate`` prepares for its loop, an encoder's output among it; None where the fast loop cannot take it.
 
     Args:
-        model: what `torchax_serve.drop_in.attach` returned.
+        model: what `torchax_serve.generation.jax_model.attach` returned.
         input_ids: int64[1, prompt_len].
         kwargs: of ``generate``.
     """

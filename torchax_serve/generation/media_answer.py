@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from model_adapters.errors import UnsupportedArgumentError
-from torchax_serve.alone import tokens_of_generate, torch_seed
+from torchax_serve.generation.threaded_generate import tokens_of_generate, torch_seed
 from torchax_serve.images.processor import media_inputs
 from torchax_serve.request import SamplingParams
 from torchax_serve.text.chat_template import ChatOptions

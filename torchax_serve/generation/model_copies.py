@@ -9,7 +9,7 @@ import torch
 
 from model_adapters.bridge import tensors_of
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.before_loop import has_parts_on_jax
+from torchax_serve.generation.submodule_overrides import has_parts_on_jax
 from torchax_serve.runtime.eager import shared_state
 
 _NOT_COPIED = frozenset({"_jax_runtime"})

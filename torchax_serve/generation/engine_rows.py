@@ -17,11 +17,11 @@ from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
-from torchax_serve.alone import prepared
-from torchax_serve.decode_loop import LoopRequest, Start
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.request_handle import cancelled_on_error
 from torchax_serve.executors.encoder_inputs import decoder_prompt
+from torchax_serve.generation.static_batch import LoopRequest, Start
+from torchax_serve.generation.threaded_generate import prepared
 from torchax_serve.request import SamplingParams
 from torchax_serve.runtime.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.runtime.padding import Padding
@@ -153,7 +153,7 @@ def row_of(
     """A prompt as the engine takes it, for an encoder where there is one; None where only ``generate`` can.
 
     Args:
-        model: what `torchax_serve.drop_in.attach` returned.
+        model: what `torchax_serve.generation.jax_model.attach` returned.
         prompt_ids: checked token ids.
         config: of ``generate``.
         params: what the caller asked, for options that only the engine knows.

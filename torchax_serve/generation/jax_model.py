@@ -37,9 +37,9 @@ from model_adapters.module_watch import PREPARES
 from model_adapters.program import CallSpec
 from model_adapters.trace_config import programs_run
 from torchax_serve.argument_hints import refuses_unknown
-from torchax_serve.before_loop import check_is_whole, put_parts_on_jax
-from torchax_serve.copies import state_to_copy, torch_state
-from torchax_serve.decode_loop import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
+from torchax_serve.generation.model_copies import state_to_copy, torch_state
+from torchax_serve.generation.static_batch import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
+from torchax_serve.generation.submodule_overrides import check_is_whole, put_parts_on_jax
 from torchax_serve.images.encoding import compiled_encoders
 from torchax_serve.images.placeholders import check_has_media
 from torchax_serve.images.positions import positions_on_host
