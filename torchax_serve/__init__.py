@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from model_adapters.bridge import extract_jax
     from torchax_serve.distributed.hosts.follow import follow
     from torchax_serve.distributed.hosts.options import Hosts
-    from torchax_serve.encoders.model import EncoderModel
     from torchax_serve.engine.options import EngineOptions
     from torchax_serve.engine.request_handle import RequestError
+    from torchax_serve.entrypoints.encoder_model import EncoderModel
     from torchax_serve.entrypoints.serve import serve
+    from torchax_serve.entrypoints.served_model import ServedModel
+    from torchax_serve.entrypoints.speech_model import SpeechModel
     from torchax_serve.generation.jax_model import to_jax
-    from torchax_serve.model import ServedModel
     from torchax_serve.request import SamplingParams
-    from torchax_serve.speech import SpeechModel
     from torchax_serve.text import Completion, TextStream
 
 __version__ = "0.1.0"
@@ -68,13 +68,13 @@ __all__ = [
 
 _HOME = {
     "Completion": "torchax_serve.text",
-    "EncoderModel": "torchax_serve.encoders.model",
+    "EncoderModel": "torchax_serve.entrypoints.encoder_model",
     "EngineOptions": "torchax_serve.engine.options",
     "Hosts": "torchax_serve.distributed.hosts.options",
     "RequestError": "torchax_serve.engine.request_handle",
     "SamplingParams": "torchax_serve.request",
-    "ServedModel": "torchax_serve.model",
-    "SpeechModel": "torchax_serve.speech",
+    "ServedModel": "torchax_serve.entrypoints.served_model",
+    "SpeechModel": "torchax_serve.entrypoints.speech_model",
     "TextStream": "torchax_serve.text",
     "extract_jax": "model_adapters.bridge",
     "follow": "torchax_serve.distributed.hosts.follow",

@@ -15,7 +15,7 @@ from torchax_serve import serve
 from torchax_serve.bench.engine import count_programs
 from torchax_serve.bench.machine import Machine
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.model import ServedModel
+from torchax_serve.entrypoints.served_model import ServedModel
 
 OPTIONS = ("num_slots", "token_budget", "page_len", "max_num_steps", "max_decode_slowdown")
 

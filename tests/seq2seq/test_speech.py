@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from torchax_serve import CheckpointError, InvalidArgumentError, serve
-from torchax_serve.speech import SpeechModel
+from torchax_serve.entrypoints.speech_model import SpeechModel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),

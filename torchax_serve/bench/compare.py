@@ -22,7 +22,7 @@ from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFact
 from torchax_serve.bench.settings import Settings
 from torchax_serve.bench.traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
 from torchax_serve.compilation.xla_cache import enable_compile_cache
-from torchax_serve.model import ServedModel
+from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.runtime.eager import EagerTwin
 
 Note = Callable[[str], None]

@@ -115,7 +115,7 @@ def run(
 def _conversation(model: Any, params: SamplingParams, options: ChatOptions) -> Conversation:
     """A conversation in which nothing has been said."""
     from torchax_serve.cli.conversation import Conversation
-    from torchax_serve.encoders.model import EncoderModel
+    from torchax_serve.entrypoints.encoder_model import EncoderModel
     from torchax_serve.text.chat import has_chat_template
 
     if isinstance(model, EncoderModel):

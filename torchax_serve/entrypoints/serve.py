@@ -20,10 +20,10 @@ from torchax_serve.distributed.hosts.leader import Mirror
 from torchax_serve.distributed.hosts.options import Hosts
 from torchax_serve.distributed.hosts.startup import check_alike, facts_of, in_common, joined, mesh_of_hosts
 from torchax_serve.distributed.mesh import mesh_for
-from torchax_serve.encoders.model import EncoderModel
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.model import ServedModel
-from torchax_serve.speech import SpeechModel, is_speech_model
+from torchax_serve.entrypoints.encoder_model import EncoderModel
+from torchax_serve.entrypoints.served_model import ServedModel
+from torchax_serve.entrypoints.speech_model import SpeechModel, is_speech_model
 
 
 @refuses_unknown

@@ -30,7 +30,7 @@ from torchax_serve.sampling.config_options import PLAN_OPTIONS
 if TYPE_CHECKING:
     from torchax_serve.engine.data_parallel import Replicas
     from torchax_serve.engine.engine import Engine
-    from torchax_serve.model import ServedModel
+    from torchax_serve.entrypoints.served_model import ServedModel
     from torchax_serve.runtime.encoder import EncoderBeside
 
 logger = logging.getLogger("torchax_serve")

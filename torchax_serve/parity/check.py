@@ -21,7 +21,7 @@ from model_adapters.errors import UnsupportedModelError
 from model_adapters.ops import registry
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.serve import serve
-from torchax_serve.model import ServedModel
+from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.parity.result import PASSED, Result, Trials, said
 from torchax_serve.parity.tiny_model import (
     NUM_NEW,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.entrypoints.serve import serve
-from torchax_serve.model import ServedModel
+from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.parity.beside_text import Inputs, batched
 from torchax_serve.parity.check import TOLERANCE, cache_kinds, compile_seconds, described
 from torchax_serve.parity.result import PASSED, Result, Trials, said

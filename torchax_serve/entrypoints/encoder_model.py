@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torchax_serve.encoders import labels
 from torchax_serve.encoders.batches import Text
 from torchax_serve.encoders.labels import Classification, RankedDocument, TokenLabel
-from torchax_serve.model import ServedModel
+from torchax_serve.entrypoints.served_model import ServedModel
 
 
 class EncoderModel(ServedModel):
