@@ -11,8 +11,8 @@ from PIL import Image
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve import SamplingParams, serve
-from torchax_serve.images import processor_of
-from torchax_serve.images.processor import check_size
+from torchax_serve.multimodal import processor_of
+from torchax_serve.multimodal.processor import check_size
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 TEXT = "USER: <image> What is this ? ASSISTANT:"

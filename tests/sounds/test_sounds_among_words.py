@@ -8,7 +8,7 @@ import torch
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve import SamplingParams, serve
 from torchax_serve.entrypoints.speech_model import SpeechModel
-from torchax_serve.images import processor_of
+from torchax_serve.multimodal import processor_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 RATE = glmasr_folder.RATE

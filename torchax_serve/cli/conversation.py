@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.images.processor import has_media, processor_of
+from torchax_serve.multimodal.processor import has_media, processor_of
 from torchax_serve.request import SamplingParams
 from torchax_serve.text.chat import chat, chat_prompt_ids
 from torchax_serve.text.prompt import position_limit
@@ -52,7 +52,7 @@ class Conversation:
 
         Raises:
             InvalidArgumentError: without a chat there is no place for one, or there is no such file.
-            UnsupportedModelError, CheckpointError: as `torchax_serve.images.processor.processor_of`.
+            UnsupportedModelError, CheckpointError: as `torchax_serve.multimodal.processor.processor_of`.
         """
         if self.raw:
             raise InvalidArgumentError("an image needs a chat, and this is plain continuation (--raw)")

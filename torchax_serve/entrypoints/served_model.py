@@ -31,7 +31,7 @@ from torchax_serve.entrypoints.base_model import OpenModel, programs_of
 from torchax_serve.generation.engine_rows import LoopRows, row_of
 from torchax_serve.generation.jax_model import attach, rows_elsewhere
 from torchax_serve.generation.threaded_generate import is_beam_search, tokens_alone
-from torchax_serve.images.placeholders import check_has_media
+from torchax_serve.multimodal.placeholders import check_has_media
 from torchax_serve.request import SamplingParams
 from torchax_serve.runtime.model_generate import for_the_loop, has_class_generate
 from torchax_serve.runtime.model_runtime import Runtime

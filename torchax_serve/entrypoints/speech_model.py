@@ -15,8 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MA
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from model_adapters.own_cache import takes_fixed_shapes
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.images.processor import processor_of
-from torchax_serve.sounds import check_rate, checked_samples
+from torchax_serve.multimodal.audio import check_rate, checked_samples
+from torchax_serve.multimodal.processor import processor_of
 
 
 def is_speech_model(module: PreTrainedModel) -> bool:

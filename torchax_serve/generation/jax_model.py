@@ -40,9 +40,9 @@ from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.generation.model_copies import state_to_copy, torch_state
 from torchax_serve.generation.static_batch import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
 from torchax_serve.generation.submodule_overrides import check_is_whole, put_parts_on_jax
-from torchax_serve.images.encoding import compiled_encoders
-from torchax_serve.images.placeholders import check_has_media
-from torchax_serve.images.positions import positions_on_host
+from torchax_serve.multimodal.encoder_programs import compiled_encoders
+from torchax_serve.multimodal.mrope_positions import positions_on_host
+from torchax_serve.multimodal.placeholders import check_has_media
 from torchax_serve.runtime.call_arguments import all_on_host, check_surroundings, on_host
 from torchax_serve.runtime.compiled_encoder import EncoderOnJax
 from torchax_serve.runtime.eager import refuse_what_torch_cannot

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from model_adapters.errors import UnsupportedArgumentError
 from torchax_serve.generation.threaded_generate import tokens_of_generate, torch_seed
-from torchax_serve.images.processor import media_inputs
+from torchax_serve.multimodal.processor import media_inputs
 from torchax_serve.request import SamplingParams
 from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.detokenizer import Detokenizer
@@ -24,7 +24,7 @@ def stream_about_media(
 
     Raises:
         UnsupportedArgumentError: `params` has options of the engine alone, or asks for several answers.
-        InvalidArgumentError, UnsupportedModelError: as `torchax_serve.images.processor.media_inputs`.
+        InvalidArgumentError, UnsupportedModelError: as `torchax_serve.multimodal.processor.media_inputs`.
     """
     params = given_or_default(params)
     if unknown := params.engine_only():

@@ -19,7 +19,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve import sampling
 from torchax_serve.buckets import bucket
-from torchax_serve.images.steps import PreparedSteps
+from torchax_serve.multimodal.decode_inputs import PreparedSteps
 from torchax_serve.runtime.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.runtime.model_runtime import Runtime
 from torchax_serve.runtime.padding import Padding

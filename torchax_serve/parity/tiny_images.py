@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from torchax_serve.images.placeholders import TOKEN_FIELDS, image_token_id
+from torchax_serve.multimodal.placeholders import TOKEN_FIELDS, image_token_id
 from torchax_serve.parity.beside_text import Inputs, num_features, prompt_around
 from torchax_serve.parity.tiny_config import FIRST_MARKER, PROMPT_IDS_END, config_of_two, is_of_two, tiny_config
 from torchax_serve.parity.tiny_image_overrides import CONFIGS, PIXELS, TOKENS, WRAPPED

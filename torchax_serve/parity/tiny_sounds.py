@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.images.placeholders import audio_token_id
+from torchax_serve.multimodal.placeholders import audio_token_id
 from torchax_serve.parity.beside_text import Inputs, batched, num_features, prompt_around
 from torchax_serve.parity.tiny_config import (
     FIRST_MARKER,

@@ -28,7 +28,7 @@ from model_adapters.sharding import ModelSharding
 from model_adapters.tables import name_in
 from torchax_serve.buckets import bucket
 from torchax_serve.compilation.executable_cache import ProgramCache
-from torchax_serve.images.placeholders import unmet
+from torchax_serve.multimodal.placeholders import unmet
 from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.runtime.call_arguments import check_positions_kept
 from torchax_serve.runtime.capabilities import CacheMaker

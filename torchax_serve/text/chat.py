@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 
 from model_adapters.errors import ChatTemplateError
 from torchax_serve.generation.media_answer import stream_about_media
-from torchax_serve.images.processor import has_media
+from torchax_serve.multimodal.processor import has_media
 from torchax_serve.request import SamplingParams
 from torchax_serve.text.call_hints import refuse_unknown
 from torchax_serve.text.chat_template import ChatOptions, ChatTemplate, check_last_message

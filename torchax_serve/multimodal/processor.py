@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
-from torchax_serve.sounds import check_rate, checked_samples
+from torchax_serve.multimodal.audio import check_rate, checked_samples
 
 if TYPE_CHECKING:
     from torchax_serve.text.chat_template import ChatOptions
