@@ -7,8 +7,8 @@ from encoder_models import TEXTS, folder, model, tokenizer, write
 from safetensors.torch import save_file
 
 from torchax_serve import CheckpointError, InvalidArgumentError, UnsupportedModelError, serve
-from torchax_serve.encoders import POOLINGS
 from torchax_serve.entrypoints.encoder_model import EncoderModel
+from torchax_serve.pooling import POOLINGS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
 

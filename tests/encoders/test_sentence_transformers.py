@@ -12,8 +12,8 @@ from encoder_models import TEXTS, folder, tokenizer, write
 from safetensors.torch import save_file
 
 from torchax_serve import CheckpointError, InvalidArgumentError, UnsupportedModelError, serve
-from torchax_serve.encoders.rules import rule_in
 from torchax_serve.pooling.layers import ACTIVATIONS, Layer, embeddings
+from torchax_serve.pooling.sentence_transformers import rule_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
 

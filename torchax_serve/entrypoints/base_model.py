@@ -81,8 +81,8 @@ class OpenModel:
         return kind if len(devices) == 1 else f"{kind} x {len(devices)}"
 
     def embed(self, texts: str | Sequence[str], *, pooling: str | None = None, **options: Any) -> np.ndarray:
-        """Embeddings of texts; see `torchax_serve.encoders.embed`."""
-        from torchax_serve.encoders import embed
+        """Embeddings of texts; see `torchax_serve.pooling.embed`."""
+        from torchax_serve.pooling import embed
 
         return embed(self._followed(), self._runtimes[0], texts, pooling=pooling, **options)
 

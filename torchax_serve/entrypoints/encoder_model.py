@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchax_serve.encoders import labels
-from torchax_serve.encoders.batches import Text
-from torchax_serve.encoders.labels import Classification, RankedDocument, TokenLabel
 from torchax_serve.entrypoints.served_model import ServedModel
+from torchax_serve.pooling import classification
+from torchax_serve.pooling.batching import Text
+from torchax_serve.pooling.classification import Classification, RankedDocument, TokenLabel
 
 
 class EncoderModel(ServedModel):
@@ -24,13 +24,13 @@ class EncoderModel(ServedModel):
             UnsupportedModelError: the model has no head that classifies texts.
             InvalidArgumentError: no text, an empty one, or one that is too long.
         """
-        return labels.classify(self._followed(), self._runtimes[0], texts, truncate=truncate)
+        return classification.classify(self._followed(), self._runtimes[0], texts, truncate=truncate)
 
     def classify_tokens(
         self, texts: str | Sequence[Text], *, truncate: bool = False
     ) -> list[TokenLabel] | list[list[TokenLabel]]:
         """Labels of each token of texts, special tokens left out; arguments and errors as those of `classify`."""
-        return labels.classify_tokens(self._followed(), self._runtimes[0], texts, truncate=truncate)
+        return classification.classify_tokens(self._followed(), self._runtimes[0], texts, truncate=truncate)
 
     def rerank(
         self, query: str, documents: Sequence[str], *, top_k: int | None = None, truncate: bool | None = None
@@ -48,4 +48,6 @@ class EncoderModel(ServedModel):
             UnsupportedModelError: the model is no cross-encoder with one score.
             InvalidArgumentError: no query, no documents, or a pair that is too long.
         """
-        return labels.rerank(self._followed(), self._runtimes[0], query, documents, top_k=top_k, truncate=truncate)
+        return classification.rerank(
+            self._followed(), self._runtimes[0], query, documents, top_k=top_k, truncate=truncate
+        )

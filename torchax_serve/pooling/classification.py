@@ -10,8 +10,8 @@ import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
-from torchax_serve.encoders.batches import Text, checked_texts, limit_of, rows_of, run
-from torchax_serve.encoders.embedding import pad_id_of
+from torchax_serve.pooling.batching import Text, checked_texts, limit_of, rows_of, run
+from torchax_serve.pooling.embedding import pad_id_of
 from torchax_serve.pooling.text_rule import read_json
 from torchax_serve.pooling.text_tokenizer import Row, TextTokenizer
 from torchax_serve.runtime.model_runtime import Runtime
@@ -52,7 +52,7 @@ class RankedDocument:
 
 
 def classify(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
-    """See `torchax_serve.encoders.EncoderModel.classify`."""
+    """See `torchax_serve.pooling.EncoderModel.classify`."""
     asked = checked_texts(texts)
     _require(loaded, runtime, "ForSequenceClassification", "classify", "classifies texts")
     rows, _ = rows_of(_tokenizer(loaded), asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
@@ -63,7 +63,7 @@ def classify(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text],
 
 
 def classify_tokens(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
-    """See `torchax_serve.encoders.EncoderModel.classify_tokens`."""
+    """See `torchax_serve.pooling.EncoderModel.classify_tokens`."""
     asked = checked_texts(texts)
     _require(loaded, runtime, "ForTokenClassification", "classify_tokens", "classifies tokens")
     rows, _ = rows_of(_tokenizer(loaded), asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
@@ -85,7 +85,7 @@ def rerank(
     top_k: int | None,
     truncate: bool | None,
 ) -> list[RankedDocument]:
-    """See `torchax_serve.encoders.EncoderModel.rerank`."""
+    """See `torchax_serve.pooling.EncoderModel.rerank`."""
     _require(loaded, runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
     if not isinstance(query, str) or not query:
         raise InvalidArgumentError(f"query: expected some text, got {query!r}")

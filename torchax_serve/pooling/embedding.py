@@ -14,9 +14,9 @@ import torch
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
 from model_adapters.loading.checkpoint import PICKLE_FILE, SAFE_FILE, Checkpoint, pickle_only
-from torchax_serve.encoders.batches import Text, checked_texts, limit_of, rows_of, run
-from torchax_serve.encoders.rules import POOLINGS, EmbeddingRule, LayerFiles, rule_in
+from torchax_serve.pooling.batching import Text, checked_texts, limit_of, rows_of, run
 from torchax_serve.pooling.layers import Layer, embeddings
+from torchax_serve.pooling.sentence_transformers import POOLINGS, EmbeddingRule, LayerFiles, rule_in
 from torchax_serve.pooling.text_rule import TextRule
 from torchax_serve.pooling.text_tokenizer import TextTokenizer
 from torchax_serve.runtime.model_runtime import Runtime
