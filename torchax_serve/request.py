@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.argument_checks import (
+from torchax_serve.validation.argument_checks import (
     MAX_INT,
     TOKEN_ID,
     Limits,
@@ -26,8 +26,8 @@ from torchax_serve.argument_checks import (
     python_number,
     short_repr,
 )
-from torchax_serve.argument_hints import hint
-from torchax_serve.sampling_hints import hint_for
+from torchax_serve.validation.argument_hints import hint
+from torchax_serve.validation.sampling_hints import hint_for
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from torchax_serve import EngineOptions, SamplingParams, UnsupportedArgumentError, serve, to_jax
-from torchax_serve.argument_hints import HINTS, SAMPLING, refuses_unknown, unknown_argument
+from torchax_serve.validation.argument_hints import HINTS, SAMPLING, refuses_unknown, unknown_argument
 
 FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 

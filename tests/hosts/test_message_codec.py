@@ -18,11 +18,11 @@ from model_adapters.errors import UnsupportedArgumentError
 from model_adapters.host_values import HostValue
 from model_adapters.paged import PagedLayout
 from model_adapters.program import CallSpec
-from torchax_serve.bounded_json import parse_json
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode, encode
 from torchax_serve.distributed.hosts.messages import Compile, End, Held, Kind, Run
 from torchax_serve.executors.packed import DecodeSpec, PackedSpec
 from torchax_serve.runtime.static_args import Known
+from torchax_serve.validation.bounded_json import parse_json
 
 LAYOUT = PagedLayout((0, 1), (None, 16), max_len=64, is_decode=True)
 MESSAGES = [

@@ -19,8 +19,8 @@ from torchax_serve.engine.model_runner import Flight, ModelRunner
 from torchax_serve.engine.output_processor import Deliveries, describe
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.request_handle import NewTokens, Ticket
-from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.scheduler import FinishReason, Outcome, RequestId, Scheduler, SchedulerStats, StepPlan
+from torchax_serve.validation.owner_process import OwnerProcess
 
 logger = logging.getLogger("torchax_serve")
 

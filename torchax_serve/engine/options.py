@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.argument_hints import fields_refuse_unknown
 from torchax_serve.engine.engine import MAX_NUM_WAITING
 from torchax_serve.scheduler.config import check_whole
+from torchax_serve.validation.argument_hints import fields_refuse_unknown
 
 MAX_LEN = 32768
 """Longest request where nothing else limits it: page tables and masks are that wide."""

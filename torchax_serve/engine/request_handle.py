@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.compilation.compile_lock import check_not_compiling
-from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.scheduler import FinishReason, Outcome, RequestId
+from torchax_serve.validation.owner_process import OwnerProcess
 
 
 class RequestError(TorchaxServeError):

@@ -19,8 +19,8 @@ from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.distributed.hosts.leader import Mirror
 from torchax_serve.engine.data_parallel import runtimes_of
 from torchax_serve.generation.jax_model import attach, following
-from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.validation.owner_process import OwnerProcess
 
 
 class MissingAttributeError(TorchaxServeError, AttributeError):

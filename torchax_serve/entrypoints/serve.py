@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import Progress, load_model
 from model_adapters.loading.packing import lay_out_weights
-from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.compilation import gc_pause
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.distributed.hosts.leader import Mirror
@@ -24,6 +23,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.encoder_model import EncoderModel
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.entrypoints.speech_model import SpeechModel, is_speech_model
+from torchax_serve.validation.argument_hints import refuses_unknown
 
 
 @refuses_unknown

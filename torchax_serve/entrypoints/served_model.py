@@ -20,7 +20,6 @@ from model_adapters.errors import (
 from model_adapters.loading import LoadedModel, has_own_generate
 from model_adapters.loading.generative_class import with_head
 from model_adapters.trace_config import programs_run
-from torchax_serve.argument_checks import short_repr
 from torchax_serve.distributed.hosts.leader import Mirror
 from torchax_serve.engine.data_parallel import Replicas
 from torchax_serve.engine.engine import Engine, EngineStats
@@ -39,6 +38,7 @@ from torchax_serve.sampling import unsupported_by_fast_path
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
 from torchax_serve.text.prompt import checked_ids, detokenizer_of, encode_prompt, given_or_default
+from torchax_serve.validation.argument_checks import short_repr
 
 
 class ServedModel(OpenModel):

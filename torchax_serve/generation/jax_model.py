@@ -36,7 +36,6 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.module_watch import PREPARES
 from model_adapters.program import CallSpec
 from model_adapters.trace_config import programs_run
-from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.generation.model_copies import state_to_copy, torch_state
 from torchax_serve.generation.static_batch import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
 from torchax_serve.generation.submodule_overrides import check_is_whole, put_parts_on_jax
@@ -50,6 +49,7 @@ from torchax_serve.runtime.model_generate import for_the_loop, take_suppression
 from torchax_serve.runtime.model_runtime import Runtime
 from torchax_serve.runtime.module_changes import check_evaluates
 from torchax_serve.runtime.padding import check_rows
+from torchax_serve.validation.argument_hints import refuses_unknown
 
 FLAGS = ("output_hidden_states", "output_attentions")
 # with the names by which transformers still takes a static cache, since checkpoints bring them

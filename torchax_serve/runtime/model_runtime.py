@@ -29,7 +29,6 @@ from model_adapters.tables import name_in
 from torchax_serve.buckets import bucket
 from torchax_serve.compilation.executable_cache import ProgramCache
 from torchax_serve.multimodal.placeholders import unmet
-from torchax_serve.owner_process import OwnerProcess
 from torchax_serve.runtime.call_arguments import check_positions_kept
 from torchax_serve.runtime.capabilities import CacheMaker
 from torchax_serve.runtime.encoder import EncoderBeside
@@ -39,6 +38,7 @@ from torchax_serve.runtime.module_changes import check_can_follow, weights_of
 from torchax_serve.runtime.padding import Padding, Query, cut, is_own_mask, own_mask, pad_positions, pad_tokens
 from torchax_serve.runtime.static_args import Known, KnownCalls, all_met, arrays_and_rest
 from torchax_serve.runtime.step_functions import Steps
+from torchax_serve.validation.owner_process import OwnerProcess
 
 NUM_EARLIER = 4
 """Structures of a model whose programs are kept: with an adapter and without it, and some more."""

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from model_adapters.arrays import from_host
-from torchax_serve.argument_checks import MAX_INT
 from torchax_serve.request import NEVER_A_TOKEN, bias_pairs, invalid
 from torchax_serve.sampling.config_options import id_list, unsupported_by_fast_path, validate
 from torchax_serve.sampling.transformers_behaviour import TransformersRules, installed_rules
+from torchax_serve.validation.argument_checks import MAX_INT
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from model_adapters.errors import InvalidArgumentError, QueueFullError
-from torchax_serve.argument_checks import is_list
 from torchax_serve.request import MAX_SEED, SamplingParams
 from torchax_serve.text.call_hints import refuse_unknown
 from torchax_serve.text.prompt import Request, TextModel, detokenizer_of, encode_prompt, make_request
 from torchax_serve.text.stream import TextStream, new_tokens
+from torchax_serve.validation.argument_checks import is_list
 
 
 @dataclass(frozen=True)

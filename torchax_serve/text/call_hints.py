@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from model_adapters.errors import UnsupportedArgumentError
-from torchax_serve.argument_checks import short_repr
 from torchax_serve.request import SamplingParams
-from torchax_serve.sampling_hints import RENAMED, UNSUPPORTED
+from torchax_serve.validation.argument_checks import short_repr
+from torchax_serve.validation.sampling_hints import RENAMED, UNSUPPORTED
 
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 

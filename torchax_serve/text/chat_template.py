@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from model_adapters.errors import ChatTemplateError, InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.argument_checks import is_list, short_repr
 from torchax_serve.text.messages import as_parts, as_text, map_contents, plain, text_of, without_media
 from torchax_serve.text.template_renderer import RenderedJob, TemplateJob, shared_renderer
+from torchax_serve.validation.argument_checks import is_list, short_repr
 
 MAX_ROLES = 16
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.argument_checks import MAX_PROMPT_CHARS, check_text, is_list, short_repr
+from torchax_serve.validation.argument_checks import MAX_PROMPT_CHARS, check_text, is_list, short_repr
 
 Message = Mapping[str, Any]
 """``{"role": "system" | "user" | "assistant" | "tool" | …, "content": …}``, as transformers' chat templates take it."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from model_adapters.errors import ChatTemplateError
-from torchax_serve.owner_process import OwnerProcess
+from torchax_serve.validation.owner_process import OwnerProcess
 
 DEADLINE_S = 10.0
 """Seconds that a conversation may take to render; a template takes milliseconds."""

@@ -16,9 +16,9 @@ import threading
 import time
 from typing import Any
 
-from torchax_serve.bounded_json import parse_json
 from torchax_serve.distributed.hosts.handshake import MAC_BYTES, Session, receive_exactly
 from torchax_serve.distributed.hosts.message_codec import encode
+from torchax_serve.validation.bounded_json import parse_json
 
 HEAD = struct.Struct("!cQ")
 BEAT, SAID, ORDER = b"b", b"s", b"o"

@@ -19,9 +19,9 @@ from model_adapters.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from torchax_serve.argument_hints import SAMPLING
-from torchax_serve.bounded_json import parse_json
 from torchax_serve.request import SamplingParams
+from torchax_serve.validation.argument_hints import SAMPLING
+from torchax_serve.validation.bounded_json import parse_json
 
 KNOWN = frozenset({"prompt", "messages"}) | {field.name for field in dataclasses.fields(SamplingParams)}
 BODY_TIMEOUT_S = 30.0

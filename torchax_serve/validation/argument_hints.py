@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from model_adapters.errors import UnsupportedArgumentError
-from torchax_serve.sampling_hints import RENAMED, UNSUPPORTED
+from torchax_serve.validation.sampling_hints import RENAMED, UNSUPPORTED
 
 P = ParamSpec("P")
 R = TypeVar("R")
