@@ -13,7 +13,7 @@ import importlib.metadata
 import time
 from pathlib import Path
 
-from torchax_serve.parity import sweep, table
+from torchax_serve.parity import models_page, sweep
 from torchax_serve.parity.tasks import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +34,7 @@ def main():
         parser.error(f"names: expected configurations in {arguments.folder}, got {', '.join(unknown)}")
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"transformers-{VERSIONS['transformers']}.json"
-    known = table.read(path)[1] if path.exists() else {}
+    known = models_page.read(path)[1] if path.exists() else {}
     began = time.monotonic()
     chosen = [
         str(file)
@@ -48,7 +48,7 @@ def main():
         sweep.save(path, known, VERSIONS)
         seconds = time.monotonic() - began
         print(f"{seconds:5.0f} s  {name:44} {result.status:10} {result.road or '':8} {result.error or ''}", flush=True)
-    (ROOT / "docs" / "models.md").write_text(table.document())
+    (ROOT / "docs" / "models.md").write_text(models_page.document())
 
 
 if __name__ == "__main__":

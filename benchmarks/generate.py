@@ -107,7 +107,7 @@ def start_once(folder: Path, prompt_len: int, new_tokens: int, began: float) -> 
     from transformers import GenerationConfig
     from transformers.generation.streamers import BaseStreamer
 
-    from torchax_serve.bench.engine import count_programs
+    from torchax_serve.bench.timed_model import count_programs
 
     times: list[float] = []
 

@@ -18,7 +18,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchax_serve.parity import sweep, table, touched
+from torchax_serve.parity import changed_types, models_page, sweep
 from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,7 +52,7 @@ def main():
     if arguments.third is not None:
         chosen = types[arguments.third - 1 :: 3]
         changes = changes_since(arguments.since) + (arguments.diff.read_text() if arguments.diff else "")
-        chosen += [name for name in touched.named_in(changes, types) if name not in chosen]
+        chosen += [name for name in changed_types.named_in(changes, types) if name not in chosen]
         sys.exit(check_third(chosen, arguments.task, arguments.workers))
     folder = ROOT / "torchax_serve" / "parity" / "results" / ("" if arguments.task == CAUSAL else arguments.task)
     folder.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ def main():
     )
     passed = sum(result.status == "passed" for result in results.values())
     print(f"{passed} of {len(results)} pass, {time.monotonic() - began:.0f} s")
-    (ROOT / "docs" / "models.md").write_text(table.document())
+    (ROOT / "docs" / "models.md").write_text(models_page.document())
 
 
 def changes_since(since):
@@ -96,7 +96,7 @@ def say(result, began):
 
 def check_third(types, task, num_workers):
     """0 if every type ends as in the table."""
-    _, known = table.shipped(task, VERSIONS["transformers"])
+    _, known = models_page.shipped(task, VERSIONS["transformers"])
     for name in sorted(set(types) & set(known)):
         if missing := [each for each in known[name].packages if find_spec(each.partition(" ")[0]) is None]:
             types = [each for each in types if each != name]

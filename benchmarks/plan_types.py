@@ -35,8 +35,8 @@ def run_in(model_type, dtype, prefill_lens):
 
     from model_adapters.loading.architecture import module_of
     from torchax_serve.parity.result import said
-    from torchax_serve.parity.tiny_config import tiny_config
-    from torchax_serve.parity.tiny_model import causal_class
+    from torchax_serve.parity.tiny.config import tiny_config
+    from torchax_serve.parity.tiny.models import causal_class
     from torchax_serve.planning.plan import PlanRequest, make_plan
 
     began = time.perf_counter()

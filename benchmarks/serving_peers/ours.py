@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 from serving_peers.jobs import Door, Job, JobResult, answer_jobs, own_output
 from serving_peers.settings import settings_of_process
 from torchax_serve import serve
-from torchax_serve.bench.engine import count_programs
 from torchax_serve.bench.machine import Machine
+from torchax_serve.bench.timed_model import count_programs
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.served_model import ServedModel
 

@@ -17,9 +17,9 @@ import torchax_serve.bench
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import load_model
 from torchax_serve.bench import Bandwidth, Case, Measurement, Settings, Timing, bench, measure_bandwidth
-from torchax_serve.bench.engine import Engine, JaxMemory, count_programs
+from torchax_serve.bench.memory_traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
 from torchax_serve.bench.report import CompileCache, same_part
-from torchax_serve.bench.traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
+from torchax_serve.bench.timed_model import Engine, JaxMemory, count_programs
 from torchax_serve.cli.main import app
 from torchax_serve.runtime.eager import EagerTwin
 

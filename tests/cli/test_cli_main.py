@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.cli.main import COMMANDS, app
 from torchax_serve.cli.reporting import one_line, run_and_report
-from torchax_serve.parity.causes import CAUSES
-from torchax_serve.parity.table import shipped
+from torchax_serve.parity.known_failures import CAUSES
+from torchax_serve.parity.models_page import shipped
 from torchax_serve.parity.tasks import TASKS
 
 PROGRAM = "from torchax_serve.cli.main import main; main()"

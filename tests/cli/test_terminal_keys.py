@@ -214,7 +214,7 @@ main()
         ("model_adapters.ops", ["ops"]),
         ("huggingface_hub", ["models", "--downloaded"]),
         ("torchax_serve.diagnostics", ["doctor"]),
-        ("torchax_serve.verify", ["verify"]),
+        ("torchax_serve.parity.verify", ["verify"]),
         ("torchax_serve.cli.loading", ["embed", "qwen3-0.6b", "Hi"]),
     ],
 )

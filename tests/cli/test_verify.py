@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-import torchax_serve.verify
+import torchax_serve.parity.verify
 from model_adapters import attention
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.cli.main import app
-from torchax_serve.verify import Difference, verify
+from torchax_serve.parity.verify import Difference, verify
 
 CONFIG = {
     "vocab_size": 96,
@@ -46,14 +46,14 @@ def break_weight(monkeypatch):
     """Changes a weight of the JAX side behind the loading."""
 
     def install(name, factor):
-        load = torchax_serve.verify.load_model
+        load = torchax_serve.parity.verify.load_model
 
         def load_broken(*args, **kwargs):
             loaded = load(*args, **kwargs)
             loaded.weights[name] = loaded.weights[name] * factor
             return loaded
 
-        monkeypatch.setattr(torchax_serve.verify, "load_model", load_broken)
+        monkeypatch.setattr(torchax_serve.parity.verify, "load_model", load_broken)
 
     return install
 

@@ -15,8 +15,8 @@ from model_adapters.bridge import jax_view, torch_view
 from model_adapters.caches import TraceCache, empty_layers
 from model_adapters.compressed_layer import CompressedLayer
 from torchax_serve import to_jax
-from torchax_serve.parity.tiny_config import tiny_config
-from torchax_serve.parity.tiny_model import causal_class, random_model
+from torchax_serve.parity.tiny.config import tiny_config
+from torchax_serve.parity.tiny.models import causal_class, random_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 KINDS = {"heavily_compressed_attention": DeepseekV4HCACache, "compressed_sparse_attention": DeepseekV4CSACache}

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from torchax_serve import UnsupportedModelError, serve
-from torchax_serve.parity.tiny_config import tiny_config
+from torchax_serve.parity.tiny.config import tiny_config
 
 IDS = torch.tensor([[3, 4, 5, 6]])
 

@@ -9,8 +9,8 @@ import torch
 
 from model_adapters.program import CallSpec
 from torchax_serve import to_jax
-from torchax_serve.parity.tiny_config import tiny_config
-from torchax_serve.parity.tiny_model import causal_class, random_model
+from torchax_serve.parity.tiny.config import tiny_config
+from torchax_serve.parity.tiny.models import causal_class, random_model
 
 TYPES = ("mamba", "falcon_mamba", "jamba", "zamba", "rwkv", "recurrent_gemma")
 LENGTHS = (9, 33)

@@ -18,7 +18,7 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from torchax_serve import EngineOptions, serve, to_jax
-from torchax_serve.verify import verify
+from torchax_serve.parity.verify import verify
 
 NAME, RECIPE_NAME = "people/tiny", "people/recipe"
 PROMPT = torch.tensor([[3, 9, 4, 17, 5]])

@@ -13,10 +13,11 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.parity import check, sweep, table, tasks, tiny_model
-from torchax_serve.parity.tiny_config import MAX_LAYERS, tiny_config
+from torchax_serve.parity import check_causal, models_page, sweep, tasks
+from torchax_serve.parity.tiny import models
+from torchax_serve.parity.tiny.config import MAX_LAYERS, tiny_config
 
-_, SHIPPED = table.shipped()
+_, SHIPPED = models_page.shipped()
 # A road each, and what needed something of its own: an indexer's keys, experts looped over on the host, a cache that
 # leans, no cache at all.
 HANDFUL = ("qwen3", "gpt_neo", "openai-gpt")  # and a third of all in `.ci/run`
@@ -26,18 +27,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 @pytest.mark.parametrize("model_type", HANDFUL)
 def test_type_passes_on_the_road_of_the_table(model_type):
-    result = check.check(model_type)
+    result = check_causal.check(model_type)
     assert result.status == "passed", result
     assert result.road == SHIPPED[model_type].road
 
 
 def test_a_wrong_token_is_noticed(monkeypatch):
-    model, expected = tiny_model.clearest_model("llama")
+    model, expected = models.clearest_model("llama")
     wrong = (expected.alone[0], (expected.alone[1] + 1) % 90)
     monkeypatch.setattr(
-        check, "clearest_model", lambda name: (model, dataclasses.replace(expected, alone=wrong, padded=None))
+        check_causal, "clearest_model", lambda name: (model, dataclasses.replace(expected, alone=wrong, padded=None))
     )
-    result = check.check("llama")
+    result = check_causal.check("llama")
     assert (result.status, result.alone_equal, result.engine_equal) == ("failed", True, False)
 
 
@@ -45,8 +46,8 @@ def test_torch_error_is_told(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(tiny_model, "_forward", broken)
-    result = check.check("llama")
+    monkeypatch.setattr(models, "_forward", broken)
+    result = check_causal.check("llama")
     assert result.status == "impossible"
     assert "fails in PyTorch itself: RuntimeError: no such thing" in result.error
 
@@ -78,7 +79,7 @@ def expert_classes(task, model_type, config):
     names = getattr(modeling_auto, tasks.TASKS[task].mapping)[model_type]
     model_class = getattr(transformers, names if isinstance(names, str) else names[0])
     with torch.device("meta"):
-        modules = model_class._from_config(tiny_model._config_for(model_class, config)).modules()
+        modules = model_class._from_config(models._config_for(model_class, config)).modules()
     return {name for name in (type(module).__name__ for module in modules) if re.search("Expert|MoE|Sparse", name)}
 
 
@@ -104,10 +105,10 @@ def test_unknown_type():
 
 
 def test_prompts_are_padded_on_the_left():
-    ids, mask = tiny_model.padded_batch()
+    ids, mask = models.padded_batch()
     assert ids.shape == mask.shape == (2, 14)
     assert mask[1].tolist() == [0] * 5 + [1] * 9
-    assert torch.equal(ids[1, 5:], tiny_model.prompts()[1][0])
+    assert torch.equal(ids[1, 5:], models.prompts()[1][0])
 
 
 def test_a_crash_and_a_hang_end_nothing_else():
@@ -133,7 +134,7 @@ def test_results_are_continued(tmp_path):
 
     assert sorted(run(["a", "b"], work=breaking_worker.work)) == ["a", "b"]
     assert run(["a", "b", "c"], work=breaking_worker.work) == ["c"]
-    assert list(table.read(path)[1]) == ["a", "b", "c"]
+    assert list(models_page.read(path)[1]) == ["a", "b", "c"]
 
 
 def test_time_of_one_run_is_kept(tmp_path):
@@ -146,25 +147,25 @@ def test_time_of_one_run_is_kept(tmp_path):
 
 
 def test_packages_of_a_model():
-    assert check.packages_of(tiny_model.tiny_model("llama")) == []
+    assert check_causal.packages_of(models.tiny_model("llama")) == []
     other = type("Other", (torch.nn.Linear,), {"__module__": "numpy.layers"})
-    assert check.packages_of(torch.nn.Sequential(other(1, 1))) == [f"numpy {numpy.__version__}"]
+    assert check_causal.packages_of(torch.nn.Sequential(other(1, 1))) == [f"numpy {numpy.__version__}"]
 
 
 def test_a_model_that_amplifies_rounding_is_not_clear():
-    model = tiny_model.tiny_model("llama")
-    ids = tiny_model.prompts()[0]
+    model = models.tiny_model("llama")
+    ids = models.prompts()[0]
     exact = copy.deepcopy(model).double()(input_ids=ids).logits
-    found = tiny_model.rounding_of(model, lambda twin: twin(input_ids=ids).logits, exact.float() + 1)
+    found = models.rounding_of(model, lambda twin: twin(input_ids=ids).logits, exact.float() + 1)
     assert found == pytest.approx(1, abs=1e-5)
-    expected = tiny_model.expect(model)
-    assert 0 < expected.rounding <= tiny_model.MOST_ROUNDING
-    assert not dataclasses.replace(expected, rounding=2 * tiny_model.MOST_ROUNDING).is_clear
+    expected = models.expect(model)
+    assert 0 < expected.rounding <= models.MOST_ROUNDING
+    assert not dataclasses.replace(expected, rounding=2 * models.MOST_ROUNDING).is_clear
 
 
 def test_rounding_of_a_model_whose_code_has_no_float64():
-    model = tiny_model.tiny_model("llama")
-    ids = tiny_model.prompts()[0]
+    model = models.tiny_model("llama")
+    ids = models.prompts()[0]
 
     def forward(twin):
         assert next(twin.parameters()).dtype == torch.float32, "no float64 here"
@@ -172,19 +173,19 @@ def test_rounding_of_a_model_whose_code_has_no_float64():
 
     with torch.no_grad():
         logits = forward(model)
-        found = tiny_model.rounding_of(model, forward, logits)
-    assert 0 < found <= tiny_model.MOST_ROUNDING
+        found = models.rounding_of(model, forward, logits)
+    assert 0 < found <= models.MOST_ROUNDING
 
 
 def test_of_models_that_amplify_rounding_the_one_that_does_so_least_is_taken():
-    model = tiny_model.tiny_model("llama")
-    clear = tiny_model.expect(model)
+    model = models.tiny_model("llama")
+    clear = models.expect(model)
     roundings = {0: 7.5, 1: 1.6, 2: 1.9, 3: 1.7}
     gaps = {0: 0.9, 1: 0.01, 2: 0.03, 3: 0.02}
 
     def expect(seed):
-        rounding = roundings[seed] * tiny_model.MOST_ROUNDING
+        rounding = roundings[seed] * models.MOST_ROUNDING
         return dataclasses.replace(clear, rounding=rounding, smallest_gap=gaps[seed])
 
-    chosen, _ = tiny_model.clearest(lambda seed: seed, expect, seeds=range(4))
+    chosen, _ = models.clearest(lambda seed: seed, expect, seeds=range(4))
     assert chosen == 2  # 1, 2 and 3 are as good, and its choices are the clearest

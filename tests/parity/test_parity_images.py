@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.parity import beside_text, check_images, table, tasks, tiny_images
+from torchax_serve.parity import check_images, models_page, tasks
+from torchax_serve.parity.tiny import images, media_prompts
 
 # Grids read on the host; images left out by their values. The rest of the mapping is checked by the sweep.
 HANDFUL = ("qwen2_5_vl", "idefics3")
@@ -20,24 +21,24 @@ def test_type_passes(model_type):
 
 
 def test_every_feature_has_a_placeholder():
-    model = tiny_images.image_model("gemma3")
-    first, second = (tiny_images.inputs_of(model, "gemma3", index) for index in range(2))
+    model = images.image_model("gemma3")
+    first, second = (images.inputs_of(model, "gemma3", index) for index in range(2))
     assert int((first["input_ids"] == model.config.image_token_id).sum()) == 4
     assert not torch.equal(first["pixel_values"], second["pixel_values"])
-    both = beside_text.batched([first, second])
+    both = media_prompts.batched([first, second])
     assert both["input_ids"].shape == both["attention_mask"].shape == both["token_type_ids"].shape
     assert both["pixel_values"].shape[0] == 2 and int(both["attention_mask"].sum(1).min()) < both["input_ids"].shape[1]
 
 
 def test_a_model_that_does_not_look_at_images_is_no_measure(monkeypatch):
-    model = tiny_images.image_model("llava")
+    model = images.image_model("llava")
     monkeypatch.setattr(check_images, "LEAST_CHANGE", 1e9)
     with pytest.raises(UnsupportedModelError, match="gives the same logits for another image"):
         check_images.expect(model, "llava")
 
 
 def test_what_passed_was_compared():
-    _, results = table.shipped("images")
+    _, results = models_page.shipped("images")
     assert set(results) <= set(tasks.TASKS["images"].types())
     assert len(results) > 80
     passed = [result for result in results.values() if result.status == "passed"]
@@ -45,4 +46,4 @@ def test_what_passed_was_compared():
         assert result.forward_difference <= 1e-4 and result.alone_equal, result
         assert result.padded_equal or (result.padded_equal is None and result.notes), result
     for result in results.values():
-        assert result.status == "passed" or result.error or "differ" in table.tokens_said(result), result
+        assert result.status == "passed" or result.error or "differ" in models_page.tokens_said(result), result

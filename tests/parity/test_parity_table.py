@@ -6,13 +6,13 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from torchax_serve.parity import table, touched
-from torchax_serve.parity.causes import OLDER
+from torchax_serve.parity import changed_types, models_page
+from torchax_serve.parity.known_failures import OLDER
 from torchax_serve.parity.result import Result
 from torchax_serve.parity.sweep import causal_types
 
 ROOT = Path(__file__).resolve().parents[2]
-SWEEPS = {versions["transformers"]: results for versions, results in table.all_shipped()}
+SWEEPS = {versions["transformers"]: results for versions, results in models_page.all_shipped()}
 
 
 def test_results_are_of_the_types_that_transformers_has():
@@ -24,7 +24,7 @@ def test_results_are_of_the_types_that_transformers_has():
 
 
 def test_document_is_generated_from_the_results():
-    assert (ROOT / "docs" / "models.md").read_text() == table.document()
+    assert (ROOT / "docs" / "models.md").read_text() == models_page.document()
 
 
 @pytest.mark.parametrize("version", SWEEPS)
@@ -37,7 +37,7 @@ def test_what_passed_was_compared_and_was_clear(version):
             assert result.engine_equal or result.road == "generate", result
             assert result.smallest_gap > 2 * result.forward_difference, result
         else:
-            differs = "differ" in table.tokens_said(result) or (result.forward_difference or 0) > 1e-4
+            differs = "differ" in models_page.tokens_said(result) or (result.forward_difference or 0) > 1e-4
             assert result.error or differs, result
 
 
@@ -59,7 +59,7 @@ diff --git a/torchax_serve/parity/results/one.json b/torchax_serve/parity/result
 + "t5"
 """
     types = ("gpt_neo", "mpt", "llama", "mistral", "gemma2", "xlm-roberta", "t5")
-    assert touched.named_in(diff, types) == ["gpt_neo", "llama", "mpt", "xlm-roberta"]
+    assert changed_types.named_in(diff, types) == ["gpt_neo", "llama", "mpt", "xlm-roberta"]
 
 
 def test_what_ends_otherwise_on_another_version():
@@ -68,7 +68,7 @@ def test_what_ends_otherwise_on_another_version():
 
     newest = {"a": passed("a", "paged"), "b": passed("b", "paged"), "c": passed("c", "paged")}
     older = {"a": passed("a", "paged"), "b": Result("b", "", error="no | such"), "old": passed("old", "paged")}
-    text = table.markdown({"transformers": "2"}, newest, [({"transformers": "1", "jax": "3"}, older)])
+    text = models_page.markdown({"transformers": "2"}, newest, [({"transformers": "1", "jax": "3"}, older)])
     part = text.partition("## transformers 1\n")[2].partition("\n## ")[0]
     assert "2 of 3 types pass, with jax 3." in part
     assert "Not known there: `c`." in part and "Known there only: `old`." in part
@@ -79,7 +79,7 @@ def test_what_ends_otherwise_on_another_version():
 
 
 def test_causes_are_of_types_that_end_otherwise():
-    newest = table.shipped()[1]
+    newest = models_page.shipped()[1]
     for version, causes in OLDER.items():
         for name in causes:
             older = SWEEPS[version][name]
@@ -88,5 +88,5 @@ def test_causes_are_of_types_that_end_otherwise():
 
 def test_sweep_of_the_installed_version():
     for version, results in SWEEPS.items():
-        assert table.shipped(transformers=version)[1] == results
-    assert table.shipped(transformers="0.1") == table.shipped()
+        assert models_page.shipped(transformers=version)[1] == results
+    assert models_page.shipped(transformers="0.1") == models_page.shipped()

@@ -27,8 +27,8 @@ from torchax_serve import EngineOptions
 from torchax_serve.cli.main import app
 from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.distributed.mesh_shape import parse_mesh
+from torchax_serve.parity.tiny.config import tiny_config
 from torchax_serve.parity.tiny.rope_types import with_rope
-from torchax_serve.parity.tiny_config import tiny_config
 from torchax_serve.planning import kept, search, topology
 from torchax_serve.planning.abstract import abstract_model
 from torchax_serve.planning.bounds import decode_bound, prefill_bound

@@ -10,7 +10,7 @@ from conftest import Eager
 from fetch import folder_of
 
 from torchax_serve import SamplingParams, serve, to_jax
-from torchax_serve.verify import verify
+from torchax_serve.parity.verify import verify
 
 NUM_TOKENS = 8
 PROCESSORS = {

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from model_adapters.source_mask import SourceMask, mask_over_sounds
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, serve
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.parity.tiny_sounds import sound_model
+from torchax_serve.parity.tiny.audio import sound_model
 
 NEW, WIDTH, MAX_SOURCE = 12, 32, 48
 STATE_BYTES = 5 * 4 * MAX_SOURCE * WIDTH * 4  # of five slots: keys and values of two layers

@@ -15,8 +15,8 @@ from model_adapters import own_cache
 from torchax_serve import EngineOptions, serve, to_jax
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.request import RowRequest
-from torchax_serve.parity.tiny_config import tiny_config
-from torchax_serve.parity.tiny_model import random_model
+from torchax_serve.parity.tiny.config import tiny_config
+from torchax_serve.parity.tiny.models import random_model
 
 NEW = 12
 COUNTS = "past_key_values_length" in inspect.signature(modeling_fsmt.SinusoidalPositionalEmbedding.forward).parameters

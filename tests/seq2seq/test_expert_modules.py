@@ -8,8 +8,8 @@ import transformers
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve import EngineOptions, serve
-from torchax_serve.parity.tiny_config import tiny_config
-from torchax_serve.parity.tiny_model import random_model
+from torchax_serve.parity.tiny.config import tiny_config
+from torchax_serve.parity.tiny.models import random_model
 
 CLASSES = {
     "switch_transformers": "SwitchTransformersForConditionalGeneration",

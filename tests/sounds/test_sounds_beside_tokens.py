@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from torchax_serve import UnsupportedArgumentError, UnsupportedModelError, serve
-from torchax_serve.parity.tiny_sounds import sound_model, sounds
+from torchax_serve.parity.tiny.audio import sound_model, sounds
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

@@ -16,11 +16,11 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel, load_model, require_causal_lm
 from model_adapters.loading.packing import lay_out_weights
 from model_adapters.position_limits import max_positions
-from torchax_serve.bench.engine import Call, Engine, JaxMemory, TorchMemory
 from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth, num_cores
+from torchax_serve.bench.memory_traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
 from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, same_part
 from torchax_serve.bench.settings import Settings
-from torchax_serve.bench.traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
+from torchax_serve.bench.timed_model import Call, Engine, JaxMemory, TorchMemory
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.runtime.eager import EagerTwin

@@ -9,7 +9,7 @@ from typing import Any
 
 def shipped_tasks() -> dict[str, dict[str, Any]]:
     """By task: title, versions of libraries, how many types passed and were checked, and each type's result."""
-    from torchax_serve.parity.table import all_shipped, summary
+    from torchax_serve.parity.models_page import all_shipped, summary
     from torchax_serve.parity.tasks import TASKS
 
     found = {}
@@ -33,7 +33,7 @@ def types_by_task() -> dict[str, tuple[str, ...]]:
 
 def of_type(model_type: str) -> dict[str, dict[str, Any]]:
     """What is known of `model_type` by task: its result with the cause where it did not pass, or that it is new."""
-    from torchax_serve.parity.causes import CAUSES
+    from torchax_serve.parity.known_failures import CAUSES
     from torchax_serve.parity.result import PASSED
 
     shipped, found = shipped_tasks(), {}

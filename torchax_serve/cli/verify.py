@@ -83,7 +83,7 @@ def verify(
     from torchax_serve.cli.interrupts import prompt_interrupts
 
     with prompt_interrupts(leave_at=1):
-        from torchax_serve.verify import verify as compare
+        from torchax_serve.parity.verify import verify as compare
 
         load.show_details()
         note("running both sides; the first time, compiling takes a while")

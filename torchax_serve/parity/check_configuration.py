@@ -14,13 +14,13 @@ from transformers.models.auto import modeling_auto
 
 from model_adapters.errors import CheckpointError, UnsupportedModelError
 from model_adapters.loading.architecture import find_class, load_config
-from torchax_serve.parity import check as causal
+from torchax_serve.parity import check_causal as causal
 from torchax_serve.parity import check_seq2seq
 from torchax_serve.parity.check_encoder import checked_classifier, checked_encoder
 from torchax_serve.parity.result import Result, said
+from torchax_serve.parity.tiny.audio import hears, sounds
 from torchax_serve.parity.tiny.configurations import Case, cases
-from torchax_serve.parity.tiny_model import FIRST_UNTIED, NUM_SEEDS, clearest, expect, random_model
-from torchax_serve.parity.tiny_sounds import hears, sounds
+from torchax_serve.parity.tiny.models import FIRST_UNTIED, NUM_SEEDS, clearest, expect, random_model
 
 _MAPPINGS = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -15,10 +15,10 @@ from transformers.models.auto import modeling_auto
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.entrypoints.serve import serve
-from torchax_serve.parity.check import TOLERANCE
+from torchax_serve.parity.check_causal import TOLERANCE
 from torchax_serve.parity.result import PASSED, Result, said
-from torchax_serve.parity.tiny_config import SPECIAL_IDS, tiny_config
-from torchax_serve.parity.tiny_model import MOST_ROUNDING, prompts, random_model
+from torchax_serve.parity.tiny.config import SPECIAL_IDS, tiny_config
+from torchax_serve.parity.tiny.models import MOST_ROUNDING, prompts, random_model
 from torchax_serve.pooling.classification import text_logits
 
 SEEDS = (0, 9, 3)

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.parity.beside_text import Inputs, batched
-from torchax_serve.parity.check import TOLERANCE, cache_kinds, compile_seconds, described
+from torchax_serve.parity.check_causal import TOLERANCE, cache_kinds, compile_seconds, described
 from torchax_serve.parity.result import PASSED, Result, Trials, said
-from torchax_serve.parity.tiny_images import image_model, image_text_class, inputs_of
-from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy
+from torchax_serve.parity.tiny.images import image_model, image_text_class, inputs_of
+from torchax_serve.parity.tiny.media_prompts import Inputs, batched
+from torchax_serve.parity.tiny.models import NUM_NEW, Expected, clearest, greedy
 
 DECODER_IDS = torch.tensor([[1, 7, 5]])
 """Beside an encoder, the first tokens of an answer."""

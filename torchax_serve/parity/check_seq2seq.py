@@ -16,11 +16,11 @@ from transformers.models.auto import modeling_auto
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.entrypoints.serve import serve
-from torchax_serve.parity.beside_text import Inputs
-from torchax_serve.parity.check import TOLERANCE, cache_kinds, described
+from torchax_serve.parity.check_causal import TOLERANCE, cache_kinds, described
 from torchax_serve.parity.result import PASSED, Result, Trials, said
-from torchax_serve.parity.tiny_model import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts, rounding_of
-from torchax_serve.parity.tiny_sounds import hears, sound_model, sounds
+from torchax_serve.parity.tiny.audio import hears, sound_model, sounds
+from torchax_serve.parity.tiny.media_prompts import Inputs
+from torchax_serve.parity.tiny.models import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts, rounding_of
 from torchax_serve.runtime.model_runtime import Runtime
 
 NUM_DECODER_IDS = 5

@@ -9,7 +9,7 @@ from transformers.models.auto import modeling_auto
 
 from torchax_serve.parity.check_seq2seq import checked
 from torchax_serve.parity.result import Result
-from torchax_serve.parity.tiny_sounds import sound_model, sounds
+from torchax_serve.parity.tiny.audio import sound_model, sounds
 
 
 def check(model_type: str) -> Result:

@@ -59,7 +59,7 @@ CAUSAL = "causal"
 CHECKPOINTS = "checkpoints"
 """Published configurations, which lie in a folder outside of this project."""
 TASKS: dict[str, Task] = {
-    CAUSAL: Task("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "torchax_serve.parity.check:check", "Models", ""),
+    CAUSAL: Task("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "torchax_serve.parity.check_causal:check", "Models", ""),
     "seq2seq": Task(
         "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
         "torchax_serve.parity.check_seq2seq:check",

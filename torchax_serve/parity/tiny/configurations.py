@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from torchax_serve.parity.tiny_config import tiny_config
+from torchax_serve.parity.tiny.config import tiny_config
 
 _ROPE_TABLE = "torchax_serve.parity.tiny.rope_types"
 _ROPE_FAMILIES = ("llama", "qwen3", "phi3")

@@ -11,8 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.multimodal.placeholders import audio_token_id
-from torchax_serve.parity.beside_text import Inputs, batched, num_features, prompt_around
-from torchax_serve.parity.tiny_config import (
+from torchax_serve.parity.tiny.config import (
     FIRST_MARKER,
     PROMPT_IDS_END,
     VOCAB_SIZE,
@@ -20,7 +19,8 @@ from torchax_serve.parity.tiny_config import (
     is_of_two,
     tiny_config,
 )
-from torchax_serve.parity.tiny_model import FIRST_PROMPT_ID, NUM_NEW, random_model
+from torchax_serve.parity.tiny.media_prompts import Inputs, batched, num_features, prompt_around
+from torchax_serve.parity.tiny.models import FIRST_PROMPT_ID, NUM_NEW, random_model
 
 NUM_FRAMES = (48, 40)
 """Of the longer and the shorter sound, where any number is heard."""

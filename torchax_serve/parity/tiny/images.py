@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from torchax_serve.multimodal.placeholders import TOKEN_FIELDS, image_token_id
-from torchax_serve.parity.beside_text import Inputs, num_features, prompt_around
-from torchax_serve.parity.tiny_config import FIRST_MARKER, PROMPT_IDS_END, config_of_two, is_of_two, tiny_config
-from torchax_serve.parity.tiny_image_overrides import CONFIGS, PIXELS, TOKENS, WRAPPED
-from torchax_serve.parity.tiny_model import random_model
+from torchax_serve.parity.tiny.config import FIRST_MARKER, PROMPT_IDS_END, config_of_two, is_of_two, tiny_config
+from torchax_serve.parity.tiny.image_overrides import CONFIGS, PIXELS, TOKENS, WRAPPED
+from torchax_serve.parity.tiny.media_prompts import Inputs, num_features, prompt_around
+from torchax_serve.parity.tiny.models import random_model
 
 IMAGE_SIZE = 16
 PATCH_SIZE = 4
@@ -72,7 +72,7 @@ def _shared_out(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def image_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """A tiny random model of `model_type`; see `torchax_serve.parity.tiny_model.random_model`."""
+    """A tiny random model of `model_type`; see `torchax_serve.parity.tiny.models.random_model`."""
     return random_model(image_text_class(model_type), image_config(model_type), seed, GAINS)
 
 

@@ -23,7 +23,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.parity.result import PASSED, Result, Trials, said
-from torchax_serve.parity.tiny_model import (
+from torchax_serve.parity.tiny.models import (
     NUM_NEW,
     Expected,
     causal_class,

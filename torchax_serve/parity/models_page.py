@@ -12,7 +12,7 @@ from typing import Any
 from packaging.version import Version
 
 from torchax_serve.parity import checkpoints_table, real_models
-from torchax_serve.parity.causes import CAUSES, OLDER
+from torchax_serve.parity.known_failures import CAUSES, OLDER
 from torchax_serve.parity.result import PASSED, Result
 from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS, Task
 

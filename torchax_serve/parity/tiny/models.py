@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.parity.result import said
-from torchax_serve.parity.tiny_config import PROMPT_IDS_END, SPECIAL_IDS, tiny_config
+from torchax_serve.parity.tiny.config import PROMPT_IDS_END, SPECIAL_IDS, tiny_config
 
 NUM_NEW = 16
 PROMPT_LENS = (14, 9)
