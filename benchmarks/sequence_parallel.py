@@ -34,10 +34,10 @@ def compiled(topology, length, num_layers, way):
 
     from model_adapters.loading.architecture import find_class, load_config, module_of
     from torchax_serve.distributed.mesh import mesh_of
-    from torchax_serve.planning.abstract import abstract_model
-    from torchax_serve.planning.programs import compile_step
-    from torchax_serve.planning.roads import road_of
-    from torchax_serve.planning.sizes import CacheSizes
+    from torchax_serve.planning.abstract_model import abstract_model
+    from torchax_serve.planning.cache_sizes import CacheSizes
+    from torchax_serve.planning.compiled_steps import compile_step
+    from torchax_serve.planning.executors import road_of
     from torchax_serve.planning.topology import compiling_for, describe
     from torchax_serve.runtime.model_runtime import Runtime
 

@@ -210,7 +210,7 @@ main()
     ("at", "arguments"),
     [
         ("typer", ["--help"]),
-        ("torchax_serve.planning.abstract", ["plan", "--topology", "cpu:1"]),
+        ("torchax_serve.planning.abstract_model", ["plan", "--topology", "cpu:1"]),
         ("model_adapters.ops", ["ops"]),
         ("huggingface_hub", ["models", "--downloaded"]),
         ("torchax_serve.diagnostics", ["doctor"]),

@@ -29,15 +29,15 @@ from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.distributed.mesh_shape import parse_mesh
 from torchax_serve.parity.tiny.config import tiny_config
 from torchax_serve.parity.tiny.rope_types import with_rope
-from torchax_serve.planning import kept, search, topology
-from torchax_serve.planning.abstract import abstract_model
-from torchax_serve.planning.bounds import decode_bound, prefill_bound
+from torchax_serve.planning import plan_cache, search, topology
+from torchax_serve.planning.abstract_model import abstract_model
 from torchax_serve.planning.chips import Chip, chip_of
-from torchax_serve.planning.kept import kept_plan
+from torchax_serve.planning.compiled_steps import count_collectives, estimate
 from torchax_serve.planning.plan import PlanReport, PlanRequest, make_plan
-from torchax_serve.planning.programs import count_collectives, estimate
+from torchax_serve.planning.plan_cache import kept_plan
 from torchax_serve.planning.report import lines_of
-from torchax_serve.planning.table import sharding_rows
+from torchax_serve.planning.roofline import decode_bound, prefill_bound
+from torchax_serve.planning.sharding_table import sharding_rows
 
 CONFIG = transformers.LlamaConfig(
     hidden_size=32,
@@ -177,7 +177,7 @@ def test_a_second_plan_is_answered_without_compiling(module, monkeypatch, tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = kept_plan(module, "toy", REQUEST)
     assert not first[1]
-    monkeypatch.setattr(kept, "make_plan", lambda *args, **kwargs: pytest.fail("planned again"))
+    monkeypatch.setattr(plan_cache, "make_plan", lambda *args, **kwargs: pytest.fail("planned again"))
     assert kept_plan(module, "toy", REQUEST) == (first[0], True)
     with pytest.raises(pytest.fail.Exception):
         kept_plan(module, "toy", dataclasses.replace(REQUEST, num_slots=5))

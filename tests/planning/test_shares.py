@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh
 
 from model_adapters.loading.architecture import module_of
 from sharding_rules import MESH_AXES, TABLES
-from torchax_serve.planning.abstract import abstract_model, module_of_type
+from torchax_serve.planning.abstract_model import abstract_model, module_of_type
 
 MOST = 0.02
 # The smallest model of the type has a table of positions that is 1 % of it, and heads that eight devices do not divide.

@@ -129,8 +129,8 @@ def _architectures() -> dict[str, list[str]]:
 def _print_sharding(model_type: str, mesh: str | None, *, as_json: bool) -> None:
     """A row for each parameter: shape, axes, who says so, bytes on each device."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed
-    from torchax_serve.planning.abstract import module_of_type
-    from torchax_serve.planning.table import print_sharding, sharding_rows
+    from torchax_serve.planning.abstract_model import module_of_type
+    from torchax_serve.planning.sharding_table import print_sharding, sharding_rows
 
     rows = sharding_rows(module_of_type(model_type), None, mesh)
     if as_json:

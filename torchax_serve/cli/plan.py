@@ -82,7 +82,7 @@ def plan(
     os.environ["JAX_PLATFORMS"] = "cpu"  # the devices planned for are described, never opened
     with prompt_interrupts(leave_at=1):
         with passing_note("starting torch and jax ..."):
-            from torchax_serve.planning.abstract import empty_module
+            from torchax_serve.planning.abstract_model import empty_module
 
         module = empty_module(model, **load.kwargs())
         name = model or "the embedded model"
@@ -146,8 +146,8 @@ def _plan(
     as_json: bool,
     use_kept: bool,
 ) -> Callable[[], None]:
-    from torchax_serve.planning.kept import kept_plan
     from torchax_serve.planning.plan import PlanRequest
+    from torchax_serve.planning.plan_cache import kept_plan
     from torchax_serve.planning.report import print_plan
 
     report, was_kept = kept_plan(module, name, PlanRequest(**options), save=save, use_kept=use_kept, note=note)
@@ -169,7 +169,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 def _sharding(
     module: Any, topology: str | None, mesh: str | None, *, refuse_uneven: bool, as_json: bool
 ) -> Callable[[], None]:
-    from torchax_serve.planning.table import print_sharding, sharding_rows
+    from torchax_serve.planning.sharding_table import print_sharding, sharding_rows
 
     rows = sharding_rows(module, topology, mesh, refuse_uneven=refuse_uneven)
     return (lambda: print(json.dumps(rows, indent=1))) if as_json else (lambda: print_sharding(rows))

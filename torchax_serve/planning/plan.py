@@ -24,12 +24,11 @@ from model_adapters.loading.memory import give_back_freed
 from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.distributed.mesh_shape import parse_mesh
 from torchax_serve.kv_cache.pools import CachePlan
-from torchax_serve.planning.abstract import abstract_model
-from torchax_serve.planning.bounds import Bound, bound_of
-from torchax_serve.planning.planned_road import PlannedRoad
-from torchax_serve.planning.programs import ProgramReport, compile_step
-from torchax_serve.planning.roads import road_of
-from torchax_serve.planning.sizes import CacheSizes
+from torchax_serve.planning.abstract_model import abstract_model
+from torchax_serve.planning.cache_sizes import CacheSizes
+from torchax_serve.planning.compiled_steps import ProgramReport, compile_step
+from torchax_serve.planning.executors import PlannedRoad, road_of
+from torchax_serve.planning.roofline import Bound, bound_of
 from torchax_serve.planning.topology import compiling_for, describe
 from torchax_serve.runtime.model_runtime import Runtime
 from torchax_serve.scheduler.config import check_whole

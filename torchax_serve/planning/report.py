@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from torchax_serve.planning.bounds import Bound
+from torchax_serve.planning.compiled_steps import ProgramReport
 from torchax_serve.planning.plan import PlanReport
-from torchax_serve.planning.programs import ProgramReport
+from torchax_serve.planning.roofline import Bound
 
 _ROADS = {"gathered": "gathered", "generate": "by generate, rows that begin together"}
 

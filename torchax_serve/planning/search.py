@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.planning.chips import CHIPS, Chip
-from torchax_serve.planning.kept import kept_plan
 from torchax_serve.planning.plan import Note, PlanReport, PlanRequest, no_note
+from torchax_serve.planning.plan_cache import kept_plan
 
 
 def search(

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import on_platform
 from torchax_serve.planning.chips import Chip, check_shape, chip_of
-from torchax_serve.planning.gpus import target_config
+from torchax_serve.planning.gpu_targets import target_config
 
 # Asked for when libtpu is loaded, whatever is compiled for later; without them it looks for a real TPU on the network.
 _TPU_ENVIRONMENT = {

@@ -6,9 +6,9 @@ import dataclasses
 import math
 
 from torchax_serve.kv_cache.pools import CachePlan, PageShape
-from torchax_serve.planning.abstract import AbstractModel
+from torchax_serve.planning.abstract_model import AbstractModel
 from torchax_serve.planning.chips import Chip
-from torchax_serve.planning.planned_road import PlannedRoad
+from torchax_serve.planning.executors import PlannedRoad
 from torchax_serve.scheduler import CacheGroup
 
 RESERVE = 0.02

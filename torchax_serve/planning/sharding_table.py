@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from sharding_rules import MESH_AXES
 from torchax_serve.distributed.mesh_shape import parse_mesh
-from torchax_serve.planning.abstract import abstract_model
+from torchax_serve.planning.abstract_model import abstract_model
 from torchax_serve.planning.chips import num_devices
 
 DEFAULT_MESH = "model=8"

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.errors import OutOfMemoryError
-from torchax_serve.planning.abstract import AbstractModel
+from torchax_serve.planning.abstract_model import AbstractModel
 from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.topology import compiling_for, lowering_platform
 

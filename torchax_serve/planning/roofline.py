@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchax_serve.kv_cache.pools import PageShape
-from torchax_serve.planning.abstract import AbstractModel
+from torchax_serve.planning.abstract_model import AbstractModel
 from torchax_serve.planning.chips import Chip
-from torchax_serve.planning.planned_road import PlannedRoad
-from torchax_serve.planning.programs import Step
+from torchax_serve.planning.compiled_steps import Step
+from torchax_serve.planning.executors import PlannedRoad
 
 
 @dataclass(frozen=True)
