@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchax_serve.entrypoints.served_model import ServedModel
     from torchax_serve.entrypoints.speech_model import SpeechModel
     from torchax_serve.generation.jax_model import to_jax
-    from torchax_serve.request import SamplingParams
+    from torchax_serve.sampling_params import SamplingParams
     from torchax_serve.text import Completion, TextStream
 
 __version__ = "0.1.0"
@@ -72,7 +72,7 @@ _HOME = {
     "EngineOptions": "torchax_serve.engine.options",
     "Hosts": "torchax_serve.distributed.hosts.options",
     "RequestError": "torchax_serve.engine.request_handle",
-    "SamplingParams": "torchax_serve.request",
+    "SamplingParams": "torchax_serve.sampling_params",
     "ServedModel": "torchax_serve.entrypoints.served_model",
     "SpeechModel": "torchax_serve.entrypoints.speech_model",
     "TextStream": "torchax_serve.text",

@@ -31,7 +31,7 @@ SETTINGS = Settings(batches=(1, 3), prompt_len=10, new_tokens=5, repeats=2, agai
 
 @pytest.fixture(autouse=True)
 def keep_this_process_as_it_is(monkeypatch):
-    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
 
 
 @pytest.fixture(scope="module", autouse=True)

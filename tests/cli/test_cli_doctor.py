@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """This process stays as it is, and what is computed is small."""
-    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
     monkeypatch.setattr("torchax_serve.cli.doctor._HOST_BYTES", 2**22)
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.cli.main import COMMANDS, app
-from torchax_serve.cli.reporting import one_line, run_and_report
+from torchax_serve.cli.shared.errors import one_line, run_and_report
 from torchax_serve.parity.known_failures import CAUSES
 from torchax_serve.parity.models_page import shipped
 from torchax_serve.parity.tasks import TASKS
@@ -22,7 +22,7 @@ PROGRAM = "from torchax_serve.cli.main import main; main()"
 
 @pytest.fixture(autouse=True)
 def keep_this_process_as_it_is(monkeypatch):
-    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
 
 
 def call(*arguments, **kwargs):

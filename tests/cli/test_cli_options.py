@@ -9,9 +9,9 @@ import typer
 from typer.testing import CliRunner
 
 from torchax_serve.cli.bench import bench
-from torchax_serve.cli.decoding import DecodingOptions
-from torchax_serve.cli.options import LoadOptions, option_groups
 from torchax_serve.cli.run import run
+from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
+from torchax_serve.cli.shared.sampling_options import DecodingOptions
 from torchax_serve.cli.verify import VerifyLoadOptions, verify
 
 GIVEN = {

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import torchax_serve
 from model_adapters.errors import ModelNotFoundError
-from torchax_serve.cli import conversation
+from torchax_serve.cli.chat import conversation
 from torchax_serve.cli.main import app
 
 PROMPT_BACK = "u(Hi there)a("
@@ -30,7 +30,7 @@ def call(monkeypatch):
 
     monkeypatch.setitem(vars(torchax_serve), "serve", serve)
     # What the program does to the process it ends with, a test process must not keep.
-    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
     run.model = FakeModel()
     run.served = None
     return run

@@ -106,8 +106,8 @@ def test_interrupted_answer_ends_with_130_and_one_line():
 # As XLA while it compiles: C code that holds the main thread for a minute and looks at no signal.
 DEAF = """
 import hashlib
-from torchax_serve.cli.interrupts import prompt_interrupts
-from torchax_serve.cli.reporting import run_and_report
+from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.errors import run_and_report
 def compile():
     with prompt_interrupts(leave_at={leave_at}):
         print("compiling", flush=True)
@@ -140,8 +140,8 @@ def test_an_error_that_an_interruption_became():
     """Libraries turn a KeyboardInterrupt in their middle into other errors."""
     code = """
 import os, signal, time
-from torchax_serve.cli.interrupts import prompt_interrupts
-from torchax_serve.cli.reporting import run_and_report
+from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.errors import run_and_report
 def load():
     with prompt_interrupts(leave_at=1):
         try:
@@ -157,8 +157,8 @@ raise SystemExit(run_and_report(load, debug=False))
 
 LOST = """
 import gc, os, signal, time
-from torchax_serve.cli.interrupts import prompt_interrupts
-from torchax_serve.cli.reporting import run_and_report
+from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.errors import run_and_report
 class Last:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)

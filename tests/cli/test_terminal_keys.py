@@ -11,9 +11,9 @@ import pytest
 from fake_terminal import CTRL_C, CTRL_D, TAB, TIMEOUT_S, UP, Terminal, environment
 from prompt_toolkit.history import InMemoryHistory
 
-from torchax_serve.cli import reporting
-from torchax_serve.cli import terminal as terminal_module
 from torchax_serve.cli.chat import history
+from torchax_serve.cli.shared import errors
+from torchax_serve.cli.shared import terminal as terminal_module
 
 ANSWERED = ("prompt + ", "new tokens", ">>>")
 
@@ -180,7 +180,7 @@ def test_nobody_reads_the_end(arguments):
 def test_a_table_that_nobody_reads_is_no_failed_check(monkeypatch):
     """rich leaves with 1, which is the status of a check that failed."""
     dropped = []
-    monkeypatch.setattr(reporting, "drop_output", dropped.append)
+    monkeypatch.setattr(errors, "drop_output", dropped.append)
 
     def print_table():
         try:
@@ -188,7 +188,7 @@ def test_a_table_that_nobody_reads_is_no_failed_check(monkeypatch):
         except BrokenPipeError:
             raise SystemExit(1)  # noqa: B904
 
-    assert reporting.run_and_report(print_table, debug=False) == reporting.EXIT_CLOSED_PIPE
+    assert errors.run_and_report(print_table, debug=False) == errors.EXIT_CLOSED_PIPE
     assert dropped == [sys.stdout]
 
 
@@ -215,7 +215,7 @@ main()
         ("huggingface_hub", ["models", "--downloaded"]),
         ("torchax_serve.diagnostics", ["doctor"]),
         ("torchax_serve.parity.verify", ["verify"]),
-        ("torchax_serve.cli.loading", ["embed", "qwen3-0.6b", "Hi"]),
+        ("torchax_serve.cli.shared.load_model", ["embed", "qwen3-0.6b", "Hi"]),
     ],
 )
 def test_ctrl_c_while_modules_are_imported(at, arguments):

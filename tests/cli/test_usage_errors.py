@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from torchax_serve.cli.main import COMMANDS, app
-from torchax_serve.cli.reporting import reported
+from torchax_serve.cli.shared.errors import reported
 from torchax_serve.cli.shared.flag_names import HINTS, flags_of, in_flags
 
 PROGRAM = "from torchax_serve.cli.main import main; main()"
@@ -19,7 +19,7 @@ HEAVY = {"torch", "jax", "transformers", "torchax", "numpy", "prompt_toolkit"}
 
 @pytest.fixture(autouse=True)
 def keep_this_process_as_it_is(monkeypatch):
-    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
 
 
 def said_of(*arguments):

@@ -30,7 +30,7 @@ PROMPT = [5, 17, 80, 3, 44, 9, 61]
 
 @pytest.fixture(autouse=True)
 def keep_this_process_as_it_is(monkeypatch):
-    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def test_command_runs_in_process(command, monkeypatch, tmp_path):
     if command.startswith("torchax-serve cache"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing of the user's is removed
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
     done = CliRunner().invoke(app, shlex.split(command)[1:])
     assert done.exit_code == 0, done.stderr
     assert done.stdout.strip()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64
 
 @pytest.fixture(autouse=True)
 def keep_this_process_as_it_is(monkeypatch):
-    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
-from torchax_serve.request import SamplingParams
 from torchax_serve.sampling.row_params import RowParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import PlanRow
 
 WARPERS = {  # in transformers' order

@@ -22,7 +22,7 @@ from torchax_serve.executors.per_sequence_factory import gathered_road
 from torchax_serve.executors.per_sequence_forward import RowForward
 from torchax_serve.kv_cache import state_layout
 from torchax_serve.kv_cache.slot_states import gather, scatter
-from torchax_serve.request import SamplingParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import PlanRow
 
 VOCAB_SIZE = 61

@@ -8,8 +8,8 @@ import pytest
 from transformers import GenerationConfig
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.request import ENGINE_ONLY, SamplingParams
 from torchax_serve.sampling.row_params import RowParams
+from torchax_serve.sampling_params import ENGINE_ONLY, SamplingParams
 
 GIVEN = {
     "presence_penalty": 0.5,

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from model_adapters.errors import HostsError
 from torchax_serve import Hosts
-from torchax_serve.cli import loading
 from torchax_serve.cli.main import app
+from torchax_serve.cli.shared import load_model
 from torchax_serve.distributed.hosts.rendezvous import join
 
 
@@ -21,7 +21,7 @@ from torchax_serve.distributed.hosts.rendezvous import join
 def refused(monkeypatch):
     """Runs a command that has to be refused; its one line."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr(loading, "_keep_stdout_for_answers", lambda: None)  # stdout is the runner's here
+    monkeypatch.setattr(load_model, "_keep_stdout_for_answers", lambda: None)  # stdout is the runner's here
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: None)
 
     def run(*arguments):

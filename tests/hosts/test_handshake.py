@@ -13,7 +13,7 @@ from ports import free_port
 
 from model_adapters.errors import HostsError, InvalidArgumentError
 from torchax_serve import Hosts
-from torchax_serve.cli.options import DeviceOptions
+from torchax_serve.cli.shared.load_options import DeviceOptions
 from torchax_serve.distributed.hosts import acceptor as accepting
 from torchax_serve.distributed.hosts.connection import HEAD, ORDER, SAID, Wire
 from torchax_serve.distributed.hosts.handshake import (

@@ -11,7 +11,7 @@ import yaml
 
 from model_adapters.loading.names import short_name
 from torchax_serve.cli.main import app
-from torchax_serve.cli.options import DeviceOptions
+from torchax_serve.cli.shared.load_options import DeviceOptions
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "multihost"
 ENVIRONMENT = ("TORCHAX_SERVE_COORDINATOR", "TORCHAX_SERVE_NUM_HOSTS", "TORCHAX_SERVE_HOST_ID")

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve import SamplingParams, serve
-from torchax_serve.cli.conversation import Conversation
-from torchax_serve.cli.interactive import InteractiveChat
+from torchax_serve.cli.chat.conversation import Conversation
+from torchax_serve.cli.chat.repl import InteractiveChat
 from torchax_serve.cli.main import app
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -60,7 +60,7 @@ def reader(*lines):
 
 def test_one_answer(folder, picture, answer, monkeypatch):
     # What the program does to the process it ends with, a test process must not keep.
-    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
     options = ["--image", str(picture), "--greedy", "--max-new-tokens", "8"]
     result = CliRunner().invoke(app, ["run", str(folder), QUESTION, *options])
     assert (result.exit_code, result.stdout) == (0, answer + "\n")

@@ -26,7 +26,7 @@ def hub(server, monkeypatch, tmp_path):
     point_at(monkeypatch, server.endpoint)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
     monkeypatch.setattr(constants, "is_offline_mode", lambda: False)
-    monkeypatch.setattr("torchax_serve.cli.reporting.quiet_libraries", lambda: None)
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
     folder = tiny_folder(tmp_path / "repository")
     (folder / "model.gguf").write_bytes(b"not for us")
     server.repositories[NAME] = hub_lookalike.Repository(folder)

@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig
 
 from torchax_serve import sampling
-from torchax_serve.request import ENGINE_ONLY, SamplingParams
+from torchax_serve.sampling_params import ENGINE_ONLY, SamplingParams
 
 BASE = GenerationConfig(max_length=30, top_p=0.8, eos_token_id=[2], pad_token_id=1)
 
@@ -153,6 +153,7 @@ def test_params_copy_and_pickle():
 
 
 def test_requests_import_neither_jax_nor_torch():
-    code = "import sys, torchax_serve.request; print(sorted({'jax', 'torch', 'transformers'} & sys.modules.keys()))"
+    heavy = "{'jax', 'torch', 'transformers'}"
+    code = f"import sys, torchax_serve.sampling_params; print(sorted({heavy} & sys.modules.keys()))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

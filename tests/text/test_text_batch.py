@@ -5,7 +5,7 @@ from eager_model import eager_model
 from test_text_stream import eager_ids
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.request import SamplingParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text import generate_batch, stream
 
 PROMPTS = ["Once upon a time", [5, 7], "x", "The quick brown fox jumps over the lazy dog.", [9], "Once"]

@@ -4,7 +4,7 @@ import pytest
 from eager_model import eager_model
 
 from model_adapters.errors import ChatTemplateError, InvalidArgumentError
-from torchax_serve.request import SamplingParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text import TextStream, chat, chat_prompt_ids, stream
 from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_adapters.errors import ChatTemplateError, InvalidArgumentError, TorchaxServeError, UnsupportedArgumentError
-from torchax_serve.request import SamplingParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text import chat, chat_prompt_ids
 from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.template_renderer import TemplateJob, TemplateRenderer

@@ -8,7 +8,7 @@ from eager_model import eager_model
 from tokenizers_of_test import KINDS
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.request import SamplingParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text import Detokenizer, TextStream, stream
 from torchax_serve.text.prompt import DEFAULT_MAX_NEW_TOKENS, make_request
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchax_serve.cli.options import LoadOptions, option_groups
+from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
 from torchax_serve.cli.shared.tables import console
-from torchax_serve.cli.terminal import note
+from torchax_serve.cli.shared.terminal import note
 
 if TYPE_CHECKING:
     from torchax_serve.bench import Settings
@@ -91,7 +91,7 @@ def bench(
     torchax-serve bench --random-weights config.json --dtype bfloat16
     """
     check_one_model(model, random_weights, load.revision)
-    from torchax_serve.cli.interrupts import prompt_interrupts
+    from torchax_serve.cli.chat.interrupts import prompt_interrupts
 
     with prompt_interrupts(leave_at=1):
         from torchax_serve.bench import bench as measure

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.cli.options import DTYPES, check_choice, complete_dtype
+from torchax_serve.cli.shared.load_options import DTYPES, check_choice, complete_dtype
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 
 

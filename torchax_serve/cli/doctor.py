@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchax_serve.cli.interrupts import prompt_interrupts
-from torchax_serve.cli.terminal import activity
+from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.terminal import activity
 
 if TYPE_CHECKING:
     from torchax_serve.diagnostics.report import Fact, Section

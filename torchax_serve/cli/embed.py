@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.cli.options import LoadOptions, check_choice, option_groups
+from torchax_serve.cli.shared.load_options import LoadOptions, check_choice, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
-from torchax_serve.cli.terminal import is_terminal
+from torchax_serve.cli.shared.terminal import is_terminal
 
 ENDINGS = (".npy", ".json")
 
@@ -97,9 +97,9 @@ def embed(
     check_model(model, load.revision)
     _check_output(output, as_json=as_json)
     asked = list(texts) if texts else _lines()
-    from torchax_serve.cli.interrupts import prompt_interrupts
-    from torchax_serve.cli.loading import loaded_model
-    from torchax_serve.cli.terminal import note
+    from torchax_serve.cli.chat.interrupts import prompt_interrupts
+    from torchax_serve.cli.shared.load_model import loaded_model
+    from torchax_serve.cli.shared.terminal import note
 
     with loaded_model(model, load) as served, prompt_interrupts(leave_at=1):
         vectors = served.embed(asked, **dataclasses.asdict(embedding))

@@ -27,9 +27,9 @@ from torchax_serve.cli.models import models
 from torchax_serve.cli.ops import ops
 from torchax_serve.cli.plan import plan
 from torchax_serve.cli.pull import pull
-from torchax_serve.cli.reporting import EXIT_INTERRUPTED, EXIT_STATUS_HELP, reported
 from torchax_serve.cli.rm import rm
 from torchax_serve.cli.run import run
+from torchax_serve.cli.shared.errors import EXIT_INTERRUPTED, EXIT_STATUS_HELP, reported
 from torchax_serve.cli.shared.usage import CommandGroup
 from torchax_serve.cli.verify import verify
 

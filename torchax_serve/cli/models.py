@@ -13,7 +13,7 @@ import typer
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading.hub_cache import hub_cache
-from torchax_serve.cli.interrupts import prompt_interrupts
+from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.downloads import CacheDir, ago, list_downloads, size_of
 from torchax_serve.cli.shared.tables import console
 from torchax_serve.distributed.mesh_shape import parse_mesh
@@ -62,7 +62,7 @@ def _print(
     model_type: str | None, mesh: str | None, cache_dir: Path | None, *, list_all: bool, sharding: bool, as_json: bool
 ) -> None:
     from model_adapters.loading.names import SHORT_NAMES
-    from torchax_serve.cli.checked import shipped_tasks
+    from torchax_serve.cli.shared.parity_status import shipped_tasks
 
     architectures = _architectures()
     if sharding and model_type is not None:
@@ -151,7 +151,7 @@ def _check_type(model_type: str, known: Collection[str], kind: str) -> None:
 
 def _print_one(model_type: str, architectures: dict[str, list[str]], *, as_json: bool) -> None:
     """What is known about `model_type`, by task."""
-    from torchax_serve.cli.checked import of_type, print_type, types_by_task
+    from torchax_serve.cli.shared.parity_status import of_type, print_type, types_by_task
 
     known = {name for types in types_by_task().values() for name in types}
     _check_type(model_type, known, "a model of text, of sounds or of images and text")
@@ -189,7 +189,7 @@ def _print_tables(short_names: Any, architectures: dict[str, list[str]], *, list
 
 def _print_checked(console: Any) -> None:
     """A line for each task."""
-    from torchax_serve.cli.checked import shipped_tasks
+    from torchax_serve.cli.shared.parity_status import shipped_tasks
 
     tasks = shipped_tasks()
     versions = next(iter(tasks.values()))["versions"]
@@ -207,7 +207,7 @@ def _print_architectures(console: Any, architectures: dict[str, list[str]]) -> N
     """A row for each type, with the tasks that it has a part in."""
     from rich.table import Table
 
-    from torchax_serve.cli.checked import types_by_task
+    from torchax_serve.cli.shared.parity_status import types_by_task
 
     table = Table(box=None, header_style="bold")
     for heading in ("model_type", "tasks", "causal classes"):

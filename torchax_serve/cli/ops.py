@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from torchax_serve.cli.interrupts import prompt_interrupts
+from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.tables import console
 
 

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.cli.interrupts import prompt_interrupts
-from torchax_serve.cli.options import DTYPES, ConfigOptions, check_choice, option_groups
+from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.load_options import DTYPES, ConfigOptions, check_choice, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
-from torchax_serve.cli.terminal import activity, passing_note
+from torchax_serve.cli.shared.terminal import activity, passing_note
 
 
 @option_groups

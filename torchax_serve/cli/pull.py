@@ -10,10 +10,10 @@ import typer
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading.source import parse_name
-from torchax_serve.cli.interrupts import prompt_interrupts
+from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.downloads import size_of
 from torchax_serve.cli.shared.model_name import complete_model
-from torchax_serve.cli.terminal import hidden_keys, may_style, note, passing_note
+from torchax_serve.cli.shared.terminal import hidden_keys, may_style, note, passing_note
 
 if TYPE_CHECKING:
     from model_adapters.loading.source import ModelSource

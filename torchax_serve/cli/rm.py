@@ -11,7 +11,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.source import parse_name
 from torchax_serve.cli.shared.downloads import CacheDir, ago, delete_download, find_download, find_revision, size_of
 from torchax_serve.cli.shared.model_name import complete_downloaded
-from torchax_serve.cli.terminal import is_terminal, note
+from torchax_serve.cli.shared.terminal import is_terminal, note
 
 
 def rm(

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
-from torchax_serve.cli.decoding import DecodingOptions
-from torchax_serve.cli.interrupts import prompt_interrupts
-from torchax_serve.cli.loading import followed, loaded_model
-from torchax_serve.cli.options import DeviceOptions, option_groups
+from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.load_model import followed, loaded_model
+from torchax_serve.cli.shared.load_options import DeviceOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
-from torchax_serve.cli.terminal import hidden_keys, is_terminal, note
+from torchax_serve.cli.shared.sampling_options import DecodingOptions
+from torchax_serve.cli.shared.terminal import hidden_keys, is_terminal, note
 
 if TYPE_CHECKING:
-    from torchax_serve.cli.conversation import Conversation
-    from torchax_serve.request import SamplingParams
+    from torchax_serve.cli.chat.conversation import Conversation
+    from torchax_serve.sampling_params import SamplingParams
 
 STDIN = "-"
 
@@ -114,7 +114,7 @@ def run(
 
 def _conversation(model: Any, params: SamplingParams, options: ChatOptions) -> Conversation:
     """A conversation in which nothing has been said."""
-    from torchax_serve.cli.conversation import Conversation
+    from torchax_serve.cli.chat.conversation import Conversation
     from torchax_serve.entrypoints.encoder_model import EncoderModel
     from torchax_serve.text.chat import has_chat_template
 
@@ -136,8 +136,8 @@ def _conversation(model: Any, params: SamplingParams, options: ChatOptions) -> C
 
 def _talk(conversation: Conversation, options: ChatOptions) -> None:
     """A chat at the terminal."""
-    from torchax_serve.cli.interactive import COMMANDS, InteractiveChat
-    from torchax_serve.cli.reader import terminal_reader
+    from torchax_serve.cli.chat.input import terminal_reader
+    from torchax_serve.cli.chat.repl import COMMANDS, InteractiveChat
 
     read_message = terminal_reader(COMMANDS, with_history=not options.no_history)
     InteractiveChat(conversation, read_message, as_json=options.as_json).run()
@@ -145,7 +145,7 @@ def _talk(conversation: Conversation, options: ChatOptions) -> None:
 
 def _answer(conversation: Conversation, text: str, *, as_json: bool) -> None:
     """One answer on stdout."""
-    from torchax_serve.cli.answers import write_answer
+    from torchax_serve.cli.chat.output import write_answer
 
     with prompt_interrupts(leave_at=1):
         write_answer(conversation.answer(text), model_name=conversation.model.name, as_json=as_json)

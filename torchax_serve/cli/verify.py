@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.cli.options import LoadOptions, complete_dtype, option_groups
+from torchax_serve.cli.shared.load_options import LoadOptions, complete_dtype, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
 from torchax_serve.cli.shared.tables import console
-from torchax_serve.cli.terminal import note
+from torchax_serve.cli.shared.terminal import note
 
 DIFFERENT = 1
 
@@ -80,7 +80,7 @@ def verify(
     check_one_model(model, random_weights, load.revision)
     if tolerance is not None and not tolerance > 0:
         raise InvalidArgumentError(f"--tolerance: expected a number > 0, got {tolerance}")
-    from torchax_serve.cli.interrupts import prompt_interrupts
+    from torchax_serve.cli.chat.interrupts import prompt_interrupts
 
     with prompt_interrupts(leave_at=1):
         from torchax_serve.parity.verify import verify as compare

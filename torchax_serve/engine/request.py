@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from torchax_serve.request import SamplingParams
 from torchax_serve.sampling.row_params import RowParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import Request, RequestId
 
 if TYPE_CHECKING:

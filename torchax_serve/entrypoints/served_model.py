@@ -31,11 +31,11 @@ from torchax_serve.generation.engine_rows import LoopRows, row_of
 from torchax_serve.generation.jax_model import attach, rows_elsewhere
 from torchax_serve.generation.threaded_generate import is_beam_search, tokens_alone
 from torchax_serve.multimodal.placeholders import check_has_media
-from torchax_serve.request import SamplingParams
 from torchax_serve.runtime.model_generate import for_the_loop, has_class_generate
 from torchax_serve.runtime.model_runtime import Runtime
 from torchax_serve.sampling import unsupported_by_fast_path
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
 from torchax_serve.text.prompt import checked_ids, detokenizer_of, encode_prompt, given_or_default
 from torchax_serve.validation.argument_checks import short_repr
@@ -293,7 +293,7 @@ class ServedModel(OpenModel):
         return chat(self, messages, params, system=system, **options)
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None, **unknown: Any) -> TextStream:
-        """Text that follows `prompt`, piece by piece; see `torchax_serve.text.stream`."""
+        """Text that follows `prompt`, piece by piece; see `torchax_serve.text.text_stream`."""
         return stream(self, prompt, params, **unknown)
 
     def generate_batch(

@@ -19,8 +19,8 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve.buckets import ladder
 from torchax_serve.engine.request import Source
-from torchax_serve.request import SamplingParams
 from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

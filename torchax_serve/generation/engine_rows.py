@@ -22,10 +22,10 @@ from torchax_serve.engine.request_handle import cancelled_on_error
 from torchax_serve.executors.encoder_inputs import decoder_prompt
 from torchax_serve.generation.static_batch import LoopRequest, Start
 from torchax_serve.generation.threaded_generate import prepared
-from torchax_serve.request import SamplingParams
 from torchax_serve.runtime.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.runtime.padding import Padding
 from torchax_serve.sampling.config_options import PLAN_OPTIONS
+from torchax_serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from torchax_serve.engine.data_parallel import Replicas

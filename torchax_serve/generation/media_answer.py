@@ -10,11 +10,11 @@ from transformers import GenerationConfig
 from model_adapters.errors import UnsupportedArgumentError
 from torchax_serve.generation.threaded_generate import tokens_of_generate, torch_seed
 from torchax_serve.multimodal.processor import media_inputs
-from torchax_serve.request import SamplingParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.detokenizer import Detokenizer
 from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS, Request, given_or_default, merged, need_tokenizer
-from torchax_serve.text.stream import TextStream
+from torchax_serve.text.text_stream import TextStream
 
 
 def stream_about_media(

@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchax_serve.request import (
+from torchax_serve.sampling_params import (
     LIMITS,
     SAMPLING_ONLY,
     Limits,

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from model_adapters.arrays import from_host
-from torchax_serve.request import NEVER_A_TOKEN, bias_pairs, invalid
 from torchax_serve.sampling.config_options import id_list, unsupported_by_fast_path, validate
 from torchax_serve.sampling.transformers_behaviour import TransformersRules, installed_rules
+from torchax_serve.sampling_params import NEVER_A_TOKEN, bias_pairs, invalid
 from torchax_serve.validation.argument_checks import MAX_INT
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 import jax.numpy as jnp
 from jax import lax
 
-from torchax_serve.request import MAX_SEED, Limits
+from torchax_serve.sampling_params import MAX_SEED, Limits
 
 MIN_CANDIDATES = 128
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.request import MAX_SEED, NEVER_A_TOKEN, Limits, SamplingParams, bias_pairs, invalid
 from torchax_serve.sampling import CALLER_OPTIONS, SamplingPlan, unsupported_by_fast_path, validate
 from torchax_serve.sampling.config_options import id_list
 from torchax_serve.sampling.history import COLDEST
 from torchax_serve.sampling.types import FLOAT_COLUMNS, Level
+from torchax_serve.sampling_params import MAX_SEED, NEVER_A_TOKEN, Limits, SamplingParams, bias_pairs, invalid
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

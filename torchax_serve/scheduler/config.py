@@ -8,7 +8,7 @@ import math
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.rope_lengths import RopeLengths
-from torchax_serve.request import invalid
+from torchax_serve.sampling_params import invalid
 
 
 def check_whole(name: str, value: object, low: int, remedy: str) -> None:

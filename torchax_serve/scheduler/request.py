@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchax_serve.request import invalid
+from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import check_whole
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import heapq
 import operator
 from collections.abc import Iterator
 
-from torchax_serve.request import invalid
+from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_allocator import PagedCacheBook, SequencePages
 from torchax_serve.scheduler.page_pool import expect_equal

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.request import invalid
+from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_allocator import GroupUsage, PagedCacheBook
 from torchax_serve.scheduler.prefill_budget import PrefillPacer

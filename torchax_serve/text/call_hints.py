@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from model_adapters.errors import UnsupportedArgumentError
-from torchax_serve.request import SamplingParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.validation.argument_checks import short_repr
 from torchax_serve.validation.sampling_hints import RENAMED, UNSUPPORTED
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from model_adapters.errors import ChatTemplateError
 from torchax_serve.generation.media_answer import stream_about_media
 from torchax_serve.multimodal.processor import has_media
-from torchax_serve.request import SamplingParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.call_hints import refuse_unknown
 from torchax_serve.text.chat_template import ChatOptions, ChatTemplate, check_last_message
 from torchax_serve.text.messages import Message, checked_conversation
@@ -19,7 +19,7 @@ from torchax_serve.text.prompt import (
     make_request,
     need_tokenizer,
 )
-from torchax_serve.text.stream import TextStream, start_stream
+from torchax_serve.text.text_stream import TextStream, start_stream
 
 _ARGUMENTS = (
     "messages",
@@ -75,7 +75,7 @@ def chat(
     Args:
         model: the model.
         messages: what the user says, or the whole conversation, oldest first; the caller keeps the history.
-        params: how to decode, as in `torchax_serve.text.stream.stream`; an answer whose length nobody has set ends
+        params: how to decode, as in `torchax_serve.text.text_stream.stream`; an answer whose length nobody has set ends
             after `DEFAULT_CHAT_MAX_NEW_TOKENS` tokens.
         stream: hand out the text as it comes.
         system: a system prompt to stand before `messages`.

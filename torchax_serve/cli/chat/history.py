@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
-from torchax_serve.cli.terminal import note
+from torchax_serve.cli.shared.terminal import note
 
 MOST_MESSAGES = 1000
 """That are read; twice as many may lie in the file before the oldest are dropped."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from torchax_serve.cli.terminal import is_terminal
+from torchax_serve.cli.shared.terminal import is_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,7 +15,7 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from torchax_serve.cli.reporting import EXIT_CLOSED_PIPE, EXIT_ERROR, EXIT_INTERRUPTED, drop_output, print_error
+from torchax_serve.cli.shared.errors import EXIT_CLOSED_PIPE, EXIT_ERROR, EXIT_INTERRUPTED, drop_output, print_error
 from torchax_serve.cli.shared.flag_names import HINTS
 
 PROGRAM = "torchax-serve"

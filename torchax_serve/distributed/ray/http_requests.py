@@ -19,7 +19,7 @@ from model_adapters.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from torchax_serve.request import SamplingParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.validation.argument_hints import SAMPLING
 from torchax_serve.validation.bounded_json import parse_json
 

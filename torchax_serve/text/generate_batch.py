@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from model_adapters.errors import InvalidArgumentError, QueueFullError
-from torchax_serve.request import MAX_SEED, SamplingParams
+from torchax_serve.sampling_params import MAX_SEED, SamplingParams
 from torchax_serve.text.call_hints import refuse_unknown
 from torchax_serve.text.prompt import Request, TextModel, detokenizer_of, encode_prompt, make_request
-from torchax_serve.text.stream import TextStream, new_tokens
+from torchax_serve.text.text_stream import TextStream, new_tokens
 from torchax_serve.validation.argument_checks import is_list
 
 
@@ -54,7 +54,7 @@ def generate_batch(
     Args:
         model: the model.
         prompts: texts or token ids, mixed as you like.
-        params: how to decode, for all of them or one for each; as in `torchax_serve.text.stream.stream`.
+        params: how to decode, for all of them or one for each; as in `torchax_serve.text.text_stream.stream`.
         **unknown: nothing; an option of decoding is refused with a word about `SamplingParams`.
 
     Raises:

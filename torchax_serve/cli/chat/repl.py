@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 
 from model_adapters.errors import TorchaxServeError
-from torchax_serve.cli.answers import write_answer
-from torchax_serve.cli.conversation import Conversation
-from torchax_serve.cli.interrupts import prompt_interrupts
-from torchax_serve.cli.reader import ReadMessage
-from torchax_serve.cli.reporting import one_line, print_error
-from torchax_serve.cli.terminal import note
+from torchax_serve.cli.chat.conversation import Conversation
+from torchax_serve.cli.chat.input import ReadMessage
+from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.chat.output import write_answer
+from torchax_serve.cli.shared.errors import one_line, print_error
+from torchax_serve.cli.shared.terminal import note
 
 COMMANDS = {
     "help": ("", "this text"),

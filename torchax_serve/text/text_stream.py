@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
-from torchax_serve.request import SamplingParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.call_hints import refuse_unknown
 from torchax_serve.text.detokenizer import Detokenizer, NoText, StopStrings
 from torchax_serve.text.prompt import Request, TextModel, detokenizer_of, encode_prompt, make_request

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from torchax_serve.cli.reporting import EXIT_INTERRUPTED
-from torchax_serve.cli.terminal import is_terminal, note, show_keys
+from torchax_serve.cli.shared.errors import EXIT_INTERRUPTED
+from torchax_serve.cli.shared.terminal import is_terminal, note, show_keys
 
 _GRACE_S = 1.0  # what the interpreter gets to raise KeyboardInterrupt by itself
 _SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it

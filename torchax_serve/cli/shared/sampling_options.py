@@ -11,7 +11,7 @@ import typer
 from model_adapters.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from torchax_serve.request import SamplingParams
+    from torchax_serve.sampling_params import SamplingParams
 
 _option = functools.partial(
     typer.Option,
@@ -67,7 +67,7 @@ class DecodingOptions:
         Raises:
             InvalidArgumentError: a value that is none, or two that do not go together.
         """
-        from torchax_serve.request import SamplingParams
+        from torchax_serve.sampling_params import SamplingParams
 
         if self.greedy and (drawing := self._drawing()):
             raise InvalidArgumentError(

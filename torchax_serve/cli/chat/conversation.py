@@ -8,10 +8,10 @@ from typing import Any
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.multimodal.processor import has_media, processor_of
-from torchax_serve.request import SamplingParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.chat import chat, chat_prompt_ids
 from torchax_serve.text.prompt import position_limit
-from torchax_serve.text.stream import TextStream, stream
+from torchax_serve.text.text_stream import TextStream, stream
 
 # Of the model's positions, the part that the history leaves to the answer where nobody asked for more.
 _ROOM_FOR_ANSWER = 0.25
@@ -41,7 +41,7 @@ class Conversation:
         """The answer to `text`; it joins the history by `record` only.
 
         Raises:
-            TorchaxServeError: as of `torchax_serve.text.chat.chat` and `torchax_serve.text.stream.stream`.
+            TorchaxServeError: as of `torchax_serve.text.chat.chat` and `torchax_serve.text.text_stream.stream`.
         """
         if self.raw:
             return stream(self.model, text, self.params)

@@ -6,8 +6,8 @@ import dataclasses
 import json
 import sys
 
-from torchax_serve.cli.terminal import harmless, hidden_keys, is_terminal, note, passing_note
-from torchax_serve.text.stream import GenerationStats, TextStream
+from torchax_serve.cli.shared.terminal import harmless, hidden_keys, is_terminal, note, passing_note
+from torchax_serve.text.text_stream import GenerationStats, TextStream
 
 
 def stats_line(stats: GenerationStats) -> str:

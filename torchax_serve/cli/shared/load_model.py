@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from torchax_serve.cli.interrupts import prompt_interrupts
-from torchax_serve.cli.options import DeviceOptions, LoadOptions
-from torchax_serve.cli.terminal import hidden_keys, may_style, passing_note
+from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.load_options import DeviceOptions, LoadOptions
+from torchax_serve.cli.shared.terminal import hidden_keys, may_style, passing_note
 
 
 def followed(name: str | None, options: DeviceOptions) -> bool:
