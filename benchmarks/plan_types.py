@@ -33,7 +33,7 @@ def run_in(model_type, dtype, prefill_lens):
     import torch
     import transformers
 
-    from model_adapters.loading.architecture import module_of
+    from model_adapters.loading.model_class import module_of
     from torchax_serve.parity.result import said
     from torchax_serve.parity.tiny.config import tiny_config
     from torchax_serve.parity.tiny.models import causal_class

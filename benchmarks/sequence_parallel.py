@@ -32,7 +32,7 @@ SENT = {
 def compiled(topology, length, num_layers, way):
     import torch
 
-    from model_adapters.loading.architecture import find_class, load_config, module_of
+    from model_adapters.loading.model_class import find_class, load_config, module_of
     from torchax_serve.distributed.mesh import mesh_of
     from torchax_serve.planning.abstract_model import abstract_model
     from torchax_serve.planning.cache_sizes import CacheSizes

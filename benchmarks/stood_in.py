@@ -87,7 +87,7 @@ class Recorder:
         """Records the engine that is built inside."""
         import jax
 
-        from model_adapters.program import ModelProgram
+        from model_adapters.program.model_program import ModelProgram
         from torchax_serve.engine import factory
         from torchax_serve.engine.output_processor import Deliveries
         from torchax_serve.scheduler import Scheduler

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model_adapters.loading.source import EMBEDDED
+from model_adapters.loading.model_source import EMBEDDED
 from pytree_registry.torchax_import import import_torchax
 
 torchax = import_torchax()  # `import torchax`, also where torch is newer than torchax's last release

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model_adapters.loading.source import EMBEDDED
+from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import extract_jax
 
 tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)

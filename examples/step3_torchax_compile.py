@@ -5,7 +5,7 @@ import warnings
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model_adapters.loading.source import EMBEDDED
+from model_adapters.loading.model_source import EMBEDDED
 from pytree_registry.torchax_import import import_torchax
 
 torchax = import_torchax()

@@ -2,7 +2,7 @@
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model_adapters.loading.source import EMBEDDED
+from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import to_jax
 
 LABELS = ("positive", "negative")

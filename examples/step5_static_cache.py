@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache
 
-from model_adapters.loading.source import EMBEDDED
+from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import extract_jax
 
 NUM_NEW_TOKENS = 12

@@ -20,11 +20,11 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from model_adapters import folding
-from model_adapters.bridge import jax_view, torch_view, views_of
-from model_adapters.cache_layers import CacheWrite
+from model_adapters.bridge.views import jax_view, torch_view, views_of
+from model_adapters.caches.layers import CacheWrite
+from model_adapters.caches.paged_cache import NotPackableError, PagedWrite, attend_paged
+from model_adapters.lowerings import constant_folding
 from model_adapters.ops import decode_attention, dense_attention
-from model_adapters.paged import NotPackableError, PagedWrite, attend_paged
 
 
 class ImplementationName(str):
@@ -86,7 +86,7 @@ def window_of(mask_function: Callable[..., Any], length: int, batch: int = 1) ->
     row and position, for it may depend on them.
     """
     positions = torch.arange(length)
-    if folding.is_on():
+    if constant_folding.is_on():
         rows, queries = torch.arange(batch)[:, None, None, None], positions[None, None, :, None]
         keys: torch.Tensor = positions[None, None, None]
     else:

@@ -17,7 +17,7 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM
 
 import torchax_serve
-from model_adapters.bridge import extract_jax
+from model_adapters.bridge.extract import extract_jax
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

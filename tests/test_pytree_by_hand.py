@@ -94,8 +94,8 @@ except AttributeError:
 import {package}
 import torchax
 torchax.default_env()
-import model_adapters.bridge
-assert model_adapters.bridge.torchax is torchax
+import model_adapters.bridge.views
+assert model_adapters.bridge.views.torchax is torchax
 """
 
 

@@ -12,10 +12,11 @@ from transformers import cache_utils
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseStaticCacheLayer
 
 import pytree_registry
-from model_adapters import bridge, lowerings
+from model_adapters.bridge import views
+from model_adapters.lowerings import install
 
 pytree_registry.register_all()
-lowerings.install()
+install.install()
 
 # torchax asks JAX for the 64-bit integers that torch code names; JAX says that it makes 32-bit ones of them.
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
@@ -32,7 +33,7 @@ STATIC_LAYERS = [
 
 
 def as_jax(tree):
-    return jax.tree.map(lambda leaf: bridge.to_jax_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return jax.tree.map(lambda leaf: views.to_jax_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def token(generator, length):
@@ -55,9 +56,9 @@ def test_a_static_layer_decodes_as_in_torch_without_a_trace_per_token(cls):
     @jax.jit
     def step(layer, keys, values):
         traces.append(1)
-        view = bridge.torch_view((layer, keys, values))
-        with bridge.torchax.default_env():
-            return bridge.jax_view(write(*view))
+        view = views.torch_view((layer, keys, values))
+        with views.torchax.default_env():
+            return views.jax_view(write(*view))
 
     generator = np.random.default_rng(0)
     layer = as_jax(layer)
@@ -78,11 +79,11 @@ def test_a_static_layer_decodes_as_in_torch_without_a_trace_per_token(cls):
 
 def test_a_chunk_into_a_filling_window_is_refused_and_has_a_way_out():
     def step(layer, chunk):
-        view = bridge.torch_view((layer, chunk))
-        with bridge.torchax.default_env():
+        view = views.torch_view((layer, chunk))
+        with views.torchax.default_env():
             layer, chunk = view
             layer.update(chunk, chunk)
-            return bridge.jax_view(layer)
+            return views.jax_view(layer)
 
     generator = np.random.default_rng(0)
     tokens = token(generator, 7)
@@ -106,7 +107,7 @@ def test_a_cache_from_jax_goes_on_in_eager_torch():
     for at in range(9):
         eager.update(tokens[:, :, at : at + 1], tokens[:, :, at : at + 1], 0)
     identity = jax.jit(lambda cache: cache)
-    moved = jax.tree.map(bridge.to_torch_tensor, identity(as_jax(eager)))
+    moved = jax.tree.map(views.to_torch_tensor, identity(as_jax(eager)))
     assert moved.get_seq_length() == 9
     assert type(moved.layers[0].cumulative_length_int) is int
     for cache in (moved, eager):
@@ -132,7 +133,7 @@ def build(kind):
 
 def decode(model, cache_name, cache, ids, prompt_len):
     """Logits of every position, prompt and then token by token, the cache going through ``jax.jit``; the traces."""
-    weights, function = bridge.extract_jax(model)
+    weights, function = views.extract_jax(model)
     traces = []
 
     @jax.jit
@@ -183,7 +184,7 @@ def test_encoder_decoder_caches_go_in_and_out():
     prompt, ids = (torch.from_numpy(generator.integers(1, 64, (2, length))) for length in (5, 4))
     with torch.no_grad():
         expected = model(input_ids=prompt, decoder_input_ids=ids).logits.numpy()
-    weights, function = bridge.extract_jax(model)
+    weights, function = views.extract_jax(model)
 
     @jax.jit
     def first(weights, prompt, ids):

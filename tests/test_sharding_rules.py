@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import sharding_rules
-from model_adapters import bridge
-from model_adapters.loading.architecture import module_of
-from model_adapters.sharding import units_of
-from model_adapters.tp_plans import rules_for
+from model_adapters.bridge import views
+from model_adapters.loading.model_class import module_of
+from model_adapters.sharding.model_sharding import units_of
+from model_adapters.sharding.rule_selection import rules_for
 from sharding_rules import Rule, RuleTable, ShardingRuleError, Units, place
 from sharding_rules.inference import infer
 from sharding_rules.layout import ZERO, fused_dim, head_layouts, padded_units, take
@@ -82,7 +82,7 @@ def empty(config):
 
 
 def shapes_of(model):
-    return {name: tuple(tensor.shape) for name, tensor in bridge.tensors_of(model).items()}
+    return {name: tuple(tensor.shape) for name, tensor in views.tensors_of(model).items()}
 
 
 def placed_of(config, mesh_shape):

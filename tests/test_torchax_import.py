@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from model_adapters import bridge
+from model_adapters.bridge import views
 from pytree_registry import torchax_import
 
 PACKET = type(torch.ops.aten.add)
@@ -66,8 +66,8 @@ def test_torchax_imports_in_a_fresh_interpreter_and_leaves_torch_as_it_was():
 def test_an_operator_of_each_touched_kind_computes_as_torch_does(op):
     data = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
     expected = op(torch.from_numpy(data.copy()), torch.tensor([1]))
-    with bridge.torchax.default_env():
-        got = bridge.jax_view(op(*bridge.torch_view((jax.numpy.asarray(data), jax.numpy.array([1])))))
+    with views.torchax.default_env():
+        got = views.jax_view(op(*views.torch_view((jax.numpy.asarray(data), jax.numpy.array([1])))))
     for one, other in zip(*(v if isinstance(v, tuple | list) else [v] for v in (got, expected)), strict=True):
         np.testing.assert_allclose(np.asarray(one), other.numpy(), rtol=1e-6, atol=1e-6)
 

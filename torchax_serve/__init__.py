@@ -25,7 +25,7 @@ from model_adapters.errors import (
 from torchax_serve.compilation import gc_pause
 
 if TYPE_CHECKING:
-    from model_adapters.bridge import extract_jax
+    from model_adapters.bridge.extract import extract_jax
     from torchax_serve.distributed.hosts.follow import follow
     from torchax_serve.distributed.hosts.options import Hosts
     from torchax_serve.engine.options import EngineOptions
@@ -76,7 +76,7 @@ _HOME = {
     "ServedModel": "torchax_serve.entrypoints.served_model",
     "SpeechModel": "torchax_serve.entrypoints.speech_model",
     "TextStream": "torchax_serve.text",
-    "extract_jax": "model_adapters.bridge",
+    "extract_jax": "model_adapters.bridge.extract",
     "follow": "torchax_serve.distributed.hosts.follow",
     "serve": "torchax_serve.entrypoints.serve",
     "to_jax": "torchax_serve.generation.jax_model",

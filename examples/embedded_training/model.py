@@ -13,7 +13,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig, 
 
 from embedded_training.packing import Batch
 from embedded_training.tokenizer import END_OF_TURN
-from model_adapters.bridge import extract_jax
+from model_adapters.bridge.extract import extract_jax
 
 Params = dict[str, jax.Array]
 Loss = Callable[[Params, Batch], jax.Array]

@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from model_adapters.loading.loaded import LoadedModel, LoadReport, require_causal_lm
+    from model_adapters.loading.custom_generate import has_own_generate
+    from model_adapters.loading.loaded_model import LoadedModel, LoadReport, require_causal_lm
     from model_adapters.loading.loader import load_model
-    from model_adapters.loading.names import SHORT_NAMES, ShortName
-    from model_adapters.loading.own_generate import has_own_generate
+    from model_adapters.loading.model_source import ModelSource, resolve
     from model_adapters.loading.progress import Progress, RichProgress, SilentProgress
-    from model_adapters.loading.source import ModelSource, resolve
+    from model_adapters.loading.short_names import SHORT_NAMES, ShortName
 
 __all__ = [
     "SHORT_NAMES",
@@ -29,18 +29,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "SHORT_NAMES": "names",
-    "LoadReport": "loaded",
-    "LoadedModel": "loaded",
-    "ModelSource": "source",
+    "SHORT_NAMES": "short_names",
+    "LoadReport": "loaded_model",
+    "LoadedModel": "loaded_model",
+    "ModelSource": "model_source",
     "Progress": "progress",
     "RichProgress": "progress",
-    "ShortName": "names",
+    "ShortName": "short_names",
     "SilentProgress": "progress",
-    "has_own_generate": "own_generate",
+    "has_own_generate": "custom_generate",
     "load_model": "loader",
-    "require_causal_lm": "loaded",
-    "resolve": "source",
+    "require_causal_lm": "loaded_model",
+    "resolve": "model_source",
 }
 
 

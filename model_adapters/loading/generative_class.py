@@ -13,11 +13,11 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from model_adapters.bridge import tensors_of
+from model_adapters.bridge.views import tensors_of
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.loading.architecture import module_of
-from model_adapters.loading.loaded import LoadedModel
+from model_adapters.loading.loaded_model import LoadedModel
 from model_adapters.loading.loader import _generation_config
+from model_adapters.loading.model_class import module_of
 from model_adapters.loading.tensor_match import some
 from model_adapters.ops.packed_weight import Weight
 

@@ -25,11 +25,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError, TorchaxServeError
 from model_adapters.loading import checkpoint
-from model_adapters.loading.architecture import read_config_json
+from model_adapters.loading.model_class import read_config_json
+from model_adapters.loading.model_source import CONFIG
 from model_adapters.loading.modules_json import MODULES, read_modules, transformer_path
-from model_adapters.loading.names import near_matches
 from model_adapters.loading.progress import Advance, Progress, hub_bar_class
-from model_adapters.loading.source import CONFIG
+from model_adapters.loading.short_names import near_matches
 
 NUM_CONNECTIONS = 8
 

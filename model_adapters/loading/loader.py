@@ -14,8 +14,8 @@ import torch
 from jax.sharding import Mesh
 from transformers import GenerationConfig, PreTrainedModel
 
-from model_adapters.arrays import check_floats
-from model_adapters.bridge import tensors_of
+from model_adapters.bridge.host_arrays import check_floats
+from model_adapters.bridge.views import tensors_of
 from model_adapters.errors import (
     CheckpointError,
     InvalidArgumentError,
@@ -24,18 +24,18 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.loading import random_weights as random_init
-from model_adapters.loading.architecture import find_class, load_config, module_of, torch_dtype_of
 from model_adapters.loading.checkpoint import Checkpoint, weight_files
+from model_adapters.loading.custom_generate import attach_own_generate
 from model_adapters.loading.hub import CONFIG
-from model_adapters.loading.loaded import LoadedModel, numpy_dtype, report_of
+from model_adapters.loading.loaded_model import LoadedModel, numpy_dtype, report_of
 from model_adapters.loading.memory import PeakMemory, check_fits
-from model_adapters.loading.own_generate import attach_own_generate
+from model_adapters.loading.model_class import find_class, load_config, module_of, torch_dtype_of
+from model_adapters.loading.model_source import ModelSource, of_object, resolve
 from model_adapters.loading.progress import Progress, SilentProgress
-from model_adapters.loading.sink import DevicePut, Placement, WeightSink, meta_like
-from model_adapters.loading.source import ModelSource, of_object, resolve
 from model_adapters.loading.tensor_match import TensorMatch, logger, smaller_classes, without_missing_parts
+from model_adapters.loading.weight_sink import DevicePut, Placement, WeightSink, meta_like
 from model_adapters.ops.packed_weight import Weight
-from model_adapters.sharding import ModelSharding
+from model_adapters.sharding.model_sharding import ModelSharding
 
 
 def load_model(

@@ -23,7 +23,7 @@ import torch
 import transformers.utils.logging as transformers_logging
 from transformers import PreTrainedModel, core_model_loading, initialization, modeling_utils
 
-from model_adapters.loading.sink import replaced
+from model_adapters.loading.weight_sink import replaced
 
 LARGE = 2**18
 """Number of elements from which a parameter is drawn on the device."""

@@ -6,7 +6,7 @@ common (`SHARED`). It may have:
 * ``REPLACED``: functions by ``Class.method``, which stand in the place of those methods while a model is traced, and
   are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
 * ``FUNCTIONS``: the same for functions of its modeling file, by name; one that a release does not have is left out.
-* ``LEANS = True``: the code counts from the end of the keys, so the cache must lean (`model_adapters.cache_layers`).
+* ``LEANS = True``: the code counts from the end of the keys, so the cache must lean (`model_adapters.caches.layers`).
 * ``FORGETS = True``: its masks show all tokens, and what its cache has kept of them decides what is seen.
 * ``ONE_BY_ONE``: architectures where tokens of one forward see those behind them, so that an answer goes on token by
   token alone.
@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from model_adapters.bridge import is_in_torch_mode
-from model_adapters.module_state import methods_replaced
+from model_adapters.bridge.views import is_in_torch_mode
+from model_adapters.program.trace_context import methods_replaced
 
 _MODELS = "transformers.models."
 SHARED = {

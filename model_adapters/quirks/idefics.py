@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model_adapters.real_images import any_pixel_counts, image_features_by
+from model_adapters.quirks.padded_images import any_pixel_counts, image_features_by
 
 _idefics2_features = image_features_by(
     lambda count, size: count == size,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.routed_experts import group_ends
+from model_adapters.program.moe import group_ends
 
 
 def _gating(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.routed_experts import routed
+from model_adapters.program.moe import routed
 
 
 def _forward(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.rope import lengths_of
+from model_adapters.program.rope import lengths_of
 
 
 def _forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from model_adapters.bridge import jax_view, torch_view
+from model_adapters.bridge.views import jax_view, torch_view
 
 _LRU = "RecurrentGemmaRglru"
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from model_adapters.bridge import jax_view, torch_view
+from model_adapters.bridge.views import jax_view, torch_view
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
 """Numerator and denominator, divided by the exponential of the third, each float32[batch, width]."""

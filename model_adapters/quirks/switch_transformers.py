@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.routed_experts import sum_of_modules
+from model_adapters.program.moe import sum_of_modules
 
 
 def _forward(

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.loading.architecture import module_of
+from model_adapters.loading.model_class import module_of
 from torchax_serve.planning.chips import CHIPS
 from torchax_serve.planning.plan import PlanRequest, make_plan
 from torchax_serve.planning.topology import describe

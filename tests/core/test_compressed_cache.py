@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 
-from model_adapters.bridge import jax_view, torch_view
-from model_adapters.caches import TraceCache, empty_layers
-from model_adapters.compressed_layer import CompressedLayer
+from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.caches.compressed_layer import CompressedLayer
+from model_adapters.caches.device_cache import TraceCache, empty_layers
 from torchax_serve import to_jax
 from torchax_serve.parity.tiny.config import tiny_config
 from torchax_serve.parity.tiny.models import causal_class, random_model

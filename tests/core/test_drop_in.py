@@ -231,7 +231,7 @@ def test_the_cache_is_updated_in_place():
 
 
 def _plain_call():
-    from model_adapters.program import CallSpec
+    from model_adapters.program.model_program import CallSpec
 
     return CallSpec()
 

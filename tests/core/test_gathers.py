@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
-from model_adapters.gathers import gathers_first
-from model_adapters.jaxprs import inlined
-from model_adapters.paged import PackedBatch
+from model_adapters.caches.paged_cache import PackedBatch
+from model_adapters.jaxpr.interpreter import inlined
+from model_adapters.jaxpr.row_pruning import gathers_first
 from torchax_serve import to_jax
 from torchax_serve.executors.packed_factory import page_shapes
 from torchax_serve.kv_cache.pools import CacheGroup, CachePlan, PagedCache

@@ -6,25 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from model_adapters import lowerings
-from model_adapters.bridge import (
-    StoredLength,
-    extract_jax,
-    jax_view,
-    to_jax_array,
-    to_torch_tensor,
-    torch_mode,
-    torch_view,
-)
+from model_adapters.bridge.extract import extract_jax
+from model_adapters.bridge.traced_length import StoredLength
+from model_adapters.bridge.views import jax_view, to_jax_array, to_torch_tensor, torch_mode, torch_view
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.routed_experts import group_ends, routed
+from model_adapters.lowerings import install
+from model_adapters.program.moe import group_ends, routed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
 
 
 def traced(function, *arrays):
     """`function` over torch views, under jit."""
-    lowerings.install()
+    install.install()
 
     def run(*arrays):
         with torch_mode(torch.nn.Identity(), {}):
@@ -197,7 +191,7 @@ def test_embedding(dtype, padding_idx):
 
 
 def test_embedding_has_its_gradient():
-    lowerings.install()
+    install.install()
     table = jnp.asarray(np.random.default_rng(0).normal(size=(9, 4)), jnp.bfloat16)
 
     def total(table):
@@ -212,7 +206,7 @@ def test_embedding_has_its_gradient():
 
 @pytest.mark.parametrize("padding_idx", [None, 3])
 def test_a_loop_makes_no_other_table_of_an_embedding(padding_idx):
-    lowerings.install()
+    install.install()
     size = (4096, 64)
 
     def last(table, first):

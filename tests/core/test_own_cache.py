@@ -13,7 +13,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sliding
 from transformers.models.big_bird import modeling_big_bird
 
 from model_adapters.attention import additive_mask, served_attention
-from model_adapters.bridge import jax_view, to_jax_array, to_torch_tensor, torch_view
+from model_adapters.bridge.views import jax_view, to_jax_array, to_torch_tensor, torch_view
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve import to_jax
 from torchax_serve.parity.tiny.config import tiny_config

@@ -214,7 +214,7 @@ def packages(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "counts"),
     [
-        ("model_adapters/program.py", True),
+        ("model_adapters/program/model_program.py", True),
         ("model_adapters/ops/cpu/linear.cc", True),
         ("model_adapters/quirks/aria.py", True),
         ("sharding_rules/__init__.py", True),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from model_adapters.program import CallSpec
+from model_adapters.program.model_program import CallSpec
 from torchax_serve import to_jax
 from torchax_serve.parity.tiny.config import tiny_config
 from torchax_serve.parity.tiny.models import causal_class, random_model

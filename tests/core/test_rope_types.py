@@ -7,7 +7,7 @@ from rope_models import COMPUTED_ANEW, LENS, NUM_NEW, answers, left_padded, prom
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.position_limits import has_end, max_positions
+from model_adapters.program.position_limits import has_end, max_positions
 from torchax_serve import to_jax
 from torchax_serve.parity.tiny.rope_types import BORDER, KINDS, LEGACY, LENGTH_DEPENDENT, MAX_POSITIONS, with_rope
 

@@ -13,7 +13,7 @@ from documents import ROOT, commands
 from ports import free_port
 from typer.testing import CliRunner
 
-from model_adapters.loading.names import short_name
+from model_adapters.loading.short_names import short_name
 from torchax_serve.cli.main import app
 
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install "

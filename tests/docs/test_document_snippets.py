@@ -6,8 +6,8 @@ import pytest
 from documents import ROOT, blocks
 
 import torchax_serve
-from model_adapters.loading.names import short_name
-from model_adapters.loading.source import EMBEDDED
+from model_adapters.loading.model_source import EMBEDDED
+from model_adapters.loading.short_names import short_name
 from torchax_serve.entrypoints.serve import serve
 
 # Names of the hub, and what stands for them here.

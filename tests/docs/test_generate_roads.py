@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, Lo
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 import model_adapters.errors
-from model_adapters.loading.source import EMBEDDED
+from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import serve
 from torchax_serve.generation.static_batch import HONOURED_OPTIONS, DecodeLoop
 from torchax_serve.sampling import PLAN_OPTIONS

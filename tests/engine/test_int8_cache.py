@@ -11,7 +11,7 @@ import transformers
 from engine_models import VOCAB_SIZE, tiny_model
 from transformers.cache_utils import DynamicCache
 
-from model_adapters.arrays import from_host
+from model_adapters.bridge.host_arrays import from_host
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from torchax_serve import EngineOptions, SamplingParams, serve

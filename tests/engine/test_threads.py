@@ -10,7 +10,7 @@ import transformers
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
 from threads import at_once
 
-from model_adapters.program import CallSpec
+from model_adapters.program.model_program import CallSpec
 from torchax_serve import EngineOptions, serve, to_jax
 
 SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32)

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import torchax_serve
-from model_adapters.bridge import extract_jax
+from model_adapters.bridge.extract import extract_jax
 from model_adapters.errors import ModelNotFoundError
-from model_adapters.loading.source import EMBEDDED
+from model_adapters.loading.model_source import EMBEDDED
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = sorted(path.stem for path in EXAMPLES.glob("step*.py"))

@@ -13,11 +13,11 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 import pytree_registry
-from model_adapters.cache_layers import AttentionLayer
+from model_adapters.caches.layers import AttentionLayer
+from model_adapters.caches.paged_cache import PagedLayout
 from model_adapters.errors import UnsupportedArgumentError
-from model_adapters.host_values import HostValue
-from model_adapters.paged import PagedLayout
-from model_adapters.program import CallSpec
+from model_adapters.program.model_program import CallSpec
+from model_adapters.program.static_tensors import HostValue
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode, encode
 from torchax_serve.distributed.hosts.messages import Compile, End, Held, Kind, Run
 from torchax_serve.executors.packed import DecodeSpec, PackedSpec

@@ -9,7 +9,7 @@ import pytest
 import typer
 import yaml
 
-from model_adapters.loading.names import short_name
+from model_adapters.loading.short_names import short_name
 from torchax_serve.cli.main import app
 from torchax_serve.cli.shared.load_options import DeviceOptions
 

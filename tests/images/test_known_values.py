@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from model_adapters import conditions, folding, lowerings
-from model_adapters.bridge import default_env, jax_view, torch_view
+from model_adapters.bridge.views import default_env, jax_view, torch_view
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.host_values import HostValue, can_be_host
+from model_adapters.lowerings import constant_folding, deferred_checks, install
+from model_adapters.program.static_tensors import HostValue, can_be_host
 from torchax_serve.runtime.static_args import Known, arrays_and_rest
 
 
 @pytest.fixture(autouse=True)
 def installed():
-    lowerings.install()
+    install.install()
 
 
 def traced(function, *arrays):
     """`function` over torch views under ``jax.jit``, values known."""
 
     def run(*arrays):
-        with default_env(), folding.known_values():
+        with default_env(), constant_folding.known_values():
             return jax_view(function(*torch_view(arrays)))
 
     return jax.jit(run)(*arrays)
@@ -87,7 +87,7 @@ def test_a_table_on_the_host_is_looked_up_by_computed_indices():
 @pytest.mark.parametrize("count", [2, 3])
 def test_checks_are_answered_afterwards(count):
     def run(ids, x):
-        with default_env(), conditions.collected() as met:
+        with default_env(), deferred_checks.collected() as met:
             selected = torch_view(x)[torch_view(ids) == 1]
             torch._check_tensor_all(selected.numel() == count * 2, lambda: "never seen in a trace")
         return jnp.stack(met)
@@ -98,7 +98,7 @@ def test_checks_are_answered_afterwards(count):
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_selection_that_is_computed_with_must_be_all(zero):
     def run(x):
-        with default_env(), folding.known_values(), conditions.collected() as met:
+        with default_env(), constant_folding.known_values(), deferred_checks.collected() as met:
             real = torch_view(x)[(torch_view(x) != 0).any(-1)]
             return jax_view(real * 2), jnp.stack(met)
 

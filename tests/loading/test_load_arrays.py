@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from model_adapters.arrays import host_array, share_with_jax, shares_memory
+from model_adapters.bridge.host_arrays import host_array, share_with_jax, shares_memory
 
 SHARED = [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8, torch.uint8, torch.bool]
 NARROWED = {torch.int64: "int32", torch.float64: "float32"}

@@ -15,10 +15,10 @@ import pytest
 from huggingface_hub import constants
 from loading_models import tiny_folder, tiny_model
 
-from model_adapters.bridge import tensors_of
+from model_adapters.bridge.views import tensors_of
 from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading import load_model, resolve
-from model_adapters.loading.names import SHORT_NAMES
+from model_adapters.loading.short_names import SHORT_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "people/tiny"

@@ -8,7 +8,7 @@ import transformers as tf
 from loading_models import COMMON, edit_json
 from safetensors.torch import load_file, save_file
 
-from model_adapters.bridge import tensors_of
+from model_adapters.bridge.views import tensors_of
 from model_adapters.errors import CheckpointError
 from model_adapters.loading import load_model
 from torchax_serve import UnsupportedModelError, serve

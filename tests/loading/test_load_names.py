@@ -6,8 +6,8 @@ import pytest
 from loading_models import tiny_folder
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
-from model_adapters.loading import SHORT_NAMES, load_model, resolve, source
-from model_adapters.loading.names import near_matches, short_name
+from model_adapters.loading import SHORT_NAMES, load_model, model_source, resolve
+from model_adapters.loading.short_names import near_matches, short_name
 
 
 def test_the_table_is_well_formed():
@@ -16,7 +16,7 @@ def test_the_table_is_well_formed():
     for name, entry in SHORT_NAMES.items():
         assert name == name.lower().strip()
         assert "/" not in name
-        assert source._HUB_ID.fullmatch(entry.hub_id)
+        assert model_source._HUB_ID.fullmatch(entry.hub_id)
         assert 1e7 < entry.num_parameters < 1e12
         assert entry.note
         assert "\n" not in entry.note
@@ -75,7 +75,7 @@ def test_a_relative_folder_wins_over_a_hub_id(tmp_path, monkeypatch):
 def test_a_folder_with_a_short_name_is_taken_only_if_it_is_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
-    assert source._local_source("gpt2") is None
+    assert model_source._local_source("gpt2") is None
     tiny_folder(tmp_path / "gpt2")
     assert resolve("gpt2").kind == "folder"
 
@@ -98,11 +98,11 @@ def test_a_revision_of_something_that_has_none(tmp_path):
 
 
 def test_no_name_means_the_embedded_model(tmp_path, monkeypatch):
-    assert source.EMBEDDED.parts[-2:] == ("torchax_serve", "embedded")
-    monkeypatch.setattr(source, "EMBEDDED", tiny_folder(tmp_path / "embedded"))
+    assert model_source.EMBEDDED.parts[-2:] == ("torchax_serve", "embedded")
+    monkeypatch.setattr(model_source, "EMBEDDED", tiny_folder(tmp_path / "embedded"))
     found = resolve(None)
     assert (found.kind, found.folder) == ("embedded", tmp_path / "embedded")
     assert load_model().report.num_tensors
-    monkeypatch.setattr(source, "EMBEDDED", tmp_path / "gone")
+    monkeypatch.setattr(model_source, "EMBEDDED", tmp_path / "gone")
     with pytest.raises(ModelNotFoundError, match="lacks its embedded model"):
         resolve(None)

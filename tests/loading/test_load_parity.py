@@ -6,7 +6,8 @@ import pytest
 import torch
 from loading_models import CONFIGS, tiny_folder
 
-from model_adapters.bridge import pure_call, tensors_of
+from model_adapters.bridge.extract import pure_call
+from model_adapters.bridge.views import tensors_of
 from model_adapters.loading import load_model
 
 

@@ -8,7 +8,7 @@ import scipy.stats
 import torch
 from loading_models import CONFIGS, edit_json, tiny_folder, tiny_model
 
-from model_adapters.bridge import tensors_of
+from model_adapters.bridge.views import tensors_of
 from model_adapters.errors import OutOfMemoryError
 from model_adapters.loading import load_model, memory, random_weights
 

@@ -19,10 +19,10 @@ from loading_models import edit_json, tiny_folder, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import core_model_loading, modeling_utils
 
-from model_adapters.arrays import shares_memory
-from model_adapters.bridge import tensors_of
+from model_adapters.bridge.host_arrays import shares_memory
+from model_adapters.bridge.views import tensors_of
 from model_adapters.errors import CheckpointError, InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
-from model_adapters.loading import load_model, memory, sink
+from model_adapters.loading import load_model, memory, weight_sink
 from model_adapters.loading import random_weights as random_init
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,15 +119,15 @@ def test_the_path_of_accelerators(random_weights, tmp_path, monkeypatch):
     tiny_folder(tmp_path, "qwen3_moe", torch.bfloat16)
     reference = load_model(tmp_path)
     waiting = []
-    copied = sink.Placement._bounded
+    copied = weight_sink.Placement._bounded
 
     def watch(placement, array):
         copied(placement, array)
         waiting.append(sum(each.nbytes for each in placement._in_flight))
         return array
 
-    monkeypatch.setattr(sink.Placement, "_bounded", watch)
-    monkeypatch.setattr(sink, "_IN_FLIGHT_BYTES", 5000)
+    monkeypatch.setattr(weight_sink.Placement, "_bounded", watch)
+    monkeypatch.setattr(weight_sink, "_IN_FLIGHT_BYTES", 5000)
     monkeypatch.setattr(random_init, "LARGE", 512)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     loaded = load_model(tmp_path, random_weights=random_weights)
@@ -194,7 +194,7 @@ def test_memory_that_runs_out_while_loading(tmp_path, monkeypatch):
     def fail(*args, **options):
         raise MemoryError("no more")
 
-    monkeypatch.setattr("model_adapters.loading.sink.share_with_jax", fail)
+    monkeypatch.setattr("model_adapters.loading.weight_sink.share_with_jax", fail)
     with pytest.raises(OutOfMemoryError, match=r"memory ran out while loading .*: no more"):
         load_model(tmp_path)
 

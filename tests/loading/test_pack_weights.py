@@ -6,8 +6,8 @@ import torch
 from loading_models import tiny_folder, tiny_model
 from transformers import GenerationConfig
 
-from model_adapters.bridge import extract_jax
-from model_adapters.loading import load_model, packing
+from model_adapters.bridge.extract import extract_jax
+from model_adapters.loading import compress_weights, load_model
 from model_adapters.ops.cpu import kernels
 from model_adapters.ops.packed_weight import PackedWeight
 from torchax_serve import EngineOptions, serve
@@ -21,7 +21,7 @@ PROMPTS = [[5, 9, 12], list(range(3, 33)), [7], [60, 2, 31, 8, 8]]
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch):
-    monkeypatch.setattr(packing, "MIN_BYTES", 0)
+    monkeypatch.setattr(compress_weights, "MIN_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_served_model_has_its_linear_layers_packed_and_the_same_tokens(folder)
 
 def test_eager_pytorch_beside_it_has_every_bit(folder):
     loaded = load_model(folder)
-    assert packing.pack_linear_weights(loaded.module, loaded.weights)
+    assert compress_weights.pack_linear_weights(loaded.module, loaded.weights)
     twin = dict(EagerTwin(loaded).module.named_parameters())
     for name, expected in tiny_model("llama", torch.bfloat16).named_parameters():
         assert torch.equal(twin[name], expected), name
@@ -71,14 +71,14 @@ def test_a_tied_head_is_packed_beside_the_table_that_is_looked_up_in(tmp_path):
 def test_what_is_small_or_of_another_type_stays_as_it_is(folder, monkeypatch):
     with serve(folder, dtype="float32") as model:
         assert packed_names(model) == set()
-    monkeypatch.setattr(packing, "MIN_BYTES", 1 << 20)
+    monkeypatch.setattr(compress_weights, "MIN_BYTES", 1 << 20)
     with serve(folder) as model:
         assert packed_names(model) == set()
 
 
 def test_what_is_not_packed_lies_in_large_pages(folder, monkeypatch):
     moved = []
-    monkeypatch.setattr(packing, "in_huge_pages", moved.append)
+    monkeypatch.setattr(compress_weights, "in_huge_pages", moved.append)
     with serve(folder) as model:
         weights = model._loaded.weights
         assert len(moved) == len({id(array) for array in moved})
@@ -100,6 +100,6 @@ def test_a_layer_that_computes_something_else_stays_as_it_is():
 
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), Scaled(64, 64)).to(torch.bfloat16)
     weights, _ = extract_jax(module)
-    assert packing.pack_linear_weights(module, weights) == 1
+    assert compress_weights.pack_linear_weights(module, weights) == 1
     assert isinstance(weights["0.weight"], PackedWeight)
     assert not isinstance(weights["1.weight"], PackedWeight)

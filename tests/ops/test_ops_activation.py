@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model_adapters import ops
-from model_adapters.arrays import share_with_jax
+from model_adapters.bridge.host_arrays import share_with_jax
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, use
 

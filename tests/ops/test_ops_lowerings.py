@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from model_adapters import bridge, lowerings
-from model_adapters.arrays import share_with_jax
+from model_adapters.bridge import views
+from model_adapters.bridge.host_arrays import share_with_jax
+from model_adapters.lowerings import install
 
-lowerings.install()
+install.install()
 
 
 class Calls(torch.nn.Module):
@@ -24,7 +25,7 @@ class Calls(torch.nn.Module):
 
 def lowered(function, *tensors):
     """`function` of torch tensors, run by JAX under jit."""
-    weights, call = bridge.extract_jax(Calls(function))
+    weights, call = views.extract_jax(Calls(function))
     return np.asarray(jax.jit(call)(weights, tuple(share_with_jax(x) for x in tensors)))
 
 

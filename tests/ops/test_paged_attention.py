@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from ops_oracle import assert_close
 from paged_oracle import exact_paged, paged_case
 
-from model_adapters import torch_ops
-from model_adapters.bridge import pure_call
+from model_adapters.bridge.extract import pure_call
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.lowerings import custom_ops
 from model_adapters.ops import paged_attention, registry, use
 
 IMPLEMENTATIONS = ("reference", "cpu-ffi")
@@ -286,7 +286,7 @@ def test_torch_operators_take_the_features_of_the_ops(features):
     one_each = "prefix_lens" not in features
     q_lens, kv_lens = ((1, 1, 1), (5, 33, 40)) if one_each else ((5, 1, 17, 1), (5, 33, 40, 64))
     case = paged_case(q_lens=q_lens, kv_lens=kv_lens, **features)
-    torch_ops.install()
+    custom_ops.install()
     arrays = list(case.args)
     if one_each:
         del arrays[6]  # where each begins

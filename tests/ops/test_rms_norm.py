@@ -9,12 +9,15 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from model_adapters import bridge, lowerings, norms, ops
-from model_adapters.arrays import share_with_jax
+from model_adapters import ops
+from model_adapters.bridge import views
+from model_adapters.bridge.host_arrays import share_with_jax
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.lowerings import install
 from model_adapters.ops import registry, use
+from model_adapters.program import rms_norm
 
-lowerings.install()
+install.install()
 EPS = 1e-6
 ROUNDING = {"float32": 2**-22, "bfloat16": 2**-7, "float16": 2**-10}  # of the quotient and of the result
 SUM = 2**-22  # of the root of a float32 sum in XLA's order: 128 in a row for 1024 squares with eight lanes
@@ -88,8 +91,8 @@ def test_weights_of_another_16_bit_type_are_refused():
 
 def run_in_jax(norm, x):
     """What `norm` makes of `x` by JAX, as a model's part, and the implementations that were traced."""
-    weights, call = bridge.extract_jax(norm)
-    with norms.intercepted(norm), registry.recorded() as record:
+    weights, call = views.extract_jax(norm)
+    with rms_norm.intercepted(norm), registry.recorded() as record:
         out = jax.jit(call)(weights, (share_with_jax(x),))
     return torch.from_dlpack(out), record
 

@@ -22,7 +22,7 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.loading import memory
-from model_adapters.loading.architecture import module_of
+from model_adapters.loading.model_class import module_of
 from torchax_serve import EngineOptions
 from torchax_serve.cli.main import app
 from torchax_serve.distributed.mesh import mesh_of

@@ -5,7 +5,7 @@ import torch
 import transformers
 from jax.sharding import AbstractMesh
 
-from model_adapters.loading.architecture import module_of
+from model_adapters.loading.model_class import module_of
 from sharding_rules import MESH_AXES, TABLES
 from torchax_serve.planning.abstract_model import abstract_model, module_of_type
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_device import VOCAB, FakeDevice, make_config, make_loop
 
-from model_adapters.rope_lengths import RopeLengths
+from model_adapters.program.rope_lengths import RopeLengths
 from torchax_serve.scheduler import CacheGroup, Request
 
 BORDER = 10

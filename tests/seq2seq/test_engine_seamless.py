@@ -11,7 +11,7 @@ from steps_taken import steps_taken
 from threads import at_once
 from transformers import GenerationConfig
 
-from model_adapters.source_mask import SourceMask, mask_over_sounds
+from model_adapters.caches.encoder_mask import SourceMask, mask_over_sounds
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, serve
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.parity.tiny.audio import sound_model

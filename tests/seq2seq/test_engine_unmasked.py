@@ -11,7 +11,7 @@ from steps_taken import steps_taken
 from transformers import GenerationConfig
 from transformers.models.fsmt import modeling_fsmt
 
-from model_adapters import own_cache
+from model_adapters.caches import native_cache
 from torchax_serve import EngineOptions, serve, to_jax
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.request import RowRequest
@@ -74,7 +74,7 @@ def test_generate_has_the_tokens_of_a_cache_that_grows(model_type, options):
 
 def test_a_cache_that_has_the_last_token_of_a_prompt_alone_is_kept(monkeypatch):
     monkeypatch.setattr(modeling_fsmt.SinusoidalPositionalEmbedding, "forward", lambda self, input: None)
-    assert own_cache.reason(eager("fsmt")) == "its cache holds the last token of a prompt alone"
+    assert native_cache.reason(eager("fsmt")) == "its cache holds the last token of a prompt alone"
 
 
 @pytest.mark.parametrize("model_type", ON_ENGINE)

@@ -16,10 +16,10 @@ import torch
 import transformers
 from weights import draw_matrices
 
+from model_adapters.caches.paged_cache import PackedBatch
 from model_adapters.errors import TorchaxServeError
 from model_adapters.loading import load_model
-from model_adapters.loading.architecture import module_of
-from model_adapters.paged import PackedBatch
+from model_adapters.loading.model_class import module_of
 from torchax_serve import EngineOptions, serve
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.request import RowRequest

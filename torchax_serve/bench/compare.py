@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel, load_model, require_causal_lm
-from model_adapters.loading.packing import lay_out_weights
-from model_adapters.position_limits import max_positions
+from model_adapters.loading.compress_weights import lay_out_weights
+from model_adapters.program.position_limits import max_positions
 from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth, num_cores
 from torchax_serve.bench.memory_traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
 from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, same_part

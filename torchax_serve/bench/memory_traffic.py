@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from model_adapters.bridge import tensors_of
+from model_adapters.bridge.views import tensors_of
 from model_adapters.ops.packed_weight import Weights
 
 

@@ -61,7 +61,7 @@ def _check_flags(model_type: str | None, *, list_all: bool, downloaded: bool, sh
 def _print(
     model_type: str | None, mesh: str | None, cache_dir: Path | None, *, list_all: bool, sharding: bool, as_json: bool
 ) -> None:
-    from model_adapters.loading.names import SHORT_NAMES
+    from model_adapters.loading.short_names import SHORT_NAMES
     from torchax_serve.cli.shared.parity_status import shipped_tasks
 
     architectures = _architectures()

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
-from model_adapters.loading.source import parse_name
+from model_adapters.loading.model_source import parse_name
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.downloads import size_of
 from torchax_serve.cli.shared.model_name import complete_model
 from torchax_serve.cli.shared.terminal import hidden_keys, may_style, note, passing_note
 
 if TYPE_CHECKING:
-    from model_adapters.loading.source import ModelSource
+    from model_adapters.loading.model_source import ModelSource
 
 
 def pull(
@@ -86,8 +86,8 @@ def pull(
 
 def _download(model: str, **options: Any) -> ModelSource:
     """The one call of the loader: brings what it would read of `model` into the hub's cache."""
+    from model_adapters.loading.model_source import resolve
     from model_adapters.loading.progress import RichProgress, SilentProgress
-    from model_adapters.loading.source import resolve
 
     progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
     return resolve(model, progress=progress, local_files_only=False, **options)

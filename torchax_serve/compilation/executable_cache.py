@@ -34,11 +34,11 @@ import pytree_registry
 import sharding_rules
 import torchax_serve
 from model_adapters.disk_cache import SealedFolder
-from model_adapters.hooks import errors_of_hooks
 from model_adapters.ops import registry
 from model_adapters.ops.cpu import build, kernels
 from model_adapters.ops.packed_weight import Weights
-from model_adapters.trace_config import programs_run, torch_promotion
+from model_adapters.program.module_hooks import errors_of_hooks
+from model_adapters.program.trace_context import programs_run, torch_promotion
 from torchax_serve.compilation import gc_pause, jax_cache
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.compilation.compile_lock import CompileLock

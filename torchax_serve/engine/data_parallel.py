@@ -11,7 +11,7 @@ import jax
 from transformers import PreTrainedModel
 
 from model_adapters.ops.packed_weight import Weight, unpacked
-from model_adapters.sharding import ModelSharding
+from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import ProgramCache
 from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.factory import build_engine

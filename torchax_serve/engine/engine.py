@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from model_adapters.errors import QueueFullError, TorchaxServeError
-from model_adapters.trace_config import programs_run
+from model_adapters.program.trace_context import programs_run
 from torchax_serve.engine.dispatch_queue import Flights
 from torchax_serve.engine.model_runner import Flight, ModelRunner
 from torchax_serve.engine.output_processor import Deliveries, describe

@@ -6,9 +6,9 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 
+from model_adapters.caches.paged_cache import NotPackableError
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.linear import why_not_invariant
-from model_adapters.paged import NotPackableError
 from torchax_serve.buckets import token_rungs
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.model_runner import ModelRunner

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.arrays import from_host
+from model_adapters.bridge.host_arrays import from_host
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.request import RowRequest
 from torchax_serve.engine.request_handle import TokenLogprobs

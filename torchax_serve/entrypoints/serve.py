@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import Progress, load_model
-from model_adapters.loading.packing import lay_out_weights
+from model_adapters.loading.compress_weights import lay_out_weights
 from torchax_serve.compilation import gc_pause
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.distributed.hosts.leader import Mirror

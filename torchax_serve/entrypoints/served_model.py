@@ -19,7 +19,7 @@ from model_adapters.errors import (
 )
 from model_adapters.loading import LoadedModel, has_own_generate
 from model_adapters.loading.generative_class import with_head
-from model_adapters.trace_config import programs_run
+from model_adapters.program.trace_context import programs_run
 from torchax_serve.distributed.hosts.leader import Mirror
 from torchax_serve.engine.data_parallel import Replicas
 from torchax_serve.engine.engine import Engine, EngineStats

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoFeatureExtractor, FeatureExtractionMixin, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
 
+from model_adapters.caches.native_cache import takes_fixed_shapes
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
-from model_adapters.own_cache import takes_fixed_shapes
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.multimodal.audio import check_rate, checked_samples
 from torchax_serve.multimodal.processor import processor_of

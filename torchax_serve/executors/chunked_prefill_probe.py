@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from model_adapters.arrays import from_host
+from model_adapters.bridge.host_arrays import from_host
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.executors.per_sequence import GatheredModel
 from torchax_serve.executors.per_sequence_forward import TRIAL_LEN

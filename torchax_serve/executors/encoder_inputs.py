@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers.modeling_outputs import MoEModelOutput
 
-from model_adapters.arrays import from_host
+from model_adapters.bridge.host_arrays import from_host
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
-from model_adapters.program import CallSpec
+from model_adapters.program.model_program import CallSpec
 from torchax_serve.buckets import ladder
 from torchax_serve.engine.request import Source
 from torchax_serve.runtime.model_runtime import Runtime

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.arrays import from_host
+from model_adapters.bridge.host_arrays import from_host
+from model_adapters.caches.paged_cache import PackedBatch, PagedLayout, Pool
 from model_adapters.ops.cpu.kernels import one_order
 from model_adapters.ops.packed_weight import Weights
-from model_adapters.paged import PackedBatch, PagedLayout, Pool
-from model_adapters.program import ModelProgram
+from model_adapters.program.model_program import ModelProgram
 from torchax_serve.buckets import ladder, rung, token_rungs
 from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache
 from torchax_serve.kv_cache.pools import PagedCache

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from model_adapters.caches import AttentionLayer
+from model_adapters.caches.device_cache import AttentionLayer
+from model_adapters.caches.paged_cache import Int8Pool, NotPackableError, PackedBatch
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import registry
 from model_adapters.ops.packed_weight import Weights
-from model_adapters.paged import Int8Pool, NotPackableError, PackedBatch
-from model_adapters.program import CallSpec
+from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.base import Road
 from torchax_serve.executors.packed import PackedModel
 from torchax_serve.kv_cache.int8_scales import check_kernels, head_scales

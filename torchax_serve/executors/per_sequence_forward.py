@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters import quirks
-from model_adapters.caches import AttentionLayer, LayerStates
-from model_adapters.cross_attention import CrossLayer
+from model_adapters.caches.cross_attention_layer import CrossLayer
+from model_adapters.caches.device_cache import AttentionLayer, LayerStates
+from model_adapters.caches.encoder_mask import SourceMask
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.ops import list_ops, registry
 from model_adapters.ops.packed_weight import Weights
-from model_adapters.program import CallSpec
-from model_adapters.source_mask import SourceMask
+from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
 from torchax_serve.kv_cache.pools import PageShape
 from torchax_serve.kv_cache.state_layout import LONGEST, Leaves, StateLayout, StateRow

@@ -28,14 +28,15 @@ from transformers.generation import (
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils import ModelOutput
 
-from model_adapters.arrays import check_floats
-from model_adapters.bridge import extract_jax, is_in_torch_mode
-from model_adapters.caches import DeviceCache
-from model_adapters.call_names import PATCHED, TORCH_CLASS, forward_of
+from model_adapters.bridge.extract import extract_jax
+from model_adapters.bridge.host_arrays import check_floats
+from model_adapters.bridge.views import is_in_torch_mode
+from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from model_adapters.module_watch import PREPARES
-from model_adapters.program import CallSpec
-from model_adapters.trace_config import programs_run
+from model_adapters.program.call_signature import PATCHED, TORCH_CLASS, forward_of
+from model_adapters.program.model_program import CallSpec
+from model_adapters.program.module_watch import PREPARES
+from model_adapters.program.trace_context import programs_run
 from torchax_serve.generation.model_copies import state_to_copy, torch_state
 from torchax_serve.generation.static_batch import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
 from torchax_serve.generation.submodule_overrides import check_is_whole, put_parts_on_jax

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.bridge import tensors_of
+from model_adapters.bridge.views import tensors_of
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.generation.submodule_overrides import has_parts_on_jax
 from torchax_serve.runtime.eager import shared_state

@@ -12,11 +12,11 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, GenerationConfig
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from model_adapters.arrays import from_host
-from model_adapters.bridge import to_torch_tensor
-from model_adapters.caches import DeviceCache
+from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.views import to_torch_tensor
+from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.program import CallSpec
+from model_adapters.program.model_program import CallSpec
 from torchax_serve import sampling
 from torchax_serve.buckets import bucket
 from torchax_serve.multimodal.decode_inputs import PreparedSteps

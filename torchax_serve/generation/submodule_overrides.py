@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from model_adapters.bridge import is_in_torch_mode
+from model_adapters.bridge.views import is_in_torch_mode
 from model_adapters.errors import UnsupportedArgumentError
 from model_adapters.quirks.voxtral_realtime import width_before
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.arrays import from_host
+from model_adapters.bridge.host_arrays import from_host
+from model_adapters.caches.paged_cache import Int8Pool, PagedLayout, Pool, laid_out, pages_of, with_pages
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.cpu.huge_pages import without_memory
-from model_adapters.paged import Int8Pool, PagedLayout, Pool, laid_out, pages_of, with_pages
 from torchax_serve.scheduler import CacheGroup, PageCopy
 
 

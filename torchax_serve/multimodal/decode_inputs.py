@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from model_adapters.host_values import HostValue, can_be_host
+from model_adapters.program.static_tensors import HostValue, can_be_host
 
 READ_BESIDE_PIXELS = re.compile(
     r"(image|video|pixel|spatial|aspect|target|patch|num)_.*|.*_grid_(thw|hw)|(mm|moe_mm)_token_type_ids|second_per_grid_ts"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.bridge import is_view
+from model_adapters.bridge.views import is_view
 
 MODALITIES = ("image", "video")
 _PATCHED = threading.RLock()

@@ -15,8 +15,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from model_adapters.caches import AttentionLayer
-from model_adapters.compressed_layer import CompressedLayer
+from model_adapters.caches.compressed_layer import CompressedLayer
+from model_adapters.caches.device_cache import AttentionLayer
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.ops import registry
 from torchax_serve.engine.options import EngineOptions

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from model_adapters.errors import CheckpointError, UnsupportedModelError
-from model_adapters.loading.architecture import find_class, load_config
+from model_adapters.loading.model_class import find_class, load_config
 from torchax_serve.parity import check_causal as causal
 from torchax_serve.parity import check_seq2seq
 from torchax_serve.parity.check_encoder import checked_classifier, checked_encoder

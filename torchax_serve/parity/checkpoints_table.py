@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from model_adapters.loading.names import SHORT_NAMES
+from model_adapters.loading.short_names import SHORT_NAMES
 from torchax_serve.parity.result import PASSED, Result
 
 _EQUAL_SCORES = (

@@ -25,7 +25,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, load_model
-from model_adapters.loading.sink import one_load
+from model_adapters.loading.weight_sink import one_load
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.generation.jax_model import JaxModel, attach
 from torchax_serve.parity.differences import ERROR_RATIO, Difference, Named, by_name, position_error, within

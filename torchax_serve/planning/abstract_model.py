@@ -15,19 +15,13 @@ from jax.sharding import Mesh
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from model_adapters.bridge import tensors_of
+from model_adapters.bridge.views import tensors_of
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.loading.architecture import (
-    find_class,
-    load_config,
-    module_of,
-    require_causal_module,
-    torch_dtype_of,
-)
 from model_adapters.loading.hub import CONFIG
-from model_adapters.loading.loaded import numpy_dtype
-from model_adapters.loading.source import resolve
-from model_adapters.sharding import ModelSharding
+from model_adapters.loading.loaded_model import numpy_dtype
+from model_adapters.loading.model_class import find_class, load_config, module_of, require_causal_module, torch_dtype_of
+from model_adapters.loading.model_source import resolve
+from model_adapters.sharding.model_sharding import ModelSharding
 
 _NARROWED = {"int64": "int32", "float64": "float32", "uint64": "uint32"}  # JAX without 64-bit types
 

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.cache_layers import AttentionLayer
+from model_adapters.caches.layers import AttentionLayer
+from model_adapters.caches.paged_cache import NotPackableError, PackedBatch
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
-from model_adapters.paged import NotPackableError, PackedBatch
-from model_adapters.program import CallSpec
-from model_adapters.sharding import ModelSharding
+from model_adapters.program.model_program import CallSpec
+from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.buckets import bucket
 from torchax_serve.executors.packed_factory import packed_shapes
 from torchax_serve.executors.per_sequence_factory import GatheredParts

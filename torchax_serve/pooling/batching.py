@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import torch
 
-from model_adapters.bridge import to_jax_array
-from model_adapters.causality import may_share_batches
+from model_adapters.bridge.views import to_jax_array
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel
-from model_adapters.program import CallSpec
+from model_adapters.program.model_program import CallSpec
+from model_adapters.program.padding_safety import may_share_batches
 from torchax_serve.buckets import bucket
 from torchax_serve.pooling.text_tokenizer import IDS, MASK, Row, TextTokenizer
 from torchax_serve.runtime.model_runtime import Runtime

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from model_adapters.trace_config import torch_promotion
+from model_adapters.program.trace_context import torch_promotion
 
 Weights = tuple[Mapping[str, jax.Array], ...]
 """Of the layers in their order; empty for those that have none."""

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import torch
 
-from model_adapters.bridge import is_view, jax_view, to_torch_tensor
+from model_adapters.bridge.views import is_view, jax_view, to_torch_tensor
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from model_adapters.hooks import has_global_hooks
+from model_adapters.program.module_hooks import has_global_hooks
 
 _TOKENS = frozenset({"inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids", "decoder_input_ids"})
 """Arguments for which lists of numbers are taken, too."""

@@ -11,12 +11,12 @@ import numpy as np
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 from transformers.modeling_outputs import MoEModelOutput
 
-from model_adapters import own_cache
-from model_adapters.caches import DeviceCache
-from model_adapters.compressed_layer import CompressedLayer
+from model_adapters.caches import native_cache
+from model_adapters.caches.compressed_layer import CompressedLayer
+from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.ops.packed_weight import Weights
-from model_adapters.program import CallSpec
+from model_adapters.program.model_program import CallSpec
 from torchax_serve.runtime.step_functions import Carry, DecodeSpec, Steps
 
 
@@ -41,14 +41,14 @@ class CacheMaker:
             self._config.is_encoder_decoder and not self._program.names.has_encoder
         ):
             return "its forward takes no cache that transformers' other models take"
-        if (reason := own_cache.reason(self._program.module)) is not None:
+        if (reason := native_cache.reason(self._program.module)) is not None:
             return reason
         try:
             self.new(16)
         except (UnsupportedModelError, AttributeError, KeyError, TypeError) as error:
             return f"its cache has no static form: {type(error).__name__}: {error}"
         module = self._program.module
-        if getattr(module, "_can_compile_fullgraph", False) or own_cache.takes_fixed_shapes(module):
+        if getattr(module, "_can_compile_fullgraph", False) or native_cache.takes_fixed_shapes(module):
             return None  # transformers itself compiles it on a cache of fixed shapes, or it is known to run there
         return self._steps.cache.remembered("cache", "", self._tried)
 
@@ -96,7 +96,7 @@ class CacheMaker:
     @functools.cached_property
     def keeps_own(self) -> bool:
         """Whether the cache that transformers makes goes in and out of programs, one for each length it has."""
-        return self._program.cache_name is not None and own_cache.reason(self._program.module) is not None
+        return self._program.cache_name is not None and native_cache.reason(self._program.module) is not None
 
     @functools.cached_property
     def is_recurrent(self) -> bool:

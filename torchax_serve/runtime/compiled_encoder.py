@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from transformers.utils import ModelOutput
 
-from model_adapters.arrays import from_host
-from model_adapters.bridge import to_jax_array, to_torch_tensor
-from model_adapters.causality import ignores_masked
+from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.views import to_jax_array, to_torch_tensor
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from model_adapters.program import CallSpec
+from model_adapters.program.model_program import CallSpec
+from model_adapters.program.padding_safety import ignores_masked
 from torchax_serve.buckets import bucket
 from torchax_serve.runtime.model_runtime import Call, Runtime
 from torchax_serve.runtime.static_args import Known, arrays_and_rest

@@ -10,7 +10,7 @@ import jax
 import torch
 from transformers import PreTrainedModel
 
-from model_adapters.bridge import tensors_of, to_torch_tensor
+from model_adapters.bridge.views import tensors_of, to_torch_tensor
 from model_adapters.errors import (
     InvalidArgumentError,
     OutOfMemoryError,
@@ -18,9 +18,8 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.loading import LoadedModel
-from model_adapters.module_state import attributes_restored
 from model_adapters.ops.packed_weight import Weights, unpacked
-from model_adapters.trace_config import implementations
+from model_adapters.program.trace_context import attributes_restored, implementations
 from torchax_serve.runtime.model_runtime import Runtime
 
 

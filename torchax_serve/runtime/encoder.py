@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from model_adapters.causality import ignores_masked
-from model_adapters.program import ModelProgram
-from model_adapters.source_mask import SourceMask, mask_over_sounds
+from model_adapters.caches.encoder_mask import SourceMask, mask_over_sounds
+from model_adapters.program.model_program import ModelProgram
+from model_adapters.program.padding_safety import ignores_masked
 from torchax_serve.runtime.encoder_length import length_heard
 from torchax_serve.runtime.model_generate import has_class_generate
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from model_adapters.program import CallSpec
+from model_adapters.program.model_program import CallSpec
 
 if TYPE_CHECKING:
     from torchax_serve.runtime.model_runtime import Runtime

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers.utils import ModelOutput
 
-from model_adapters.arrays import from_host
-from model_adapters.bridge import to_jax_array
+from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.views import to_jax_array
 from torchax_serve.buckets import bucket
 
 CONTEXT = ("encoder_outputs", "attention_mask")

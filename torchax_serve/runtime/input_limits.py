@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.position_limits import has_end, has_table_of_distances, max_positions
-from model_adapters.tables import learned_positions, num_words
+from model_adapters.program.embeddings import learned_positions, num_words
+from model_adapters.program.position_limits import has_end, has_table_of_distances, max_positions
 
 
 @dataclasses.dataclass(frozen=True)

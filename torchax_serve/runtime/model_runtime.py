@@ -15,17 +15,17 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from model_adapters import quirks
-from model_adapters.arrays import from_host
-from model_adapters.bridge import tensors_of, to_torch_tensor
-from model_adapters.caches import DeviceCache
-from model_adapters.causality import is_causal
+from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.views import tensors_of, to_torch_tensor
+from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.module_watch import PREPARES, Change, ModuleWatch, Structure
 from model_adapters.ops.packed_weight import PackedWeight, Weights
-from model_adapters.position_limits import has_table_of_distances
-from model_adapters.program import CONDITIONS, INDICES, CallSpec, MethodSpec, ModelProgram
-from model_adapters.sharding import ModelSharding
-from model_adapters.tables import name_in
+from model_adapters.program.embeddings import name_in
+from model_adapters.program.model_program import CONDITIONS, INDICES, CallSpec, MethodSpec, ModelProgram
+from model_adapters.program.module_watch import PREPARES, Change, ModuleWatch, Structure
+from model_adapters.program.padding_safety import is_causal
+from model_adapters.program.position_limits import has_table_of_distances
+from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.buckets import bucket
 from torchax_serve.compilation.executable_cache import ProgramCache
 from torchax_serve.multimodal.placeholders import unmet

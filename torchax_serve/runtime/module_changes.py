@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from model_adapters.arrays import check_floats
-from model_adapters.bridge import tensors_of, to_jax_array
+from model_adapters.bridge.host_arrays import check_floats
+from model_adapters.bridge.views import tensors_of, to_jax_array
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from model_adapters.module_watch import Change
 from model_adapters.ops.packed_weight import Weights
-from model_adapters.program import ModelProgram
+from model_adapters.program.model_program import ModelProgram
+from model_adapters.program.module_watch import Change
 
 
 def check_can_follow(program: ModelProgram, weights: Weights, change: Change) -> None:

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 import torch
 
-from model_adapters.bridge import to_jax_array
+from model_adapters.bridge.views import to_jax_array
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.host_values import Constant, HostValue, can_be_host
 from model_adapters.ops.packed_weight import Weights
+from model_adapters.program.static_tensors import Constant, HostValue, can_be_host
 from torchax_serve.compilation.executable_cache import ProgramCache
 
 TEXT_ENDINGS = ("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids", "inputs_embeds")

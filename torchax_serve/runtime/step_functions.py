@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from model_adapters.caches import LayerStates
+from model_adapters.caches.device_cache import LayerStates
 from model_adapters.ops.packed_weight import Weights
-from model_adapters.program import Arrays, CallSpec, MethodSpec, ModelProgram
-from model_adapters.trace_config import torch_promotion
+from model_adapters.program.model_program import Arrays, CallSpec, MethodSpec, ModelProgram
+from model_adapters.program.trace_context import torch_promotion
 from torchax_serve import sampling
 from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache
 from torchax_serve.sampling import SamplingPlan, SamplingState

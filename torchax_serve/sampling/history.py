@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from model_adapters.arrays import from_host
+from model_adapters.bridge.host_arrays import from_host
 from torchax_serve.sampling.config_options import id_list, unsupported_by_fast_path, validate
 from torchax_serve.sampling.transformers_behaviour import TransformersRules, installed_rules
 from torchax_serve.sampling_params import NEVER_A_TOKEN, bias_pairs, invalid

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.arrays import from_host
-from model_adapters.trace_config import torch_promotion
+from model_adapters.bridge.host_arrays import from_host
+from model_adapters.program.trace_context import torch_promotion
 from torchax_serve import sampling
 from torchax_serve.buckets import bucket
 from torchax_serve.sampling import SamplingPlan, SamplingState

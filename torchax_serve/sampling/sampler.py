@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from model_adapters.arrays import from_host
-from model_adapters.trace_config import torch_promotion
+from model_adapters.bridge.host_arrays import from_host
+from model_adapters.program.trace_context import torch_promotion
 from torchax_serve.sampling.history_sampler import LoneSampler
 from torchax_serve.sampling.row_params import RowParams
 from torchax_serve.sampling.sample import logprobs_of, sample

@@ -7,7 +7,7 @@ import itertools
 import math
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.rope_lengths import RopeLengths
+from model_adapters.program.rope_lengths import RopeLengths
 from torchax_serve.sampling_params import invalid
 
 

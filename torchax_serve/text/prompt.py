@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.position_limits import has_end, max_positions
+from model_adapters.program.position_limits import has_end, max_positions
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.detokenizer import Detokenizer, NoText
 from torchax_serve.validation.argument_checks import MAX_PROMPT_CHARS, check_text, is_list, short_repr

@@ -14,7 +14,7 @@ import typer
 
 from model_adapters.errors import CheckpointError, ModelNotFoundError
 from model_adapters.loading.hub_cache import hub_cache
-from model_adapters.loading.names import SHORT_NAMES
+from model_adapters.loading.short_names import SHORT_NAMES
 
 CacheDir = Annotated[
     Path | None,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.hub_cache import downloaded
-from model_adapters.loading.names import SHORT_NAMES
-from model_adapters.loading.source import ModelSource, parse_name
+from model_adapters.loading.model_source import ModelSource, parse_name
+from model_adapters.loading.short_names import SHORT_NAMES
 
 
 def check_model(name: str | None, revision: str | None = None, *, with_weights: bool = True) -> None:

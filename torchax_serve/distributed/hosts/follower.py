@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from model_adapters.errors import HostsError
-from model_adapters.sharding import ModelSharding
+from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.distributed.hosts.heartbeat import Watch, wait_for_news
 from torchax_serve.distributed.hosts.leader import compile_for_hosts, run_in_turn
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode

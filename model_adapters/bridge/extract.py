@@ -1,0 +1,71 @@
+"""The one module that calls torchax: a torch module becomes a pure function over JAX arrays.
+
+Words as torchax has them: a *torch view* of a JAX array is a tensor that torch code computes with and JAX executes; a
+*jax view* is the array inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+import pytree_registry
+from model_adapters.bridge.views import JaxFunction, is_view, jax_view, tensors_of, to_jax_array, torch_mode, torch_view
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.lowerings import install
+from model_adapters.program.trace_context import torch_promotion
+
+
+def pure_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:
+    """Returns ``f(weights, args, kwargs)`` that runs ``module.method(*args, **kwargs)`` with `weights` in its place.
+
+    Args and result are pytrees of JAX arrays; the function is pure, so ``jax.jit`` and ``jax.grad`` apply to it. One
+    array may stand for a tuple of it.
+    """
+    install.install()
+    pytree_registry.register_all()  # now the modeling file is loaded, with the outputs and caches it defines
+
+    def call(weights: Mapping[str, jax.Array], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        args, kwargs = _arguments(args, kwargs)
+        with torch_promotion():
+            state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs))
+            with torch_mode(module, state):
+                return jax_view(getattr(module, method)(*args_view, **kwargs_view))
+
+    return call
+
+
+def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call ``f(weights, args, kwargs)``, arrays of NumPy and PyTorch as JAX's."""
+    if isinstance(args, Mapping) or not isinstance(kwargs, Mapping | None):
+        raise InvalidArgumentError(
+            "expected f(weights, args, kwargs) with a tuple of positional and a dict of keyword arguments, got "
+            f"{type(args).__name__} and {type(kwargs).__name__}; pass f(weights, (), {{...}}) for keywords alone"
+        )
+    positional = tuple(args) if isinstance(args, tuple | list) else (args,)
+
+    def as_array(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not is_view(leaf):
+            return to_jax_array(leaf)
+        return jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    made: tuple[tuple[Any, ...], dict[str, Any]] = jax.tree.map(as_array, (positional, dict(kwargs or {})))
+    return made
+
+
+def extract_jax(module: torch.nn.Module) -> tuple[dict[str, jax.Array], JaxFunction]:
+    """Returns ``(weights, function)`` of `module`: ``function(weights, args, kwargs)`` is pure and jittable.
+
+    Tied weights appear once per name and share one array.
+    """
+    shared: dict[int, jax.Array] = {}
+    weights = {}
+    for name, tensor in tensors_of(module).items():
+        if id(tensor) not in shared:
+            shared[id(tensor)] = to_jax_array(tensor)
+        weights[name] = shared[id(tensor)]
+    return weights, pure_call(module)

@@ -1,0 +1,68 @@
+"""The one module that calls torchax: a torch module becomes a pure function over JAX arrays.
+
+Words as torchax has them: a *torch view* of a JAX array is a tensor that torch code computes with and JAX executes; a
+*jax view* is the array inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import torch
+
+from model_adapters.bridge.views import TorchTensor, torchax
+
+
+class StoredLength(TorchTensor):
+    """The number of tokens that a cache holds, int32[], as model code gets it in a trace.
+
+    What is known of it although it is traced: it is not zero, how many tokens it is at the most, and how far apart it
+    and sums of it with numbers are.
+    """
+
+    @staticmethod
+    def __new__(cls: Any, elem: jax.Array, env: Any, most: int, base: Any = None, plus: int = 0) -> Any:
+        """A tensor over `elem`; what else there is to say, `__init__` keeps."""
+        return TorchTensor.__new__(cls, elem, env)
+
+    def __init__(self, elem: jax.Array, env: Any, most: int, base: Any = None, plus: int = 0) -> None:
+        super().__init__(elem, env)
+        self.most = most
+        self.base = self if base is None else base
+        self.plus = plus
+
+    @classmethod
+    def of(cls, length: jax.Array, most: int) -> StoredLength:
+        """The length `length` int32[]; the caller knows that it is from 1 to `most`."""
+        return cls(length, torchax.default_env(), most)
+
+    def distance(self, other: Any) -> int | None:
+        """`other` less this, where it is known."""
+        return other.plus - self.plus if isinstance(other, StoredLength) and other.base is self.base else None
+
+    def _is_zero(self, other: Any) -> bool:
+        return type(other) is int and other == 0 and self.plus >= 0
+
+    def __add__(self, other: Any) -> Any:
+        if type(other) is int:
+            return StoredLength(self._elem + other, self._env, self.most, self.base, self.plus + other)
+        return super().__add__(other)
+
+    __radd__ = __add__
+
+    def __gt__(self, other: Any) -> Any:
+        if type(other) is int and self.most + self.plus <= other:
+            return False
+        return True if self._is_zero(other) else super().__gt__(other)
+
+    def __ne__(self, other: Any) -> Any:
+        return True if self._is_zero(other) else super().__ne__(other)
+
+    def __eq__(self, other: Any) -> Any:
+        return False if self._is_zero(other) else super().__eq__(other)
+
+    def __bool__(self) -> bool:
+        return True if self.plus >= 0 else super().__bool__()
+
+    __hash__ = torch.Tensor.__hash__

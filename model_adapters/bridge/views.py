@@ -1,0 +1,177 @@
+"""The one module that calls torchax: a torch module becomes a pure function over JAX arrays.
+
+Words as torchax has them: a *torch view* of a JAX array is a tensor that torch code computes with and JAX executes; a
+*jax view* is the array inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from model_adapters.bridge.host_arrays import share_with_jax
+from pytree_registry.torchax_import import import_torchax
+
+torchax = import_torchax()
+from torchax.interop import jax_view, torch_view  # noqa: E402
+
+TorchView = torchax.view.View
+
+
+TorchTensor = torchax.tensor.Tensor
+
+
+JaxFunction = Callable[..., Any]
+
+
+_THREAD = threading.local()
+
+
+default_env = torchax.default_env
+
+
+def is_view(value: Any) -> bool:
+    """Whether `value` is a torch view of a JAX array."""
+    return isinstance(value, (TorchTensor, TorchView))
+
+
+def take_host_tensors() -> None:
+    """Has torchax take PyTorch's own tensors for constants, where it refuses them beside its own.
+
+    Model code that names no device makes them on the host, while it is traced: their values are known.
+    """
+    env = torchax.default_env()
+    theirs = env.t2j_iso
+
+    def t2j_iso(tensors: Any) -> Any:
+        return theirs(views_of(tensors))
+
+    env.t2j_iso = t2j_iso
+
+
+def views_of(tensors: Any) -> Any:
+    """`tensors`, any tree, with torch views in the place of PyTorch's own tensors on the host."""
+    env = torchax.default_env()
+
+    def taken(x: torch.Tensor) -> Any:
+        if is_view(x):
+            return x
+        with jax.ensure_compile_time_eval():  # its values are known, and stay so
+            return TorchTensor(to_jax_array(x), env)
+
+    return torch.utils._pytree.tree_map_only(torch.Tensor, taken, tensors)
+
+
+def lower(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool = False) -> None:
+    """Makes `torch_op` run `function`, over JAX arrays; with `keep_kind` over whatever the present lowering takes."""
+    env = torchax.default_env()
+    if keep_kind:
+        env._ops[torch_op] = dataclasses.replace(env._ops[torch_op], func=function)
+    else:
+        env.override_op_definition(torch_op, functools.partial(_over_arrays, function))
+
+
+def _over_arrays(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = jax_view(views_of((args, kwargs)))
+    return torch_view(function(*args, **kwargs))
+
+
+def lower_raw(torch_op: Any, function: Callable[..., Any]) -> None:
+    """Makes `torch_op` run `function`, over whatever it is called with: torch views, and numbers as they are."""
+    operator = torchax.default_env()._ops[torch_op]
+    torchax.default_env()._ops[torch_op] = dataclasses.replace(operator, func=function, is_jax_function=False)
+
+
+def lowering_of(torch_op: Any) -> Callable[..., Any]:
+    """The function that torchax runs for `torch_op`."""
+    return torchax.default_env()._ops[torch_op].func
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All tensors a forward of `module` reads, by qualified name: parameters, buffers, and plain tensor attributes.
+
+    A tensor reached by several names (tied weights) stands under each of them.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        dot = prefix + "." if prefix else ""
+        for table in (child._parameters, child._buffers, vars(child)):
+            for name, value in table.items():
+                if isinstance(value, torch.Tensor):
+                    found[dot + name] = value
+    return found
+
+
+def to_jax_array(tensor: torch.Tensor) -> jax.Array:
+    """The JAX array of a CPU tensor, on JAX's default device; shares memory where that is the CPU and layout allows.
+
+    Without 64-bit types in JAX (its default) int64 becomes int32 and float64 becomes float32.
+    """
+    array = share_with_jax(tensor)
+    return array if jax.default_backend() == "cpu" else jax.device_put(array, jax.local_devices()[0])
+
+
+def to_torch_tensor(array: jax.Array) -> torch.Tensor:
+    """The CPU tensor of a JAX array, a copy: torch code may write to it, and JAX's arrays never change."""
+    if array.dtype == jax.numpy.bfloat16:
+        return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+@contextlib.contextmanager
+def torch_mode(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Torch code inside computes on JAX, and `module` has the tensors of `state` in the place of its own."""
+    reparametrized = torch.nn.utils.stateless._reparametrize_module(module, dict(state))
+    with _on_this_thread(), _key_kept(), default_env(), torch.no_grad(), reparametrized, warnings.catch_warnings():
+        # Model code asks for int64 everywhere, and JAX without 64-bit types says each time that it gives int32.
+        warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
+        yield
+
+
+@contextlib.contextmanager
+def _key_kept() -> Iterator[None]:
+    """A trace in which torchax draws from its random key leaves none of its tracers behind as the next key."""
+    properties = default_env().param
+    before = properties.prng
+    try:
+        yield
+    finally:
+        if isinstance(properties.prng, jax.core.Tracer) and not isinstance(before, jax.core.Tracer):
+            properties.prng = before
+
+
+@contextlib.contextmanager
+def _on_this_thread() -> Iterator[None]:
+    _THREAD.depth = getattr(_THREAD, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _THREAD.depth -= 1
+
+
+@contextlib.contextmanager
+def outside_torch_mode() -> Iterator[None]:
+    """Torch code inside computes on PyTorch's own tensors again, on a thread that is in `torch_mode`."""
+    depth, _THREAD.depth = getattr(_THREAD, "depth", 0), 0
+    functions = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        with torch.utils._python_dispatch._disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(functions):
+            torch.overrides._push_mode(mode)
+        _THREAD.depth = depth
+
+
+def is_in_torch_mode() -> bool:
+    """Whether this thread is inside of `torch_mode`; others see the arrays that then stand in a module, too."""
+    return getattr(_THREAD, "depth", 0) > 0

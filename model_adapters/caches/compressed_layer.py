@@ -1,0 +1,173 @@
+"""The cache layer of attention over compressed keys, in fixed shapes: a window of tokens, and one entry for each block.
+
+DeepSeek-V4 (https://huggingface.co/deepseek-ai) attends to the last tokens as they are, and to older ones by entries
+made of `rate` tokens each. Its code keeps three things beside keys and values, all by name of the part that makes them:
+a buffer of the tokens of a block that is not full yet, the entries, and where blocks overlap a half of the last block.
+In transformers they grow; here an entry stands in a pool at the place of the last token of its block, so that pools
+have a row per token as those of other layers do, and how many there are follows from the number of tokens stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import pytree_registry
+from model_adapters.bridge.views import jax_view, to_jax_array, to_torch_tensor, torch_view
+from model_adapters.caches.layers import AttentionLayer
+
+LAYER_TYPES = frozenset({"heavily_compressed_attention", "compressed_sparse_attention"})
+"""As a configuration calls them in its ``layer_types``."""
+
+
+class CompressedLayer(AttentionLayer):
+    """Keys, values and compressed entries of one layer; its methods are those of transformers' growing layers.
+
+    Args:
+        capacity: tokens that fit.
+        window: tokens attended to as they are.
+        rate: tokens of a block, of which one entry is made.
+        overlaps: whether an entry is made of a half of the block before as well.
+    """
+
+    POOLS = ("pool", "compressor_pool", "indexer_pool")
+
+    def __init__(self, capacity: int, window: int, rate: int, *, overlaps: bool) -> None:
+        super().__init__(capacity, window)
+        self.rate, self.overlaps = rate, overlaps
+        self.compressor_pool: Any = None  # [batch, 1, capacity, dim]
+        self.indexer_pool: Any = None
+        self.buffers: dict[str, Any] = {}  # by name: tokens [batch, rate, dim] and gates of the block that is not full
+        self.overlap: dict[str, Any] = {}  # by name: the half [batch, rate, dim] of the last full block, and its gates
+        self.num_new = 0  # tokens of this forward
+
+    def leave_trace(self) -> None:
+        """Forgets what holds for one forward alone."""
+        super().leave_trace()
+        self.num_new = 0
+
+    def store_compression_weights(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Buffers new tokens and gates [batch, num_new, dim]; returns blocks to compress, and where the first begins.
+
+        Blocks behind the last full one may be among them: what is made of them is not kept.
+        """
+        new = (jax_view(kv), jax_view(gate))
+        self.num_new = new[0].shape[1]
+        is_first = name not in self.buffers
+        if is_first:
+            end = self.num_new // self.rate * self.rate
+            missing = ((0, 0), (0, self.rate - self.num_new + end), (0, 0))
+            self.buffers[name] = tuple(torch_view(jnp.pad(x[:, end:], missing)) for x in new)
+            if self.overlaps:
+                self.overlap[name] = tuple(map(torch_view, self._no_half(new[0])))
+            return torch_view(new[0][:, :end]), torch_view(new[1][:, :end]), 0
+        room = (self.rate - 1 + self.num_new) // self.rate * self.rate
+        joined = [self._joined(jax_view(old), x, room) for old, x in zip(self.buffers[name], new, strict=True)]
+        start = self._num_closed() * self.rate
+        self.buffers[name] = tuple(torch_view(jax.lax.dynamic_slice_in_dim(x, start, self.rate, 1)) for x in joined)
+        first = jax_view(self.offset) // self.rate * self.rate
+        return torch_view(joined[0][:, :room]), torch_view(joined[1][:, :room]), torch_view(first)
+
+    def _no_half(self, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The half of a block before the first one, which counts for nothing, and its gates."""
+        shape = (kv.shape[0], self.rate, kv.shape[-1] // 2)
+        return jnp.zeros(shape, kv.dtype), jnp.full(shape, -jnp.inf, jnp.float32)
+
+    def _new_pool(self, entries: jax.Array) -> jax.Array:
+        """A pool with the first `entries` [batch, blocks, dim]."""
+        pool = jnp.zeros((entries.shape[0], 1, self.capacity, entries.shape[2]), entries.dtype)
+        return pool.at[:, 0, (jnp.arange(entries.shape[1]) + 1) * self.rate - 1].set(entries)
+
+    def _joined(self, old: jax.Array, new: jax.Array, room: int) -> jax.Array:
+        """What is buffered and the new tokens behind it, with zeros up to `room` and a block more."""
+        shape = (new.shape[0], room + self.rate, new.shape[2])
+        whole = jnp.zeros(shape, old.dtype).at[:, : self.rate].set(old)
+        return jax.lax.dynamic_update_slice_in_dim(
+            whole, new.astype(old.dtype), jax_view(self.offset) % self.rate, axis=1
+        )
+
+    def _num_closed(self) -> jax.Array:
+        """Blocks that the new tokens have filled."""
+        return (jax_view(self.offset) % self.rate + self.num_new) // self.rate
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The half of the block before those of `chunk_kv` [batch, blocks, rate, dim]; keeps that of the last full one.
+
+        On a first forward there is no block before.
+        """
+        chunks = (jax_view(chunk_kv)[..., :head_dim], jax_view(chunk_gate)[..., :head_dim])
+        before = self.overlap[name]
+        is_first = getattr(self, f"{name}_pool") is None
+        kept = []
+        for old, chunk in zip(map(jax_view, before), chunks, strict=True):
+            if is_first:
+                last = chunk[:, -1]
+            else:
+                closed = self._num_closed()
+                last = jnp.where(closed > 0, jnp.take(chunk, jnp.maximum(closed - 1, 0), axis=1), old)
+            kept.append(torch_view(last.astype(old.dtype)))
+        self.overlap[name] = tuple(kept)
+        return (None, None) if is_first else before
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        """Stores the entries [batch, blocks, dim] of full blocks; returns those there are room for.
+
+        An entry that no token has filled is to be masked: `mask_of_open`, where model code does not.
+        """
+        new = jax_view(compressed)
+        pool_name = f"{name}_pool"
+        if (before := getattr(self, pool_name)) is None:
+            setattr(self, pool_name, torch_view(self._new_pool(new)))
+            return compressed
+        index = jnp.arange(new.shape[1])
+        places = (jax_view(self.offset) // self.rate + index + 1) * self.rate - 1
+        places = jnp.where(index < self._num_closed(), places, self.capacity)  # out of bounds, hence dropped
+        pool = jax_view(before)
+        pool = pool.at[:, 0, places].set(new.astype(pool.dtype), mode="drop")
+        setattr(self, pool_name, torch_view(pool))
+        return torch_view(pool[:, 0, self.rate - 1 :: self.rate])
+
+    def mask_of_open(self, num_entries: int, dtype: torch.dtype) -> torch.Tensor:
+        """[num_entries], 0 for an entry of a full block and -inf for the others."""
+        closed = (jax_view(self.offset) + self.num_new) // self.rate
+        return torch_view(jnp.where(jnp.arange(num_entries) < closed, 0.0, -jnp.inf)).to(dtype)
+
+    def take(self, theirs: Any) -> None:
+        """Copies what transformers' own layer keeps beside keys and values."""
+        for name, buffer in theirs.buffer_kv.items():
+            if buffer is None:
+                continue
+            missing = ((0, 0), (0, self.rate - buffer.shape[1]), (0, 0))
+            pair = (buffer, theirs.buffer_gate[name])
+            self.buffers[name] = tuple(jnp.pad(to_jax_array(x), missing) for x in pair)
+            setattr(self, f"{name}_pool", self._new_pool(to_jax_array(theirs.compressed_kv[name])))
+            if self.overlaps and theirs.overlap_kv[name] is None:
+                self.overlap[name] = self._no_half(self.buffers[name][0])
+            elif self.overlaps:
+                gates = to_jax_array(theirs.overlap_gate[name]).astype(jnp.float32)
+                self.overlap[name] = (to_jax_array(theirs.overlap_kv[name]), gates)
+
+    def fill(self, theirs: Any, length: int) -> None:
+        """Copies into transformers' own layer what is kept beside keys and values after `length` tokens."""
+        num_entries = length // self.rate
+        for name, (kv, gate) in self.buffers.items():
+            end = length % self.rate
+            theirs.buffer_kv[name], theirs.buffer_gate[name] = (
+                to_torch_tensor(kv[:, :end]),
+                to_torch_tensor(gate[:, :end]),
+            )
+            entries = getattr(self, f"{name}_pool")[:, 0, self.rate - 1 :: self.rate]
+            theirs.compressed_kv[name] = to_torch_tensor(entries[:, :num_entries])
+            theirs.entry_count[name] = num_entries
+            if self.overlaps and num_entries:
+                theirs.overlap_kv[name], theirs.overlap_gate[name] = map(to_torch_tensor, self.overlap[name])
+
+
+pytree_registry.register(CompressedLayer)

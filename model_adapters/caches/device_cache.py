@@ -1,0 +1,329 @@
+"""The KV cache of a served model: one layer object per layer of the model, tensors as pytree leaves.
+
+Two objects with two lives:
+
+* `TraceCache` is what unmodified model code sees inside a trace. It is a `transformers.Cache`; its layers hold traced
+  arrays, and it dies with the trace.
+* `DeviceCache` is the handle that the host keeps between calls. It is a `transformers.Cache` too, so that transformers'
+  own generation loop can carry it around, reorder it for beams and crop it after a rejected draft.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+    StaticCache,
+    StaticIndexedLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from model_adapters.bridge.traced_length import StoredLength
+from model_adapters.bridge.views import jax_view, to_jax_array, to_torch_tensor
+from model_adapters.caches.compressed_layer import LAYER_TYPES as COMPRESSED
+from model_adapters.caches.compressed_layer import CompressedLayer
+from model_adapters.caches.cross_attention_layer import CrossLayer, TraceEncoderDecoderCache, fill
+from model_adapters.caches.layers import AttentionLayer, HybridLayer, IndexedLayer
+from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
+
+LayerStates = tuple[Any, ...]
+LONGEST = 2**30
+
+
+def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
+    """One empty cache layer per layer of the model, kinds as transformers' own static cache chooses them.
+
+    Raises:
+        UnsupportedModelError: a layer kind that has no counterpart here.
+    """
+    if COMPRESSED & set(getattr(config, "layer_types", None) or ()):
+        return tuple(_compressed(theirs, capacity) for theirs in DynamicCache(config=config).layers)
+    layers: list[Any] = []
+    # A static sliding layer knows its window as its own length, unless the whole cache is shorter: ask a long one.
+    for theirs in StaticCache(config=config, max_cache_len=LONGEST).layers:
+        window = theirs.max_cache_len if isinstance(theirs, StaticSlidingWindowLayer) else None
+        if type(theirs) in (StaticLayer, StaticSlidingWindowLayer):
+            layers.append(AttentionLayer(capacity, window))
+        elif isinstance(theirs, LinearAttentionCacheLayerMixin) and isinstance(theirs, StaticLayer):
+            layers.append(HybridLayer(capacity, window, theirs.number_of_states))
+        elif type(theirs) is StaticIndexedLayer:
+            layers.append(IndexedLayer(capacity))
+        elif isinstance(theirs, StaticLayer):
+            raise UnsupportedModelError(f"cache layers of kind {type(theirs).__name__} have no static form here")
+        else:
+            layers.append(theirs)
+    return tuple(layers)
+
+
+def _compressed(theirs: Any, capacity: int) -> AttentionLayer:
+    """The counterpart of a layer of a model that attends to compressed keys, which has no static cache."""
+    if not hasattr(theirs, "store_compression_weights"):
+        return AttentionLayer(capacity, getattr(theirs, "sliding_window", None))
+    overlaps = hasattr(theirs, "overlap_kv")
+    return CompressedLayer(capacity, theirs.sliding_window, theirs.compress_rate, overlaps=overlaps)
+
+
+class TraceCache(Cache):
+    """The cache as model code sees it inside a trace; `offset` is the number of tokens stored, a traced scalar.
+
+    With `lean_len`, the number of new tokens, layers that hold something lean.
+    """
+
+    def __init__(self, layers: LayerStates, offset: Any, lean_len: int | None = None) -> None:
+        super().__init__(layers=list(layers))
+        for layer in self.layers:
+            if isinstance(layer, AttentionLayer):
+                layer.offset = offset
+                if layer.pool is not None and offset is not None:
+                    layer.offset = StoredLength.of(jax_view(offset), layer.capacity)
+                layer.lean_len, layer.has_counted = None if layer.pool is None else lean_len, False
+
+    def mask_len(self, query_len: int) -> int:
+        """Length of the attention mask for `query_len` new tokens; 0 where a recurrent state leaves nothing to mask."""
+        attention = next((layer for layer in self.layers if isinstance(layer, AttentionLayer)), None)
+        if attention is not None:
+            return attention.get_mask_sizes(query_len)[0]
+        return 0 if self.has_previous_state() else query_len
+
+    def states(self) -> LayerStates:
+        """The layers, to be returned from the trace; the offset stays with the host."""
+        for layer in self.layers:
+            if isinstance(layer, AttentionLayer):
+                layer.leave_trace()
+        return tuple(self.layers)
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: transformers would build 4D masks on the host for a cache that says yes."""
+        return False
+
+
+def trace_cache(states: LayerStates, offset: Any, lean_len: int | None) -> TraceCache | TraceEncoderDecoderCache:
+    """The cache that model code gets in a trace, of `states` in torch's view."""
+    cross = tuple(layer for layer in states if isinstance(layer, CrossLayer))
+    own = TraceCache(states[: len(states) - len(cross)], offset, lean_len)
+    return TraceEncoderDecoderCache(own, cross) if cross else own
+
+
+def check_layers_keep_all(cache: Cache, argument: str | None, module: torch.nn.Module) -> None:
+    """Raises UnsupportedModelError if the code of `module` has left tensors on its `argument` itself, not in layers."""
+    left = [name for name, value in vars(cache).items() if isinstance(value, torch.Tensor)]
+    if left:  # the next step gets the layers alone
+        raise UnsupportedModelError(
+            f"expected a model that keeps its state in the layers of its cache, got {type(module).__name__}, which "
+            f"keeps it beside them ({', '.join(f'{argument}.{name}' for name in left)})"
+        )
+
+
+def shortest_window(states: LayerStates | None) -> int:
+    """Tokens that a cache which holds something keeps, if it forgets any."""
+    layers = [x for x in states or () if isinstance(x, AttentionLayer) and x.pool is not None]
+    return min((x.window for x in layers if x.window is not None), default=LONGEST)
+
+
+class DeviceCache(Cache):
+    """Handle of a cache that lies on the device: a drop-in where transformers' generation loop expects its own.
+
+    Args:
+        config: of the decoder.
+        capacity: tokens that fit at first.
+        with_encoder: the layers attend to an encoder's output as well.
+
+    Attributes:
+        states: one pytree per layer, arrays on the device; layers over an encoder's output behind the others.
+        encoder_len: true length of the encoder's output, whose keys may be padded.
+        length: tokens stored, the same for every row of the batch (rows are padded on the left).
+        capacity: tokens that fit.
+    """
+
+    def __init__(self, config: PreTrainedConfig, capacity: int, *, with_encoder: bool = False) -> None:
+        super().__init__(layers=[])
+        self.config = config
+        self.capacity = capacity
+        self.with_encoder = with_encoder
+        self.length = 0
+        self.encoder_len = 0
+        self.states: LayerStates = self._empty()
+
+    def _empty(self) -> LayerStates:
+        own = empty_layers(self.config, self.capacity)
+        return (*own, *(CrossLayer() for _ in own)) if self.with_encoder else own
+
+    def __len__(self) -> int:
+        return len(self.states) // (2 if self.with_encoder else 1)
+
+    def __repr__(self) -> str:
+        return f"DeviceCache(length={self.length}, capacity={self.capacity}, layers={len(self.states)})"
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: compilation is this project's own business."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether a rollback leaves no trace: only attention layers can forget."""
+        return all(type(layer) in (AttentionLayer, IndexedLayer, CrossLayer) for layer in self.states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens stored."""
+        return self.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: the handle grows as needed."""
+        return -1
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a recurrent state is there to continue from."""
+        return self.length > 0
+
+    def reserve(self, capacity: int) -> None:
+        """Makes room for `capacity` tokens; what is stored stays."""
+        if capacity <= self.capacity:
+            return
+        self._check_is_here()
+        for layer in self.states:
+            if isinstance(layer, AttentionLayer):
+                for name in layer.POOLS:
+                    if (pool := getattr(layer, name)) is not None:
+                        setattr(layer, name, jnp.pad(pool, ((0, 0), (0, 0), (0, capacity - self.capacity), (0, 0))))
+                layer.capacity = capacity
+        self.capacity = capacity
+
+    def _map(self, function: Any) -> None:
+        self._check_is_here()
+        self.states = jax.tree.map(function, self.states)
+
+    def _check_is_here(self) -> None:
+        """Raises UnsupportedArgumentError where devices of other hosts have a part, which runs what the model runs."""
+        if not all(array.is_fully_addressable for array in jax.tree.leaves(self.states)):
+            raise UnsupportedArgumentError(
+                "expected a cache on this host, got one on several, which beams, assistants and callers of the cache "
+                "cannot cut, reorder or read; use greedy search or sampling, or serve the model on one host"
+            )
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Rows become those at `beam_idx` int[batch]."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows at `indices` int[new_batch]."""
+        rows = indices.numpy()  # of no device, so that the array may lie on several
+        self._map(lambda array: jnp.take(array, rows, axis=0))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row `repeats` times."""
+        self._map(lambda array: jnp.repeat(array, repeats, axis=0))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``abs(tokens_to_remove)`` tokens."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"expected a number of tokens to remove that is 0 or negative, got {tokens_to_remove}")
+        if tokens_to_remove and not self.is_croppable:
+            raise UnsupportedModelError("a cache with recurrent states cannot be rolled back")
+        self.length = max(0, self.length + tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: attention layers keep every token."""
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.length = self.encoder_len = 0
+        self.states = self._empty()
+
+    @classmethod
+    def from_dynamic(cls, cache: DynamicCache | EncoderDecoderCache, config: PreTrainedConfig) -> DeviceCache:
+        """A device copy of transformers' own dynamic cache."""
+        pair = isinstance(cache, EncoderDecoderCache)
+        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        cross: list[Any] = cache.cross_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else []
+        length = 0 if not own.layers else own.get_seq_length()
+        ours = cls(config, max(length, 1), with_encoder=pair)
+        ours.length = length
+        if length:
+            for state, layer in zip(ours.states, [*own.layers, *cross], strict=True):
+                _take(state, layer, length)
+        ours.encoder_len = max((layer.get_seq_length() for layer in cross), default=0)
+        return ours
+
+    def to_dynamic(self) -> DynamicCache | EncoderDecoderCache:
+        """A copy as transformers' own dynamic cache, tensors on the CPU, cut to the tokens stored."""
+        self._check_is_here()
+        cache = DynamicCache(config=self.config)
+        for layer, state in zip(cache.layers, self.states[: len(self)], strict=True):
+            _fill(layer, state, self.length)
+        if not self.with_encoder:
+            return cache
+        cross = DynamicCache(config=self.config)
+        fill(cross, self.states[len(self) :], self.encoder_len)
+        return EncoderDecoderCache(cache, cross)
+
+
+def _take(state: Any, layer: Any, length: int) -> None:
+    """Copies one of transformers' own layers into the device layer `state`."""
+    if isinstance(state, CrossLayer) and layer.is_initialized:
+        state.keys, state.values = to_jax_array(layer.keys), to_jax_array(layer.values)
+    if isinstance(state, AttentionLayer):
+        pool = torch.cat([layer.keys, layer.values], -1)
+        missing = length - pool.shape[2]  # forgotten by a sliding layer, so masked in every step to come
+        state.pool = jnp.pad(to_jax_array(pool), ((0, 0), (0, 0), (missing, state.capacity - length), (0, 0)))
+        state.k_dim = layer.keys.shape[-1]
+    if isinstance(state, CompressedLayer):
+        state.take(layer)
+    if isinstance(state, IndexedLayer) and layer.is_indexer_initialized:
+        tail = ((0, 0), (0, 0), (0, state.capacity - length), (0, 0))
+        state.index_pool = jnp.pad(to_jax_array(layer.indexer_keys)[:, None], tail)
+        if getattr(layer, "indexer_position_ids", None) is not None:
+            positions = jnp.moveaxis(to_jax_array(layer.indexer_position_ids), 0, 2)[:, None]
+            state.position_pool = jnp.pad(positions, tail)
+    if isinstance(state, LinearAttentionCacheLayerMixin):
+        for name in ("conv_states", "recurrent_states"):
+            theirs = getattr(layer, name)
+            getattr(state, name).update({i: None if x is None else to_jax_array(x) for i, x in theirs.items()})
+        _copy_flags(layer, state)
+
+
+def _copy_flags(source: Any, target: Any) -> None:
+    for name in (
+        "is_conv_states_initialized",
+        "is_recurrent_states_initialized",
+        "has_previous_state",
+        "conv_kernel_size",
+    ):
+        getattr(target, name).update(getattr(source, name))
+    target.dtype, target.device = source.dtype, source.device
+
+
+def _fill(layer: Any, state: Any, length: int) -> None:
+    """Copies one device layer into transformers' own layer object."""
+    if isinstance(state, AttentionLayer) and state.pool is not None:
+        pool = to_torch_tensor(state.pool[:, :, :length])
+        keys, values = pool[..., : state.k_dim].contiguous(), pool[..., state.k_dim :].contiguous()
+        layer.lazy_initialization(keys, values)
+        start = 0 if state.window is None else max(0, length - state.window + 1)
+        layer.keys, layer.values = keys[:, :, start:], values[:, :, start:]
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = length
+    if isinstance(state, CompressedLayer):
+        state.fill(layer, length)
+    if isinstance(state, IndexedLayer) and state.index_pool is not None:
+        keys = to_torch_tensor(state.index_pool[:, 0, :length])
+        layer.lazy_initialization_indexer(keys)
+        layer.indexer_keys = keys
+        if state.position_pool is not None:
+            layer.indexer_position_ids = to_torch_tensor(state.position_pool[:, 0, :length]).movedim(2, 0).long()
+    if isinstance(state, LinearAttentionCacheLayerMixin):
+        for name in ("conv_states", "recurrent_states"):
+            ours = getattr(state, name)
+            getattr(layer, name).update({i: None if x is None else to_torch_tensor(x) for i, x in ours.items()})
+        _copy_flags(state, layer)
+        layer.device = torch.device("cpu")

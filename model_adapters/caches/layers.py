@@ -1,0 +1,211 @@
+"""The layers of a device cache as model code sees them in a trace: what they store, and what they hand out.
+
+An attention layer keeps K and V side by side in one array ``pool[batch, kv_heads, capacity, k_dim + v_dim]``. Sliding
+layers keep the full length as well: the window is applied by the attention mask or the kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+import pytree_registry
+from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.errors import UnsupportedModelError
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheWrite:
+    """What one call of ``cache.update`` wrote, attached to the keys it returned.
+
+    The attention function that receives those very keys may attend and write in one pass, from the pool as it was
+    before; the write that ``update`` has traced is then dead code. Model code that changes the keys in between loses
+    the attachment and gets the dense keys and values it computed with.
+    """
+
+    layer: AttentionLayer
+    keys: jax.Array  # [batch, kv_heads, num_new, k_dim]
+    values: jax.Array  # [batch, kv_heads, num_new, v_dim]
+    values_out: torch.Tensor  # what `update` returned beside the keys
+    pool_before: jax.Array | None  # [batch, kv_heads, capacity, k_dim + v_dim]; None in a first prefill
+
+
+class AttentionLayer(CacheLayerMixin):
+    """Keys and values of one attention layer, full or sliding.
+
+    An empty layer (``pool is None``) takes a first prefill: it returns the new keys and values as they are, and
+    stores them at position 0. Later updates store at ``offset`` and return the whole pool.
+
+    A layer that leans returns the pool shifted, so that the newest token is the last of it: to model code it looks like
+    the end of a batch padded on the left, whose lengths are numbers and not traced. For code that counts from the end.
+    """
+
+    supports_early_init = False
+    POOLS: tuple[str, ...] = ("pool",)
+    """Attributes with an array [batch, heads, capacity, width], a row per token."""
+
+    def __init__(self, capacity: int, window: int | None = None) -> None:
+        self.capacity = capacity
+        self.window = window
+        self.k_dim = 0
+        self.pool: Any = None
+        self.offset: Any = None
+        self.lean_len: int | None = None  # new tokens of this forward, if the layer leans in it
+        self.first_len: int | None = None  # tokens stored in this forward, if it is the first
+        self.has_counted = False  # the new tokens are among those stored
+
+    def leave_trace(self) -> None:
+        """Forgets what holds for one forward alone."""
+        self.offset, self.lean_len, self.first_len, self.has_counted = None, None, None, False
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether only the last `window` positions are ever attended to."""
+        return self.window is not None
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether something has been stored."""
+        return self.pool is not None
+
+    @property
+    def keys(self) -> torch.Tensor:  # type: ignore[override]
+        """Dense keys [batch, kv_heads, capacity, k_dim]."""
+        return torch_view(jax_view(self.pool)[..., : self.k_dim])
+
+    @property
+    def values(self) -> torch.Tensor:  # type: ignore[override]
+        """Dense values [batch, kv_heads, capacity, v_dim]."""
+        return torch_view(jax_view(self.pool)[..., self.k_dim :])
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pool is made by the first update."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new keys and values [batch, kv_heads, num_new, dim]; returns those to attend to."""
+        keys, values = jax_view(key_states), jax_view(value_states)
+        before = None if self.pool is None else jax_view(self.pool)
+        new = jnp.concatenate([keys, values], -1)
+        if before is None:
+            num_new = new.shape[2]
+            if num_new > self.capacity:
+                raise ValueError(f"expected at most {self.capacity} tokens for this cache, got {num_new}")
+            self.k_dim = keys.shape[-1]
+            pool = jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - num_new), (0, 0)))
+            self.first_len = num_new
+            keys_out, values_out = torch_view(keys), torch_view(values)
+        else:
+            pool = jax.lax.dynamic_update_slice_in_dim(before, new.astype(before.dtype), jax_view(self.offset), axis=2)
+            seen = self._leaning(pool)
+            self.has_counted = True
+            keys_out, values_out = torch_view(seen[..., : self.k_dim]), torch_view(seen[..., self.k_dim :])
+        self.pool = torch_view(pool)
+        keys_out.cache_write = CacheWrite(self, keys, values, values_out, before)
+        return keys_out, values_out
+
+    def _leaning(self, pool: jax.Array) -> jax.Array:
+        """`pool` [batch, heads, capacity, width] as model code sees it."""
+        if self.lean_len is None:
+            return pool
+        return jnp.roll(pool, self.capacity - self.lean_len - jax_view(self.offset), axis=2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that ``update`` returns for `query_length` new tokens."""
+        return (query_length if self.pool is None else self.capacity), 0
+
+    def get_seq_length(self) -> Any:
+        """Tokens stored so far: 0 for an empty layer, else a traced scalar."""
+        if self.pool is None:
+            return 0
+        if self.first_len is not None:
+            return self.first_len
+        if self.lean_len is None:
+            return self.offset
+        return self.capacity - (0 if self.has_counted else self.lean_len)
+
+    def get_max_length(self) -> int:
+        """Tokens that fit."""
+        return self.capacity
+
+
+class HybridLayer(LinearAttentionLayer, AttentionLayer):  # type: ignore[override]  # as transformers' own
+    """A layer with both a linear-attention state and keys and values."""
+
+    is_initialized = AttentionLayer.is_initialized
+
+    def __init__(self, capacity: int, window: int | None, number_of_states: int) -> None:
+        AttentionLayer.__init__(self, capacity, window)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Prepares the linear-attention state; keys and values need nothing."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+
+class IndexedLayer(AttentionLayer):
+    """An attention layer with the keys of an indexer beside, which chooses the positions that are attended to."""
+
+    POOLS = ("pool", "index_pool", "position_pool")
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.num_indexed = 0  # tokens whose index keys were stored in this forward, behind others
+        self.index_pool: Any = None  # [batch, 1, capacity, index_dim]
+        self.position_pool: Any = None  # int32[batch, 1, capacity, axes]
+
+    def leave_trace(self) -> None:
+        """Forgets what holds for one forward alone."""
+        super().leave_trace()
+        self.num_indexed = 0
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Stores an indexer's new keys [batch, num_new, dim]; returns all there are, as `update` does."""
+        new = jax_view(indexer_key_states)[:, None]
+        is_first = self.index_pool is None
+        self.num_indexed = 0 if is_first else new.shape[2]
+        self.index_pool = self._stored(self.index_pool, new)
+        return indexer_key_states if is_first else torch_view(self._leaning(jax_view(self.index_pool))[:, 0])
+
+    def get_seq_length(self) -> Any:
+        """Tokens stored so far, those of this forward among them once their index keys are, as transformers counts."""
+        length = super().get_seq_length()
+        return length + self.num_indexed if self.num_indexed and self.lean_len is None else length
+
+    def _stored(self, before: Any, new: jax.Array) -> torch.Tensor:
+        """A pool [batch, 1, capacity, width] with `new` [batch, 1, num_new, width] at the offset."""
+        if before is None:
+            return torch_view(jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - new.shape[2]), (0, 0))))
+        pool = jax_view(before)
+        return torch_view(
+            jax.lax.dynamic_update_slice_in_dim(pool, new.astype(pool.dtype), jax_view(self.offset), axis=2)
+        )
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """The positions int[axes, batch, past] before the new tokens, to which model code appends theirs."""
+        if self.position_pool is None:
+            return None
+        if self.lean_len is None:
+            raise UnsupportedModelError("an indexer that keeps positions needs a cache that leans")
+        past = self._leaning(jax_view(self.position_pool))[:, 0, : self.capacity - self.lean_len]
+        return torch_view(jnp.moveaxis(past, 2, 0))
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: torch.Tensor) -> None:
+        new = jnp.moveaxis(jax_view(positions), 0, 2)[:, None]
+        if self.position_pool is not None:
+            assert self.lean_len is not None
+            new = new[:, :, -self.lean_len :]
+        self.position_pool = self._stored(self.position_pool, new)
+
+
+for _layer in (AttentionLayer, HybridLayer, IndexedLayer):
+    pytree_registry.register(_layer)

@@ -1,0 +1,156 @@
+"""Rows that a program takes at its end are taken before what treats every row by itself.
+
+A packed step computes hidden states of all its tokens, and the model then takes one of each sequence, whose logits are
+wanted. Behind the last layer's attention all code works on tokens one by one, so the others are computed for nobody:
+most of a layer, for prompts of any length. XLA does not move a gather before a product. Here the traced program is
+read from its end, as liveness analysis does it (Aho et al., Compilers, 9.2.5), with "these rows" between "live" and
+"dead", and evaluated so. What a primitive's operands are asked for stands in `row_rules.py`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from model_adapters.jaxpr.interpreter import Equation, Program, bind, inlined
+from model_adapters.jaxpr.row_dependence import operand_axes, params_of_rows
+
+GATHER_MODES = (jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS, jax.lax.GatherScatterMode.CLIP)
+"""Of gathers that may move: nothing is filled in, so what is computed of a row is a row of what is computed."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A part of an array: along `axis`, the rows that `gather` takes."""
+
+    axis: int
+    gather: Equation
+
+    @property
+    def indices(self) -> Any:
+        """int32[count, 1]."""
+        return self.gather.inputs[1]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self.indices.aval.shape[0])
+
+    def along(self, axis: int | None) -> Rows | None:
+        """The same rows along another axis; None: all of an array."""
+        return None if axis is None else Rows(axis, self.gather)
+
+    def take(self, array: jax.Array, indices: jax.Array) -> jax.Array:
+        """They, of `array`."""
+        others = tuple(axis for axis in range(array.ndim) if axis != self.axis)
+        numbers = jax.lax.GatherDimensionNumbers(others, (self.axis,), (self.axis,))
+        sizes = tuple(1 if axis == self.axis else size for axis, size in enumerate(array.shape))
+        return jax.lax.gather(array, indices, numbers, sizes, mode=self.gather.params["mode"])
+
+
+@dataclass(frozen=True)
+class Task:
+    """What of an equation is computed: `rows` of its results, from parts of its operands; None stands for all."""
+
+    rows: Rows | None
+    parts: tuple[Rows | None, ...]
+
+
+def gathers_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of pytrees of arrays, whose trace computes no rows that nobody reads; not for derivatives."""
+
+    def call(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        program = inlined(closed)
+        out = _evaluate(program, _tasks(program), jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    return call
+
+
+def _tasks(program: Program) -> dict[Equation, Task]:
+    """For each equation whose results are read, what of it is. A gather that moves is asked for its own rows."""
+    readers: dict[Any, set[Rows | None]] = defaultdict(set)
+    tasks: dict[Equation, Task] = {}
+    moving = _moving_gathers(program)
+
+    def read(atoms: Iterable[Any], parts: Iterable[Rows | None]) -> None:
+        for atom, part in zip(atoms, parts, strict=True):
+            if not isinstance(atom, jex.Literal):
+                readers[atom].add(part)
+
+    read(program.outputs, [None] * len(program.outputs))
+    for equation in reversed(program.equations):
+        wanted = set[Rows | None]().union(*(readers[value] for value in equation.outputs))
+        if not wanted and not equation.has_effects:
+            continue
+        rows = wanted.pop() if len(wanted) == 1 else None
+        axes = None if rows is None else operand_axes(equation, rows.axis)
+        if equation in moving:
+            tasks[equation] = Task(moving[equation], (moving[equation], None))
+        elif rows is not None and axes is not None:
+            tasks[equation] = Task(rows, tuple(rows.along(axis) for axis in axes))
+        else:
+            tasks[equation] = Task(None, (None,) * len(equation.inputs))
+        read(equation.inputs, tasks[equation].parts)
+    return tasks
+
+
+def _evaluate(program: Program, tasks: dict[Equation, Task], args: list[Any]) -> list[Any]:
+    arrays = dict(zip(program.inputs, args, strict=True)) | program.constants
+    taken: dict[tuple[Any, Rows], jax.Array] = {}
+
+    def read(atom: Any, rows: Rows | None = None) -> Any:
+        if isinstance(atom, jex.Literal):
+            return atom.val
+        if rows is None:
+            return arrays[atom]
+        if (atom, rows) not in taken:
+            taken[atom, rows] = rows.take(arrays[atom], arrays[rows.indices])
+        return taken[atom, rows]
+
+    # Indices are known before any rows are taken.
+    before = program.ancestors(task.rows.indices for task in tasks.values() if task.rows is not None)
+    for equation in sorted((e for e in program.equations if e in tasks), key=lambda e: e not in before):
+        rows, parts = tasks[equation].rows, tasks[equation].parts
+        moves = rows is not None and rows.gather is equation
+        with equation.context:
+            if moves:
+                results = [read(equation.inputs[0], rows)]
+            else:
+                operands = [read(atom, part) for atom, part in zip(equation.inputs, parts, strict=True)]
+                params = equation.params if rows is None else params_of_rows(equation, rows.axis, rows.count)
+                results = bind(equation.primitive, params, operands)
+        if rows is None or moves:
+            arrays.update(zip(equation.outputs, results, strict=True))
+        else:
+            taken.update(((value, rows), result) for value, result in zip(equation.outputs, results, strict=True))
+    return [read(atom) for atom in program.outputs]
+
+
+def _moving_gathers(program: Program) -> dict[Equation, Rows]:
+    """The gathers that take rows, and those rows; none whose indices come from another one's rows."""
+    axes = {equation: _gathered_axis(equation) for equation in program.equations}
+    rows = {equation: Rows(axis, equation) for equation, axis in axes.items() if axis is not None}
+    depends = [gather for gather in rows if rows.keys() & program.ancestors(gather.inputs[1:])]
+    return {gather: each for gather, each in rows.items() if gather not in depends}
+
+
+def _gathered_axis(equation: Equation) -> int | None:
+    """The axis that a gather takes whole rows along, fewer than there are; None for other equations."""
+    if equation.name != "gather" or equation.params["mode"] not in GATHER_MODES:
+        return None
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    array, indices = (atom.aval for atom in equation.inputs)
+    if len(numbers.start_index_map) != 1 or indices.ndim != 2 or isinstance(equation.inputs[1], jex.Literal):
+        return None
+    axis: int = numbers.start_index_map[0]
+    others = tuple(each for each in range(array.ndim) if each != axis)
+    drops_axis = numbers.collapsed_slice_dims == (axis,) and numbers.offset_dims == others
+    takes_rows = drops_axis and all(sizes[each] == array.shape[each] for each in others)
+    return axis if takes_rows and indices.shape[0] < array.shape[axis] else None

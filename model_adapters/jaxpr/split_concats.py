@@ -1,0 +1,112 @@
+"""Slices of concatenations become the parts themselves, before XLA's partitioner sees either.
+
+A fused product such as q|k|v is computed by shares: each device has its heads' part of all three. Model code then cuts
+the result where q ends, which is no border between devices, and XLA would move data to make the whole first. XLA's
+simplifier knows the identity ``slice(concat(a, b)) = a``, but on CPU and TPU it runs behind the partitioner. Here the
+traced program is evaluated with concatenations along the last dimension kept in parts for as long as what is done to
+them can be done to each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from model_adapters.jaxpr.interpreter import bind
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A concatenation along the last dimension that has not been made yet."""
+
+    arrays: tuple[jax.Array, ...]
+
+    @property
+    def ends(self) -> list[int]:
+        return list(itertools.accumulate(part.shape[-1] for part in self.arrays))
+
+    def whole(self) -> jax.Array:
+        return jax.lax.concatenate(self.arrays, self.arrays[0].ndim - 1)
+
+    def slice(self, start: int, stop: int) -> _Parts | jax.Array | None:
+        """Elements `start` to `stop` of the last dimension; None where they do not end with parts."""
+        ends = self.ends
+        for part, end in zip(self.arrays, ends, strict=True):
+            begin = end - part.shape[-1]
+            if begin <= start and stop <= end:
+                return jax.lax.slice_in_dim(part, start - begin, stop - begin, axis=part.ndim - 1)
+        if (start == 0 or start in ends) and stop in ends:
+            first, last = (0 if start == 0 else ends.index(start) + 1), ends.index(stop) + 1
+            return _Parts(self.arrays[first:last])
+        return None
+
+
+def slices_of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of pytrees of arrays, whose trace cuts no concatenation that its parts are enough for."""
+
+    def call(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        out = _evaluate(closed, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    return call
+
+
+def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
+    jaxpr = closed.jaxpr
+    values: dict[Any, Any] = {}
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jex.Literal) else values[atom]
+
+    def read_whole(atom: Any) -> Any:
+        value = read(atom)
+        if isinstance(value, _Parts):
+            value = values[atom] = value.whole()
+        return value
+
+    values.update(zip(jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+    for equation in jaxpr.eqns:
+        with equation.ctx.manager:
+            short = _in_parts(equation, read)
+            if short is not None:
+                values[equation.outvars[0]] = short
+                continue
+            results = bind(equation.primitive, equation.params, [read_whole(atom) for atom in equation.invars])
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read_whole(atom) for atom in jaxpr.outvars]
+
+
+def _in_parts(equation: Any, read: Callable[[Any], Any]) -> Any:
+    """The result of an equation on parts; None where it has to be computed as it stands."""
+    name, params = equation.primitive.name, equation.params
+    if name == "concatenate":
+        arrays = [read(atom) for atom in equation.invars]
+        if params["dimension"] == arrays[0].ndim - 1 if not isinstance(arrays[0], _Parts) else False:
+            if any(isinstance(array, _Parts) for array in arrays):
+                return None
+            return _Parts(tuple(arrays))
+        return None
+    value = read(equation.invars[0]) if len(equation.invars) == 1 else None
+    if not isinstance(value, _Parts):
+        return None
+    if name == "slice":
+        shape = equation.invars[0].aval.shape
+        starts, limits = params["start_indices"], params["limit_indices"]
+        cuts_last_only = tuple(starts[:-1]) == (0,) * (len(shape) - 1) and tuple(limits[:-1]) == shape[:-1]
+        if cuts_last_only and params["strides"] is None:
+            return value.slice(starts[-1], limits[-1])
+    elif name in ("reshape", "broadcast_in_dim"):
+        before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+        adds_ones = tuple(n for n in before if n != 1) == tuple(n for n in after if n != 1)
+        if adds_ones and before and after and before[-1] == after[-1] > 1:
+            return _Parts(tuple(part.reshape(*after[:-1], part.shape[-1]) for part in value.arrays))
+    elif name == "convert_element_type":
+        return _Parts(tuple(part.astype(params["new_dtype"]) for part in value.arrays))
+    return None

@@ -1,0 +1,80 @@
+"""How the weights of a model lie in memory: those of linear layers packed, the others in large pages."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import torch
+
+from model_adapters.loading.loaded_model import LoadedModel
+from model_adapters.loading.memory import give_back_freed
+from model_adapters.ops import packed_weight
+from model_adapters.ops.cpu import packing
+from model_adapters.ops.cpu.huge_pages import HugePages, in_huge_pages
+from model_adapters.ops.packed_weight import PackedWeight, Weight
+
+MIN_BYTES = 1 << 17
+"""Of a weight. A smaller one stays in the processor's cache anyway."""
+
+
+def lay_out_weights(loaded: LoadedModel) -> int:
+    """Lays out for a CPU's memory what one device read from files or made up, not the weights of a caller's object.
+
+    Those of linear layers are packed where the processor is made for it, the others lie in large pages of memory.
+
+    Returns:
+        How many arrays are packed now.
+    """
+    if loaded.sharding is not None or loaded.source.kind == "object" or jax.default_backend() != "cpu":
+        return 0
+    num_packed = pack_linear_weights(loaded.module, loaded.weights)
+    for array in {id(array): array for array in loaded.weights.values()}.values():  # a tied one has several names
+        if not isinstance(array, PackedWeight):
+            in_huge_pages(array)
+    give_back_freed()  # what packed weights were before
+    return num_packed
+
+
+def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> int:
+    """Puts packed weights in the place of those of `module`'s linear layers, where the processor is made for it.
+
+    Args:
+        module: whose code reads the weights.
+        weights: by name, tied names sharing one array; changed in place.
+
+    Returns:
+        How many arrays are packed now.
+    """
+    linear = dict.fromkeys(
+        f"{path}.weight" if path else "weight"
+        for path, child in module.named_modules()
+        if isinstance(child, torch.nn.Linear) and type(child).forward is torch.nn.Linear.forward
+    )
+    names_of: dict[int, list[str]] = {}
+    for name, array in weights.items():
+        names_of.setdefault(id(array), []).append(name)
+
+    def is_packable(array: Weight) -> bool:
+        return not isinstance(array, PackedWeight) and array.nbytes >= MIN_BYTES and packing.refuses(array) is None
+
+    # In the order in which layers run, nearly: what lies behind a weight is what is read after it.
+    arrays = {id(weights[name]): weights[name] for name in linear if name in weights}
+    chosen = [names_of[key] for key, array in arrays.items() if is_packable(array)]
+    if not chosen:
+        return 0
+    sizes = [packing.group_bytes(weights[names[0]].shape) for names in chosen]
+    memory = HugePages(sum(sizes))
+
+    def pack_one(names: list[str], place: np.ndarray) -> bool:
+        layers = [name for name in names if name in linear]
+        array = weights[names[0]]
+        assert not isinstance(array, PackedWeight)
+        packed = packed_weight.pack(array, place, keeps_plain=len(layers) < len(names))
+        weights.update(dict.fromkeys(layers, packed) if packed is not None else {})
+        return packed is not None
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return sum(threads.map(pack_one, chosen, map(memory.take, sizes)))

@@ -1,0 +1,173 @@
+"""What a name means: the embedded model, a short name, a hub id, a folder or a configuration file."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
+from model_adapters.loading.short_names import near_matches, short_name
+
+if TYPE_CHECKING:
+    from model_adapters.loading.progress import Progress
+
+CONFIG = "config.json"
+
+EMBEDDED = Path(__file__).parents[2] / "torchax_serve" / "embedded"
+"""Where the distribution carries its own small model: an ordinary model folder."""
+
+Kind = Literal["embedded", "hub", "folder", "object", "config"]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FORMS = "a short name, a hub id (organisation/name), a folder, or nothing for the embedded model"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from."""
+
+    kind: Kind
+    name: str  # as to be shown to people
+    path: Path | None = None  # the folder with its files; of kind "config" the file; of kind "object" None
+    hub_id: str | None = None
+    revision: str | None = None  # the commit, for kind "hub"
+    download_bytes: int = 0  # that were not in the cache
+    download_s: float = 0.0
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder whose files (tokenizer, code, generation configuration) belong to the model, if there is one."""
+        return self.path if self.kind in ("embedded", "hub", "folder") else None
+
+
+def resolve(
+    name_or_path: str | os.PathLike[str] | None,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool | None = None,
+    progress: Progress | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    with_weights: bool = True,
+    with_code: bool = False,
+    allow_pickle: bool = False,
+) -> ModelSource:
+    """Finds a model and, where it is one of the hub, brings its files into the hub's cache.
+
+    Args:
+        name_or_path: None for the embedded model, a short name of `SHORT_NAMES` (any case), a folder, a JSON file with
+            a configuration, or a hub id. What exists as a folder or file is taken as that.
+        revision: branch, tag or commit; for models of the hub alone.
+        token: as huggingface_hub takes it; None for the one it has stored.
+        local_files_only: take only what is in the cache; None follows ``HF_HUB_OFFLINE``.
+        progress: shown while downloading.
+        cache_dir: in place of the hub's own cache.
+        with_weights: False leaves the weights where they are.
+        with_code: also the Python files of the repository.
+        allow_pickle: also weights in pickle files, where there are no others.
+
+    Raises:
+        ModelNotFoundError: nothing has that name (near matches are listed), no access, no network.
+        InvalidArgumentError: a revision of something that has none.
+        CheckpointError: the repository lacks what a model needs.
+    """
+    source = parse_name(name_or_path, revision)
+    if isinstance(source, ModelSource):
+        return source
+    # What downloads and shows progress is imported where it is needed: names are checked before anything else.
+    from model_adapters.loading.hub import HubRequest, fetch
+    from model_adapters.loading.progress import SilentProgress
+
+    hub_id = source
+    request = HubRequest(
+        hub_id, revision, token, local_files_only, cache_dir, with_weights, with_code, allow_pickle and with_weights
+    )
+    start = time.perf_counter()
+    folder, download_bytes = fetch(request, progress or SilentProgress())
+    took = time.perf_counter() - start
+    name = str(name_or_path).strip()
+    return ModelSource("hub", name, _model_folder(folder), hub_id, folder.name, download_bytes, took)
+
+
+def _model_folder(folder: Path) -> Path:
+    """`folder`, or the folder in it that its ``modules.json`` calls the model, where it has no ``config.json``."""
+    from model_adapters.loading.modules_json import transformer_path
+
+    return folder / transformer_path(folder, lambda path: (folder / path / CONFIG).is_file())
+
+
+def parse_name(name_or_path: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource | str:
+    """Returns the source of what is on this machine, or the hub id that a name stands for; asks nothing of the hub.
+
+    Imports neither torch nor jax nor transformers.
+
+    Raises:
+        ModelNotFoundError: no name has that form (near matches are listed).
+        InvalidArgumentError: a revision of something that has none.
+    """
+    source = _local_source(name_or_path)
+    if source is None:
+        return _hub_id(str(name_or_path))
+    if revision is not None:
+        raise InvalidArgumentError(
+            f"revision={revision!r} was given with {source.name}, which is no model of the hub: leave it out"
+        )
+    return source
+
+
+def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | None:
+    """The source where nothing has to be asked of the hub; None where it has."""
+    if name_or_path is None:
+        if not (EMBEDDED / CONFIG).is_file():
+            raise ModelNotFoundError(
+                f"this installation lacks its embedded model (in {EMBEDDED}): install it again, or name a model"
+            )
+        return ModelSource("embedded", "the embedded model", EMBEDDED)
+    if hasattr(name_or_path, "torch_model"):
+        raise InvalidArgumentError("the model is served already; use it as it is, or close it and serve it anew")
+    if hasattr(name_or_path, "get_base_model"):
+        raise InvalidArgumentError(
+            f"the model is a {type(name_or_path).__name__} with prompts that it has learned, which are no part of the "
+            "model inside: call to_jax(model).generate, or pass model.get_base_model(), which is without them"
+        )
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise InvalidArgumentError(f"the model is a {type(name_or_path).__name__}, expected {_FORMS}")
+    text = os.fspath(name_or_path)
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise InvalidArgumentError(f"the model's name is {text!r}, expected {_FORMS}")
+    if isinstance(name_or_path, str) and short_name(text) is not None and not (Path(text) / CONFIG).is_file():
+        return None
+    path = Path(text).expanduser()
+    try:
+        if path.is_dir():
+            return ModelSource("folder", text, _model_folder(path))
+        if path.is_file():
+            if path.suffix != ".json":
+                raise ModelNotFoundError(
+                    f"{text} is a file, expected the folder around it (or a .json configuration for random weights)"
+                )
+            return ModelSource("config", text, path)
+    except OSError as error:  # such as a name too long for a file
+        raise ModelNotFoundError(f"{text[:80]!r} leads to no model ({error.strerror}): expected {_FORMS}") from error
+    if not isinstance(name_or_path, str) or text.startswith((".", "~", os.sep)) or text.count("/") > 1 or "\\" in text:
+        raise ModelNotFoundError(f"there is no folder {text}: expected {_FORMS}")
+    return None
+
+
+def _hub_id(name: str) -> str:
+    entry = short_name(name)
+    if entry is not None:
+        return entry.hub_id
+    if _HUB_ID.fullmatch(name.strip()):
+        return name.strip()
+    near = near_matches(name)
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    raise ModelNotFoundError(f"no model is called {name!r}: {hint}Expected {_FORMS}")
+
+
+def of_object(name: str) -> ModelSource:
+    """The source of a model that the caller has loaded."""
+    return ModelSource("object", name or "a model in memory")

@@ -1,0 +1,199 @@
+"""Where finished weights land: a parameter leaves the torch module as soon as transformers has set it.
+
+transformers' own loading runs as it is (``from_pretrained`` on lazy readers), so that its renamings, conversions, casts
+and initialisations of buffers all happen; two of its functions are wrapped for the time of one load:
+
+* ``set_param_for_module`` puts a finished tensor into the module. Behind it the tensor becomes a JAX array and a tensor
+  on the meta device takes its place, so the host never holds more torch tensors than the loader has in hand.
+* ``log_state_dict_report`` prints a table and raises on some of its lines; here it only keeps what it was given.
+
+The loader's read-ahead threads are switched off by its documented environment variable: they read as far ahead as they
+can, without bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import torch
+from transformers import PreTrainedModel, core_model_loading, modeling_utils
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from model_adapters.bridge.host_arrays import host_array, share_with_jax
+from model_adapters.loading.memory import PeakMemory, give_back_freed
+
+DevicePut = Callable[[str, Any], jax.Array]
+"""``(name, array on the host or on the default device) -> array where it is to live``."""
+
+_IN_FLIGHT_BYTES = 512 * 2**20
+_TRIM_BYTES = 8 * 2**20  # of weights landed between two looks at what the C library could give back
+_one_load = threading.Lock()  # what is patched here belongs to the whole process
+
+
+class Placement:
+    """Puts arrays where they are to live, and waits before too many copies from the host are under way."""
+
+    def __init__(self, device_put: DevicePut | None) -> None:
+        self._device_put = device_put
+        self._in_flight: deque[jax.Array] = deque()
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> jax.Array:
+        """The JAX array of a CPU tensor; on the CPU backend the very memory where that can be."""
+        if self._device_put is None and jax.default_backend() == "cpu":
+            return share_with_jax(tensor)
+        host = host_array(tensor)
+        return self._bounded(jax.device_put(host) if self._device_put is None else self._device_put(name, host))
+
+    def of_array(self, name: str, array: jax.Array) -> jax.Array:
+        """The same for an array that was made on the default device."""
+        return array if self._device_put is None else self._bounded(self._device_put(name, array))
+
+    def _bounded(self, array: jax.Array) -> jax.Array:
+        self._in_flight.append(array)
+        while self._in_flight and sum(each.nbytes for each in self._in_flight) > _IN_FLIGHT_BYTES:
+            self._in_flight.popleft().block_until_ready()
+        return array
+
+
+class WeightSink:
+    """Takes the tensors out of a module that is being loaded.
+
+    Args:
+        place: makes the JAX array of a finished tensor.
+        peak: looked at whenever a tensor lands, when memory is at its highest.
+    """
+
+    def __init__(self, place: Placement, peak: PeakMemory) -> None:
+        self._place, self._peak = place, peak
+        self._landed: dict[int, tuple[torch.Tensor, jax.Array]] = {}  # by id of the meta tensor in its place
+        self._since_trim = 0
+        self.info: LoadStateDictInfo | None = None
+
+    def land(self, model: PreTrainedModel, target_name: str, tensor_bytes: int) -> None:
+        """Takes the tensor that the loader has just set as `target_name`, unless it may be tied to another.
+
+        Which of two tied names a checkpoint holds, and whether both are equal, transformers finds out at the end and
+        by their values; the few tensors in question stay in the module until then.
+        """
+        self._peak.sample()
+        self._since_trim += tensor_bytes
+        if self._since_trim > _TRIM_BYTES:
+            self._since_trim = 0
+            give_back_freed()
+        tied = getattr(model, "all_tied_weights_keys", {})
+        if target_name in tied or target_name in tied.values():
+            return
+        path, _, attribute = target_name.rpartition(".")
+        owner = model.get_submodule(path) if path else model
+        tensor = getattr(owner, attribute, None)
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            return  # a refused shape, or state of another kind
+        self._replace(owner, attribute, tensor, self._place(target_name, tensor))
+
+    def _replace(self, owner: torch.nn.Module, attribute: str, tensor: torch.Tensor, array: jax.Array) -> None:
+        empty = meta_like(tensor)
+        empty._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps the initialisation away from it
+        setattr(owner, attribute, empty)
+        self._landed[id(empty)] = (empty, array)
+
+    def array_of(self, tensor: torch.Tensor) -> jax.Array | None:
+        """The array that landed with `tensor` left in its place."""
+        found = self._landed.get(id(tensor))
+        return None if found is None else found[1]
+
+    def taken(self) -> LoadStateDictInfo:
+        """transformers' account of what was there, missing and left over; there once `hooked` has been left."""
+        assert self.info is not None
+        return self.info
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """While this is open, what transformers loads lands here. One load at a time in a process."""
+        set_param = core_model_loading.set_param_for_module
+
+        def set_and_land(
+            model: PreTrainedModel, target_name: str, param_value: torch.Tensor, info: LoadStateDictInfo, quantizer: Any
+        ) -> None:
+            set_param(model, target_name, param_value, info, quantizer)
+            num_bytes = param_value.numel() * param_value.element_size()
+            del param_value
+            if all(target_name != mismatch[0] for mismatch in info.mismatched_keys):
+                self.land(model, target_name, num_bytes)
+
+        def keep_report(*, loading_info: LoadStateDictInfo, **ignored: Any) -> None:
+            self.info = loading_info
+
+        with (
+            one_load(),
+            replaced(core_model_loading, "set_param_for_module", set_and_land),
+            replaced(modeling_utils, "log_state_dict_report", keep_report),
+            _read_ahead_off(),
+            _without_remarks_on_missing(),
+        ):
+            yield
+
+
+@contextlib.contextmanager
+def one_load() -> Iterator[None]:
+    """transformers' loader for this load alone, without its bar."""
+
+    def without_bar(items: Iterable[Any], **ignored: Any) -> Iterable[Any]:
+        return items
+
+    with _one_load, replaced(core_model_loading, "tqdm", without_bar):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, attribute: str, value: Any) -> Iterator[None]:
+    """`value` in the place of an attribute, as long as this is open."""
+    original = getattr(owner, attribute)
+    setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)
+
+
+@contextlib.contextmanager
+def _read_ahead_off() -> Iterator[None]:
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextlib.contextmanager
+def _without_remarks_on_missing() -> Iterator[None]:
+    """Keeps away transformers' guess at what missing tied tensors mean: they are in its account as well."""
+    remarks = logging.getLogger(modeling_utils.__name__)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("This checkpoint seem corrupted")
+
+    remarks.addFilter(is_other)
+    try:
+        yield
+    finally:
+        remarks.removeFilter(is_other)
+
+
+def meta_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same kind, shape and dtype on the meta device, where it has no memory."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty

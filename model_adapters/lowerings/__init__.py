@@ -1,0 +1,1 @@
+"""How torch operators become JAX: replacements of torchax's own, and operators of this project."""

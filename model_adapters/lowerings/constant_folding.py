@@ -1,0 +1,135 @@
+"""Constants in a trace: what model code computes from known values alone is computed at once, and stays known.
+
+Under ``jax.jit`` every operation is staged, also one on constants, and its result has no value that Python could read.
+Model code for images reads many: it splits features by grids, makes positions and windows of them, and indexes by
+boolean masks. While `known_values` is on, an operator none of whose operands is traced runs before the program does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import torch
+
+from model_adapters.bridge.views import TorchTensor, TorchView, default_env, jax_view, views_of
+from model_adapters.errors import UnsupportedModelError
+
+LARGEST_BYTES = 1 << 22
+"""Of a result that becomes a constant of the program."""
+_OPERATORS = ("add", "sub", "mul", "truediv", "and", "or", "xor")
+_ASSIGNMENTS = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
+_OF_SHAPES = frozenset(name for kind in ("zeros", "ones", "full", "empty") for name in (f"{kind}_like", f"new_{kind}"))
+"""Operators that read the shape of their first operand, and not its values."""
+_STATE = threading.local()
+_Dispatch = Callable[..., Any]
+
+
+def is_on() -> bool:
+    """Whether operators on known values run at once, on this thread."""
+    return getattr(_STATE, "depth", 0) > 0
+
+
+@contextlib.contextmanager
+def known_values() -> Iterator[None]:
+    """Operators on known values run at once inside."""
+    _STATE.depth = getattr(_STATE, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _STATE.depth -= 1
+
+
+@functools.cache
+def install() -> None:
+    """Makes torchax ask here before it runs an operator."""
+    env = default_env()
+    theirs = env.dispatch
+
+    def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return _dispatch(theirs, func, types, args, kwargs or {}) if is_on() else theirs(func, types, args, kwargs)
+
+    env.dispatch = dispatch
+    for kind in (TorchTensor, TorchView):
+        kind.__setitem__ = _assignment(kind.__setitem__)
+    TorchTensor.flatten = _flatten
+
+
+def _assignment(theirs: Callable[..., None]) -> Callable[..., None]:
+    """``tensor[key] = value``, which reaches torchax past its table of operators."""
+
+    def assign(self: torch.Tensor, key: Any, value: Any) -> None:
+        tensors = [x for x in torch.utils._pytree.tree_leaves((self, key, value)) if isinstance(x, torch.Tensor)]
+        is_known = is_on() and not any(is_traced(x) for x in tensors)
+        if is_unknown_mask(key) and not (isinstance(value, torch.Tensor) and value.ndim):
+            mask = key.reshape(*key.shape, *[1] * (self.ndim - key.ndim))
+            key, value = (slice(None),) * self.ndim, torch.where(mask, value, self)
+        elif isinstance(self, TorchView):
+            key = jax_view(views_of(key))  # torchax 0.0.13 hands tensors on to JAX as they are
+        with jax.ensure_compile_time_eval() if is_known else contextlib.nullcontext():
+            theirs(self, key, value)
+
+    return assign
+
+
+def _flatten(self: torch.Tensor, start_dim: int = 0, end_dim: int = -1) -> torch.Tensor:
+    """``tensor.flatten()``, which torchax 0.0.13 has past its table, too, and wrong for axes counted from the end."""
+    return torch.flatten(self, start_dim, end_dim)
+
+
+def _dispatch(theirs: _Dispatch, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    read = (args[1:], kwargs) if _name(func) in _OF_SHAPES else (args, kwargs)
+    tensors = [x for x in torch.utils._pytree.tree_leaves(read) if isinstance(x, torch.Tensor)]
+    if any(is_traced(x) for x in tensors):
+        _check_kept(func, args)
+        return theirs(func, types, args, kwargs)
+    with jax.ensure_compile_time_eval():
+        result = theirs(func, types, args, kwargs)
+    if in_place(func) or all(_num_bytes(x) <= LARGEST_BYTES for x in torch.utils._pytree.tree_leaves(result)):
+        return result
+    return theirs(func, types, args, kwargs)
+
+
+def is_unknown_mask(key: Any) -> bool:
+    """Whether `key` is a mask, the number of whose elements that are set is unknown while the program is made."""
+    return isinstance(key, torch.Tensor) and key.dtype == torch.bool and key.ndim > 0 and is_traced(key)
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether the values of `x` are unknown while the program is made."""
+    while isinstance(x, TorchView):
+        x = x.parent
+    return isinstance(x, TorchTensor) and isinstance(x._elem, jax.core.Tracer)
+
+
+def _num_bytes(x: Any) -> int:
+    return x._elem.nbytes if isinstance(x, TorchTensor) else 0
+
+
+def in_place(func: Any) -> bool:
+    """Whether the torch function `func` writes into its first argument."""
+    name = _name(func)
+    return is_assignment(func) or (name.endswith("_") and not name.endswith("__"))
+
+
+def is_assignment(func: Any) -> bool:
+    """Whether `func` is one of Python's own: ``x[…] = y``, ``x += y``."""
+    return _name(func) in _ASSIGNMENTS
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "").partition(".")[0]
+
+
+def _check_kept(func: Any, args: Any) -> None:
+    """Raises UnsupportedModelError where traced values would be written into a tensor that cannot hold them."""
+    target = args[0] if args else None
+    if in_place(func) and type(target) is torch.Tensor:
+        raise UnsupportedModelError(
+            f"the model's code writes computed values into a tensor on the host ({getattr(func, '__name__', func)}); "
+            "it would have to make that tensor on the device of its inputs"
+        )

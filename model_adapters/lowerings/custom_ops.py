@@ -1,0 +1,72 @@
+"""Our operators as torch operators, ``torch.ops.torchax_serve.*``, lowered to the JAX ops of `model_adapters.ops`.
+
+They have no eager implementation: unmodified model code reaches them while it is traced, through transformers'
+attention interface.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from model_adapters import ops
+from model_adapters.bridge.views import lower
+
+_FEATURES = (
+    "*, float scale, int? window=None, float? softcap=None, Tensor? alibi=None, Tensor? k_scale=None, "
+    "Tensor? v_scale=None"
+)
+_SCHEMAS = (
+    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
+    f"Tensor? sinks=None, {_FEATURES}) -> (Tensor, Tensor)",
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
+    f"Tensor cu_q_lens, Tensor? sinks=None, {_FEATURES}, Tensor? prefix_lens=None) -> (Tensor, Tensor)",
+)
+
+
+def _decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    return ops.decode_attention(
+        q,
+        k,
+        v,
+        pool,
+        page_table,
+        kv_lens,
+        jnp.zeros_like(kv_lens),
+        sinks,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+@functools.cache
+def install() -> torch.library.Library:
+    """Defines the operators and their lowerings."""
+    library = torch.library.Library("torchax_serve", "DEF")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    lower(torch.ops.torchax_serve.decode_attention.default, _decode_attention)
+    lower(torch.ops.torchax_serve.paged_attention.default, ops.paged_attention)
+    return library

@@ -1,0 +1,123 @@
+"""What model code checks of its inputs' values: in a trace there are none, so the program answers afterwards.
+
+Models for images check that a prompt has a placeholder token for every feature of its images. transformers writes such
+checks as ``torch._check_tensor_all``, and counts by ``embeddings[mask].numel()``, whose shape a trace cannot know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from model_adapters.bridge.views import TorchTensor, TorchView, default_env, jax_view, lower, torch_view
+from model_adapters.errors import UnsupportedModelError
+from model_adapters.lowerings import constant_folding
+
+_STATE = threading.local()
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[jax.Array]]:
+    """Conditions bool[] of unknown value that model code makes inside are taken for met, and yielded."""
+    before, _STATE.conditions = getattr(_STATE, "conditions", None), []
+    try:
+        yield _STATE.conditions
+    finally:
+        _STATE.conditions = before
+
+
+def install() -> None:
+    """Puts our lowering into torchax's table."""
+    lower(torch.ops.aten._is_all_true, _is_all_true)
+    for kind in (TorchTensor, TorchView):
+        kind.item = _item(kind.item)
+
+
+def _is_all_true(x: jax.Array) -> jax.Array:
+    """``torch._is_all_true``, which there is for checks alone."""
+    conditions = getattr(_STATE, "conditions", None)
+    if not isinstance(x, jax.core.Tracer) or conditions is None:
+        return jnp.all(x)
+    conditions.append(jnp.all(x))
+    with jax.ensure_compile_time_eval():
+        return jnp.ones((), bool)
+
+
+class Asserted:
+    """A number of unknown value in an ``assert`` of model code: what it is compared with becomes a condition."""
+
+    def __init__(self, value: jax.Array) -> None:
+        self._value = value
+
+    def _compared(self, function: Any, other: Any) -> bool:
+        _STATE.conditions.append(function(self._value, other))
+        return True
+
+    def __lt__(self, other: Any) -> bool:
+        return self._compared(jnp.less, other)
+
+    def __le__(self, other: Any) -> bool:
+        return self._compared(jnp.less_equal, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self._compared(jnp.greater, other)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._compared(jnp.greater_equal, other)
+
+
+def _item(theirs: Any) -> Any:
+    """``tensor.item()``, whose value an ``assert`` alone can do without."""
+
+    def item(self: torch.Tensor) -> Any:
+        if constant_folding.is_traced(self) and getattr(_STATE, "conditions", None) is not None:
+            caller = sys._getframe(1)
+            if linecache.getline(caller.f_code.co_filename, caller.f_lineno).lstrip().startswith("assert "):
+                return Asserted(jax_view(self))
+        return theirs(self)
+
+    return item
+
+
+class Selected(TorchTensor):
+    """``tensor[mask]`` with a mask of unknown values: it can be counted, and computed with if it turns out to be all.
+
+    Models that leave out images of nothing but padding select so; a program of fixed shapes is made for images that all
+    count, and answers whether they did.
+    """
+
+    @staticmethod
+    def __new__(cls: Any, source: torch.Tensor, mask: torch.Tensor) -> Any:
+        """`source` [*dims, *rest] where `mask` bool[*dims] is set."""
+        return TorchTensor.__new__(cls, jax_view(source), default_env())
+
+    def __init__(self, source: torch.Tensor, mask: torch.Tensor) -> None:
+        self._env = default_env()
+        self._whole, self._chosen = jax_view(source), jax_view(mask)
+        self._is_assumed = False
+
+    @property
+    def _elem(self) -> Any:
+        conditions = getattr(_STATE, "conditions", None)
+        if conditions is None or not constant_folding.is_on():
+            raise UnsupportedModelError("the model's code computes with a selection whose size is known after the step")
+        if not self._is_assumed:
+            conditions.append(jnp.all(self._chosen))
+            self._is_assumed = True
+        return self._whole.reshape(-1, *self._whole.shape[self._chosen.ndim :])
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of all there is to select from."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> Any:
+        """Its elements, int32[], a traced number."""
+        return torch_view(jnp.sum(self._chosen) * (self._whole.size // max(self._chosen.size, 1)))

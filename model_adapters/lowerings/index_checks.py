@@ -1,0 +1,86 @@
+"""Indices beyond the end of a table are an error, as in PyTorch; XLA would read the last row, or no number.
+
+Token ids, positions, token types and the like are looked up by ``embedding``, or among the rows of a tensor of the
+module. In a trace their values are unknown, so the program answers afterwards whether they were in range. Where values
+are there, the error is raised on the spot, and names the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.program.embeddings import POSITIONS
+
+_STATE = threading.local()
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[jax.Array]]:
+    """Conditions bool[] on indices of unknown value that are looked up inside, to be checked after the program."""
+    before, _STATE.conditions = getattr(_STATE, "conditions", None), []
+    try:
+        yield _STATE.conditions
+    finally:
+        _STATE.conditions = before
+
+
+@contextlib.contextmanager
+def named(arrays: Mapping[str, jax.Array]) -> Iterator[None]:
+    """Inside, tables among `arrays` have these names in errors."""
+    before, _STATE.arrays = getattr(_STATE, "arrays", None), arrays
+    try:
+        yield
+    finally:
+        _STATE.arrays = before
+
+
+def check_rows(tensor: Any, indices: Any, dim: int, *, from_end: bool = False) -> None:
+    """As `check`, where `tensor` is one of the module's own whose rows are taken, or has one in it for each sequence.
+
+    Any other tensor is let be.
+    """
+    arrays = getattr(_STATE, "arrays", None) or {}
+    if not isinstance(indices, jax.Array) or not jnp.issubdtype(indices.dtype, jnp.integer):
+        return
+    is_table = dim == 0 and getattr(tensor, "ndim", 0) == 2 and any(array is tensor for array in arrays.values())
+    if is_table:
+        check(tensor, indices, from_end=from_end)
+    elif dim == 1:
+        named = (array for name, array in arrays.items() if name.rpartition(".")[2] in POSITIONS)
+        if (table := next((array for array in named if array.shape == tensor.shape[1:]), None)) is not None:
+            check(table, indices, from_end=from_end)
+
+
+def check(table: jax.Array, indices: jax.Array, *, from_end: bool = False) -> None:
+    """Notes, or checks where values are there, that int `indices` [...] are rows of `table` [rows, ...].
+
+    With `from_end` negative ones count from the end.
+
+    Raises:
+        InvalidArgumentError: they are not; names the table.
+    """
+    conditions = getattr(_STATE, "conditions", None)
+    if conditions is None or not indices.size:
+        return
+    num_rows = table.shape[0]
+    first = -num_rows if from_end else 0
+    if isinstance(indices, jax.core.Tracer):
+        conditions.append(jnp.all((indices >= first) & (indices < num_rows)))
+        return
+    values = np.asarray(indices)
+    least, most = int(values.min()), int(values.max())
+    if least < first or most >= num_rows:
+        arrays = getattr(_STATE, "arrays", None) or {}
+        name = next((name for name, array in arrays.items() if array is table), "a table of the model")
+        raise InvalidArgumentError(
+            f"{name}: expected indices from 0 to {num_rows - 1}, the rows of this table, got {least} to {most}; give "
+            "fewer tokens, or ids, positions and token types that the model has"
+        )

@@ -1,0 +1,176 @@
+"""Torch operators that reach our own ops: products, and what torchax lacks or lowers badly.
+
+`install` is idempotent and called before anything is traced. What torchax does well is left to torchax.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from model_adapters.bridge.traced_length import StoredLength
+from model_adapters.bridge.views import (
+    TorchTensor,
+    TorchView,
+    is_view,
+    jax_view,
+    lower,
+    lower_raw,
+    lowering_of,
+    to_jax_array,
+    torch_view,
+    views_of,
+)
+from model_adapters.lowerings import constant_folding, index_checks
+from model_adapters.lowerings.deferred_checks import Selected
+from model_adapters.ops import registry
+
+
+def _check_lookups() -> None:
+    """Where rows of a tensor of the module are taken by index, indices are checked as those of ``embedding`` are."""
+    index, select, gather = (
+        lowering_of(op) for op in (torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather)
+    )
+
+    their_getitem = lowering_of(torch.Tensor.__getitem__)
+
+    def checked_getitem(self: torch.Tensor, indexes: Any) -> Any:
+        rows, *others = indexes if isinstance(indexes, tuple) and indexes else (indexes,)
+        is_lookup = isinstance(self, TorchTensor) and isinstance(rows, TorchTensor)
+        if is_lookup and all(isinstance(other, slice) for other in others):
+            index_checks.check_rows(jax_view(self), jax_view(rows), 0, from_end=True)
+        return their_getitem(self, indexes)
+
+    def checked_index(tensor: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        if indices and all(other is None for other in indices[1:]):
+            index_checks.check_rows(tensor, indices[0], 0, from_end=True)
+        return index(tensor, indices, *args, **kwargs)
+
+    def checked_select(tensor: Any, dim: int, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        index_checks.check_rows(tensor, indices, dim)
+        return select(tensor, dim, indices, *args, **kwargs)
+
+    def checked_gather(tensor: Any, dim: int, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        index_checks.check_rows(tensor, indices, dim)
+        return gather(tensor, dim, indices, *args, **kwargs)
+
+    lower_raw(torch.Tensor.__getitem__, checked_getitem)
+    for op in (torch.ops.aten.index, torch.ops.aten.index.Tensor):
+        lower(op, checked_index, keep_kind=True)
+    lower(torch.ops.aten.index_select, checked_select, keep_kind=True)
+    lower(torch.ops.aten.gather, checked_gather, keep_kind=True)
+
+
+def _keep_tables_short() -> None:
+    """``embedding``: indices are checked, and a table of 16-bit floats stays as it is on a CPU.
+
+    XLA makes float32 there of what rows are taken from. That is part of the taking, of those rows alone; but before a
+    loop it would make a whole table of float32, since the table is the same for all turns of the loop. Behind a barrier
+    together with the indices, it is not.
+    """
+    theirs = lowering_of(torch.ops.aten.embedding)
+
+    def embedding(weight: jax.Array, indices: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        index_checks.check(weight, indices)
+        is_short = jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize == 2
+        if is_short and registry.platform() == "cpu":
+            weight, indices = jax.lax.optimization_barrier((weight, indices))
+        return theirs(weight, indices, *args, **kwargs)
+
+    lower(torch.ops.aten.embedding, embedding)
+
+
+def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
+    """``torch.cat``; of [B, heads, T, dim] along the last dimension it is written with heads and T changed places.
+
+    Models turn [B, T, heads, dim] and rotate the halves of its last dimension (rotary embeddings). XLA on a CPU does
+    not move a turn through a concatenation and then copies number by number, four times slower.
+    """
+    parts = [x for x in tensors if x.shape != (0,)]  # which torch leaves out, whatever the others' shape
+    if not parts:
+        return tensors[0]
+    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in parts))
+    parts = [x.astype(dtype) for x in parts]
+    if parts[0].ndim == 4 and dim in (-1, 3) and registry.platform() == "cpu":
+        return jnp.swapaxes(jnp.concatenate([jnp.swapaxes(x, 1, 2) for x in parts], 3), 1, 2)
+    return jnp.concatenate(parts, dim)
+
+
+def _embedding_bag(
+    input: jax.Array,
+    weight: jax.Array,
+    offsets: jax.Array | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: jax.Array | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> jax.Array:
+    """``embedding_bag`` of bags int[n, size], all of one size; torchax 0.0.13 mixes up the weights of samples."""
+    if input.ndim != 2 or mode not in ("sum", "mean") or padding_idx is not None or max_norm is not None:
+        raise NotImplementedError("embedding_bag: expected bags [n, size], mode sum or mean, no padding and no norm")
+    rows = weight[input]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[..., None]
+    return rows.sum(1) if mode == "sum" else rows.mean(1)
+
+
+def _pad_by_known_widths() -> None:
+    """Padding by numbers that model code keeps in tensors, where they are known."""
+    theirs = lowering_of(torch.nn.functional.pad)
+
+    def number(width: Any) -> Any:
+        if not isinstance(width, torch.Tensor) or constant_folding.is_traced(width):
+            return jax_view(width)
+        with jax.ensure_compile_time_eval():
+            return int(width)
+
+    def pad(x: torch.Tensor, pad: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax_view((args, kwargs))
+        return torch_view(theirs(jax_view(views_of(x)), [number(width) for width in pad], *args, **kwargs))
+
+    lower_raw(torch.nn.functional.pad, pad)
+
+
+def _understand_stored_lengths() -> None:
+    """``arange`` and slices from one stored length to another, which lie a known number of tokens apart."""
+    their_arange, their_getitem = lowering_of(torch.arange), lowering_of(torch.Tensor.__getitem__)
+
+    def arange(start: Any, end: Any = None, step: Any = None, **kwargs: Any) -> jax.Array:
+        if isinstance(start, StoredLength) and step in (None, 1):
+            length = start.distance(end)
+            if length is not None:
+                numbers = their_arange(0, length, **kwargs)
+                return numbers + jax_view(start).astype(numbers.dtype)
+        return their_arange(*jax_view((start, end, step)), **kwargs)
+
+    def getitem(self: torch.Tensor, indexes: Any) -> Any:
+        given = indexes if isinstance(indexes, tuple) else (indexes,)
+        if not is_view(self) and any(is_view(x) for x in given):
+            self = torch_view(to_jax_array(self))  # a table on the host, looked up by computed indices
+        if len(given) == 1 and constant_folding.is_unknown_mask(given[0]):
+            return Selected(self, given[0])
+        if isinstance(self, TorchView) and any(isinstance(x, torch.Tensor) for x in given):
+            self = torch_view(jax_view(self))  # torchax 0.0.13 reads an array that a view does not have
+        if not any(isinstance(x, slice) and isinstance(x.start, StoredLength) for x in given):
+            return their_getitem(self, indexes)
+        array, rest = jax_view(self), list(given)
+        for axis, index in enumerate(given):
+            if isinstance(index, slice) and isinstance(index.start, StoredLength):
+                length = index.start.distance(index.stop)
+                if length is None or index.step not in (None, 1) or any(x is None or x is ... for x in given[:axis]):
+                    return their_getitem(self, indexes)
+                array = jax.lax.dynamic_slice_in_dim(array, jax_view(index.start), length, axis)
+                rest[axis] = slice(None)
+        return their_getitem(torch_view(array), tuple(rest))
+
+    lower_raw(torch.arange, arange)
+    lower_raw(torch.Tensor.__getitem__, getitem)

@@ -1,0 +1,65 @@
+"""Torch operators that reach our own ops: products, and what torchax lacks or lowers badly.
+
+`install` is idempotent and called before anything is traced. What torchax does well is left to torchax.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from model_adapters import ops
+from model_adapters.bridge.views import (
+    lower,
+    take_host_tensors,
+)
+from model_adapters.lowerings import constant_folding, custom_ops, deferred_checks, resize
+from model_adapters.lowerings.indexing import (
+    _cat,
+    _check_lookups,
+    _embedding_bag,
+    _keep_tables_short,
+    _pad_by_known_widths,
+    _understand_stored_lengths,
+)
+from model_adapters.lowerings.matmul import _addmm, _attention, _grouped_mm, _linear
+from model_adapters.lowerings.reductions import _layer_norm, _mean, _softmax, _sum
+from model_adapters.lowerings.torchax_fixes import _mend_copy, _mend_type_as, _stay_on_device, _write_through_views
+
+
+@functools.cache
+def install() -> None:
+    """Puts our lowerings into torchax's table."""
+    lower(torch.nn.functional.linear, _linear)
+    lower(torch.ops.aten.linear, _linear)
+    lower(torch.ops.aten.mm, ops.matmul)
+    lower(torch.ops.aten.bmm, ops.bmm)
+    lower(torch.ops.aten.addmm, _addmm)
+    lower(torch.ops.aten.baddbmm, ops.baddbmm)
+    lower(torch.ops.aten._grouped_mm, _grouped_mm)
+    lower(torch.ops.aten.silu, ops.silu)
+    lower(torch.ops.aten.silu.default, ops.silu)  # torchax has both names and looks for this one first
+    lower(torch.ops.aten.gelu, ops.gelu)
+    _keep_tables_short()
+    _check_lookups()
+    lower(torch.ops.aten.cat, _cat)
+    lower(torch.ops.aten.mean, _mean)
+    lower(torch.ops.aten.sum, _sum)
+    lower(torch.ops.aten.native_layer_norm, _layer_norm)
+    for softmax in (torch.ops.aten._softmax, torch.ops.aten.softmax, torch.ops.aten.softmax.int):
+        lower(softmax, _softmax)
+    lower(torch.nn.functional.scaled_dot_product_attention, _attention)
+    lower(torch.ops.aten.scaled_dot_product_attention, _attention)
+    take_host_tensors()
+    _mend_copy()
+    _mend_type_as()
+    _understand_stored_lengths()
+    custom_ops.install()
+    deferred_checks.install()
+    constant_folding.install()
+    resize.install()
+    lower(torch.nn.functional.embedding_bag, _embedding_bag)
+    _pad_by_known_widths()
+    _stay_on_device()
+    _write_through_views()

@@ -1,0 +1,69 @@
+"""Torch operators that reach our own ops: products, and what torchax lacks or lowers badly.
+
+`install` is idempotent and called before anything is traced. What torchax does well is left to torchax.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters import ops
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.sharding.model_sharding import placed_in_use, whole_result
+
+
+def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    out = ops.linear(x, weight, bias)
+    placed = placed_in_use(weight)
+    return out if placed is None else whole_result(out, placed.dims[0])
+
+
+def _addmm(bias: jax.Array, x: jax.Array, weight: jax.Array, *, beta: float = 1.0, alpha: float = 1.0) -> jax.Array:
+    out = ops.addmm(bias, x, weight, beta=beta, alpha=alpha)
+    placed = placed_in_use(weight)
+    return out if placed is None else whole_result(out, placed.dims[1])
+
+
+def _grouped_mm(
+    x: jax.Array,
+    weight: jax.Array,
+    offs: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    out_dtype: Any = None,
+) -> jax.Array:
+    """``torch._grouped_mm``: `x` [rows, in] sorted by expert, `weight` [experts, in, out], `offs` their ends."""
+    if offs is None or bias is not None or x.ndim != 2 or weight.ndim != 3:
+        raise NotImplementedError("grouped_mm: expected x [rows, in], weight [experts, in, out] and offs, without bias")
+    sizes = jnp.diff(offs, prepend=jnp.zeros(1, offs.dtype)).astype(jnp.int32)
+    return ops.grouped_matmul(x, weight, sizes)
+
+
+def _attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    attn_mask: jax.Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> jax.Array:
+    """``scaled_dot_product_attention`` of [..., heads, len, dim]; torchax gives no numbers where nothing is visible."""
+    if dropout_p:
+        raise NotImplementedError(f"scaled_dot_product_attention: expected no dropout, got {dropout_p}")
+    batch = query.shape[:-3]
+    if query.ndim < 3:
+        raise NotImplementedError(f"scaled_dot_product_attention: expected at least 3 axes, got {query.ndim}")
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    if attn_mask is not None:
+        mask = jnp.broadcast_to(attn_mask, (*batch, *jnp.broadcast_shapes((1, 1, 1), attn_mask.shape[-3:])))
+        attn_mask = mask.reshape(-1, *mask.shape[-3:])
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    try:
+        out: Any = ops.dense_attention(q, k, v, attn_mask, scale=scale, causal=is_causal)
+    except InvalidArgumentError as error:
+        raise RuntimeError(str(error)) from None  # as torch has it: model code made the shapes, and no user
+    return out.reshape(*batch, *out.shape[1:])

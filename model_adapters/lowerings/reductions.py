@@ -1,0 +1,79 @@
+"""Torch operators that reach our own ops: products, and what torchax lacks or lowers badly.
+
+`install` is idempotent and called before anything is traced. What torchax does well is left to torchax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters import ops
+
+
+def _jax_dtype(dtype: Any) -> Any:
+    return dtype if dtype is None else jax.dtypes.canonicalize_dtype(str(dtype).removeprefix("torch."))
+
+
+def _is_last(dim: Any, x: jax.Array) -> bool:
+    """Whether `dim`, a number or a sequence, is the last of two or more dimensions of floats, and that alone."""
+    dims = dim if isinstance(dim, Sequence) else (dim,)
+    return x.ndim > 1 and len(dims) == 1 and dims[0] in (-1, x.ndim - 1) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _dims(dim: Any) -> Any:
+    """As jnp wants them: None for all, which torch also writes as none at all."""
+    if isinstance(dim, Sequence):
+        return tuple(dim) or None
+    return dim
+
+
+def _sum(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+    """``torch.sum``; torchax 0.0.13 overlooks `dtype`."""
+    x = x if dtype is None else x.astype(_jax_dtype(dtype))
+    if _is_last(dim, x):
+        return _kept(ops.row_sum(x), keepdim).astype(x.dtype)
+    return jnp.sum(x, _dims(dim) if x.ndim else None, keepdims=keepdim)
+
+
+def _mean(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+    """``torch.mean``."""
+    x = x if dtype is None else x.astype(_jax_dtype(dtype))
+    if _is_last(dim, x):
+        return _kept(ops.row_sum(x) / x.shape[-1], keepdim).astype(x.dtype)
+    return jnp.mean(x, _dims(dim) if x.ndim else None, keepdims=keepdim)
+
+
+def _kept(x: jax.Array, keepdim: bool) -> jax.Array:
+    return x[..., None] if keepdim else x
+
+
+def _softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+    """``torch.softmax``; the third argument is a dtype, or for the inner operator whether half becomes float."""
+    if dtype is True:
+        x = x.astype(jnp.float32)
+    elif dtype is not None and dtype is not False:
+        x = x.astype(_jax_dtype(dtype))
+    # Scores [batch, heads, query, key] are left to XLA, which fuses the parts; rows of a router's are few and short.
+    if _is_last(dim, x) and x.ndim == 2:
+        return ops.softmax(x)
+    return jax.nn.softmax(x, dim) if x.ndim else jnp.ones_like(x)
+
+
+def _layer_norm(
+    x: jax.Array,
+    normalized_shape: Sequence[int],
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    eps: float = 1e-5,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``torch.native_layer_norm``: result, means, reciprocal deviations."""
+    size = len(normalized_shape)
+    rows = x.reshape(*x.shape[: x.ndim - size], -1)
+    weight, bias = (None if array is None else array.reshape(-1) for array in (weight, bias))
+    out, mean, scale = ops.layer_norm(rows, weight, bias, eps)
+    kept = (*x.shape[: x.ndim - size], *[1] * size)
+    return out.reshape(x.shape), mean.reshape(kept), scale.reshape(kept)

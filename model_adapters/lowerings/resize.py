@@ -1,0 +1,53 @@
+"""Resampling of images, which models do to the positions that they have learned for another size.
+
+Each method is linear in the pixels and works on rows and columns separately, so it is two products with matrices. The
+matrices are what torch makes of the unit vectors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from model_adapters.bridge.views import lower
+
+SMOOTHED = (torch.ops.aten._upsample_bicubic2d_aa, torch.ops.aten._upsample_bilinear2d_aa)
+"""Operators of ``interpolate(…, antialias=True)``; torchax 0.0.13 calls a function of JAX that is no longer one."""
+
+
+def install() -> None:
+    """Puts our lowerings into torchax's table."""
+    for operator in SMOOTHED:
+        lower(operator, functools.partial(_resampled, operator.default))
+        lower(operator.default, functools.partial(_resampled, operator.default))
+
+
+def _resampled(
+    operator: Callable[..., torch.Tensor],
+    x: jax.Array,
+    output_size: Sequence[int],
+    align_corners: bool,
+    scales_h: float | None = None,
+    scales_w: float | None = None,
+) -> jax.Array:
+    """`x` [batch, channels, height, width] in `output_size`, as `operator` has it."""
+    rows = _matrix(operator, x.shape[2], output_size[0], align_corners, scales_h)
+    columns = _matrix(operator, x.shape[3], output_size[1], align_corners, scales_w)
+    exact: Any = jax.lax.Precision.HIGHEST
+    return jnp.einsum("bchw,Hh,Ww->bcHW", x, rows, columns, precision=exact).astype(x.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _matrix(
+    operator: Callable[..., torch.Tensor], size: int, wanted: int, align_corners: bool, scale: float | None
+) -> np.ndarray:
+    """float32[wanted, size]: a column of pixels in another size."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        units = torch.eye(size)[None, None]  # a column for each; along the rows nothing changes
+        return operator(units, [wanted, size], align_corners, scale, None)[0, 0].numpy().copy()

@@ -1,0 +1,76 @@
+"""Torch operators that reach our own ops: products, and what torchax lacks or lowers badly.
+
+`install` is idempotent and called before anything is traced. What torchax does well is left to torchax.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from model_adapters.bridge.views import (
+    TorchTensor,
+    TorchView,
+    default_env,
+    jax_view,
+    lower,
+    lowering_of,
+    torch_view,
+)
+from model_adapters.lowerings import constant_folding
+
+
+def _mend_copy() -> None:
+    """``tensor.copy_(view)``: torchax 0.0.13 reads the view's array under a name that only tensors have."""
+    theirs = lowering_of(torch.ops.aten.copy_)
+
+    def copy(x: torch.Tensor, y: torch.Tensor, memory_format: Any = None, env: Any = None) -> torch.Tensor:
+        return theirs(x, torch_view(jax_view(y)) if isinstance(y, TorchView) else y, memory_format, env)
+
+    lower(torch.ops.aten.copy_, copy, keep_kind=True)
+
+
+def _mend_type_as() -> None:
+    """``tensor.type_as(other)``: torchax 0.0.13 changes the tensor itself, and fails for a view."""
+
+    def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.to(other.dtype)
+
+    TorchTensor.type_as = type_as
+    TorchView.type_as = type_as
+
+
+def _stay_on_device() -> None:
+    """``tensor.to("cpu")`` of a traced tensor: there is no other device inside a program."""
+    env = default_env()
+    theirs = env._to_copy
+
+    def to_copy(x: torch.Tensor, dtype: Any, device: Any) -> torch.Tensor:
+        return theirs(x, dtype, None if constant_folding.is_traced(x) else device)
+
+    env._to_copy = to_copy
+    lower(torch.Tensor.cpu, lambda x, *args, **kwargs: x)
+
+
+def _write_through_views() -> None:
+    """``x[1:].masked_fill_(…)``: what torchax 0.0.13 decomposes writes into a copy of the view, and is lost."""
+    env = default_env()
+    theirs = env.dispatch
+
+    def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        target = args[0] if args else None
+        if (
+            not isinstance(target, TorchView)
+            or not constant_folding.in_place(func)
+            or constant_folding.is_assignment(func)
+        ):
+            return theirs(func, types, args, kwargs)
+        if env._get_op_or_decomp(func).is_view_op:
+            return theirs(func, types, args, kwargs)
+        whole = target.torch()
+        theirs(func, types, (whole, *args[1:]), kwargs)
+        target.update(whole)
+        return target
+
+    env.dispatch = dispatch

@@ -1,0 +1,218 @@
+"""Notices that a model has changed since its programs were made: parts, tensors, hooks, attributes, configuration.
+
+Programs and arrays are made of a module as it is at some time. `ModuleWatch` keeps what the module's forward depends
+on and compares it with the module as it is now, in less than a millisecond for a model of some hundred tensors: dicts
+of attributes by Python's own comparison, tensors by identity, address and version, and by a few of their values, since
+an edit through ``tensor.data`` leaves no other trace.
+
+What is looked at: which modules there are, and their classes; attributes, and what lies in those that are containers;
+hooks; functions in the place of methods, with the values that they close over; the classes and functions of the
+modeling files; configurations. What is not: state that Python code reads from elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from model_adapters.program.module_hooks import has_hooks, hooked_parts
+from model_adapters.program.tensor_watch import TensorWatch
+from model_adapters.program.trace_context import configs_of, trace_lock
+
+PREPARES = "prepare_inputs_for_generation"
+NOT_READ = frozenset(
+    {"generation_config", "name_or_path", "rope_deltas", "warnings_issued", "_cache", "_jax_runtime", PREPARES}
+)
+"""Attributes of a model that its forward does not read, or that ``generate`` itself writes."""
+_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs")
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_MODELING = ("transformers.models.", "transformers_modules.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What is other than it was.
+
+    Attributes:
+        what: the first difference, such as the path of an attribute.
+        tensors: names of tensors that are new or have other values.
+        is_structural: more has changed than values, so that programs must be made anew.
+    """
+
+    what: str
+    tensors: frozenset[str]
+    is_structural: bool
+
+
+class ModuleWatch:
+    """Compares `module` with what it was when it was last taken, which making the watch does as well.
+
+    Attributes:
+        module: that is watched.
+        structure: what there was besides the values of tensors.
+        hooked: names of parts with hooks of a script.
+        is_wrapped: whether the module itself has such hooks, or another forward than its class's.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.take()
+
+    def take(self) -> None:
+        """Takes the module as it is now for what it should be."""
+        self.structure = Structure(self.module)
+        self._tensors = TensorWatch(self.module)
+        self.hooked = hooked_parts(self.module)
+        self.is_wrapped = has_hooks(self.module) or "forward" in vars(self.module)
+
+    def change(self) -> Change | None:
+        """What has changed; None if nothing. Waits while a trace has exchanged the module's tensors."""
+        with trace_lock():
+            what = self.structure.difference()
+            changed = self._tensors.changed(of_all=what is not None)
+            if what is None and not changed:
+                return None
+            is_structural = what is not None or any(self._tensors.has_other_shape(name) for name in changed)
+            return Change(what or min(changed), frozenset(changed), is_structural)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Model code runs inside: what it changes on its own module is no change."""
+        with trace_lock():
+            was_same = self.structure.difference() is None
+            try:
+                yield
+            finally:
+                if was_same and self.structure.difference() is not None:
+                    self.structure = Structure(self.module)
+
+
+class Structure:
+    """All that programs depend on and that is no tensor's value. Two of them are equal if programs are the same."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._classes = [(child, type(child), name) for name, child in module.named_modules()]
+        self._models = [(vars(child), _read(vars(child)), name) for child, _, name in self._classes if _is_model(child)]
+        self._functions: list[tuple[Any, Any, str]] = []
+        pairs: list[tuple[Any, Any, str]] = []
+        for child, _, name in self._classes:
+            attributes = vars(child)
+            if not _is_model(child):
+                pairs.append((attributes, dict(attributes), name))
+            pairs += [(attributes[table], dict(attributes[table]), f"{name}.{table}") for table in _TABLES]
+            for key, value in attributes.items():
+                if key in _OF_EVERY_MODULE or key in NOT_READ:
+                    continue
+                if type(value) in (dict, list, set):
+                    pairs.append((value, _copied(value), f"{name}.{key}"))
+                elif isinstance(value, _FUNCTIONS):
+                    self._functions.append((value, _state_of(value), f"{name}.{key}"))
+        pairs += [(vars(config), _copied(vars(config)), "config") for config in configs_of(module)]
+        pairs += _code_of({cls for _, cls, _ in self._classes})
+        self._pairs = [pair for pair in pairs if _is_same(*pair[:2])]  # some values do not equal themselves
+
+    def difference(self) -> str | None:
+        """Where the first difference is; None if there is none."""
+        where = "the model"
+        try:
+            for child, cls, where in self._classes:
+                if child.__class__ is not cls:
+                    return where or "the model"
+            for now, was, where in self._pairs:
+                if now != was:
+                    return _place(now, was, where)
+            for now, was, where in self._models:
+                if _read(now) != was:
+                    return _place(now, was, where)
+            for function, state, where in self._functions:
+                if _state_of(function) != state:
+                    return where
+        except Exception:  # of values that do not compare, such as tensors
+            return where or "the model"
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Structure):
+            return NotImplemented
+        try:
+            mine, its = (
+                [each[:2] for each in s._classes] + [each[1:] for each in (*s._pairs, *s._models, *s._functions)]
+                for s in (self, other)
+            )
+            return bool(mine == its)
+        except Exception:  # as above
+            return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+
+
+def _is_model(child: torch.nn.Module) -> bool:
+    return hasattr(child, "generation_config") or "_jax_runtime" in vars(child) or "config" in vars(child)
+
+
+def _read(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in NOT_READ}
+
+
+def _copied(value: Any) -> Any:
+    """`value` with containers of their own, at every depth."""
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_copied(item) for item in value]
+    if type(value) is set:
+        return set(value)
+    return value
+
+
+def _is_same(now: Any, was: Any) -> bool:
+    try:
+        return bool(now == was)
+    except Exception:  # of values that do not compare
+        return False
+
+
+def _place(now: Any, was: Any, where: str) -> str:
+    """Names the key under which the dicts `now` and `was` differ, behind `where`."""
+    if not (isinstance(now, dict) and isinstance(was, dict)):
+        return where
+    keys = [key for key in {**was, **now} if key not in NOT_READ]
+    key = next((key for key in keys if key not in now or key not in was or now[key] is not was[key]), "")
+    return f"{where}.{key}".replace("._modules.", ".").replace("._parameters.", ".").strip(".")
+
+
+def _state_of(function: Any) -> Any:
+    """What a function of a script reads beside its arguments: values it closes over, and defaults."""
+    if isinstance(function, functools.partial):
+        return _copied([function.args, function.keywords, _state_of(function.func)])
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType):
+        return None
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    return _copied([cells, function.__defaults__, function.__kwdefaults__])
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _code_of(classes: set[type]) -> list[tuple[Any, Any, str]]:
+    """Namespaces of modeling files and their classes, into which scripts put functions of their own."""
+    bases = {base for cls in classes for base in cls.__mro__ if base.__module__.startswith(_MODELING)}
+    files = {base.__module__ for base in bases if base.__module__ in sys.modules}
+    spaces: list[tuple[Any, str]] = [(vars(base), f"the class {base.__qualname__}") for base in bases]
+    spaces += [(vars(sys.modules[file]), f"the module {file}") for file in files]
+    return [(space, dict(space), where) for space, where in spaces]

@@ -1,0 +1,144 @@
+"""The experts of a layer on a mesh: each device computes its share of them, and one sum makes the result whole.
+
+transformers' own function runs on each device (`grouped_mm_experts_forward`), with the module holding that device's
+part of its tensors: some experts whole, or of every expert some hidden units, or both. Tokens of experts that are
+elsewhere go to the number behind the last one, which that function takes for "not here", with weight zero.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import PartitionSpec
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.ops.sharded import per_shard
+from model_adapters.sharding.model_sharding import mesh_in_trace, placed_in_use
+
+IMPLEMENTATION = "torchax_serve_sharded"
+
+
+ON_GROUPED = "grouped_mm"
+
+
+_WHOLE = PartitionSpec()
+
+
+def sharded_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' experts function for a mesh: ``[tokens, hidden]`` in and out, k experts a token."""
+    mesh = mesh_in_trace()
+    tensors = {name: jax_view(tensor) for name, tensor in module._parameters.items() if tensor is not None}
+    placed = {name: placed_in_use(array) for name, array in tensors.items()}
+    specs = {name: _WHOLE if each is None else each.spec for name, each in placed.items()}
+    divided = {axis for spec in specs.values() for axis in spec if axis is not None}
+    if mesh is None or not divided:
+        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    names = list(tensors)
+    num_local = module.num_experts // (mesh.shape["expert"] if "expert" in divided else 1)
+
+    def one_device(states: jax.Array, index: jax.Array, weights: jax.Array, *parts: jax.Array) -> jax.Array:
+        if "expert" in divided:
+            index = index - jax.lax.axis_index("expert") * num_local
+            is_here = (index >= 0) & (index < num_local)
+            index, weights = jnp.where(is_here, index, num_local), jnp.where(is_here, weights, 0)
+        here = dict(zip(names, parts, strict=True))
+        if "model" in divided and "down_proj_bias" in here:  # added once, though every device adds its own
+            here["down_proj_bias"] = jnp.where(jax.lax.axis_index("model") == 0, here["down_proj_bias"], 0)
+        out = _run(module, here, (states, index, weights), num_local, "expert" in divided)
+        return jax.lax.psum(out, tuple(sorted(divided)))
+
+    arrays = (*(jax_view(x) for x in (hidden_states, top_k_index, top_k_weights)), *tensors.values())
+    all_specs = (_WHOLE, _WHOLE, _WHOLE, *(specs[name] for name in names))
+    return torch_view(per_shard(one_device, arrays, all_specs, _WHOLE))
+
+
+def _run(
+    module: Any, tensors: dict[str, jax.Array], arrays: tuple[jax.Array, ...], num_experts: int, has_others: bool
+) -> jax.Array:
+    """transformers' function on a module that holds `tensors` and `num_experts` experts."""
+    before = module.num_experts, module._is_expert_parallel
+    stand_ins = {name: torch_view(array) for name, array in tensors.items()}
+    try:
+        module.num_experts, module._is_expert_parallel = num_experts, has_others
+        with torch.nn.utils.stateless._reparametrize_module(module, stand_ins):
+            return jax_view(grouped_mm_experts_forward(module, *torch_view(arrays)))
+    finally:
+        module.num_experts, module._is_expert_parallel = before
+
+
+@functools.cache
+def install() -> None:
+    """Makes the function known to transformers."""
+    ExpertsInterface.register(IMPLEMENTATION, sharded_experts)
+
+
+def routed(
+    hidden: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The weighted sum of what its experts make of each token: [tokens, hidden].
+
+    Args:
+        hidden: [tokens, hidden].
+        expert_ids: int[tokens, k]; `num_experts` and above are groups of their own at the end.
+        weights: [tokens, k].
+        num_experts: groups that have weights.
+        experts: called with rows [tokens * k, hidden] sorted by expert, the ends int32[num_experts] of the groups
+            among them, and the rows' experts int[tokens * k]; returns as many rows.
+    """
+    num_tokens, num_chosen = expert_ids.shape
+    flat = expert_ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    out = experts(hidden[order // num_chosen], group_ends(flat, num_experts), flat[order])
+    out = out * weights.reshape(-1)[order][:, None]
+    back = torch.argsort(order)
+    return out[back].reshape(num_tokens, num_chosen, -1).sum(1)
+
+
+def group_ends(expert_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """int32[num_experts]: where each expert's rows end once the rows are sorted by expert."""
+    counted = expert_ids.reshape(-1)[None] <= torch.arange(num_experts, device=expert_ids.device)[:, None]
+    return counted.sum(1).to(torch.int32)
+
+
+def sum_of_modules(
+    experts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of what experts that are modules of their own make of tokens: [tokens, hidden].
+
+    An expert that some token chose computes all tokens; one that none chose is skipped on the device.
+
+    Args:
+        experts: ``expert_0``, ``expert_1``, … from [tokens, hidden] to as much.
+        hidden: [tokens, hidden].
+        chosen: bool[tokens, experts].
+        weights: [tokens, experts]; zero where an expert is not chosen.
+    """
+
+    def zeros(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.zeros_like(x)
+
+    total = torch.zeros_like(hidden)
+    for index in range(chosen.shape[1]):
+        expert = experts[f"expert_{index}"]
+
+        def computed(x: jax.Array, scale: jax.Array, expert: Any = expert) -> jax.Array:
+            return jax_view((expert(torch_view(x)) * torch_view(scale)).to(hidden.dtype))
+
+        arrays = jax_view(hidden), jax_view(weights[:, index, None])
+        total = total + torch_view(jax.lax.cond(jax_view(chosen[:, index].any()), computed, zeros, *arrays))
+    return total

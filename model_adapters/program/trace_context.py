@@ -1,0 +1,112 @@
+"""What a model's configuration says for the time of a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import torch
+from transformers import PreTrainedModel
+
+_TRACE_LOCK = threading.RLock()  # a trace changes the module and its configuration for as long as it lasts
+
+
+@contextlib.contextmanager
+def torch_promotion() -> Iterator[None]:
+    """Inside, shapes and dtypes meet as torch code means them, whatever a script has told JAX to refuse.
+
+    Nor is it in a script's ``torch.inference_mode``, in which operators such as ``layer_norm`` do not come apart into
+    those that have a lowering.
+    """
+    inference = torch.inference_mode(False), torch.no_grad()  # in this order: the first switches gradients on
+    with inference[0], inference[1], jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@contextlib.contextmanager
+def programs_run() -> Iterator[None]:
+    """Inside, programs run and arrays move, though a script has switched off ``jit`` or guards transfers of its own."""
+    with jax.disable_jit(False), jax.transfer_guard("allow"):
+        yield
+
+
+def trace_lock() -> contextlib.AbstractContextManager[Any]:
+    """Held while a trace has exchanged parts of a module; may be taken again by who holds it."""
+    return _TRACE_LOCK
+
+
+@contextlib.contextmanager
+def implementations(module: PreTrainedModel, *, attention: str | None, experts: str) -> Iterator[None]:
+    """Every configuration of `module` names these implementations inside; as it was before, afterwards.
+
+    Args:
+        module: the model about to be traced.
+        attention: name in transformers' attention interface; None leaves the models' own choice.
+        experts: name in transformers' experts interface.
+    """
+    wanted = {"_experts_implementation_internal": experts}
+    if attention is not None:
+        wanted["_attn_implementation_internal"] = attention
+    with _TRACE_LOCK:
+        before = [
+            (config, name, getattr(config, name))
+            for config in configs_of(module)
+            for name in wanted
+            if hasattr(config, name)
+        ]
+        try:
+            for config, name, _ in before:
+                setattr(config, name, wanted[name])
+            yield
+        finally:
+            for config, name, value in before:
+                setattr(config, name, value)
+
+
+def configs_of(module: torch.nn.Module) -> list[Any]:
+    """Each configuration that a part of `module` reads, once."""
+    found = {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}
+    for config in list(found.values()):
+        for part in getattr(config, "sub_configs", {}):
+            if (sub := getattr(config, part, None)) is not None:
+                found[id(sub)] = sub
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def attributes_restored(module: torch.nn.Module) -> Iterator[list[str]]:
+    """Takes tensors that `module` and its parts were given inside away again; yields their names, known at the end.
+
+    Traced tensors mean nothing after the trace.
+    """
+    before = {child: dict(vars(child)) for child in module.modules()}
+    written: list[str] = []
+    try:
+        yield written
+    finally:
+        for name, child in module.named_modules():
+            for attribute, value in list(vars(child).items()):
+                was = before.get(child, {}).get(attribute)  # code may exchange modules, too
+                if isinstance(value, torch.Tensor) and was is not value:
+                    written.append(f"{name}.{attribute}")
+                    vars(child)[attribute] = was
+
+
+@contextlib.contextmanager
+def methods_replaced(replacements: Iterable[tuple[torch.nn.Module, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Functions stand in the place of methods inside: of this module, the method of this name, this function."""
+    changed: list[tuple[torch.nn.Module, str, Any]] = []
+    try:
+        for module, method, function in replacements:
+            changed.append((module, method, vars(module).get(method)))
+            vars(module)[method] = types.MethodType(function, module)
+        yield
+    finally:
+        for module, method, before in reversed(changed):
+            vars(module).pop(method, None)
+            if before is not None:
+                vars(module)[method] = before

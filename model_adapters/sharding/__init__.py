@@ -1,0 +1,1 @@
+"""Sharding rules applied to a model's weights and activations on a mesh."""

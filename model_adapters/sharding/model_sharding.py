@@ -1,0 +1,291 @@
+"""A model on a mesh of devices: where its weights lie, and what a trace of its code has to know of that.
+
+The unmodified forward is traced once for all devices, and XLA divides the work as the weights are divided (GSPMD, Xu et
+al. 2021). Three things are not left to XLA: attention runs on each device's heads (`model_adapters.ops.sharded`),
+experts on each device's share of them (`model_adapters.program.moe`), and fused products are kept apart where model
+code cuts them (`model_adapters.jaxpr.split_concats`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from model_adapters.bridge.views import tensors_of
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops.packed_weight import Weight, Weights
+from model_adapters.ops.sharded import on_mesh, pool_spec, state_spec
+from model_adapters.sharding.rule_selection import rules_for
+from sharding_rules import Placed, ShardingRuleError, Units, place
+from sharding_rules.layout import DimLayout, take
+
+VALUES_READ_TWICE = frozenset({"doge"})
+"""Types in which another product than the output's reads values: their heads cannot be repeated on neighbours."""
+
+_IN_USE: ContextVar[_Trace | None] = ContextVar("sharded trace", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trace:
+    """What a trace looks up: the weights by identity."""
+
+    sharding: ModelSharding
+    placed: Mapping[int, Placed]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelSharding:
+    """Where everything of one model lies on a mesh.
+
+    Attributes:
+        mesh: axes ``data``, ``model`` and ``expert``.
+        placed: by tensor name.
+        vocab_size: columns of the logits that mean something.
+        config_values: numbers that model code reads from its configuration and that are others on the mesh.
+        attributes: the same for modules: name, attribute, value.
+    """
+
+    mesh: Mesh
+    placed: Mapping[str, Placed]
+    vocab_size: int
+    config_values: Mapping[str, int]
+    attributes: tuple[tuple[str, str, int], ...]
+
+    @classmethod
+    def of(cls, module: PreTrainedModel, mesh: Mesh, *, refuse_uneven: bool = False) -> ModelSharding:
+        """The layout of `module` on `mesh`.
+
+        Raises:
+            InvalidArgumentError: rules that do not fit the model, or zeros that were refused.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(module).items()}
+        config = module.config.get_text_config(decoder=True)
+        table = rules_for(module, shapes)
+        mesh_shape = {str(axis): size for axis, size in mesh.shape.items()}
+        units = _units(module, config, mesh_shape.get("model", 1))
+        try:
+            placed = place(table, shapes, mesh_shape, units, refuse_uneven=refuse_uneven)
+        except ShardingRuleError as error:
+            raise InvalidArgumentError(str(error)) from error
+        counts = _head_counts(placed, units)
+        lengths = {**_axis_lengths(placed), **{f"num_{axis}": number for axis, number in counts.items()}}
+        attributes = tuple(
+            (name, attribute, lengths[axis])
+            for pattern, attribute, axis in table.attributes
+            if axis in lengths
+            for name, _ in module.named_modules()
+            if re.fullmatch(pattern, name)
+        )
+        before = {"num_attention_heads": (units.heads, "heads"), "num_key_value_heads": (units.kv_heads, "kv_heads")}
+        values = {
+            name: counts[axis]
+            for name, (number, axis) in before.items()
+            if axis in counts and counts[axis] != number and hasattr(config, name)
+        }
+        words = module.get_input_embeddings()  # one table, or one for each codebook
+        vocab_size = int(getattr(words, "num_embeddings", None) or config.vocab_size)
+        head = module.get_output_embeddings()
+        if head is not None and hasattr(head, "weight"):
+            vocab_size = int(head.weight.shape[0])
+        return cls(mesh, placed, vocab_size, values, attributes)
+
+    def replicas(self) -> list[ModelSharding]:
+        """The same layout on the devices of each place on the axis ``data`` alone."""
+        names = self.mesh.axis_names
+        axis = names.index("data")
+        number = self.mesh.devices.shape[axis]
+        parts = np.split(self.mesh.devices, number, axis)
+        return [dataclasses.replace(self, mesh=Mesh(part, names)) for part in parts]
+
+    @property
+    def has_fused(self) -> bool:
+        """Whether a product's result must be kept in parts."""
+        return any(dim.sections for placed in self.placed.values() for dim in placed.dims)
+
+    @functools.cached_property
+    def tokens_from(self) -> int | None:
+        """Tokens of a prompt in one step from which dividing them costs less exchange than dividing products.
+
+        Divided products end in a sum of ``tokens x rows`` over the devices, whose exchange is twice its size; divided
+        tokens need every weight of the layers whole. None: they are never divided, as experts and fused products are
+        exchanged in other ways.
+        """
+        shards = self.mesh.shape.get("model", 1)
+        gathered = [placed for name, placed in self.placed.items() if self._is_gathered(name)]
+        sums = sum(placed.laid_out_shape[0] for placed in gathered if placed.dims[-1].mesh_axis == "model")
+        has_experts = any(len(placed.shape) > 2 and "model" in placed.spec for placed in self.placed.values())
+        if shards == 1 or self.mesh.shape.get("expert", 1) > 1 or not sums or self.has_fused or has_experts:
+            return None
+        size = sum(placed.laid_out_shape[0] * placed.laid_out_shape[1] for placed in gathered)
+        return math.ceil(size / (2 * sums * (1 - 1 / shards)))  # the exchange of tokens for heads is one n-th of sums
+
+    def _is_gathered(self, name: str) -> bool:
+        """Whether a weight is one of those of the layers that a step over divided tokens needs whole."""
+        placed = self.placed[name]
+        return len(placed.shape) == 2 and "model" in placed.spec and "vocab" not in (placed.rule.axes or ())
+
+    def divides_tokens(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens of prompts is divided by tokens."""
+        least = self.tokens_from
+        return least is not None and num_tokens >= least and num_tokens % self.mesh.shape["model"] == 0
+
+    def with_whole_layers(self, weights: Weights) -> dict[str, Weight]:
+        """In a trace: `weights`, those of the layers gathered."""
+        whole = self.replicated()
+        return {
+            name: jax.lax.with_sharding_constraint(array, whole) if self._is_gathered(name) else array
+            for name, array in weights.items()
+        }
+
+    def sharding_of(self, name: str) -> NamedSharding:
+        """Of the tensor called `name`."""
+        return NamedSharding(self.mesh, self.placed[name].spec)
+
+    def replicated(self) -> NamedSharding:
+        """For what every device has whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def pool_sharding(self, kv_heads: int) -> NamedSharding:
+        """Of a pool of pages with so many heads of keys and values."""
+        return NamedSharding(self.mesh, pool_spec(kv_heads, self.mesh))
+
+    def state_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Of states ``[slots, 1, channels or heads, ...]``."""
+        return NamedSharding(self.mesh, state_spec(shape, self.mesh))
+
+    def abstract(self, name: str, dtype: Any) -> jax.ShapeDtypeStruct:
+        """The tensor called `name` without its values."""
+        return jax.ShapeDtypeStruct(self.placed[name].laid_out_shape, dtype, sharding=self.sharding_of(name))
+
+    def put(self, name: str, array: Any) -> jax.Array:
+        """Gives each device its part of the tensor called `name`, as the model has it in the host's memory."""
+        placed = self.placed[name]
+        if tuple(array.shape) != placed.shape:
+            raise InvalidArgumentError(f"{name}: expected shape {placed.shape}, got {tuple(array.shape)}")
+
+        def part(index: Any) -> np.ndarray:
+            return _part_of(array, placed.dims, index)
+
+        return jax.make_array_from_callback(placed.laid_out_shape, self.sharding_of(name), part)
+
+    @contextlib.contextmanager
+    def tracing(self, module: PreTrainedModel, weights: Mapping[str, jax.Array]) -> Iterator[None]:
+        """While this is open, `module` computes as it must with `weights` on the mesh."""
+        token = _IN_USE.set(_Trace(self, {id(weights[name]): placed for name, placed in self.placed.items()}))
+        config = module.config.get_text_config(decoder=True)
+        owners: list[tuple[Any, str, int]] = [(config, name, value) for name, value in self.config_values.items()]
+        owners += [(module.get_submodule(name), attribute, value) for name, attribute, value in self.attributes]
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in owners]
+        try:
+            for owner, name, value in owners:
+                setattr(owner, name, value)
+            with on_mesh(self.mesh):
+                yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+            _IN_USE.reset(token)
+
+
+def _part_of(array: Any, dims: Sequence[DimLayout], index: Sequence[slice]) -> np.ndarray:
+    """The part `index` of `array` laid out as `dims` say; plain slices first, they copy nothing."""
+    plain = tuple(part if dim.index is None else slice(None) for dim, part in zip(dims, index, strict=True))
+    taken = np.asarray(array[plain] if plain else array)
+    for number, (dim, part) in enumerate(zip(dims, index, strict=True)):
+        if dim.index is not None:
+            start, stop, _ = part.indices(dim.size)
+            taken = take(taken, number, dim, start, stop)
+    return taken
+
+
+def _axis_lengths(placed: Mapping[str, Placed]) -> dict[str, int]:
+    """Length on the mesh of each axis that all tensors agree on."""
+    found: dict[str, set[int]] = {}
+    for each in placed.values():
+        for axis, dim in zip(each.rule.axes or (), each.dims, strict=False):
+            if axis is not None:
+                found.setdefault(axis, set()).add(dim.size)
+    return {axis: sizes.pop() for axis, sizes in found.items() if len(sizes) == 1}
+
+
+def _head_counts(placed: Mapping[str, Placed], units: Units) -> dict[str, int]:
+    """Query heads and heads of keys and values that a layer has on the mesh, by logical axis."""
+    counts: dict[str, int] = {}
+    for each in placed.values():
+        for axis, dim in zip(each.rule.axes or (), each.dims, strict=False):
+            number = getattr(units, axis, None) if axis in ("heads", "kv_heads") else None
+            if number:
+                counts[str(axis)] = dim.size * number // dim.size_before
+            elif axis == "qkv" and dim.sections and units.heads and units.kv_heads:
+                width = dim.size_before // (units.heads + 2 * units.kv_heads)
+                counts |= {"heads": dim.sections[0] // width, "kv_heads": dim.sections[1] // width}
+    return counts
+
+
+def units_of(config: PreTrainedConfig) -> Units:
+    """How many heads a layer has, as the configuration says; nothing where layers have different numbers."""
+    try:
+        heads = getattr(config, "num_attention_heads", None)
+        kv_heads = getattr(config, "num_key_value_heads", None)
+    except RuntimeError:  # transformers' answer to a question about all layers that has none
+        return Units()
+    if not isinstance(heads, int):
+        return Units()
+    return Units(heads, kv_heads if isinstance(kv_heads, int) else heads)
+
+
+def _units(module: PreTrainedModel, config: PreTrainedConfig, num_shards: int) -> Units:
+    """`units_of` the configuration; nothing where layers have other numbers and some do not divide by the devices.
+
+    Then a layer's heads would have to be repeated more often than another's, and model code knows of one number.
+    """
+    units = units_of(config)
+    if config.model_type in VALUES_READ_TWICE and units.kv_heads and units.kv_heads % num_shards:
+        return Units()
+    attentions = (child for child in module.modules() if getattr(child, "config", None) is config)
+    groups = {size for child in attentions if isinstance(size := getattr(child, "num_key_value_groups", None), int)}
+    counts = {units.heads // size for size in groups if units.heads and size}
+    return Units() if len(counts) > 1 and any(count % num_shards for count in counts) else units
+
+
+def placed_in_use(weight: Any) -> Placed | None:
+    """Where the weight of the present trace lies that model code has in its hand, unchanged."""
+    trace = _IN_USE.get()
+    return None if trace is None else trace.placed.get(id(weight))
+
+
+def mesh_in_trace() -> Mesh | None:
+    """The mesh of the present trace."""
+    trace = _IN_USE.get()
+    return None if trace is None else trace.sharding.mesh
+
+
+def whole_result(out: jax.Array, layout: DimLayout) -> jax.Array:
+    """The result of a fused product as model code expects it, out of one in which each device has its share.
+
+    Args:
+        out: ``[..., layout.size]``.
+        layout: of the weight's output dimension.
+    """
+    mesh = mesh_in_trace()
+    if mesh is None or not layout.sections or layout.mesh_axis is None:
+        return out
+    shards = mesh.shape[layout.mesh_axis]
+    lead = out.shape[:-1]
+    shares = out.reshape(*lead, shards, layout.size // shards)
+    spec = PartitionSpec(*(None for _ in lead), layout.mesh_axis, None)
+    shares = jax.lax.with_sharding_constraint(shares, NamedSharding(mesh, spec))
+    ends = np.cumsum([size // shards for size in layout.sections]).tolist()
+    parts = [shares[..., end - size // shards : end] for end, size in zip(ends, layout.sections, strict=True)]
+    return jax.lax.concatenate([part.reshape(*lead, -1) for part in parts], len(lead))
