@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from model_adapters.jaxpr.interpreter import Equation
-from model_adapters.ops.cpu.kernels import ROW_BY_ROW
+from model_adapters.ops.cpu.ffi import ROW_BY_ROW
 
 _NAMES = """
 abs add and ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt integer_pow is_finite le log

@@ -11,10 +11,10 @@ import torch
 
 from model_adapters.loading.loaded_model import LoadedModel
 from model_adapters.loading.memory import give_back_freed
-from model_adapters.ops import packed_weight
-from model_adapters.ops.cpu import packing
+from model_adapters.ops import compressed_weight
+from model_adapters.ops.compressed_weight import PackedWeight, Weight
+from model_adapters.ops.cpu import compress
 from model_adapters.ops.cpu.huge_pages import HugePages, in_huge_pages
-from model_adapters.ops.packed_weight import PackedWeight, Weight
 
 MIN_BYTES = 1 << 17
 """Of a weight. A smaller one stays in the processor's cache anyway."""
@@ -58,21 +58,21 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
         names_of.setdefault(id(array), []).append(name)
 
     def is_packable(array: Weight) -> bool:
-        return not isinstance(array, PackedWeight) and array.nbytes >= MIN_BYTES and packing.refuses(array) is None
+        return not isinstance(array, PackedWeight) and array.nbytes >= MIN_BYTES and compress.refuses(array) is None
 
     # In the order in which layers run, nearly: what lies behind a weight is what is read after it.
     arrays = {id(weights[name]): weights[name] for name in linear if name in weights}
     chosen = [names_of[key] for key, array in arrays.items() if is_packable(array)]
     if not chosen:
         return 0
-    sizes = [packing.group_bytes(weights[names[0]].shape) for names in chosen]
+    sizes = [compress.group_bytes(weights[names[0]].shape) for names in chosen]
     memory = HugePages(sum(sizes))
 
     def pack_one(names: list[str], place: np.ndarray) -> bool:
         layers = [name for name in names if name in linear]
         array = weights[names[0]]
         assert not isinstance(array, PackedWeight)
-        packed = packed_weight.pack(array, place, keeps_plain=len(layers) < len(names))
+        packed = compressed_weight.pack(array, place, keeps_plain=len(layers) < len(names))
         weights.update(dict.fromkeys(layers, packed) if packed is not None else {})
         return packed is not None
 

@@ -19,7 +19,7 @@ from model_adapters.loading.loaded_model import LoadedModel
 from model_adapters.loading.loader import _generation_config
 from model_adapters.loading.model_class import module_of
 from model_adapters.loading.tensor_match import some
-from model_adapters.ops.packed_weight import Weight
+from model_adapters.ops.compressed_weight import Weight
 
 _ZERO_AT_FIRST = "final_logits_bias"
 """A buffer of BART and its kin that no checkpoint of the base model holds; their classes make it of zeros."""

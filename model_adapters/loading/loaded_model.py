@@ -26,7 +26,7 @@ from model_adapters.loading.memory import PeakMemory
 from model_adapters.loading.model_class import require_causal_module
 from model_adapters.loading.model_source import ModelSource
 from model_adapters.loading.tensor_match import TensorMatch, some
-from model_adapters.ops.packed_weight import Weight
+from model_adapters.ops.compressed_weight import Weight
 from model_adapters.sharding.model_sharding import ModelSharding
 
 T = TypeVar("T")

@@ -34,7 +34,7 @@ from model_adapters.loading.model_source import ModelSource, of_object, resolve
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.tensor_match import TensorMatch, logger, smaller_classes, without_missing_parts
 from model_adapters.loading.weight_sink import DevicePut, Placement, WeightSink, meta_like
-from model_adapters.ops.packed_weight import Weight
+from model_adapters.ops.compressed_weight import Weight
 from model_adapters.sharding.model_sharding import ModelSharding
 
 

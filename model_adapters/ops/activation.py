@@ -13,7 +13,7 @@ import jax
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
-from model_adapters.ops.cpu import kernels
+from model_adapters.ops.cpu import ffi
 from model_adapters.ops.linear import accumulator
 
 OP = "activation"
@@ -49,7 +49,7 @@ def reference(x: jax.Array, *, kind: Kind) -> jax.Array:
 def _kernel_refuses(x: jax.Array, *, kind: Kind) -> str | None:
     if kind == "gelu":
         return "the kernel has no error function"
-    return kernels.refuses(x)
+    return ffi.refuses(x)
 
 
 @registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
@@ -59,8 +59,6 @@ def vectorized(x: jax.Array, *, kind: Kind) -> jax.Array:
 
 
 _DIFFERENTIABLE = {
-    kind: kernels.differentiable(
-        partial(kernels.activation, is_gelu=kind == "gelu_tanh"), partial(reference, kind=kind)
-    )
+    kind: ffi.differentiable(partial(ffi.activation, is_gelu=kind == "gelu_tanh"), partial(reference, kind=kind))
     for kind in ("silu", "gelu_tanh")
 }

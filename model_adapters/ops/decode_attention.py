@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops import registry
-from model_adapters.ops.cpu import kernels
-from model_adapters.ops.pool import (
+from model_adapters.ops.cpu import ffi
+from model_adapters.ops.kv_pool import (
     check_arrays,
     check_features,
     expect,
@@ -151,7 +151,7 @@ def reference(
 
 
 def _kernel_refuses(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, *args: Any, **kwargs: Any) -> str | None:
-    return kernels.refuses_attention(q, k, v, pool)
+    return ffi.refuses_attention(q, k, v, pool)
 
 
-registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)(kernels.decode_attention)
+registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)(ffi.decode_attention)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
-from model_adapters.ops.cpu import kernels
+from model_adapters.ops.cpu import ffi
 from model_adapters.ops.linear import accumulator, precision
 
 OP = "grouped_matmul"
@@ -112,7 +112,7 @@ def tiled(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: La
 def _kernel_refuses(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> str | None:
     if layout != "enk":
         return "the kernel takes weights [E, N, K]"
-    return kernels.refuses(x)
+    return ffi.refuses(x)
 
 
 @registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
@@ -121,4 +121,4 @@ def streamed(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout:
     return _differentiable(x, weight, group_sizes)
 
 
-_differentiable = kernels.differentiable(kernels.grouped_linear, partial(reference, layout="enk"))
+_differentiable = ffi.differentiable(ffi.grouped_linear, partial(reference, layout="enk"))

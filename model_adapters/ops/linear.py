@@ -30,8 +30,8 @@ import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
-from model_adapters.ops.cpu import kernels
-from model_adapters.ops.packed_weight import packed_of
+from model_adapters.ops.compressed_weight import packed_of
+from model_adapters.ops.cpu import ffi
 
 OP = "linear"
 MIN_ROWS = 4
@@ -97,9 +97,9 @@ def padded(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
 
 def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
-    if (reason := kernels.refuses(x)) is not None:
+    if (reason := ffi.refuses(x)) is not None:
         return reason
-    limit = kernels.max_linear_rows(x.dtype)
+    limit = ffi.max_linear_rows(x.dtype)
     if limit is not None and x.shape[0] > limit:
         return f"{x.shape[0]} rows of {x.dtype}; the kernel is for up to {limit} on this processor"
     return None if x.shape[0] else "no rows"
@@ -122,19 +122,19 @@ def packed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     """The C++ product with a packed weight; to the last bit that with it unpacked, in one order."""
     held = packed_of(weight)
     assert held is not None
-    return kernels.packed_linear(x, held.groups, held.index, bias)
+    return ffi.packed_linear(x, held.groups, held.index, bias)
 
 
-_differentiable = kernels.differentiable(lambda x, weight, bias: kernels.linear(x, weight, bias, x.dtype), reference)
+_differentiable = ffi.differentiable(lambda x, weight, bias: ffi.linear(x, weight, bias, x.dtype), reference)
 
 
 def why_not_invariant() -> str | None:
     """Why a row's numbers may depend on how many are beside it although `kernels.one_order` is asked for, or None."""
     if registry.platform() != "cpu":
         return f"products on a {registry.platform()} are its compiler's"
-    if (reason := kernels.missing()) is not None:
+    if (reason := ffi.missing()) is not None:
         return f"no C++ kernels: {reason}"
-    if kernels.max_linear_rows(jnp.dtype(jnp.bfloat16)) is not None:
+    if ffi.max_linear_rows(jnp.dtype(jnp.bfloat16)) is not None:
         return "products of many rows are XLA's on this processor"
     return None
 

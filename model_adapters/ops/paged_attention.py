@@ -12,8 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops import registry
-from model_adapters.ops.cpu import kernels
-from model_adapters.ops.pool import check_arrays, check_features, softmax_times_values, split, whole_numbers, write_at
+from model_adapters.ops.cpu import ffi
+from model_adapters.ops.kv_pool import (
+    check_arrays,
+    check_features,
+    softmax_times_values,
+    split,
+    whole_numbers,
+    write_at,
+)
 
 OP = "paged_attention"
 MAX_BLOCK_LEN = 64
@@ -246,7 +253,7 @@ def _attend(
 
 
 def _kernel_refuses(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, *args: Any, **kwargs: Any) -> str | None:
-    return kernels.refuses_attention(q, k, v, pool)
+    return ffi.refuses_attention(q, k, v, pool)
 
 
-registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)(kernels.paged_attention)
+registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)(ffi.paged_attention)

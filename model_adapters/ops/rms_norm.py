@@ -11,9 +11,9 @@ from functools import partial
 import jax
 
 from model_adapters.ops import registry
-from model_adapters.ops.cpu import kernels
+from model_adapters.ops.cpu import ffi
 from model_adapters.ops.linear import accumulator
-from model_adapters.ops.row_sum import row_sum
+from model_adapters.ops.reductions import row_sum
 
 OP = "rms_norm"
 
@@ -44,14 +44,14 @@ def reference(x: jax.Array, weight: jax.Array, *, eps: float, rounds_first: bool
 def _kernel_refuses(x: jax.Array, weight: jax.Array, *, eps: float, rounds_first: bool) -> str | None:
     if weight.dtype not in (x.dtype, "float32"):
         return f"weight is {weight.dtype}; the kernel has float32 and x's dtype, {x.dtype}"
-    return kernels.refuses(x)
+    return ffi.refuses(x)
 
 
 @registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
 def fused(x: jax.Array, weight: jax.Array, *, eps: float, rounds_first: bool) -> jax.Array:
     """The C++ loop."""
-    run = kernels.differentiable(
-        partial(kernels.rms_norm, eps=eps, rounds_first=rounds_first),
+    run = ffi.differentiable(
+        partial(ffi.rms_norm, eps=eps, rounds_first=rounds_first),
         partial(reference, eps=eps, rounds_first=rounds_first),
     )
     return run(x.reshape(-1, x.shape[-1]), weight).reshape(x.shape)

@@ -34,8 +34,8 @@ from model_adapters.errors import UnsupportedModelError
 from model_adapters.jaxpr.row_pruning import gathers_first
 from model_adapters.jaxpr.split_concats import slices_of_parts
 from model_adapters.lowerings import constant_folding, deferred_checks, index_checks, install
-from model_adapters.ops.packed_weight import Weights, in_place
-from model_adapters.ops.sharded import by_token, tokens_divided
+from model_adapters.ops.compressed_weight import Weights, in_place
+from model_adapters.ops.spmd import by_token, tokens_divided
 from model_adapters.program import moe, rms_norm
 from model_adapters.program.call_signature import forward_of, names_of
 from model_adapters.program.call_spec import CallSpec as CallSpec

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from model_adapters.bridge.views import jax_view, torch_view
-from model_adapters.ops.sharded import per_shard
+from model_adapters.ops.spmd import per_shard
 from model_adapters.sharding.model_sharding import mesh_in_trace, placed_in_use
 
 IMPLEMENTATION = "torchax_serve_sharded"

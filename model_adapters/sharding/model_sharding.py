@@ -1,7 +1,7 @@
 """A model on a mesh of devices: where its weights lie, and what a trace of its code has to know of that.
 
 The unmodified forward is traced once for all devices, and XLA divides the work as the weights are divided (GSPMD, Xu et
-al. 2021). Three things are not left to XLA: attention runs on each device's heads (`model_adapters.ops.sharded`),
+al. 2021). Three things are not left to XLA: attention runs on each device's heads (`model_adapters.ops.spmd`),
 experts on each device's share of them (`model_adapters.program.moe`), and fused products are kept apart where model
 code cuts them (`model_adapters.jaxpr.split_concats`).
 """
@@ -24,8 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from model_adapters.bridge.views import tensors_of
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.packed_weight import Weight, Weights
-from model_adapters.ops.sharded import on_mesh, pool_spec, state_spec
+from model_adapters.ops.compressed_weight import Weight, Weights
+from model_adapters.ops.spmd import on_mesh, pool_spec, state_spec
 from model_adapters.sharding.rule_selection import rules_for
 from sharding_rules import Placed, ShardingRuleError, Units, place
 from sharding_rules.layout import DimLayout, take

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 from gpu_compile import Shape, compile_call
 
-from model_adapters.ops.gpu.splits import num_splits
+from model_adapters.ops.gpu.split_kv import num_splits
 
 # From jax 0.11 on; that the lowering is still there is what these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

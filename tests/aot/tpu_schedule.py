@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 from tpu_shapes import CHIPS, Shape, compile_call
 
-from model_adapters.ops.tpu.pages import Blocks
+from model_adapters.ops.tpu.page_buffers import Blocks
 
 SHAPES = (
     Shape(capacity=16384),

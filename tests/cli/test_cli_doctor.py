@@ -164,15 +164,15 @@ def test_folders(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    kernels = tmp_path / "torchax-serve" / "kernels"
-    kernels.mkdir(parents=True)
-    (kernels / "a.so").write_bytes(b"x" * 1500)
-    (kernels / "b.so").symlink_to(kernels / "a.so")
-    kernels.chmod(0o777)
+    ffi = tmp_path / "torchax-serve" / "kernels"
+    ffi.mkdir(parents=True)
+    (ffi / "a.so").write_bytes(b"x" * 1500)
+    (ffi / "b.so").symlink_to(ffi / "a.so")
+    ffi.chmod(0o777)
     (tmp_path / "torchax-serve" / "plans").write_text("a file where a folder should be")
     facts = {fact.name: fact for fact in environment.folders()}
     assert facts["downloads"] == Fact("downloads", f"{tmp_path}/hf/hub, not there yet")
-    assert facts["kernels"].value.startswith(f"{kernels}, 1.5 kB in 1 files; others may write there")
+    assert facts["kernels"].value.startswith(f"{ffi}, 1.5 kB in 1 files; others may write there")
     assert facts["kernels"].state == "note"
     assert facts["compiled programs"].value.endswith("not there yet")
     assert facts["plans"].state == "problem"
@@ -199,11 +199,11 @@ def test_the_hub_is_asked_on_request_alone(monkeypatch):
 
 
 def test_without_a_compiler_the_references_are_a_note(monkeypatch):
-    from model_adapters.ops.cpu import build, kernels
+    from model_adapters.ops.cpu import build, ffi
 
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(kernels, "missing", lambda: "no C++ compiler found")
+    monkeypatch.setattr(ffi, "missing", lambda: "no C++ compiler found")
     compiler, library = environment.compiler()
     assert (compiler.state, library.state) == ("note", "note")
     facts = {fact.name: fact for fact in kernel_checks.kernels_in_use()}

@@ -8,13 +8,13 @@ from transformers import GenerationConfig
 
 from model_adapters.bridge.extract import extract_jax
 from model_adapters.loading import compress_weights, load_model
-from model_adapters.ops.cpu import kernels
-from model_adapters.ops.packed_weight import PackedWeight
+from model_adapters.ops.compressed_weight import PackedWeight
+from model_adapters.ops.cpu import ffi
 from torchax_serve import EngineOptions, serve
 from torchax_serve.runtime.eager import EagerTwin
 
 pytestmark = pytest.mark.skipif(
-    kernels.refuses_packing() is not None, reason=f"no packed weights on this processor: {kernels.refuses_packing()}"
+    ffi.refuses_packing() is not None, reason=f"no packed weights on this processor: {ffi.refuses_packing()}"
 )
 PROMPTS = [[5, 9, 12], list(range(3, 33)), [7], [60, 2, 31, 8, 8]]
 

@@ -14,9 +14,9 @@ from paged_oracle import exact_paged, paged_case
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import decode_attention, on_platform, paged_attention, registry, use
-from model_adapters.ops.gpu import calls, splits
-from model_adapters.ops.gpu.flash import pieces
-from model_adapters.ops.gpu.items import FIELDS, ragged_items
+from model_adapters.ops.gpu import launch, split_kv
+from model_adapters.ops.gpu.triton_kernel import pieces
+from model_adapters.ops.gpu.work_items import FIELDS, ragged_items
 
 TRACED = ("alibi", "prefix_lens", "k_scale", "v_scale")
 LONG = {"q_lens": (1, 1, 1, 1), "kv_lens": (1, 300, 128, 65)}  # long enough for splits, and at the edges of pages
@@ -48,7 +48,7 @@ def run(op, case, *args, implementation="gpu-triton"):
     static = {name: value for name, value in case.options.items() if name not in TRACED}
     traced = {name: value for name, value in case.options.items() if name in TRACED}
     with use(op.__name__, implementation):  # asked at the first call, when it is traced
-        return compiled(op, implementation, splits.NUM_PROGRAMS, **static)(*args, **traced)
+        return compiled(op, implementation, split_kv.NUM_PROGRAMS, **static)(*args, **traced)
 
 
 def as_bits(pool):
@@ -116,7 +116,7 @@ def test_pages_freed_behind_the_window_are_not_read():
 def test_splits_change_nothing(monkeypatch):
     """Of a case with and without splits; `test_decode_over...` shows by its sinks and lengths that both are right."""
     for num_programs in (1, 1000):
-        monkeypatch.setattr(splits, "NUM_PROGRAMS", num_programs)
+        monkeypatch.setattr(split_kv, "NUM_PROGRAMS", num_programs)
         check_decode(paged_case(**LONG, sinks=True, dim=80, value_dim=48))
         check_ragged(paged_case(**MIXED, sinks=True, dim=80, value_dim=48, padding=9))
 
@@ -125,7 +125,7 @@ def test_splits_come_from_shapes():
     def num_splits(batch, capacity):
         q, v = jax.ShapeDtypeStruct((batch, 32, 128), jnp.bfloat16), jax.ShapeDtypeStruct((batch, 8, 128), jnp.bfloat16)
         pool = jax.ShapeDtypeStruct((1024, 8, 64, 256), jnp.bfloat16)
-        return calls.tile_for(16, 1, batch, q, v, pool, capacity).num_splits
+        return launch.tile_for(16, 1, batch, q, v, pool, capacity).num_splits
 
     assert [num_splits(batch, 8192) for batch in (1, 8, 32, 64)] == [64, 8, 2, 1]
     assert [num_splits(1, capacity) for capacity in (64, 128, 1024)] == [1, 1, 8]
@@ -260,7 +260,7 @@ def test_a_pool_whose_elements_the_lowering_cannot_count_is_refused():
     q, v = jax.ShapeDtypeStruct((1, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 8, 128), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((1, 4), jnp.int32)
     reasons = [
-        calls.why_not(q, v, jax.ShapeDtypeStruct((num_pages, 8, 64, 256), dtype), table)
+        launch.why_not(q, v, jax.ShapeDtypeStruct((num_pages, 8, 64, 256), dtype), table)
         for num_pages, dtype in ((20_000, jnp.int8), (40_000, jnp.int8), (20_000, jnp.bfloat16), (16_000, jnp.int8))
     ]
     assert reasons[0].startswith("a pool of 2621440000 elements in int8")
@@ -275,17 +275,17 @@ def warp_group_in_plain_arrays(monkeypatch):
     # The public names came with jax 0.11, without that of the races.
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
-    from model_adapters.ops.gpu import warp_group
+    from model_adapters.ops.gpu import warpgroup
 
     def product(left, right):
         return jnp.dot(left, right, preferred_element_type=jnp.float32)
 
-    monkeypatch.setattr(warp_group, "scores", lambda queries, keys: product(queries[...], keys[...].T))
-    monkeypatch.setattr(warp_group, "sums", lambda weights, values: product(weights, values[...]))
-    monkeypatch.setattr(warp_group, "iota", lambda shape, axis: lax.broadcasted_iota(jnp.int32, shape, axis))
-    monkeypatch.setattr(warp_group, "by_row", lambda x: x)
-    monkeypatch.setattr(warp_group, "by_tile", lambda x: x)
-    monkeypatch.setattr(warp_group, "load", lambda ref: ref[...])
+    monkeypatch.setattr(warpgroup, "scores", lambda queries, keys: product(queries[...], keys[...].T))
+    monkeypatch.setattr(warpgroup, "sums", lambda weights, values: product(weights, values[...]))
+    monkeypatch.setattr(warpgroup, "iota", lambda shape, axis: lax.broadcasted_iota(jnp.int32, shape, axis))
+    monkeypatch.setattr(warpgroup, "by_row", lambda x: x)
+    monkeypatch.setattr(warpgroup, "by_tile", lambda x: x)
+    monkeypatch.setattr(warpgroup, "load", lambda ref: ref[...])
     # Several units that copy, so that waiting for one of them does not stand for waiting for all.
     mode = params.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=5)
     with params.force_gpu_interpret_mode(mode), on_platform("gpu"):
@@ -304,5 +304,5 @@ def warp_group_in_plain_arrays(monkeypatch):
 )
 @pytest.mark.parametrize("num_programs", [1, 264])  # without splits a row has more blocks than there are stages
 def test_mosaic_decode(warp_group_in_plain_arrays, monkeypatch, shape, num_programs):
-    monkeypatch.setattr(splits, "NUM_PROGRAMS", num_programs)
+    monkeypatch.setattr(split_kv, "NUM_PROGRAMS", num_programs)
     check_decode(paged_case(**LONG, **{"dtype": "bfloat16", **shape}), implementation="gpu-mosaic")

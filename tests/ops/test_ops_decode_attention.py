@@ -14,7 +14,7 @@ from ops_oracle import assert_close, decode_case, exact_decode
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import decode_attention, use
-from model_adapters.ops.cpu import kernels
+from model_adapters.ops.cpu import ffi
 from model_adapters.ops.decode_attention import write_token
 
 IMPLEMENTATIONS = ("reference", "cpu-ffi")
@@ -49,7 +49,7 @@ def check(implementation, case):
 
 
 def test_the_kernels_are_built_here():
-    assert kernels.missing() is None
+    assert ffi.missing() is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,7 +15,7 @@ import pytest
 from ops_oracle import decode_case, exact_decode
 
 from model_adapters.ops import decode_attention, registry
-from model_adapters.ops.cpu import build, kernels
+from model_adapters.ops.cpu import build, ffi
 
 HERE = Path(__file__).parent
 REAL = build.library_path()
@@ -26,7 +26,7 @@ def fresh(monkeypatch, tmp_path):
     """A process that has not looked for kernels yet, with an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(kernels, "_loaded", _forgetful(kernels._loaded.__wrapped__))
+    monkeypatch.setattr(ffi, "_loaded", _forgetful(ffi._loaded.__wrapped__))
     return tmp_path
 
 
@@ -117,7 +117,7 @@ def test_a_damaged_library_is_built_again_and_never_loaded(fresh, monkeypatch, d
     assert build.library_path() == path
     assert path.read_bytes() == content
     assert links(fresh) == 2
-    assert kernels._open(path).tas_linear_max_rows(4) >= 0
+    assert ffi._open(path).tas_linear_max_rows(4) >= 0
 
 
 def test_a_library_that_exists_is_found_without_a_compiler(fresh, monkeypatch):

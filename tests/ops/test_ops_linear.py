@@ -10,7 +10,7 @@ from ops_oracle import assert_close
 from model_adapters import ops
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, use
-from model_adapters.ops.cpu import kernels
+from model_adapters.ops.cpu import ffi
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -41,8 +41,8 @@ def exact(x):
 def test_kernel(rows, n, k, dtype):
     x, weight, bias = normal(1, rows, k, dtype=dtype), normal(2, n, k, dtype=dtype) / k**0.5, normal(3, n, dtype=dtype)
     expected = exact(x) @ exact(weight).T
-    assert_close(kernels.linear(x, weight, bias, x.dtype), expected + exact(bias))
-    assert_close(kernels.linear(x, weight, None, jnp.dtype("float32")), expected)
+    assert_close(ffi.linear(x, weight, bias, x.dtype), expected + exact(bias))
+    assert_close(ffi.linear(x, weight, None, jnp.dtype("float32")), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,10 +83,10 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(dtype, in_order
     x, weight = normal(1, 67, 600, dtype=dtype), normal(2, 90, 600, dtype=dtype)
 
     def product(x):
-        return exact(kernels.linear(x, weight, None, jnp.dtype("float32")))
+        return exact(ffi.linear(x, weight, None, jnp.dtype("float32")))
 
     few = 0 if in_order or dtype == jnp.float32 else 4  # as many rows of a 16-bit type have an order of their own
-    with kernels.one_order(in_order):
+    with ffi.one_order(in_order):
         all_rows, alone = product(x), np.concatenate([product(x[i : i + 1]) for i in range(67)])
         for rows in (1, 2, 3, 4, 5, 6, 8, 11, 16, 17, 33):
             for begin in (0, 67 - rows):
@@ -99,12 +99,12 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(dtype, in_order
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (15, 33), (16, 32), (90, 600), (2101, 70), (1, 0)])
 def test_few_rows(rows, n, k, dtype):
     x, weight, bias = normal(1, rows, k, dtype=dtype), normal(2, n, k, dtype=dtype), normal(3, n)
-    got = exact(kernels.linear(x, weight, bias, jnp.dtype("float32")))
+    got = exact(ffi.linear(x, weight, bias, jnp.dtype("float32")))
     np.testing.assert_allclose(got, exact(x) @ exact(weight).T + exact(bias), rtol=1e-5, atol=1e-4)
 
 
 def test_more_rows_than_the_kernel_is_good_for_take_xla(monkeypatch):
-    monkeypatch.setattr(kernels, "max_linear_rows", lambda dtype: 4)
+    monkeypatch.setattr(ffi, "max_linear_rows", lambda dtype: 4)
     weight = jnp.zeros((48, 32), jnp.bfloat16)
     chosen = [
         registry.implementation_for("linear", jnp.zeros((n, 32), jnp.bfloat16), weight, None).name for n in (1, 4, 5)

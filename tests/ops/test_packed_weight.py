@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from ops_oracle import assert_close
 
 from model_adapters.ops import linear, registry, use
-from model_adapters.ops.cpu import kernels, packing
-from model_adapters.ops.packed_weight import in_place, pack, packed_of
+from model_adapters.ops.compressed_weight import in_place, pack, packed_of
+from model_adapters.ops.cpu import compress, ffi
 
 pytestmark = pytest.mark.skipif(
-    kernels.refuses_packing() is not None, reason=f"no packed weights on this processor: {kernels.refuses_packing()}"
+    ffi.refuses_packing() is not None, reason=f"no packed weights on this processor: {ffi.refuses_packing()}"
 )
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -49,9 +49,9 @@ def taken_apart(groups, index):
 @pytest.mark.parametrize(("n", "k"), [(16, 8), (48, 40), (64, 1032), (160, 4104), (1024, 1024)])
 def test_every_bit_comes_back_of_three_quarters_of_the_bytes(n, k):
     weight = normal(n + k, n, k)
-    groups, index = packing.pack(weight)
+    groups, index = compress.pack(weight)
     np.testing.assert_array_equal(taken_apart(groups, index), bits(weight))
-    np.testing.assert_array_equal(bits(kernels.unpack(jnp.asarray(groups), jnp.asarray(index))), bits(weight))
+    np.testing.assert_array_equal(bits(ffi.unpack(jnp.asarray(groups), jnp.asarray(index))), bits(weight))
     if weight.nbytes > 1 << 16:
         assert groups.nbytes + index.nbytes < 0.77 * weight.nbytes
 
@@ -62,7 +62,7 @@ def test_numbers_of_any_kind_come_back_or_are_left_as_they_are(seed, blocks, col
     weight = normal(seed, blocks * 16, columns * 8)
     odd = rng.integers(0, weight.size, spread)
     weight.reshape(-1).view(np.uint16)[odd] = rng.integers(0, 1 << 16, spread)  # NaN, infinities, subnormals among them
-    packed = packing.pack(weight)
+    packed = compress.pack(weight)
     high = bits(weight) >> 8
     common = np.argsort(-np.bincount(high.ravel(), minlength=256), kind="stable")[:16]
     num_listed = (~np.isin(high, common)).reshape(blocks, 16, columns, 8).any((1, 3)).sum()
@@ -88,7 +88,7 @@ def test_weights_without_common_exponents_are_left_as_they_are():
 )
 def test_what_cannot_be_packed_is_left_as_it_is(weight, reason):
     assert pack(jnp.asarray(weight)) is None
-    assert re.search(reason, packing.refuses(jnp.asarray(weight)))
+    assert re.search(reason, compress.refuses(jnp.asarray(weight)))
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -101,9 +101,9 @@ def test_products_are_those_with_the_weight_as_it_was_to_the_last_bit(n, k, with
     bias = jnp.asarray(normal(2, n)) if with_bias else None
     for rows in (*range(1, 20), 32, 33, 64, 75):
         x = jnp.asarray(normal(rows, rows, k))
-        out = kernels.packed_linear(x, packed.groups, packed.index, bias)
-        with kernels.one_order():
-            np.testing.assert_array_equal(bits(out), bits(kernels.linear(x, jnp.asarray(weight), bias, x.dtype)))
+        out = ffi.packed_linear(x, packed.groups, packed.index, bias)
+        with ffi.one_order():
+            np.testing.assert_array_equal(bits(out), bits(ffi.linear(x, jnp.asarray(weight), bias, x.dtype)))
     expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     assert_close(out, expected + (0 if bias is None else np.asarray(bias, np.float64)))
 
@@ -124,7 +124,7 @@ def test_code_that_multiplies_gets_the_packed_weight_and_other_code_the_whole():
     assert sum("tas_packed_linear" in line for line in calls) == 1
     assert sum("tas_unpack" in line for line in calls) == 1  # for b alone
     got = program(weights, x)
-    with kernels.one_order():
+    with ffi.one_order():
         np.testing.assert_array_equal(bits(got[0]), bits(linear(x, plain["a"])))
     assert_close(got[1], np.asarray(x, np.float64) @ np.asarray(plain["b"], np.float64).T)
 

@@ -19,10 +19,10 @@ from paged_oracle import exact_paged, paged_case
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import decode_attention, paged_attention, use
-from model_adapters.ops.pool import write_at
-from model_adapters.ops.tpu import fixed_point
-from model_adapters.ops.tpu.pages import Blocks
-from model_adapters.ops.tpu.write import write_tokens
+from model_adapters.ops.kv_pool import write_at
+from model_adapters.ops.tpu import int8_matmul
+from model_adapters.ops.tpu.kv_write import write_tokens
+from model_adapters.ops.tpu.page_buffers import Blocks
 
 PARAMS = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
 TRACED = ("alibi", "prefix_lens", "k_scale", "v_scale")
@@ -57,7 +57,7 @@ def run_decode(case, starts=None, multiplies_int8=False):
     static, traced = options_of(case)
     starts = jnp.zeros_like(case.kv_lens) if starts is None else starts
     args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, starts, case.sinks)
-    with interpreted("decode_attention"), mock.patch.object(fixed_point, "multiplies_int8", lambda: multiplies_int8):
+    with interpreted("decode_attention"), mock.patch.object(int8_matmul, "multiplies_int8", lambda: multiplies_int8):
         return jax.block_until_ready(jax.jit(functools.partial(decode_attention, **static))(*args, **traced))
 
 
@@ -169,8 +169,8 @@ def test_products_of_rows_and_int8_keep_20_bits():
     matrix = rng.integers(-127, 128, (4096, 128))
 
     def kernel(q, weights, matrix, products, sums):
-        products[...] = fixed_point.times_keys(q[...], matrix[...])
-        sums[...] = fixed_point.times_values(weights[...], matrix[...])
+        products[...] = int8_matmul.times_keys(q[...], matrix[...])
+        sums[...] = int8_matmul.times_values(weights[...], matrix[...])
 
     shapes = [jax.ShapeDtypeStruct((8, n), jnp.float32) for n in (4096, 128)]
     q, weights = (np.asarray(x, np.float32) for x in (q, weights))

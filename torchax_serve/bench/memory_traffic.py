@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from model_adapters.bridge.views import tensors_of
-from model_adapters.ops.packed_weight import Weights
+from model_adapters.ops.compressed_weight import Weights
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,8 +35,8 @@ import sharding_rules
 import torchax_serve
 from model_adapters.disk_cache import SealedFolder
 from model_adapters.ops import registry
-from model_adapters.ops.cpu import build, kernels
-from model_adapters.ops.packed_weight import Weights
+from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.cpu import build, ffi
 from model_adapters.program.module_hooks import errors_of_hooks
 from model_adapters.program.trace_context import programs_run, torch_promotion
 from torchax_serve.compilation import gc_pause, jax_cache
@@ -381,7 +381,7 @@ def _environment() -> str:
         [
             _installed(program_source_digest()),
             f"{device.platform} {device.device_kind} {device.client.platform_version}",
-            f"kernels {kernels.missing() is None}" if device.platform == "cpu" else "",
+            f"kernels {ffi.missing() is None}" if device.platform == "cpu" else "",
             os.environ.get("XLA_FLAGS", ""),
             os.environ.get("LIBTPU_INIT_ARGS", ""),
             repr(sorted(settings.items())),

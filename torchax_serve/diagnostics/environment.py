@@ -258,7 +258,7 @@ def _size(folder: Path) -> tuple[int, int]:
 
 def compiler() -> Iterator[Fact]:
     """The C++ compiler, and the kernel library that it makes."""
-    from model_adapters.ops.cpu import build, kernels
+    from model_adapters.ops.cpu import build, ffi
 
     try:
         command = build.find_compiler()
@@ -268,7 +268,7 @@ def compiler() -> Iterator[Fact]:
         yield Fact("compiler", f"{error}; XLA's own operations are used, which are slower; install g++", "note")
         has_compiler = False
     start = time.perf_counter()
-    if (reason := kernels.missing()) is not None:
+    if (reason := ffi.missing()) is not None:
         yield Fact("kernel library", reason, "problem" if has_compiler else "note")
     else:
         yield Fact("kernel library", f"ready in {time.perf_counter() - start:.1f} s")

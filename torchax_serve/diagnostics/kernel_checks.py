@@ -18,7 +18,7 @@ import numpy as np
 
 from model_adapters import ops
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import packed_weight, registry
+from model_adapters.ops import compressed_weight, registry
 from torchax_serve.diagnostics.report import Fact
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
@@ -188,12 +188,12 @@ def _compared(op: str, implementation: str, size: int) -> Fact:
 
 def _packed(case: Case, dtype: str) -> Case:
     """`case` of ``linear`` with its weight packed; as it is where it cannot be."""
-    weight = packed_weight.pack(case.args[1]) if dtype == "bfloat16" else None
+    weight = compressed_weight.pack(case.args[1]) if dtype == "bfloat16" else None
     if weight is None:
         return case
 
-    def call(x: jax.Array, held: packed_weight.PackedWeight) -> jax.Array:
-        with packed_weight.in_place({"weight": held}) as unpacked:
+    def call(x: jax.Array, held: compressed_weight.PackedWeight) -> jax.Array:
+        with compressed_weight.in_place({"weight": held}) as unpacked:
             return ops.linear(x, unpacked["weight"])
 
     return Case(call, (case.args[0], weight))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 from transformers import PreTrainedModel
 
-from model_adapters.ops.packed_weight import Weight, unpacked
+from model_adapters.ops.compressed_weight import Weight, unpacked
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import ProgramCache
 from torchax_serve.engine.engine import Engine, EngineStats

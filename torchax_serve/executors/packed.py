@@ -18,8 +18,8 @@ import numpy as np
 
 from model_adapters.bridge.host_arrays import from_host
 from model_adapters.caches.paged_cache import PackedBatch, PagedLayout, Pool
-from model_adapters.ops.cpu.kernels import one_order
-from model_adapters.ops.packed_weight import Weights
+from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.cpu.ffi import one_order
 from model_adapters.program.model_program import ModelProgram
 from torchax_serve.buckets import ladder, rung, token_rungs
 from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache

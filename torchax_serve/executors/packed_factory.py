@@ -14,7 +14,7 @@ from model_adapters.caches.device_cache import AttentionLayer
 from model_adapters.caches.paged_cache import Int8Pool, NotPackableError, PackedBatch
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import registry
-from model_adapters.ops.packed_weight import Weights
+from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.base import Road
 from torchax_serve.executors.packed import PackedModel

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.bridge.host_arrays import from_host
-from model_adapters.ops.packed_weight import Weights
+from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache
 from torchax_serve.executors.encoder_inputs import Sources
 from torchax_serve.executors.packed import ON_DEVICE

@@ -23,7 +23,7 @@ from model_adapters.caches.device_cache import AttentionLayer, LayerStates
 from model_adapters.caches.encoder_mask import SourceMask
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.ops import list_ops, registry
-from model_adapters.ops.packed_weight import Weights
+from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
 from torchax_serve.kv_cache.pools import PageShape

@@ -17,8 +17,8 @@ import numpy as np
 
 from model_adapters.bridge.host_arrays import from_host
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.packed_weight import Weights
-from model_adapters.ops.pool import INT8_LARGEST
+from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.kv_pool import INT8_LARGEST
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.compilation.executable_cache import KeptFunction
 from torchax_serve.kv_cache.pools import HeadScales

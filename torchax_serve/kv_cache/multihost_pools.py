@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.ops.packed_weight import Weights
+from model_adapters.ops.compressed_weight import Weights
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache
 from torchax_serve.kv_cache.pools import Pages, copy_pages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from model_adapters.ops.pool import write_at
+from model_adapters.ops.kv_pool import write_at
 from torchax_serve.kv_cache.pools import CachePlan, PagedCache, Pages
 from torchax_serve.kv_cache.state_layout import Leaves, StateLayout
 

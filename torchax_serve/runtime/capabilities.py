@@ -15,7 +15,7 @@ from model_adapters.caches import native_cache
 from model_adapters.caches.compressed_layer import CompressedLayer
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
-from model_adapters.ops.packed_weight import Weights
+from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.runtime.step_functions import Carry, DecodeSpec, Steps
 

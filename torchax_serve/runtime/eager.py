@@ -18,7 +18,7 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.loading import LoadedModel
-from model_adapters.ops.packed_weight import Weights, unpacked
+from model_adapters.ops.compressed_weight import Weights, unpacked
 from model_adapters.program.trace_context import attributes_restored, implementations
 from torchax_serve.runtime.model_runtime import Runtime
 

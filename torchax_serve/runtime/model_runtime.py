@@ -19,7 +19,7 @@ from model_adapters.bridge.host_arrays import from_host
 from model_adapters.bridge.views import tensors_of, to_torch_tensor
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.packed_weight import PackedWeight, Weights
+from model_adapters.ops.compressed_weight import PackedWeight, Weights
 from model_adapters.program.embeddings import name_in
 from model_adapters.program.model_program import CONDITIONS, INDICES, CallSpec, MethodSpec, ModelProgram
 from model_adapters.program.module_watch import PREPARES, Change, ModuleWatch, Structure

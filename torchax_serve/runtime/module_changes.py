@@ -9,7 +9,7 @@ import torch
 from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import tensors_of, to_jax_array
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from model_adapters.ops.packed_weight import Weights
+from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import ModelProgram
 from model_adapters.program.module_watch import Change
 

@@ -19,7 +19,7 @@ import torch
 
 from model_adapters.bridge.views import to_jax_array
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.packed_weight import Weights
+from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.static_tensors import Constant, HostValue, can_be_host
 from torchax_serve.compilation.executable_cache import ProgramCache
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.caches.device_cache import LayerStates
-from model_adapters.ops.packed_weight import Weights
+from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import Arrays, CallSpec, MethodSpec, ModelProgram
 from model_adapters.program.trace_context import torch_promotion
 from torchax_serve import sampling

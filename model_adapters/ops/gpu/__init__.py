@@ -2,12 +2,12 @@
 
 import importlib.util
 
-from model_adapters.ops.gpu import mosaic_decode
+from model_adapters.ops.gpu import decode_attention_mosaic
 
-__all__ = ["mosaic_decode"]
+__all__ = ["decode_attention_mosaic"]
 
 # JAX has announced an end of this lowering; a release without it leaves the kernels out, and the references run.
 if importlib.util.find_spec("jax.experimental.pallas.triton") is not None:
-    from model_adapters.ops.gpu import decode, ragged
+    from model_adapters.ops.gpu import decode_attention_triton, ragged_paged_attention
 
-    __all__ += ["decode", "ragged"]
+    __all__ += ["decode_attention_triton", "ragged_paged_attention"]

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from model_adapters.errors import HostsError, UnsupportedArgumentError
 from model_adapters.ops import registry
-from model_adapters.ops.packed_weight import Weights
+from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.launchers import ONE_ON_CPUS
 from torchax_serve.distributed.hosts.heartbeat import Watch, wait_for_news
 from torchax_serve.distributed.hosts.messages import Compile, End, Held, Kind, Run, everywhere, spread

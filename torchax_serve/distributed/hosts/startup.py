@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from model_adapters.errors import HostsError, InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.loading import LoadedModel
-from model_adapters.ops.packed_weight import unpacked
+from model_adapters.ops.compressed_weight import unpacked
 from torchax_serve.distributed.hosts.heartbeat import Watch
 from torchax_serve.distributed.hosts.messages import End
 from torchax_serve.distributed.hosts.options import Hosts

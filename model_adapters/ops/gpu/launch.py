@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from model_adapters.ops import registry
-from model_adapters.ops.gpu.flash import Features, Inputs, Program, Tile, combine_kernel, kernel, pieces
-from model_adapters.ops.gpu.splits import num_splits, round_up_to_power
+from model_adapters.ops.gpu.split_kv import num_splits, round_up_to_power
+from model_adapters.ops.gpu.triton_kernel import Features, Inputs, Program, Tile, combine_kernel, kernel, pieces
 
 NAME = "gpu-triton"
 MIN_ROWS = 16  # and least keys: no product on tensor cores is smaller

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.bridge.host_arrays import XLA_CPU_ALIGNMENT
-from model_adapters.ops.cpu import kernels
-from model_adapters.ops.cpu.kernels import GROUP_COLUMNS, GROUP_ROWS
+from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu.ffi import GROUP_COLUMNS, GROUP_ROWS
 
 GROUP_BYTES = 192
 CODES = 16
@@ -25,7 +25,7 @@ def refuses(weight: jax.Array) -> str | None:
         return f"it is {weight.dtype}; only the high bytes of bfloat16 are much alike"
     if weight.ndim != 2 or weight.shape[0] % GROUP_ROWS or weight.shape[1] % GROUP_COLUMNS or not weight.size:
         return f"its shape is {list(weight.shape)}, not [n, k] of whole {GROUP_ROWS}s and {GROUP_COLUMNS}s"
-    return kernels.refuses_packing()
+    return ffi.refuses_packing()
 
 
 def group_bytes(shape: tuple[int, ...]) -> int:
@@ -48,7 +48,7 @@ def pack(weight: np.ndarray, place: np.ndarray | None = None) -> tuple[np.ndarra
     at, words = np.empty(most, np.int32), np.empty((most, GROUP_ROWS * GROUP_COLUMNS // 2), np.int32)
     sizes = [ctypes.c_int64(size) for size in (n, k, most)]
     arrays = [_pointer(array) for array in (table, groups, first, at, words)]
-    count = int(kernels.library().tas_pack(_pointer(plain), *sizes, *arrays))
+    count = int(ffi.library().tas_pack(_pointer(plain), *sizes, *arrays))
     if count > most:
         return None
     return groups, np.concatenate([table.view(np.int32), first, at[:count], words[:count].ravel()])

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops import registry
-from model_adapters.ops.gpu.calls import NAME, attend, features_of, least_rows, max_queries, tile_for, why_not
-from model_adapters.ops.gpu.items import ragged_items, token_places
+from model_adapters.ops.gpu.launch import NAME, attend, features_of, least_rows, max_queries, tile_for, why_not
+from model_adapters.ops.gpu.work_items import ragged_items, token_places
+from model_adapters.ops.kv_pool import write_at
 from model_adapters.ops.paged_attention import OP
-from model_adapters.ops.pool import write_at
 
 MAX_ROWS = 128
 MAX_FLOAT32_ROWS = 32  # over a pool in float32

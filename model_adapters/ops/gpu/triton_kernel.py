@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from model_adapters.ops.gpu.items import FIELDS, Item
-from model_adapters.ops.gpu.splits import LOG2_E, MASKED, NOTHING
+from model_adapters.ops.gpu.split_kv import LOG2_E, MASKED, NOTHING
+from model_adapters.ops.gpu.work_items import FIELDS, Item
 
 Carry = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]  # largest score [R], sum of weights [R], weighted values
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from model_adapters.ops.tpu.pages import BlockBuffer, Blocks, following_of
+from model_adapters.ops.tpu.page_buffers import BlockBuffer, Blocks, following_of
 
 FIELDS = ("begin", "end", "source", "num_pieces", "following")
 

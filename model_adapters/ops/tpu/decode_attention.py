@@ -21,10 +21,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
 from model_adapters.ops.decode_attention import OP
-from model_adapters.ops.tpu import fixed_point
-from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
-from model_adapters.ops.tpu.decode_rows import Reader, Row, rows_of
-from model_adapters.ops.tpu.pages import (
+from model_adapters.ops.tpu import int8_matmul
+from model_adapters.ops.tpu.kv_write import write_tokens
+from model_adapters.ops.tpu.launch import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
+from model_adapters.ops.tpu.page_buffers import (
     LANES,
     MASKED,
     MAX_BLOCK_BYTES,
@@ -35,7 +35,7 @@ from model_adapters.ops.tpu.pages import (
     across,
     round_up,
 )
-from model_adapters.ops.tpu.write import write_tokens
+from model_adapters.ops.tpu.row_pipeline import Reader, Row, rows_of
 
 FLOAT32_BLOCK_BYTES = MAX_BLOCK_BYTES // 4
 """Of the pool. A product of float32 is several on the unit: blocks as long as others took up to 40 s to compile, these
@@ -239,13 +239,13 @@ class _Decode:
 
 def _times_keys(q: jax.Array, keys: jax.Array) -> jax.Array:
     """``q[R, lanes]`` times each row of ``keys[n, lanes]``, summed in float32."""
-    return fixed_point.times_keys(q, keys) if keys.dtype == jnp.int8 else product(q.astype(keys.dtype), keys, 1)
+    return int8_matmul.times_keys(q, keys) if keys.dtype == jnp.int8 else product(q.astype(keys.dtype), keys, 1)
 
 
 def _times_values(weights: jax.Array, values: jax.Array) -> jax.Array:
     """``weights[R, n]`` times ``values[n, lanes]``, summed in float32."""
     if values.dtype == jnp.int8:
-        return fixed_point.times_values(weights, values)
+        return int8_matmul.times_values(weights, values)
     return product(weights.astype(values.dtype), values, 0)
 
 
@@ -315,7 +315,7 @@ def decode_attention(
     is_int8, is_float32 = pool.dtype == jnp.int8, q.dtype == jnp.float32
     blocks = Blocks.of(pool, page_table.shape[1], max_bytes=FLOAT32_BLOCK_BYTES if is_float32 else MAX_BLOCK_BYTES)
     lanes = Lanes.packing(dim, v.shape[2], heads)
-    dtype = jnp.int8 if is_int8 and fixed_point.multiplies_int8() else q.dtype
+    dtype = jnp.int8 if is_int8 and int8_matmul.multiplies_int8() else q.dtype
     features = Features(dtype, window, softcap, alibi is not None, is_int8)
     constants = row_constants(query_heads, heads, sinks, alibi, k_scale, v_scale, scale=scale, softcap=softcap)
     call = pl.pallas_call(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from model_adapters.ops.tpu.pages import Blocks, following_of
+from model_adapters.ops.tpu.page_buffers import Blocks, following_of
 
 FIELDS = ("begin", "end", "shift", "source", "low", "high", "prefix", "num_pieces", "following")
 

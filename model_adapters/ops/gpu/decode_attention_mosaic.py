@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from model_adapters.ops import registry
 from model_adapters.ops.decode_attention import OP, write_token
-from model_adapters.ops.gpu.splits import LOG2_E, NOTHING, num_splits
+from model_adapters.ops.gpu.split_kv import LOG2_E, NOTHING, num_splits
 
 NAME = "gpu-mosaic"
 DTYPES = ("bfloat16", "float16")
@@ -90,7 +90,7 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """The op's kernel for Hopper; the new token is written before, by a scatter of rows that XLA keeps in place."""
     # Imported where it is needed: the lowering takes longer to import than all the rest of the ops.
-    from model_adapters.ops.gpu.mosaic import Sizes, attend
+    from model_adapters.ops.gpu.mosaic_kernel import Sizes, attend
 
     pool = write_token(k, v, pool, page_table, lens, k_scale, v_scale)
     batch, query_heads, dim = q.shape

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops import registry
-from model_adapters.ops.cpu import kernels
+from model_adapters.ops.cpu import ffi
 from model_adapters.ops.linear import accumulator
 
 OP = "row_sum"
@@ -51,11 +51,11 @@ def reference(x: jax.Array) -> jax.Array:
     return jnp.sum(x.astype(accumulator(x.dtype)), -1)
 
 
-@registry.register(OP, "cpu-ffi", ("cpu",), refuses=kernels.refuses)
+@registry.register(OP, "cpu-ffi", ("cpu",), refuses=ffi.refuses)
 def ordered(x: jax.Array) -> jax.Array:
     """The C++ sum, in one order."""
     out: jax.Array = _differentiable(x.reshape(-1, x.shape[-1]))
     return out.reshape(x.shape[:-1])
 
 
-_differentiable = kernels.differentiable(kernels.row_sum, reference)
+_differentiable = ffi.differentiable(ffi.row_sum, reference)

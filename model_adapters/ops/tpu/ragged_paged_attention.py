@@ -18,10 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
 from model_adapters.ops.paged_attention import OP
-from model_adapters.ops.tpu.calls import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
-from model_adapters.ops.tpu.items import FIELDS, Item, items_of, positions_of
-from model_adapters.ops.tpu.pages import LANES, MASKED, BlockBuffer, Blocks, Lanes, across, round_up
-from model_adapters.ops.tpu.write import write_tokens
+from model_adapters.ops.tpu.kv_write import write_tokens
+from model_adapters.ops.tpu.launch import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
+from model_adapters.ops.tpu.page_buffers import LANES, MASKED, BlockBuffer, Blocks, Lanes, across, round_up
+from model_adapters.ops.tpu.work_items import FIELDS, Item, items_of, positions_of
 
 NARROW = 16  # queries that an item is computed with where it has no more: rows that decode, ends of chunks
 MAX_QUERIES = 128

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.ops.cpu import kernels, packing
+from model_adapters.ops.cpu import compress, ffi
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +39,7 @@ class PackedWeight:
     @property
     def shape(self) -> tuple[int, int]:
         """Of the matrix."""
-        return self.groups.shape[0] * kernels.GROUP_ROWS, self.groups.shape[1] * kernels.GROUP_COLUMNS
+        return self.groups.shape[0] * ffi.GROUP_ROWS, self.groups.shape[1] * ffi.GROUP_COLUMNS
 
     @property
     def ndim(self) -> int:
@@ -58,7 +58,7 @@ class PackedWeight:
 
     def unpacked(self) -> jax.Array:
         """The matrix, to the last bit as it was."""
-        return kernels.unpack(self.groups, self.index) if self.plain is None else self.plain
+        return ffi.unpack(self.groups, self.index) if self.plain is None else self.plain
 
 
 Weight = jax.Array | PackedWeight
@@ -68,7 +68,7 @@ Weights = Mapping[str, Weight]
 
 def pack(weight: jax.Array, place: np.ndarray | None = None, *, keeps_plain: bool = False) -> PackedWeight | None:
     """`weight` packed, or None where it is left as it is: see `packing.refuses`, or little would be gained."""
-    if packing.refuses(weight) is not None or (packed := packing.pack(np.asarray(weight), place)) is None:
+    if compress.refuses(weight) is not None or (packed := compress.pack(np.asarray(weight), place)) is None:
         return None
     groups, index = (jax.device_put(part, may_alias=True) for part in packed)
     return PackedWeight(groups, index, weight if keeps_plain else None)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from model_adapters.ops.tpu.pages import LANES, MASKED, SUBLANES, Blocks, round_up, tile_rows
+from model_adapters.ops.tpu.page_buffers import LANES, MASKED, SUBLANES, Blocks, round_up, tile_rows
 
 NAME = "tpu-pallas"
 LOG2_E = 1.4426950408889634  # the kernels take powers of two, which is what the hardware has

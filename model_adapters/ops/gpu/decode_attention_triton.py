@@ -8,8 +8,8 @@ import jax
 
 from model_adapters.ops import registry
 from model_adapters.ops.decode_attention import OP, write_token
-from model_adapters.ops.gpu.calls import NAME, attend, features_of, least_rows, tile_for, why_not
-from model_adapters.ops.gpu.items import decode_items
+from model_adapters.ops.gpu.launch import NAME, attend, features_of, least_rows, tile_for, why_not
+from model_adapters.ops.gpu.work_items import decode_items
 
 
 def _refuses(

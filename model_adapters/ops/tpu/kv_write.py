@@ -4,7 +4,7 @@ Four int8 rows share a 32-bit row of memory, 32 make a tile, and XLA's scatter w
 the borders of a program: it would copy the whole pool twice. So a kernel reads the tiles that get new rows, puts these
 in, and writes the tiles back, many at a time, reading some while others are on their way back.
 
-Float pools are written by the scatter of :mod:`model_adapters.ops.pool`, which stays in place.
+Float pools are written by the scatter of :mod:`model_adapters.ops.kv_pool`, which stays in place.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from model_adapters.ops.pool import quantize, write_at
-from model_adapters.ops.tpu.pages import tile_rows
+from model_adapters.ops.kv_pool import quantize, write_at
+from model_adapters.ops.tpu.page_buffers import tile_rows
 
 MAX_GROUP_BYTES = 2 << 20
 MAX_GROUP = 32
@@ -38,7 +38,7 @@ def write_tokens(
     *,
     in_runs: bool,
 ) -> jax.Array:
-    """The pool with new tokens written, as :func:`model_adapters.ops.pool.write_at`, in place where it is donated.
+    """The pool with new tokens written, as :func:`model_adapters.ops.kv_pool.write_at`, in place where it is donated.
 
     Args:
         pool: ``[P, H, page, W]``.

@@ -31,10 +31,10 @@ from model_adapters.ops.linear import OP as LINEAR
 from model_adapters.ops.linear import reference as linear_reference
 from model_adapters.ops.paged_attention import OP as PAGED
 from model_adapters.ops.paged_attention import paged_attention
+from model_adapters.ops.reductions import OP as ROW_SUM
+from model_adapters.ops.reductions import reference as row_sum_reference
 from model_adapters.ops.rms_norm import OP as RMS_NORM
 from model_adapters.ops.rms_norm import reference as rms_norm_reference
-from model_adapters.ops.row_sum import OP as ROW_SUM
-from model_adapters.ops.row_sum import reference as row_sum_reference
 
 NAME = "sharded"
 AXIS = "model"

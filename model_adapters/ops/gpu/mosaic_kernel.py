@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from model_adapters.ops.gpu import warp_group
-from model_adapters.ops.gpu.splits import LOG2_E, MASKED, NOTHING
+from model_adapters.ops.gpu import warpgroup
+from model_adapters.ops.gpu.split_kv import LOG2_E, MASKED, NOTHING
 
 NUM_KEYS = 64  # of a block
 NUM_ROWS = 64  # of a warp group's product
@@ -99,20 +99,20 @@ class Program:
 
     def clean(self, low: Any, high: Any, block: Any, stage: Any) -> None:
         """Zeroes values that no one sees: a weight of zero is multiplied with whatever lies there."""
-        position = block * NUM_KEYS + warp_group.iota((NUM_KEYS, self.sizes.value_dim), 0)
-        there = warp_group.load(self.values.at[stage]).astype(jnp.float32)
+        position = block * NUM_KEYS + warpgroup.iota((NUM_KEYS, self.sizes.value_dim), 0)
+        there = warpgroup.load(self.values.at[stage]).astype(jnp.float32)
         kept = jnp.where(jnp.logical_and(position >= low, position < high), there, 0.0)
         self.values[stage] = kept.astype(self.values.dtype)
         plgpu.commit_smem()
 
     def scores(self, low: Any, high: Any, block: Any, stage: Any) -> jax.Array:
         """Scores of a block for powers of two, masked."""
-        products = warp_group.scores(self.queries, self.keys.at[stage])
+        products = warpgroup.scores(self.queries, self.keys.at[stage])
         if self.sizes.softcap is None:
             scores = products * (self.sizes.scale * LOG2_E)
         else:
             scores = jnp.tanh(products * (self.sizes.scale / self.sizes.softcap)) * (self.sizes.softcap * LOG2_E)
-        position = block * NUM_KEYS + warp_group.iota((NUM_ROWS, NUM_KEYS), 1)
+        position = block * NUM_KEYS + warpgroup.iota((NUM_ROWS, NUM_KEYS), 1)
         return jnp.where(jnp.logical_and(position >= low, position < high), scores, MASKED)
 
     def run(self, row: Any, head: Any, split: Any) -> Any:
@@ -135,13 +135,13 @@ class Program:
             weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
             total = total * shrink + weights.sum(axis=1)
             sums = sums * lax.broadcast_in_dim(shrink, sums.shape, [0])
-            sums = sums + warp_group.sums(weights.astype(self.values.dtype), self.values.at[stage])
+            sums = sums + warpgroup.sums(weights.astype(self.values.dtype), self.values.at[stage])
             pl.when(block + num_stages < end)(lambda: self.fetch(row, head, block + num_stages, stage))
             return new_top, total, sums
 
-        top = warp_group.by_row(jnp.full((NUM_ROWS,), NOTHING, jnp.float32))
-        total = warp_group.by_row(jnp.zeros((NUM_ROWS,), jnp.float32))
-        sums = warp_group.by_tile(jnp.zeros((NUM_ROWS, self.sizes.value_dim), jnp.float32))
+        top = warpgroup.by_row(jnp.full((NUM_ROWS,), NOTHING, jnp.float32))
+        total = warpgroup.by_row(jnp.zeros((NUM_ROWS,), jnp.float32))
+        sums = warpgroup.by_tile(jnp.zeros((NUM_ROWS, self.sizes.value_dim), jnp.float32))
         return lax.fori_loop(begin, end, step, (top, total, sums))
 
     def __call__(self) -> None:
