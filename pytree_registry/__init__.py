@@ -8,9 +8,9 @@ these objects can be jitted::
     pytree_registry.register_all()
     step = jax.jit(function)          # caches and outputs go in and come out
 
-See :mod:`pytree_registry.attributes` for what is a leaf, :mod:`pytree_registry.counts` for the token counts of sliding
-windows, :mod:`pytree_registry.registry` for which classes and when. Importing this package imports neither jax nor
-transformers; importing its modules does.
+See :mod:`pytree_registry.flatten_attributes` for what is a leaf, :mod:`pytree_registry.traced_counts` for the token
+counts of sliding windows, :mod:`pytree_registry.registry` for which classes and when. Importing this package imports
+neither jax nor transformers; importing its modules does.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pytree_registry import torchax_import
 from pytree_registry.errors import RegistrationError, TracedCountError
 
 if TYPE_CHECKING:
-    from pytree_registry.counts import StepCount, exact_counts
     from pytree_registry.registry import is_registered, owner_of, register, register_all, registered_classes
+    from pytree_registry.traced_counts import StepCount, exact_counts
 
 __all__ = [
     "RegistrationError",

@@ -19,10 +19,10 @@ from typing import Any
 import jax
 from jax.tree_util import GetAttrKey
 
-from pytree_registry.attributes import join_attributes, split_attributes
-from pytree_registry.counts import CountRule, StepCount
 from pytree_registry.errors import RegistrationError
+from pytree_registry.flatten_attributes import join_attributes, split_attributes
 from pytree_registry.shared_classes import Handover, hands_over, refusal
+from pytree_registry.traced_counts import CountRule, StepCount
 
 OWNER = "pytree_registry"
 

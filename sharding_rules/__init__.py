@@ -6,7 +6,6 @@
 from collections.abc import Mapping
 
 import pytree_registry  # noqa: F401  # after which `import torchax` works on every torch
-from sharding_rules import deepseek, gpt2, gpt_neox, gpt_oss, llama, mamba, mixtral, opt, phi3
 from sharding_rules.rules import (
     LOGICAL_AXES,
     MESH_AXES,
@@ -17,6 +16,7 @@ from sharding_rules.rules import (
     Units,
     place,
 )
+from sharding_rules.tables import deepseek, gpt2, gpt_neox, gpt_oss, llama, mamba, mixtral, opt, phi3
 
 __all__ = [
     "LOGICAL_AXES",

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 import pytree_registry
 from pytree_registry import RegistrationError, StepCount, TracedCountError
-from pytree_registry.counts import CountRule
+from pytree_registry.traced_counts import CountRule
 
 pytree_registry.register_all()
 

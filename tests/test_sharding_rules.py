@@ -18,9 +18,9 @@ from model_adapters.loading.model_class import module_of
 from model_adapters.sharding.model_sharding import units_of
 from model_adapters.sharding.rule_selection import rules_for
 from sharding_rules import Rule, RuleTable, ShardingRuleError, Units, place
-from sharding_rules.inference import infer
+from sharding_rules.hf_tp_plans import WORDS, translate
 from sharding_rules.layout import ZERO, fused_dim, head_layouts, padded_units, take
-from sharding_rules.plans import WORDS, translate
+from sharding_rules.shape_inference import infer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
@@ -291,7 +291,7 @@ def test_heads_are_divided_only_where_their_number_is_known():
 
 def test_the_packages_leaves_do_not_know_each_other_nor_the_bridge():
     code = (
-        "import sys, sharding_rules, sharding_rules.plans, sharding_rules.inference, pytree_registry\n"
+        "import sys, sharding_rules, sharding_rules.hf_tp_plans, sharding_rules.shape_inference, pytree_registry\n"
         "known = {name.split('.')[0] for name in sys.modules}\n"
         "assert not known & {'model_adapters', 'torchax_serve', 'torchax', 'transformers'}, known\n"
     )

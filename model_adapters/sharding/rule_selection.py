@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from transformers import PreTrainedModel
 
 from sharding_rules import TABLES, Rule, RuleTable
-from sharding_rules.inference import infer
-from sharding_rules.plans import translate
+from sharding_rules.hf_tp_plans import translate
+from sharding_rules.shape_inference import infer
 
 
 def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> RuleTable:

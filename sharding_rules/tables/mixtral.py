@@ -4,8 +4,8 @@ The experts of a layer are two stacked tensors. They are divided among the devic
 within an expert like an MLP: gate and up lie one after the other, and each device has its share of both.
 """
 
-from sharding_rules.llama import ATTENTION, EMBEDDINGS
 from sharding_rules.rules import Rule, RuleTable
+from sharding_rules.tables.llama import ATTENTION, EMBEDDINGS
 
 _MLP = r"(model\.)?layers\.\d+\.(mlp|block_sparse_moe)\."
 

@@ -6,9 +6,9 @@ What makes the latents is whole on every device, since all heads read them; what
 
 import dataclasses
 
-from sharding_rules.llama import EMBEDDINGS
-from sharding_rules.mixtral import EXPERTS
 from sharding_rules.rules import Rule, RuleTable
+from sharding_rules.tables.llama import EMBEDDINGS
+from sharding_rules.tables.mixtral import EXPERTS
 
 _ATTENTION = r"(model\.)?layers\.\d+\.self_attn\."
 

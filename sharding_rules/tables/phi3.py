@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4: Llama's layers with queries, keys and values in one product, and gate and up in one."""
 
-from sharding_rules.llama import ATTENTION, EMBEDDINGS
 from sharding_rules.rules import Rule, RuleTable
+from sharding_rules.tables.llama import ATTENTION, EMBEDDINGS
 
 _LAYER = r"(model\.)?layers\.\d+\."
 

@@ -1,0 +1,1 @@
+"""One table of sharding rules a family of architectures; data only."""
