@@ -75,9 +75,9 @@ def rows_of(report: Any, *, has_targets: bool) -> list[dict[str, Any]]:
 
 
 def measure(config: Path, dtype: str, options: argparse.Namespace) -> Any:
-    from torchax_serve.bench import Settings, bench
+    from torchax_serve.bench import BenchSettings, bench
 
-    settings = Settings(tuple(options.batch), options.prompt_len, options.new_tokens, options.repeats, "hf")
+    settings = BenchSettings(tuple(options.batch), options.prompt_len, options.new_tokens, options.repeats, "hf")
     command = shlex.join(["python", *sys.argv])
     note = lambda text: print(f"{dtype}: {text}", file=sys.stderr, flush=True)  # noqa: E731
     return bench(os.path.relpath(config), settings, dtype=dtype, random_weights=True, command=command, note=note)

@@ -47,11 +47,11 @@ def requests_of(model: Any, sizes: list[tuple[int, int]]) -> list[Any]:
     import torch
     from transformers import GenerationConfig
 
-    from torchax_serve.engine.request import RowRequest
+    from torchax_serve.engine.request import EngineRequest
 
     generator = torch.Generator().manual_seed(0)
     return [
-        RowRequest.of(
+        EngineRequest.of(
             torch.randint(3, VOCAB_SIZE, (prompt_len,), generator=generator).tolist(),
             GenerationConfig(max_new_tokens=new_tokens),
             vocab_size=model.config.vocab_size,
@@ -96,7 +96,7 @@ def measure(
     ):
         requests = requests_of(model, sizes_of(batch, context, options.new_tokens, mixed=mixed))
         for _ in range(2):
-            gc_pause.set_aside()
+            gc_pause.freeze_for_serving()
             recorder.forget()
             asyncio.run(read_all(model.engine.submit_all(requests)))
     if options.trace is not None:

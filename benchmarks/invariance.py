@@ -34,7 +34,7 @@ def main() -> None:
 
     from torchax_serve import EngineOptions, serve
     from torchax_serve.bench.machine import Machine
-    from torchax_serve.engine.request import RowRequest
+    from torchax_serve.engine.request import EngineRequest
 
     generator = torch.Generator().manual_seed(0)
     rows = []
@@ -51,7 +51,7 @@ def main() -> None:
             )
             config = GenerationConfig(max_new_tokens=options.new_tokens)
             requests = [
-                RowRequest.of(
+                EngineRequest.of(
                     torch.randint(vocab_size, (int(length),), generator=generator).tolist(),
                     config,
                     vocab_size=vocab_size,

@@ -52,7 +52,7 @@ def main():
     if arguments.third is not None:
         chosen = types[arguments.third - 1 :: 3]
         changes = changes_since(arguments.since) + (arguments.diff.read_text() if arguments.diff else "")
-        chosen += [name for name in changed_types.named_in(changes, types) if name not in chosen]
+        chosen += [name for name in changed_types.types_named_in(changes, types) if name not in chosen]
         sys.exit(check_third(chosen, arguments.task, arguments.workers))
     folder = ROOT / "torchax_serve" / "parity" / "results" / ("" if arguments.task == CAUSAL else arguments.task)
     folder.mkdir(exist_ok=True)

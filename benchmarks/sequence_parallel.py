@@ -5,7 +5,8 @@
 `tensor`: every device has all tokens and its part of every product, and sums are exchanged (Shoeybi et al. 2019).
 `sequence`: every device has its part of the tokens and gathers the weights of each layer; before attention tokens are
 exchanged for heads and behind it heads for tokens (DeepSpeed-Ulysses, Jacobs et al. 2023), so that the kernel is the
-same. The engine takes the second from `ModelSharding.tokens_from` tokens in a step on. Layers have the shape of Llama 3
+same. The engine takes the second from `ModelSharding.min_tokens_to_shard` tokens in a step on. Layers have the shape of
+Llama 3
 70B: a step with two less a step with one is what a layer takes.
 """
 
@@ -39,7 +40,7 @@ def compiled(topology, length, num_layers, way):
     from torchax_serve.planning.compiled_steps import compile_step
     from torchax_serve.planning.executors import road_of
     from torchax_serve.planning.topology import compiling_for, describe
-    from torchax_serve.runtime.model_runtime import Runtime
+    from torchax_serve.runtime.model_runtime import ModelRuntime
 
     model_class, config = find_class(load_config(SHAPE, trust_remote_code=False), folder=None, trust_remote_code=False)
     config.num_hidden_layers, config.vocab_size, config.max_position_embeddings = num_layers, 1024, length
@@ -47,13 +48,13 @@ def compiled(topology, length, num_layers, way):
     chip, devices = describe(topology)
     mesh = mesh_of(devices, {"model": len(devices)})
     model = abstract_model(module, mesh)
-    runtime = Runtime(module, model.weights, sharding=model.sharding)
+    runtime = ModelRuntime(module, model.weights, sharding=model.sharding)
     with compiling_for(chip):
         road = road_of(runtime, model.sharding, 64, length, 1)
     plan, num_slots = CacheSizes(model, chip, road, 64, length, 1).plan()
     _, step = road.steps(plan, num_slots, [length])
-    least = model.sharding.tokens_from
-    vars(model.sharding)["tokens_from"] = None if way == "tensor" else 1  # whatever the length
+    least = model.sharding.min_tokens_to_shard
+    vars(model.sharding)["min_tokens_to_shard"] = None if way == "tensor" else 1  # whatever the length
     report, _ = compile_step(step, model, chip)
     return report, len(devices), least
 

@@ -89,10 +89,10 @@ class Recorder:
 
         from model_adapters.program.model_program import ModelProgram
         from torchax_serve.engine import factory
-        from torchax_serve.engine.output_processor import Deliveries
+        from torchax_serve.engine.output_processor import OutputProcessor
         from torchax_serve.scheduler import Scheduler
 
-        timed = [(Scheduler, "schedule"), (Scheduler, "commit"), (Deliveries, "deliver"), (factory.Engine, "step")]
+        timed = [(Scheduler, "schedule"), (Scheduler, "commit"), (OutputProcessor, "deliver"), (factory.Engine, "step")]
         with contextlib.ExitStack() as stack:
             for owner, name in [*timed, (jax.stages.Compiled, "__call__")]:
                 span = "call" if name == "__call__" else name

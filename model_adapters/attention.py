@@ -1,10 +1,10 @@
 """Attention interception: what unmodified model code reaches through transformers' attention and mask interfaces.
 
 While a model is traced, its configuration names ``torchax_serve`` as attention implementation. Masks are then made by
-`served_mask` and attention is computed by `served_attention`. Both leave notes on the tensors they hand to model code:
-a mask that is causal, perhaps windowed and padded on the left, says so; keys that come straight from the cache say
-where they were written. When both notes arrive, a decode step runs as one op that writes the cache and attends. A note
-that model code has dropped on the way, by computing something else from the tensor, means the dense path with the
+`torchax_mask` and attention is computed by `torchax_attention`. Both leave notes on the tensors they hand to model
+code: a mask that is causal, perhaps windowed and padded on the left, says so; keys that come straight from the cache
+say where they were written. When both notes arrive, a decode step runs as one op that writes the cache and attends. A
+note that model code has dropped on the way, by computing something else from the tensor, means the dense path with the
 very tensors model code passed: slower, never different.
 """
 
@@ -47,7 +47,7 @@ class ImplementationName(str):
 
 
 IMPLEMENTATION = ImplementationName("torchax_serve")
-ADDITIVE = ImplementationName("torchax_serve_additive")
+ADDITIVE_MASK = ImplementationName("torchax_serve_additive")
 """The same attention for code that knows no ``sdpa``: its masks are numbers to add, as its own attention has them."""
 
 
@@ -77,7 +77,7 @@ def padding_mask(starts: jax.Array, length: int) -> torch.Tensor:
     return mask
 
 
-def window_of(mask_function: Callable[..., Any], length: int, batch: int = 1) -> int | None:
+def infer_window(mask_function: Callable[..., Any], length: int, batch: int = 1) -> int | None:
     """The window of a causal `mask_function`, `length` if it has none; None where it is anything else.
 
     The function is asked, not recognised: on concrete indices it must give the same band below the diagonal from any
@@ -86,7 +86,7 @@ def window_of(mask_function: Callable[..., Any], length: int, batch: int = 1) ->
     row and position, for it may depend on them.
     """
     positions = torch.arange(length)
-    if constant_folding.is_on():
+    if constant_folding.is_enabled():
         rows, queries = torch.arange(batch)[:, None, None, None], positions[None, None, :, None]
         keys: torch.Tensor = positions[None, None, None]
     else:
@@ -106,7 +106,7 @@ def window_of(mask_function: Callable[..., Any], length: int, batch: int = 1) ->
     return window if torch.equal(visible, ((keys <= queries) & (keys > queries - window)).expand(shape)) else None
 
 
-def served_mask(
+def torchax_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -127,7 +127,7 @@ def served_mask(
     )
     padding = getattr(attention_mask, "left_padding", None)
     if attention_mask is None or padding is not None:
-        window = window_of(mask_function, kv_length, batch_size)
+        window = infer_window(mask_function, kv_length, batch_size)
         if window is not None:
             starts = None if padding is None else padding.starts
             mask.causal_mask = CausalMask(None if window >= kv_length else window, starts)
@@ -135,8 +135,8 @@ def served_mask(
 
 
 def additive_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor:
-    """`served_mask` as numbers to be added, 0 and the least of `dtype`; what it was before stands in a note."""
-    visible: Any = served_mask(*args, dtype=dtype, **kwargs)
+    """`torchax_mask` as numbers to be added, 0 and the least of `dtype`; what it was before stands in a note."""
+    visible: Any = torchax_mask(*args, dtype=dtype, **kwargs)
     mask: Any = torch.where(visible, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
     mask.visible = visible
     if (note := getattr(visible, "causal_mask", None)) is not None:
@@ -144,7 +144,7 @@ def additive_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any)
     return mask
 
 
-def served_attention(
+def torchax_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -258,19 +258,19 @@ def _decode(q: jax.Array, write: CacheWrite, note: CausalMask, **features: Any) 
     return out[:, :, None]
 
 
-AttentionInterface.register(IMPLEMENTATION, served_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, served_mask)
-AttentionInterface.register(ADDITIVE, served_attention)
-AttentionMaskInterface.register(ADDITIVE, additive_mask)
+AttentionInterface.register(IMPLEMENTATION, torchax_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, torchax_mask)
+AttentionInterface.register(ADDITIVE_MASK, torchax_attention)
+AttentionMaskInterface.register(ADDITIVE_MASK, additive_mask)
 
 
-def goes_through_interface(module: PreTrainedModel) -> bool:
+def uses_attention_interface(module: PreTrainedModel) -> bool:
     """Whether `AttentionInterface` reaches the model's attention; one it does not keeps its own code and masks."""
     return bool(module._supports_attention_backend or module._supports_sdpa)
 
 
-def implementation_of(module: PreTrainedModel) -> str | None:
+def attention_name(module: PreTrainedModel) -> str | None:
     """The attention that the code of `module` gets in a trace; None where its own stays."""
-    if not goes_through_interface(module):
+    if not uses_attention_interface(module):
         return None
-    return IMPLEMENTATION if module._supports_sdpa else ADDITIVE
+    return IMPLEMENTATION if module._supports_sdpa else ADDITIVE_MASK

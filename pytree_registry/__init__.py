@@ -23,11 +23,11 @@ from pytree_registry.errors import RegistrationError, TracedCountError
 
 if TYPE_CHECKING:
     from pytree_registry.registry import is_registered, owner_of, register, register_all, registered_classes
-    from pytree_registry.traced_counts import StepCount, exact_counts
+    from pytree_registry.traced_counts import TracedCount, exact_counts
 
 __all__ = [
     "RegistrationError",
-    "StepCount",
+    "TracedCount",
     "TracedCountError",
     "exact_counts",
     "is_registered",
@@ -44,5 +44,5 @@ def __getattr__(name: str) -> Any:
     # jax takes half a second to import; the command line's help must not wait for it.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "counts" if name in ("StepCount", "exact_counts") else "registry"
+    home = "counts" if name in ("TracedCount", "exact_counts") else "registry"
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)

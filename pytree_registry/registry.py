@@ -22,7 +22,7 @@ from jax.tree_util import GetAttrKey
 from pytree_registry.errors import RegistrationError
 from pytree_registry.flatten_attributes import join_attributes, split_attributes
 from pytree_registry.shared_classes import Handover, hands_over, refusal
-from pytree_registry.traced_counts import CountRule, StepCount
+from pytree_registry.traced_counts import CountRule, TracedCount
 
 OWNER = "pytree_registry"
 
@@ -210,7 +210,7 @@ def _functions_for(cls: type) -> tuple[Any, Any, Any]:
                 f"expected a layer of independent tensors, got {cls.__qualname__}, whose tensors are views of its "
                 f"{buffer}; use the dynamic cache of this model"
             )
-        if rule is not None and isinstance(attributes.get(rule.attribute), int | StepCount):
+        if rule is not None and isinstance(attributes.get(rule.attribute), int | TracedCount):
             count, window = attributes[rule.attribute], attributes[rule.window]
             attributes[rule.attribute] = rule.settle(count, window)
         keys: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 Sliding-window cache layers of transformers count their tokens in a Python int and ask ``count >= window``. Static, the
 count would make every decode step a new trace; traced, the question would fail. What the questions need, though, is
 only where the count stands in relation to the window. So the static part says in which *range* it lies, and the value
-is a leaf: a :class:`StepCount` answers from its range and computes with its value. A question that the range leaves
+is a leaf: a :class:`TracedCount` answers from its range and computes with its value. A question that the range leaves
 open is answered from the value where that is known (outside ``jax.jit``), else it is an error, never a guess.
 
 Ranges of a layer with window ``W``, each one trace:
@@ -60,7 +60,7 @@ def _known(value: Any) -> int | None:
     return int(value) if is_number or is_host_tensor else None
 
 
-class StepCount:
+class TracedCount:
     """A token count with a traced value, known to lie in ``low .. high``.
 
     Args:
@@ -80,7 +80,7 @@ class StepCount:
         self.settled = settled
 
     def __repr__(self) -> str:
-        return f"StepCount({self.value!r} in {self.low}..{self.high})"
+        return f"TracedCount({self.value!r} in {self.low}..{self.high})"
 
     def __int__(self) -> int:
         if self.low == self.high:
@@ -96,16 +96,16 @@ class StepCount:
     __index__ = __int__
 
     def __add__(self, other: Any) -> Any:
-        if isinstance(other, StepCount):
-            return StepCount(self.value + other.value, self.low + other.low, self.high + other.high)
+        if isinstance(other, TracedCount):
+            return TracedCount(self.value + other.value, self.low + other.low, self.high + other.high)
         if isinstance(other, int):
-            return StepCount(self.value + other, self.low + other, self.high + other)
+            return TracedCount(self.value + other, self.low + other, self.high + other)
         return self.value + other  # a tensor
 
     __radd__ = __add__
 
-    def __neg__(self) -> StepCount:
-        return StepCount(-self.value, -self.high, -self.low)
+    def __neg__(self) -> TracedCount:
+        return TracedCount(-self.value, -self.high, -self.low)
 
     def __sub__(self, other: Any) -> Any:
         return self + (-other)
@@ -114,7 +114,7 @@ class StepCount:
         return (-self) + other
 
     def _compare(self, other: Any, question: Callable[[Any, Any], Any]) -> Any:
-        if isinstance(other, int | StepCount):
+        if isinstance(other, int | TracedCount):
             return _ask((self - other), question)
         return question(self.value, other)
 
@@ -139,13 +139,13 @@ class StepCount:
     def __bool__(self) -> bool:
         return bool(self != 0)
 
-    def zero_(self) -> StepCount:
+    def zero_(self) -> TracedCount:
         """Sets the count to 0 in place: ``reset`` of a cache layer calls this on a count that is not an ``int``."""
         self.value, self.low, self.high = self.value * 0, 0, 0
         return self
 
 
-def _ask(count: StepCount, question: Callable[[Any, Any], bool]) -> bool:
+def _ask(count: TracedCount, question: Callable[[Any, Any], bool]) -> bool:
     """Answers ``question(count, 0)`` from the range where that suffices, else from the value."""
     # The questions change their answer next to 0 or nowhere, so these points stand for the whole range.
     points = [count.low, count.high, *(point for point in (-1, 0, 1) if count.low <= point <= count.high)]
@@ -176,24 +176,24 @@ class CountRule:
     window: str
     exact_below_window: bool
 
-    def settle(self, count: Any, window: int) -> StepCount:
+    def settle(self, count: Any, window: int) -> TracedCount:
         """The count as it stands in the pytree of a layer with `window`: over one of the ranges wherever possible.
 
         Args:
             count: an ``int``, or a count that has been through a pytree.
             window: in tokens.
         """
-        if isinstance(count, StepCount):
+        if isinstance(count, TracedCount):
             low, high = self._range(count.low, window)
             if not _exact.get() and low <= count.low and count.high <= high:
-                return StepCount(count.value, low, high, settled=True)
+                return TracedCount(count.value, low, high, settled=True)
             known = int(count.low) if count.low == count.high else _known(count.value)
             if known is None:
-                return StepCount(count.value, count.low, count.high)
+                return TracedCount(count.value, count.low, count.high)
         else:
             known = int(count)
         low, high = (known, known) if _exact.get() else self._range(known, window)
-        return StepCount(np.int32(known), low, high, settled=True)
+        return TracedCount(np.int32(known), low, high, settled=True)
 
     def _range(self, count: float, window: int) -> tuple[float, float]:
         if count >= window:
@@ -203,11 +203,11 @@ class CountRule:
         return 1, window - 2
 
 
-def _flatten(count: StepCount) -> tuple[tuple[Any, ...], tuple[float, float, bool]]:
+def _flatten(count: TracedCount) -> tuple[tuple[Any, ...], tuple[float, float, bool]]:
     return (count.value,), (count.low, count.high, count.settled)
 
 
-def _flatten_with_keys(count: StepCount) -> tuple[tuple[tuple[Any, Any], ...], tuple[float, float, bool]]:
+def _flatten_with_keys(count: TracedCount) -> tuple[tuple[tuple[Any, Any], ...], tuple[float, float, bool]]:
     return ((jax.tree_util.GetAttrKey("value"), count.value),), (count.low, count.high, count.settled)
 
 
@@ -226,7 +226,7 @@ def _unflatten(static: tuple[float, float, bool], children: Any) -> Any:
                 f"expected a token count in {low}..{high}, got {known}; the structure is not that of this count, "
                 "take it from the cache that the count belongs to"
             )
-    return StepCount(value, low, high, settled)
+    return TracedCount(value, low, high, settled)
 
 
-jax.tree_util.register_pytree_with_keys(StepCount, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(TracedCount, _flatten_with_keys, _unflatten, _flatten)

@@ -9,11 +9,11 @@ import pytree_registry  # noqa: F401  # after which `import torchax` works on ev
 from sharding_rules.rules import (
     LOGICAL_AXES,
     MESH_AXES,
-    Placed,
+    HeadCounts,
     Rule,
     RuleTable,
     ShardingRuleError,
-    Units,
+    TensorPlacement,
     place,
 )
 from sharding_rules.tables import deepseek, gpt2, gpt_neox, gpt_oss, llama, mamba, mixtral, opt, phi3
@@ -22,11 +22,11 @@ __all__ = [
     "LOGICAL_AXES",
     "MESH_AXES",
     "TABLES",
-    "Placed",
+    "HeadCounts",
     "Rule",
     "RuleTable",
     "ShardingRuleError",
-    "Units",
+    "TensorPlacement",
     "place",
 ]
 

@@ -78,7 +78,7 @@ def padded_units(number: int, shards: int) -> AxisLayout:
     return AxisLayout(number, (*range(number), *([ZERO] * missing)))
 
 
-def head_layouts(heads: int, kv_heads: int, shards: int) -> tuple[AxisLayout, AxisLayout]:
+def layout_heads(heads: int, kv_heads: int, shards: int) -> tuple[AxisLayout, AxisLayout]:
     """Query heads, and heads of keys and values, such that each device has the keys that its queries read.
 
     Query head ``i`` reads head ``i // (heads / kv_heads)`` of the keys, before and after.
@@ -103,7 +103,7 @@ def head_layouts(heads: int, kv_heads: int, shards: int) -> tuple[AxisLayout, Ax
     return AxisLayout(heads, tuple(queries)), AxisLayout(kv_heads, tuple(keys))
 
 
-def plain_dim(layout: AxisLayout, size: int, mesh_axis: str | None) -> DimLayout:
+def layout_dim(layout: AxisLayout, size: int, mesh_axis: str | None) -> DimLayout:
     """A dimension of `size` that holds one logical axis."""
     if layout.is_identity:
         return DimLayout(size, size, mesh_axis, None)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
-from sharding_rules.layout import AxisLayout, DimLayout, Fused, fused_dim, head_layouts, padded_units, plain_dim
+from sharding_rules.layout import AxisLayout, DimLayout, Fused, fused_dim, layout_dim, layout_heads, padded_units
 
 MESH_AXES = ("data", "model", "expert")
 
@@ -91,7 +91,7 @@ class RuleTable:
 
 
 @dataclass(frozen=True)
-class Placed:
+class TensorPlacement:
     """Where one tensor lies.
 
     Attributes:
@@ -117,7 +117,7 @@ class Placed:
         return tuple(dim.size for dim in self.dims)
 
     @property
-    def is_as_it_was(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether no element is moved, repeated or added."""
         return all(dim.index is None for dim in self.dims)
 
@@ -137,7 +137,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Units:
+class HeadCounts:
     """What a configuration counts: heads of a layer. Other axes are counted in single elements.
 
     Attributes:
@@ -155,7 +155,7 @@ class _Placement:
 
     table: RuleTable
     mesh_shape: Mapping[str, int]
-    units: Units
+    units: HeadCounts
     logical_axes: Mapping[str, str | None]
     refuse_uneven: bool
     problems: list[str] = field(default_factory=list)
@@ -192,7 +192,7 @@ class _Placement:
         heads, kv_heads = self.units.heads, self.units.kv_heads or self.units.heads
         if not heads or not kv_heads or heads % kv_heads:
             return f"{heads} query heads over {kv_heads} heads of keys and values are not known to divide"
-        layouts = head_layouts(heads, kv_heads, shards)
+        layouts = layout_heads(heads, kv_heads, shards)
         if any(layout.has_padding for layout in layouts) and not {"heads", "kv_heads"} <= self.table.pads:
             return f"{heads} query heads over {kv_heads} do not divide by {shards}, and zeros would change the result"
         return layouts
@@ -216,7 +216,7 @@ class _Placement:
         if self.num_shards(axis) == 1:
             return whole
         layout = self.layout_of(axis, size)
-        return whole if isinstance(layout, str) else plain_dim(layout, size, self.logical_axes[axis])
+        return whole if isinstance(layout, str) else layout_dim(layout, size, self.logical_axes[axis])
 
     def _section_sizes(self, fused: Fused, size: int) -> list[int] | None:
         counts = [getattr(self.units, axis, None) or 1 for axis in fused.axes]
@@ -230,11 +230,11 @@ def place(
     table: RuleTable,
     shapes: Mapping[str, Sequence[int]],
     mesh_shape: Mapping[str, int],
-    units: Units | None = None,
+    units: HeadCounts | None = None,
     *,
     logical_axes: Mapping[str, str | None] = LOGICAL_AXES,
     refuse_uneven: bool = False,
-) -> dict[str, Placed]:
+) -> dict[str, TensorPlacement]:
     """Where every tensor of a model lies.
 
     Args:
@@ -249,7 +249,7 @@ def place(
         ShardingRuleError: unmatched tensors, unused rules, ranks that differ, axes that nobody knows, two dimensions on
             one mesh axis; all of them.
     """
-    run = _Placement(table, mesh_shape, units or Units(), logical_axes, refuse_uneven)
+    run = _Placement(table, mesh_shape, units or HeadCounts(), logical_axes, refuse_uneven)
     run.problems += _problems_of_axes(table, mesh_shape, logical_axes)
     patterns = [re.compile(rule.pattern) for rule in table.rules]
     used: set[int] = set()
@@ -267,7 +267,7 @@ def place(
             continue
         dims = tuple(run.dim(axis, size) for axis, size in zip(axes, shape, strict=True))
         run.problems += _collisions(name, shape, dims)
-        placed[name] = Placed(name, tuple(shape), dims, rule)
+        placed[name] = TensorPlacement(name, tuple(shape), dims, rule)
     run.problems += [
         f"rule {rule.pattern!r} matches nothing; mend or remove it"
         for i, rule in enumerate(table.rules)

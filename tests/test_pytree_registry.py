@@ -18,7 +18,7 @@ from transformers import LlamaConfig, cache_utils
 from transformers.utils import ModelOutput
 
 import pytree_registry
-from pytree_registry import RegistrationError, StepCount, TracedCountError
+from pytree_registry import RegistrationError, TracedCount, TracedCountError
 from pytree_registry.traced_counts import CountRule
 
 pytree_registry.register_all()
@@ -38,7 +38,7 @@ Pair = namedtuple("Pair", "left right")
 
 def test_public_names():
     assert pytree_registry.__all__ == [
-        "RegistrationError", "StepCount", "TracedCountError", "exact_counts", "is_registered", "owner_of", "register",
+        "RegistrationError", "TracedCount", "TracedCountError", "exact_counts", "is_registered", "owner_of", "register",
         "register_all", "registered_classes",
     ]  # fmt: skip
 
@@ -286,7 +286,7 @@ def test_a_traced_count_answers_for_every_value_or_not_at_all(low, extent, other
     mirrored = {question(other, value) for value in values}
 
     def ask(value):
-        count = StepCount(value, low, low + extent)
+        count = TracedCount(value, low, low + extent)
         for asked, expected in ((lambda: question(count, other), answers), (lambda: question(other, count), mirrored)):
             if len(expected) == 1:
                 assert asked() is expected.pop()
@@ -297,13 +297,13 @@ def test_a_traced_count_answers_for_every_value_or_not_at_all(low, extent, other
 
     jax.eval_shape(ask, jax.ShapeDtypeStruct((), jnp.int32))
     for value in values:  # where the value is known, every question has its answer
-        assert question(StepCount(jnp.int32(value), low, low + extent), other) == question(value, other)
+        assert question(TracedCount(jnp.int32(value), low, low + extent), other) == question(value, other)
 
 
 @settings(max_examples=100)
 @given(st.integers(0, 9), ENDS, ENDS)
 def test_arithmetic_of_counts(value, one, other):
-    count = StepCount(jnp.int32(value), 0, 9)
+    count = TracedCount(jnp.int32(value), 0, 9)
     for made, expected in (
         (count + one, value + one),
         (one + count, value + one),
@@ -314,15 +314,15 @@ def test_arithmetic_of_counts(value, one, other):
         (max(count - one, 0), max(value - one, 0)),
     ):
         assert int(made) == expected
-        assert not isinstance(made, StepCount) or made.low <= expected <= made.high
-    np.testing.assert_array_equal(torch.arange(3) + StepCount(torch.tensor(value), 0, 9), np.arange(3) + value)
+        assert not isinstance(made, TracedCount) or made.low <= expected <= made.high
+    np.testing.assert_array_equal(torch.arange(3) + TracedCount(torch.tensor(value), 0, 9), np.arange(3) + value)
     assert bool(count) == bool(value)
     assert int(count.zero_()) == 0
 
 
 def test_a_traced_count_is_no_number():
     with pytest.raises(TracedCountError, match=r"known value, got one traced in 1\.\.5"):
-        jax.eval_shape(lambda value: list(range(StepCount(value, 1, 5))), jax.ShapeDtypeStruct((), jnp.int32))
+        jax.eval_shape(lambda value: list(range(TracedCount(value, 1, 5))), jax.ShapeDtypeStruct((), jnp.int32))
 
 
 @settings(max_examples=100)
@@ -332,7 +332,7 @@ def test_ranges_hold_the_count_and_do_not_move(window, count, exact):
     settled = rule.settle(count, window)
     assert settled.low <= count <= settled.high
     assert int(settled) == count
-    again = rule.settle(StepCount(jnp.int32(count), settled.low, settled.high), window)
+    again = rule.settle(TracedCount(jnp.int32(count), settled.low, settled.high), window)
     assert (again.low, again.high, again.settled) == (settled.low, settled.high, True)
     if count >= window:
         after = rule.settle(settled + 1, window)
@@ -342,6 +342,6 @@ def test_ranges_hold_the_count_and_do_not_move(window, count, exact):
 
 
 def test_a_structure_that_is_not_of_its_count_is_refused():
-    structure = jax.tree.structure(StepCount(jnp.int32(2), 1, 4, settled=True))
+    structure = jax.tree.structure(TracedCount(jnp.int32(2), 1, 4, settled=True))
     with pytest.raises(RegistrationError, match=r"expected a token count in 1\.\.4, got 7"):
         jax.tree.unflatten(structure, [jnp.int32(7)])

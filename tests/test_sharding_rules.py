@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 import sharding_rules
 from model_adapters.bridge import views
 from model_adapters.loading.model_class import module_of
-from model_adapters.sharding.model_sharding import units_of
+from model_adapters.sharding.model_sharding import head_counts
 from model_adapters.sharding.rule_selection import rules_for
-from sharding_rules import Rule, RuleTable, ShardingRuleError, Units, place
+from sharding_rules import HeadCounts, Rule, RuleTable, ShardingRuleError, place
 from sharding_rules.hf_tp_plans import WORDS, translate
-from sharding_rules.layout import ZERO, fused_dim, head_layouts, padded_units, take
+from sharding_rules.layout import ZERO, fused_dim, layout_heads, padded_units, take
 from sharding_rules.shape_inference import infer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
@@ -82,12 +82,12 @@ def empty(config):
 
 
 def shapes_of(model):
-    return {name: tuple(tensor.shape) for name, tensor in views.tensors_of(model).items()}
+    return {name: tuple(tensor.shape) for name, tensor in views.named_tensors(model).items()}
 
 
 def placed_of(config, mesh_shape):
     module = empty(config)
-    return place(rules_for(module, shapes_of(module)), shapes_of(module), mesh_shape, units_of(config))
+    return place(rules_for(module, shapes_of(module)), shapes_of(module), mesh_shape, head_counts(config))
 
 
 @pytest.mark.parametrize("model_type", sharding_rules.TABLES)
@@ -123,9 +123,9 @@ def test_the_tables_cut_where_the_plans_of_transformers_cut(model_type):
     config = CONFIGS[model_type]
     module = empty(config)
     shapes = shapes_of(module)
-    ours = place(rules_for(module, shapes), shapes, {"model": 4}, units_of(config))
+    ours = place(rules_for(module, shapes), shapes, {"model": 4}, head_counts(config))
     plan = translate(config.base_model_tp_plan, {}, model_type, shapes)
-    theirs = place(infer(shapes, 32, model_type, plan), shapes, {"model": 4}, units_of(config))
+    theirs = place(infer(shapes, 32, model_type, plan), shapes, {"model": 4}, head_counts(config))
     named = [name for name, each in theirs.items() if each.rule.source == "plan of the model"]
     assert len(named) >= 8
     assert {name: ours[name].spec for name in named} == {name: theirs[name].spec for name in named}
@@ -184,7 +184,7 @@ def test_shapes_alone_cut_what_goes_up_by_rows_and_what_comes_down_by_columns():
 def test_one_device_divides_nothing():
     placed = placed_of(CONFIGS["llama"], {"data": 8})
     assert {axis for each in placed.values() for axis in each.spec} == {None}
-    assert all(each.is_as_it_was for each in placed.values())
+    assert all(each.is_unchanged for each in placed.values())
 
 
 def test_first_match_wins_and_the_whole_name_counts():
@@ -237,7 +237,7 @@ def test_a_wrong_map_is_refused():
 @given(kv_heads=st.integers(1, 12), group=st.integers(1, 12), shards=st.integers(1, 16))
 def test_each_device_has_the_keys_that_its_queries_read(kv_heads, group, shards):
     heads = kv_heads * group
-    queries, keys = head_layouts(heads, kv_heads, shards)
+    queries, keys = layout_heads(heads, kv_heads, shards)
     assert len(queries.units) % shards == len(keys.units) % shards == 0
     assert sorted(unit for unit in queries.units if unit != ZERO) == list(range(heads))  # each query head once
     assert {unit for unit in keys.units if unit != ZERO} == set(range(kv_heads))
@@ -259,7 +259,7 @@ def test_each_device_has_the_keys_that_its_queries_read(kv_heads, group, shards)
 )
 def test_a_device_of_a_fused_product_has_its_heads_of_all_three(kv_heads, group, shards, width, data):
     heads = kv_heads * group
-    layouts = [*head_layouts(heads, kv_heads, shards)]
+    layouts = [*layout_heads(heads, kv_heads, shards)]
     sizes = [heads * width, kv_heads * width, kv_heads * width]
     dim = fused_dim([layouts[0], layouts[1], layouts[1]], sizes, shards, "model")
     array = np.arange(1, sum(sizes) + 1)
@@ -286,7 +286,7 @@ def test_padding_is_the_least_there_can_be_and_stands_behind(number, shards):
 def test_heads_are_divided_only_where_their_number_is_known():
     table = RuleTable("toy", (Rule("q", ("heads", None)),))
     assert place(table, {"q": (32, 4)}, {"model": 2})["q"].spec == P(None, None)
-    assert place(table, {"q": (32, 4)}, {"model": 2}, Units(4, 2))["q"].spec == P("model", None)
+    assert place(table, {"q": (32, 4)}, {"model": 2}, HeadCounts(4, 2))["q"].spec == P("model", None)
 
 
 def test_the_packages_leaves_do_not_know_each_other_nor_the_bridge():
@@ -327,7 +327,7 @@ def test_a_model_with_towers_does_not_take_the_table_of_its_text_model():
     )
     with torch.device("meta"):
         module = transformers.Gemma3ForConditionalGeneration(config)
-    placed = place(rules_for(module, shapes_of(module)), shapes_of(module), {"model": 2}, Units(4, 2))
+    placed = place(rules_for(module, shapes_of(module)), shapes_of(module), {"model": 2}, HeadCounts(4, 2))
     by_source = {each.rule.source for each in placed.values()}
     assert by_source == {"plan of the model", "shape"}
     query = next(name for name in placed if name.endswith("language_model.layers.0.self_attn.q_proj.weight"))

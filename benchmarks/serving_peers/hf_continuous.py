@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
-from serving_peers.jobs import Door, Job, JobResult, answer_jobs, own_output
+from serving_peers.jobs import Job, JobResult, RequestGate, answer_jobs, own_output
 from serving_peers.settings import SystemSettings, settings_of_process
 
 
@@ -33,7 +33,7 @@ def run(manager: Any, job: Job) -> JobResult:
     """Times are those that the manager notes by itself: handing tokens out one by one would slow it down."""
     if any(each.after_tokens is not None for each in job.arrivals):
         raise ValueError("expected requests with a time: no token is seen here before its request has ended")
-    door, indices = Door(job), dict[str, int]()
+    door, indices = RequestGate(job), dict[str, int]()
     began = time.perf_counter() - door.now_s()
     num_done = 0
     while num_done < len(job.arrivals):

@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from serving_peers.jobs import Door, Job, JobResult, answer_jobs, own_output
+from serving_peers.jobs import Job, JobResult, RequestGate, answer_jobs, own_output
 from serving_peers.settings import settings_of_process
 
 
 class DoorStreamer(BaseStreamer):
     """Notes the tokens of each step for all rows; the prompt comes before them."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: RequestGate) -> None:
         self._door = door
         self._seen_prompt = False
 
@@ -40,7 +40,7 @@ def run(model: Any, job: Job, options: dict[str, Any]) -> JobResult:
         raise ValueError("expected requests of one length that come together: a static batch takes no others")
     ids = torch.tensor([each.prompt_ids for each in job.arrivals], device=model.device)
     config = GenerationConfig(do_sample=False, max_new_tokens=job.arrivals[0].max_new_tokens, **options)
-    door = Door(job)
+    door = RequestGate(job)
     model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=DoorStreamer(door))
     return JobResult(door.finish())
 

@@ -102,7 +102,7 @@ class JobResult:
         return max(trace.token_times_s[-1] for trace in self.traces)
 
 
-class Door:
+class RequestGate:
     """Decides which of a job's requests are due, for systems driven by a loop of steps; notes what they answer."""
 
     def __init__(self, job: Job) -> None:

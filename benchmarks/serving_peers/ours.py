@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from transformers import GenerationConfig
 
-from serving_peers.jobs import Door, Job, JobResult, answer_jobs, own_output
+from serving_peers.jobs import Job, JobResult, RequestGate, answer_jobs, own_output
 from serving_peers.settings import settings_of_process
 from torchax_serve import serve
 from torchax_serve.bench.machine import Machine
@@ -20,9 +20,9 @@ from torchax_serve.entrypoints.served_model import ServedModel
 OPTIONS = ("num_slots", "token_budget", "page_len", "max_num_steps", "max_decode_slowdown")
 
 
-async def run_requests(model: ServedModel, job: Job) -> Door:
+async def run_requests(model: ServedModel, job: Job) -> RequestGate:
     """Every request by a caller of its own."""
-    door, progress = Door(job), asyncio.Event()
+    door, progress = RequestGate(job), asyncio.Event()
 
     async def read(index: int) -> None:
         arrival, trace = job.arrivals[index], door.traces[index]

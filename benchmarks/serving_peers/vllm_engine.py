@@ -11,7 +11,7 @@ import vllm  # type: ignore[import-not-found]
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
-from serving_peers.jobs import Door, Job, JobResult, answer_jobs, own_output
+from serving_peers.jobs import Job, JobResult, RequestGate, answer_jobs, own_output
 from serving_peers.settings import SystemSettings, settings_of_process
 
 OPTIONS = ("front", "enforce_eager", "num_slots")
@@ -54,7 +54,7 @@ class OfflineFront:
 
     def run(self, job: Job) -> JobResult:
         self._num_jobs += 1
-        door, num_cached = Door(job), 0
+        door, num_cached = RequestGate(job), 0
         while door.is_open or self._engine.has_unfinished_requests():
             for index in door.take_due():
                 arrival = job.arrivals[index]
@@ -96,7 +96,7 @@ class AsyncFront:
 
     async def _run(self, job: Job) -> JobResult:
         self._num_jobs += 1
-        door, progress, num_cached = Door(job), asyncio.Event(), 0
+        door, progress, num_cached = RequestGate(job), asyncio.Event(), 0
 
         async def read(index: int) -> None:
             nonlocal num_cached

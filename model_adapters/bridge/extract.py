@@ -14,13 +14,21 @@ import numpy as np
 import torch
 
 import pytree_registry
-from model_adapters.bridge.views import JaxFunction, is_view, jax_view, tensors_of, to_jax_array, torch_mode, torch_view
+from model_adapters.bridge.views import (
+    JaxFunction,
+    is_view,
+    jax_view,
+    named_tensors,
+    to_jax_array,
+    torch_mode,
+    torch_view,
+)
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.lowerings import install
 from model_adapters.program.trace_context import torch_promotion
 
 
-def pure_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:
+def functional_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:
     """Returns ``f(weights, args, kwargs)`` that runs ``module.method(*args, **kwargs)`` with `weights` in its place.
 
     Args and result are pytrees of JAX arrays; the function is pure, so ``jax.jit`` and ``jax.grad`` apply to it. One
@@ -64,8 +72,8 @@ def extract_jax(module: torch.nn.Module) -> tuple[dict[str, jax.Array], JaxFunct
     """
     shared: dict[int, jax.Array] = {}
     weights = {}
-    for name, tensor in tensors_of(module).items():
+    for name, tensor in named_tensors(module).items():
         if id(tensor) not in shared:
             shared[id(tensor)] = to_jax_array(tensor)
         weights[name] = shared[id(tensor)]
-    return weights, pure_call(module)
+    return weights, functional_call(module)

@@ -58,7 +58,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def host_array(tensor: torch.Tensor) -> np.ndarray:
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """The numpy array over the memory of a CPU tensor (bfloat16 and float8 as ml_dtypes has them)."""
     tensor = _plain(tensor)
     if tensor.dtype in _VIA_INTEGER:
@@ -67,7 +67,7 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-def share_with_jax(tensor: torch.Tensor) -> jax.Array:
+def to_jax_zero_copy(tensor: torch.Tensor) -> jax.Array:
     """The JAX array of a CPU tensor, on the CPU: its very memory if in C order and starting at 64 bytes, else a copy.
 
     Without 64-bit types in JAX (its default) int64 becomes int32 and float64 becomes float32. Nobody may write into
@@ -78,10 +78,10 @@ def share_with_jax(tensor: torch.Tensor) -> jax.Array:
         tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch's own buffers start at 64 bytes
     # Through numpy rather than DLPack: JAX lets go of a numpy array on a Python thread. A torch tensor taken by DLPack
     # is freed on the XLA thread that used it last, which brings the process down where the interpreter is ending.
-    return jax.device_put(host_array(tensor), jax.local_devices(backend="cpu")[0], may_alias=True)
+    return jax.device_put(to_numpy(tensor), jax.local_devices(backend="cpu")[0], may_alias=True)
 
 
-def from_host(values: Any, dtype: Any) -> jax.Array:
+def to_device(values: Any, dtype: Any) -> jax.Array:
     """The array of numbers on the host, on the default device; unlike ``jnp.asarray``, compiles nothing."""
     return jax.device_put(np.asarray(values).astype(dtype))
 

@@ -14,7 +14,7 @@ import torch
 from model_adapters.bridge.views import TorchTensor, torchax
 
 
-class StoredLength(TorchTensor):
+class TracedLength(TorchTensor):
     """The number of tokens that a cache holds, int32[], as model code gets it in a trace.
 
     What is known of it although it is traced: it is not zero, how many tokens it is at the most, and how far apart it
@@ -33,20 +33,20 @@ class StoredLength(TorchTensor):
         self.plus = plus
 
     @classmethod
-    def of(cls, length: jax.Array, most: int) -> StoredLength:
+    def of(cls, length: jax.Array, most: int) -> TracedLength:
         """The length `length` int32[]; the caller knows that it is from 1 to `most`."""
         return cls(length, torchax.default_env(), most)
 
     def distance(self, other: Any) -> int | None:
         """`other` less this, where it is known."""
-        return other.plus - self.plus if isinstance(other, StoredLength) and other.base is self.base else None
+        return other.plus - self.plus if isinstance(other, TracedLength) and other.base is self.base else None
 
     def _is_zero(self, other: Any) -> bool:
         return type(other) is int and other == 0 and self.plus >= 0
 
     def __add__(self, other: Any) -> Any:
         if type(other) is int:
-            return StoredLength(self._elem + other, self._env, self.most, self.base, self.plus + other)
+            return TracedLength(self._elem + other, self._env, self.most, self.base, self.plus + other)
         return super().__add__(other)
 
     __radd__ = __add__

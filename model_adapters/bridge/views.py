@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import torch
 
-from model_adapters.bridge.host_arrays import share_with_jax
+from model_adapters.bridge.host_arrays import to_jax_zero_copy
 from pytree_registry.torchax_import import import_torchax
 
 torchax = import_torchax()
@@ -44,7 +44,7 @@ def is_view(value: Any) -> bool:
     return isinstance(value, (TorchTensor, TorchView))
 
 
-def take_host_tensors() -> None:
+def accept_host_tensors() -> None:
     """Has torchax take PyTorch's own tensors for constants, where it refuses them beside its own.
 
     Model code that names no device makes them on the host, while it is traced: their values are known.
@@ -85,18 +85,18 @@ def _over_arrays(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return torch_view(function(*args, **kwargs))
 
 
-def lower_raw(torch_op: Any, function: Callable[..., Any]) -> None:
+def set_raw_lowering(torch_op: Any, function: Callable[..., Any]) -> None:
     """Makes `torch_op` run `function`, over whatever it is called with: torch views, and numbers as they are."""
     operator = torchax.default_env()._ops[torch_op]
     torchax.default_env()._ops[torch_op] = dataclasses.replace(operator, func=function, is_jax_function=False)
 
 
-def lowering_of(torch_op: Any) -> Callable[..., Any]:
+def get_lowering(torch_op: Any) -> Callable[..., Any]:
     """The function that torchax runs for `torch_op`."""
     return torchax.default_env()._ops[torch_op].func
 
 
-def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All tensors a forward of `module` reads, by qualified name: parameters, buffers, and plain tensor attributes.
 
     A tensor reached by several names (tied weights) stands under each of them.
@@ -116,7 +116,7 @@ def to_jax_array(tensor: torch.Tensor) -> jax.Array:
 
     Without 64-bit types in JAX (its default) int64 becomes int32 and float64 becomes float32.
     """
-    array = share_with_jax(tensor)
+    array = to_jax_zero_copy(tensor)
     return array if jax.default_backend() == "cpu" else jax.device_put(array, jax.local_devices()[0])
 
 
@@ -172,6 +172,6 @@ def outside_torch_mode() -> Iterator[None]:
         _THREAD.depth = depth
 
 
-def is_in_torch_mode() -> bool:
+def in_torch_mode() -> bool:
     """Whether this thread is inside of `torch_mode`; others see the arrays that then stand in a module, too."""
     return getattr(_THREAD, "depth", 0) > 0

@@ -27,7 +27,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from model_adapters.bridge.traced_length import StoredLength
+from model_adapters.bridge.traced_length import TracedLength
 from model_adapters.bridge.views import jax_view, to_jax_array, to_torch_tensor
 from model_adapters.caches.compressed_layer import LAYER_TYPES as COMPRESSED
 from model_adapters.caches.compressed_layer import CompressedLayer
@@ -84,7 +84,7 @@ class TraceCache(Cache):
             if isinstance(layer, AttentionLayer):
                 layer.offset = offset
                 if layer.pool is not None and offset is not None:
-                    layer.offset = StoredLength.of(jax_view(offset), layer.capacity)
+                    layer.offset = TracedLength.of(jax_view(offset), layer.capacity)
                 layer.lean_len, layer.has_counted = None if layer.pool is None else lean_len, False
 
     def mask_len(self, query_len: int) -> int:

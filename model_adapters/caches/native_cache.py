@@ -21,13 +21,13 @@ TYPES = {
     ),
 }
 
-BESIDE_TOKENS = frozenset({"kyutai_speech_to_text", "voxtral_realtime"})
+AUDIO_PER_TOKEN = frozenset({"kyutai_speech_to_text", "voxtral_realtime"})
 """Types whose cache takes fixed shapes, which no trial with tokens alone shows: they hear with every token."""
 
 
-def takes_fixed_shapes(module: torch.nn.Module) -> bool:
+def allows_fixed_shapes(module: torch.nn.Module) -> bool:
     """Whether it is known of `module` that it runs on a cache of fixed shapes."""
-    return getattr(getattr(module, "config", None), "model_type", "") in BESIDE_TOKENS
+    return getattr(getattr(module, "config", None), "model_type", "") in AUDIO_PER_TOKEN
 
 
 def reason(module: torch.nn.Module) -> str | None:

@@ -61,7 +61,7 @@ class Task:
     parts: tuple[Rows | None, ...]
 
 
-def gathers_first(function: Callable[..., Any]) -> Callable[..., Any]:
+def prune_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function of pytrees of arrays, whose trace computes no rows that nobody reads; not for derivatives."""
 
     def call(*args: Any) -> Any:

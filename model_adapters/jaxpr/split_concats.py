@@ -21,19 +21,21 @@ from model_adapters.jaxpr.interpreter import bind
 
 
 @dataclass(frozen=True)
-class _Parts:
+class ConcatParts:
     """A concatenation along the last dimension that has not been made yet."""
 
     arrays: tuple[jax.Array, ...]
 
     @property
     def ends(self) -> list[int]:
+        """Index behind the last element of each part."""
         return list(itertools.accumulate(part.shape[-1] for part in self.arrays))
 
-    def whole(self) -> jax.Array:
+    def concatenated(self) -> jax.Array:
+        """The concatenation, made."""
         return jax.lax.concatenate(self.arrays, self.arrays[0].ndim - 1)
 
-    def slice(self, start: int, stop: int) -> _Parts | jax.Array | None:
+    def slice(self, start: int, stop: int) -> ConcatParts | jax.Array | None:
         """Elements `start` to `stop` of the last dimension; None where they do not end with parts."""
         ends = self.ends
         for part, end in zip(self.arrays, ends, strict=True):
@@ -42,11 +44,11 @@ class _Parts:
                 return jax.lax.slice_in_dim(part, start - begin, stop - begin, axis=part.ndim - 1)
         if (start == 0 or start in ends) and stop in ends:
             first, last = (0 if start == 0 else ends.index(start) + 1), ends.index(stop) + 1
-            return _Parts(self.arrays[first:last])
+            return ConcatParts(self.arrays[first:last])
         return None
 
 
-def slices_of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
+def split_concats(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function of pytrees of arrays, whose trace cuts no concatenation that its parts are enough for."""
 
     def call(*args: Any) -> Any:
@@ -66,8 +68,8 @@ def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
 
     def read_whole(atom: Any) -> Any:
         value = read(atom)
-        if isinstance(value, _Parts):
-            value = values[atom] = value.whole()
+        if isinstance(value, ConcatParts):
+            value = values[atom] = value.concatenated()
         return value
 
     values.update(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -88,13 +90,13 @@ def _in_parts(equation: Any, read: Callable[[Any], Any]) -> Any:
     name, params = equation.primitive.name, equation.params
     if name == "concatenate":
         arrays = [read(atom) for atom in equation.invars]
-        if params["dimension"] == arrays[0].ndim - 1 if not isinstance(arrays[0], _Parts) else False:
-            if any(isinstance(array, _Parts) for array in arrays):
+        if params["dimension"] == arrays[0].ndim - 1 if not isinstance(arrays[0], ConcatParts) else False:
+            if any(isinstance(array, ConcatParts) for array in arrays):
                 return None
-            return _Parts(tuple(arrays))
+            return ConcatParts(tuple(arrays))
         return None
     value = read(equation.invars[0]) if len(equation.invars) == 1 else None
-    if not isinstance(value, _Parts):
+    if not isinstance(value, ConcatParts):
         return None
     if name == "slice":
         shape = equation.invars[0].aval.shape
@@ -106,7 +108,7 @@ def _in_parts(equation: Any, read: Callable[[Any], Any]) -> Any:
         before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
         adds_ones = tuple(n for n in before if n != 1) == tuple(n for n in after if n != 1)
         if adds_ones and before and after and before[-1] == after[-1] > 1:
-            return _Parts(tuple(part.reshape(*after[:-1], part.shape[-1]) for part in value.arrays))
+            return ConcatParts(tuple(part.reshape(*after[:-1], part.shape[-1]) for part in value.arrays))
     elif name == "convert_element_type":
-        return _Parts(tuple(part.astype(params["new_dtype"]) for part in value.arrays))
+        return ConcatParts(tuple(part.astype(params["new_dtype"]) for part in value.arrays))
     return None

@@ -12,7 +12,7 @@ import torch
 from model_adapters.loading.loaded_model import LoadedModel
 from model_adapters.loading.memory import give_back_freed
 from model_adapters.ops import compressed_weight
-from model_adapters.ops.compressed_weight import PackedWeight, Weight
+from model_adapters.ops.compressed_weight import CompressedWeight, Weight
 from model_adapters.ops.cpu import compress
 from model_adapters.ops.cpu.huge_pages import HugePages, in_huge_pages
 
@@ -20,7 +20,7 @@ MIN_BYTES = 1 << 17
 """Of a weight. A smaller one stays in the processor's cache anyway."""
 
 
-def lay_out_weights(loaded: LoadedModel) -> int:
+def prepare_weights(loaded: LoadedModel) -> int:
     """Lays out for a CPU's memory what one device read from files or made up, not the weights of a caller's object.
 
     Those of linear layers are packed where the processor is made for it, the others lie in large pages of memory.
@@ -32,7 +32,7 @@ def lay_out_weights(loaded: LoadedModel) -> int:
         return 0
     num_packed = pack_linear_weights(loaded.module, loaded.weights)
     for array in {id(array): array for array in loaded.weights.values()}.values():  # a tied one has several names
-        if not isinstance(array, PackedWeight):
+        if not isinstance(array, CompressedWeight):
             in_huge_pages(array)
     give_back_freed()  # what packed weights were before
     return num_packed
@@ -58,7 +58,7 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
         names_of.setdefault(id(array), []).append(name)
 
     def is_packable(array: Weight) -> bool:
-        return not isinstance(array, PackedWeight) and array.nbytes >= MIN_BYTES and compress.refuses(array) is None
+        return not isinstance(array, CompressedWeight) and array.nbytes >= MIN_BYTES and compress.refuses(array) is None
 
     # In the order in which layers run, nearly: what lies behind a weight is what is read after it.
     arrays = {id(weights[name]): weights[name] for name in linear if name in weights}
@@ -71,7 +71,7 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
     def pack_one(names: list[str], place: np.ndarray) -> bool:
         layers = [name for name in names if name in linear]
         array = weights[names[0]]
-        assert not isinstance(array, PackedWeight)
+        assert not isinstance(array, CompressedWeight)
         packed = compressed_weight.pack(array, place, keeps_plain=len(layers) < len(names))
         weights.update(dict.fromkeys(layers, packed) if packed is not None else {})
         return packed is not None

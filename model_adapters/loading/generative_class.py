@@ -13,7 +13,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from model_adapters.bridge.views import tensors_of
+from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading.loaded_model import LoadedModel
 from model_adapters.loading.loader import _generation_config
@@ -55,7 +55,7 @@ def with_head(loaded: LoadedModel) -> tuple[PreTrainedModel, dict[str, Weight]]:
             f"and the model can be called on its inputs{on_devices}"
         )
     head = module_of(head_class, module.config, module.dtype)
-    tensors, prefix = tensors_of(head), f"{head_class.base_model_prefix}."
+    tensors, prefix = named_tensors(head), f"{head_class.base_model_prefix}."
     weights: dict[str, Weight] = {}
     by_tensor: dict[int, Weight] = {}
     for name, tensor in tensors.items():

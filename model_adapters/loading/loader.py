@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from transformers import GenerationConfig, PreTrainedModel
 
 from model_adapters.bridge.host_arrays import check_floats
-from model_adapters.bridge.views import tensors_of
+from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import (
     CheckpointError,
     InvalidArgumentError,
@@ -33,7 +33,7 @@ from model_adapters.loading.model_class import find_class, load_config, module_o
 from model_adapters.loading.model_source import ModelSource, of_object, resolve
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.tensor_match import TensorMatch, logger, smaller_classes, without_missing_parts
-from model_adapters.loading.weight_sink import DevicePut, Placement, WeightSink, meta_like
+from model_adapters.loading.weight_sink import DevicePlacement, DevicePut, WeightSink, meta_like
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.sharding.model_sharding import ModelSharding
 
@@ -88,7 +88,7 @@ def load_model(
     if isinstance(model, PreTrainedModel):
         _refuse(revision=revision, random_weights=random_weights or None, dtype=torch_dtype, strict=strict or None)
         sharding = None if mesh is None else ModelSharding.of(model, mesh, refuse_uneven=refuse_uneven)
-        return _share(model, Placement(device_put if sharding is None else sharding.put), sharding)
+        return _share(model, DevicePlacement(device_put if sharding is None else sharding.put), sharding)
     source = resolve(
         model,
         revision=revision,
@@ -163,13 +163,13 @@ class _Builder:
         said: Any = config.dtype or self._config.dtype
         self._dtype: torch.dtype | None = dtype if dtype is not None else said
 
-    def _placement(self) -> Placement:
+    def _placement(self) -> DevicePlacement:
         """Where arrays of the class are to live; lays out the mesh, if there is one."""
         if self._mesh is None:
-            return Placement(self._device_put)
+            return DevicePlacement(self._device_put)
         empty = module_of(self._class, self._config, self._dtype or torch.float32)
         self._sharding = ModelSharding.of(empty, self._mesh, refuse_uneven=self._refuse_uneven)
-        return Placement(self._sharding.put)
+        return DevicePlacement(self._sharding.put)
 
     def from_checkpoint(self, allow_pickle: bool, strict: bool, progress: Progress) -> LoadedModel:
         """The weights of the files."""
@@ -197,7 +197,7 @@ class _Builder:
 
     def _read(
         self, checkpoint: Checkpoint, dtype: torch.dtype, strict: bool, progress: Progress
-    ) -> tuple[PreTrainedModel, Placement, WeightSink]:
+    ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         """The module whose tensors are all there: that of the class, or what the files hold of it.
 
         Raises:
@@ -226,7 +226,7 @@ class _Builder:
 
     def _read_as_it_is(
         self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
-    ) -> tuple[PreTrainedModel, Placement, WeightSink]:
+    ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         place = self._placement()
         sink = WeightSink(place, self._peak)
         with (
@@ -247,7 +247,7 @@ class _Builder:
                 module = self._from_pretrained({}, dtype)
             if init.has_recorded(module):
                 break
-        sizes = [tensor.numel() * tensor.element_size() for tensor in set(tensors_of(module).values())]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in set(named_tensors(module).values())]
         self._check_fits(list(sizes))
         planned = random_init.planned_dtypes(module, dtype)
         std = getattr(self._config.get_text_config(), "initializer_range", None) or 0.02
@@ -318,15 +318,15 @@ class _Builder:
         )
 
 
-def _harvest(module: PreTrainedModel, place: Placement, sink: WeightSink, fill: Any = None) -> dict[str, Weight]:
+def _harvest(module: PreTrainedModel, place: DevicePlacement, sink: WeightSink, fill: Any = None) -> dict[str, Weight]:
     """The arrays of all tensors of `module`, which is left with tensors on the meta device alone.
 
     `fill` gives the array of a tensor that did not land in the sink; without it such a tensor must have its values.
     """
     by_tensor: dict[int, tuple[torch.Tensor, torch.Tensor, jax.Array]] = {}  # kept alive: ids must stay unique
     weights: dict[str, Weight] = {}
-    for name, tensor in tensors_of(module).items():
-        array = sink.array_of(tensor)
+    for name, tensor in named_tensors(module).items():
+        array = sink.array_for(tensor)
         if array is None and id(tensor) in by_tensor:
             _, empty, array = by_tensor[id(tensor)]
             _set(module, name, empty)
@@ -373,13 +373,13 @@ def _generation_config(folder: Path, module: PreTrainedModel) -> GenerationConfi
         ) from error
 
 
-def _share(module: PreTrainedModel, place: Placement, sharding: ModelSharding | None) -> LoadedModel:
+def _share(module: PreTrainedModel, place: DevicePlacement, sharding: ModelSharding | None) -> LoadedModel:
     """The weights of a model that the caller has loaded, over its own memory where that can be."""
     if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
         raise UnsupportedModelError(
             f"the {type(module).__name__} that was passed is quantized, which is not supported: load it unquantized"
         )
-    elsewhere = {str(t.device) for t in tensors_of(module).values() if t.device.type != "cpu"}
+    elsewhere = {str(t.device) for t in named_tensors(module).values() if t.device.type != "cpu"}
     if elsewhere:
         raise InvalidArgumentError(
             f"the {type(module).__name__} that was passed lies on {', '.join(sorted(elsewhere))}, expected the CPU: "
@@ -390,7 +390,7 @@ def _share(module: PreTrainedModel, place: Placement, sharding: ModelSharding | 
     module.eval()
     arrays: dict[int, jax.Array] = {}
     weights: dict[str, Weight] = {}
-    for name, tensor in tensors_of(module).items():
+    for name, tensor in named_tensors(module).items():
         if id(tensor) not in arrays:
             arrays[id(tensor)] = place(name, tensor)
         weights[name] = arrays[id(tensor)]

@@ -26,7 +26,7 @@ import torch
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from model_adapters.bridge.host_arrays import host_array, share_with_jax
+from model_adapters.bridge.host_arrays import to_jax_zero_copy, to_numpy
 from model_adapters.loading.memory import PeakMemory, give_back_freed
 
 DevicePut = Callable[[str, Any], jax.Array]
@@ -37,7 +37,7 @@ _TRIM_BYTES = 8 * 2**20  # of weights landed between two looks at what the C lib
 _one_load = threading.Lock()  # what is patched here belongs to the whole process
 
 
-class Placement:
+class DevicePlacement:
     """Puts arrays where they are to live, and waits before too many copies from the host are under way."""
 
     def __init__(self, device_put: DevicePut | None) -> None:
@@ -47,8 +47,8 @@ class Placement:
     def __call__(self, name: str, tensor: torch.Tensor) -> jax.Array:
         """The JAX array of a CPU tensor; on the CPU backend the very memory where that can be."""
         if self._device_put is None and jax.default_backend() == "cpu":
-            return share_with_jax(tensor)
-        host = host_array(tensor)
+            return to_jax_zero_copy(tensor)
+        host = to_numpy(tensor)
         return self._bounded(jax.device_put(host) if self._device_put is None else self._device_put(name, host))
 
     def of_array(self, name: str, array: jax.Array) -> jax.Array:
@@ -70,7 +70,7 @@ class WeightSink:
         peak: looked at whenever a tensor lands, when memory is at its highest.
     """
 
-    def __init__(self, place: Placement, peak: PeakMemory) -> None:
+    def __init__(self, place: DevicePlacement, peak: PeakMemory) -> None:
         self._place, self._peak = place, peak
         self._landed: dict[int, tuple[torch.Tensor, jax.Array]] = {}  # by id of the meta tensor in its place
         self._since_trim = 0
@@ -103,7 +103,7 @@ class WeightSink:
         setattr(owner, attribute, empty)
         self._landed[id(empty)] = (empty, array)
 
-    def array_of(self, tensor: torch.Tensor) -> jax.Array | None:
+    def array_for(self, tensor: torch.Tensor) -> jax.Array | None:
         """The array that landed with `tensor` left in its place."""
         found = self._landed.get(id(tensor))
         return None if found is None else found[1]
@@ -131,7 +131,7 @@ class WeightSink:
             self.info = loading_info
 
         with (
-            one_load(),
+            exclusive_load(),
             replaced(core_model_loading, "set_param_for_module", set_and_land),
             replaced(modeling_utils, "log_state_dict_report", keep_report),
             _read_ahead_off(),
@@ -141,7 +141,7 @@ class WeightSink:
 
 
 @contextlib.contextmanager
-def one_load() -> Iterator[None]:
+def exclusive_load() -> Iterator[None]:
     """transformers' loader for this load alone, without its bar."""
 
     def without_bar(items: Iterable[Any], **ignored: Any) -> Iterable[Any]:

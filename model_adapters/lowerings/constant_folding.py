@@ -29,7 +29,7 @@ _STATE = threading.local()
 _Dispatch = Callable[..., Any]
 
 
-def is_on() -> bool:
+def is_enabled() -> bool:
     """Whether operators on known values run at once, on this thread."""
     return getattr(_STATE, "depth", 0) > 0
 
@@ -51,7 +51,7 @@ def install() -> None:
     theirs = env.dispatch
 
     def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _dispatch(theirs, func, types, args, kwargs or {}) if is_on() else theirs(func, types, args, kwargs)
+        return _dispatch(theirs, func, types, args, kwargs or {}) if is_enabled() else theirs(func, types, args, kwargs)
 
     env.dispatch = dispatch
     for kind in (TorchTensor, TorchView):
@@ -64,8 +64,8 @@ def _assignment(theirs: Callable[..., None]) -> Callable[..., None]:
 
     def assign(self: torch.Tensor, key: Any, value: Any) -> None:
         tensors = [x for x in torch.utils._pytree.tree_leaves((self, key, value)) if isinstance(x, torch.Tensor)]
-        is_known = is_on() and not any(is_traced(x) for x in tensors)
-        if is_unknown_mask(key) and not (isinstance(value, torch.Tensor) and value.ndim):
+        is_known = is_enabled() and not any(is_traced(x) for x in tensors)
+        if is_traced_mask(key) and not (isinstance(value, torch.Tensor) and value.ndim):
             mask = key.reshape(*key.shape, *[1] * (self.ndim - key.ndim))
             key, value = (slice(None),) * self.ndim, torch.where(mask, value, self)
         elif isinstance(self, TorchView):
@@ -94,7 +94,7 @@ def _dispatch(theirs: _Dispatch, func: Any, types: Any, args: Any, kwargs: Any) 
     return theirs(func, types, args, kwargs)
 
 
-def is_unknown_mask(key: Any) -> bool:
+def is_traced_mask(key: Any) -> bool:
     """Whether `key` is a mask, the number of whose elements that are set is unknown while the program is made."""
     return isinstance(key, torch.Tensor) and key.dtype == torch.bool and key.ndim > 0 and is_traced(key)
 

@@ -51,7 +51,7 @@ def _is_all_true(x: jax.Array) -> jax.Array:
         return jnp.ones((), bool)
 
 
-class Asserted:
+class TracedAssertValue:
     """A number of unknown value in an ``assert`` of model code: what it is compared with becomes a condition."""
 
     def __init__(self, value: jax.Array) -> None:
@@ -81,13 +81,13 @@ def _item(theirs: Any) -> Any:
         if constant_folding.is_traced(self) and getattr(_STATE, "conditions", None) is not None:
             caller = sys._getframe(1)
             if linecache.getline(caller.f_code.co_filename, caller.f_lineno).lstrip().startswith("assert "):
-                return Asserted(jax_view(self))
+                return TracedAssertValue(jax_view(self))
         return theirs(self)
 
     return item
 
 
-class Selected(TorchTensor):
+class TracedMaskSelection(TorchTensor):
     """``tensor[mask]`` with a mask of unknown values: it can be counted, and computed with if it turns out to be all.
 
     Models that leave out images of nothing but padding select so; a program of fixed shapes is made for images that all
@@ -107,7 +107,7 @@ class Selected(TorchTensor):
     @property
     def _elem(self) -> Any:
         conditions = getattr(_STATE, "conditions", None)
-        if conditions is None or not constant_folding.is_on():
+        if conditions is None or not constant_folding.is_enabled():
             raise UnsupportedModelError("the model's code computes with a selection whose size is known after the step")
         if not self._is_assumed:
             conditions.append(jnp.all(self._chosen))

@@ -13,31 +13,31 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from model_adapters.bridge.traced_length import StoredLength
+from model_adapters.bridge.traced_length import TracedLength
 from model_adapters.bridge.views import (
     TorchTensor,
     TorchView,
+    get_lowering,
     is_view,
     jax_view,
     lower,
-    lower_raw,
-    lowering_of,
+    set_raw_lowering,
     to_jax_array,
     torch_view,
     views_of,
 )
 from model_adapters.lowerings import constant_folding, index_checks
-from model_adapters.lowerings.deferred_checks import Selected
+from model_adapters.lowerings.deferred_checks import TracedMaskSelection
 from model_adapters.ops import registry
 
 
 def _check_lookups() -> None:
     """Where rows of a tensor of the module are taken by index, indices are checked as those of ``embedding`` are."""
     index, select, gather = (
-        lowering_of(op) for op in (torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather)
+        get_lowering(op) for op in (torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather)
     )
 
-    their_getitem = lowering_of(torch.Tensor.__getitem__)
+    their_getitem = get_lowering(torch.Tensor.__getitem__)
 
     def checked_getitem(self: torch.Tensor, indexes: Any) -> Any:
         rows, *others = indexes if isinstance(indexes, tuple) and indexes else (indexes,)
@@ -59,7 +59,7 @@ def _check_lookups() -> None:
         index_checks.check_rows(tensor, indices, dim)
         return gather(tensor, dim, indices, *args, **kwargs)
 
-    lower_raw(torch.Tensor.__getitem__, checked_getitem)
+    set_raw_lowering(torch.Tensor.__getitem__, checked_getitem)
     for op in (torch.ops.aten.index, torch.ops.aten.index.Tensor):
         lower(op, checked_index, keep_kind=True)
     lower(torch.ops.aten.index_select, checked_select, keep_kind=True)
@@ -73,7 +73,7 @@ def _keep_tables_short() -> None:
     loop it would make a whole table of float32, since the table is the same for all turns of the loop. Behind a barrier
     together with the indices, it is not.
     """
-    theirs = lowering_of(torch.ops.aten.embedding)
+    theirs = get_lowering(torch.ops.aten.embedding)
 
     def embedding(weight: jax.Array, indices: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         index_checks.check(weight, indices)
@@ -125,7 +125,7 @@ def _embedding_bag(
 
 def _pad_by_known_widths() -> None:
     """Padding by numbers that model code keeps in tensors, where they are known."""
-    theirs = lowering_of(torch.nn.functional.pad)
+    theirs = get_lowering(torch.nn.functional.pad)
 
     def number(width: Any) -> Any:
         if not isinstance(width, torch.Tensor) or constant_folding.is_traced(width):
@@ -137,15 +137,15 @@ def _pad_by_known_widths() -> None:
         args, kwargs = jax_view((args, kwargs))
         return torch_view(theirs(jax_view(views_of(x)), [number(width) for width in pad], *args, **kwargs))
 
-    lower_raw(torch.nn.functional.pad, pad)
+    set_raw_lowering(torch.nn.functional.pad, pad)
 
 
 def _understand_stored_lengths() -> None:
     """``arange`` and slices from one stored length to another, which lie a known number of tokens apart."""
-    their_arange, their_getitem = lowering_of(torch.arange), lowering_of(torch.Tensor.__getitem__)
+    their_arange, their_getitem = get_lowering(torch.arange), get_lowering(torch.Tensor.__getitem__)
 
     def arange(start: Any, end: Any = None, step: Any = None, **kwargs: Any) -> jax.Array:
-        if isinstance(start, StoredLength) and step in (None, 1):
+        if isinstance(start, TracedLength) and step in (None, 1):
             length = start.distance(end)
             if length is not None:
                 numbers = their_arange(0, length, **kwargs)
@@ -156,15 +156,15 @@ def _understand_stored_lengths() -> None:
         given = indexes if isinstance(indexes, tuple) else (indexes,)
         if not is_view(self) and any(is_view(x) for x in given):
             self = torch_view(to_jax_array(self))  # a table on the host, looked up by computed indices
-        if len(given) == 1 and constant_folding.is_unknown_mask(given[0]):
-            return Selected(self, given[0])
+        if len(given) == 1 and constant_folding.is_traced_mask(given[0]):
+            return TracedMaskSelection(self, given[0])
         if isinstance(self, TorchView) and any(isinstance(x, torch.Tensor) for x in given):
             self = torch_view(jax_view(self))  # torchax 0.0.13 reads an array that a view does not have
-        if not any(isinstance(x, slice) and isinstance(x.start, StoredLength) for x in given):
+        if not any(isinstance(x, slice) and isinstance(x.start, TracedLength) for x in given):
             return their_getitem(self, indexes)
         array, rest = jax_view(self), list(given)
         for axis, index in enumerate(given):
-            if isinstance(index, slice) and isinstance(index.start, StoredLength):
+            if isinstance(index, slice) and isinstance(index.start, TracedLength):
                 length = index.start.distance(index.stop)
                 if length is None or index.step not in (None, 1) or any(x is None or x is ... for x in given[:axis]):
                     return their_getitem(self, indexes)
@@ -172,5 +172,5 @@ def _understand_stored_lengths() -> None:
                 rest[axis] = slice(None)
         return their_getitem(torch_view(array), tuple(rest))
 
-    lower_raw(torch.arange, arange)
-    lower_raw(torch.Tensor.__getitem__, getitem)
+    set_raw_lowering(torch.arange, arange)
+    set_raw_lowering(torch.Tensor.__getitem__, getitem)

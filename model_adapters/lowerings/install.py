@@ -11,8 +11,8 @@ import torch
 
 from model_adapters import ops
 from model_adapters.bridge.views import (
+    accept_host_tensors,
     lower,
-    take_host_tensors,
 )
 from model_adapters.lowerings import constant_folding, custom_ops, deferred_checks, resize
 from model_adapters.lowerings.indexing import (
@@ -51,7 +51,7 @@ def install() -> None:
         lower(softmax, _softmax)
     lower(torch.nn.functional.scaled_dot_product_attention, _attention)
     lower(torch.ops.aten.scaled_dot_product_attention, _attention)
-    take_host_tensors()
+    accept_host_tensors()
     _mend_copy()
     _mend_type_as()
     _understand_stored_lengths()

@@ -12,19 +12,19 @@ import jax.numpy as jnp
 
 from model_adapters import ops
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.sharding.model_sharding import placed_in_use, whole_result
+from model_adapters.sharding.model_sharding import gather_fused_result, placement_in_trace
 
 
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     out = ops.linear(x, weight, bias)
-    placed = placed_in_use(weight)
-    return out if placed is None else whole_result(out, placed.dims[0])
+    placed = placement_in_trace(weight)
+    return out if placed is None else gather_fused_result(out, placed.dims[0])
 
 
 def _addmm(bias: jax.Array, x: jax.Array, weight: jax.Array, *, beta: float = 1.0, alpha: float = 1.0) -> jax.Array:
     out = ops.addmm(bias, x, weight, beta=beta, alpha=alpha)
-    placed = placed_in_use(weight)
-    return out if placed is None else whole_result(out, placed.dims[1])
+    placed = placement_in_trace(weight)
+    return out if placed is None else gather_fused_result(out, placed.dims[1])
 
 
 def _grouped_mm(

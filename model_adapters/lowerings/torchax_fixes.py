@@ -13,9 +13,9 @@ from model_adapters.bridge.views import (
     TorchTensor,
     TorchView,
     default_env,
+    get_lowering,
     jax_view,
     lower,
-    lowering_of,
     torch_view,
 )
 from model_adapters.lowerings import constant_folding
@@ -23,7 +23,7 @@ from model_adapters.lowerings import constant_folding
 
 def _mend_copy() -> None:
     """``tensor.copy_(view)``: torchax 0.0.13 reads the view's array under a name that only tensors have."""
-    theirs = lowering_of(torch.ops.aten.copy_)
+    theirs = get_lowering(torch.ops.aten.copy_)
 
     def copy(x: torch.Tensor, y: torch.Tensor, memory_format: Any = None, env: Any = None) -> torch.Tensor:
         return theirs(x, torch_view(jax_view(y)) if isinstance(y, TorchView) else y, memory_format, env)

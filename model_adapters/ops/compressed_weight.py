@@ -1,7 +1,7 @@
 """Weights that lie packed, as model code's products take them: three quarters of the bytes, every bit kept.
 
-Decoding waits for memory, so on a CPU it goes faster by what the weights are smaller. A `PackedWeight` stands among a
-model's weights in the place of an array. In a trace model code holds the weight as it was, by :func:`in_place`; where
+Decoding waits for memory, so on a CPU it goes faster by what the weights are smaller. A `CompressedWeight` stands among
+a model's weights in the place of an array. In a trace model code holds the weight as it was, by :func:`in_place`; where
 it multiplies by it, the op `linear` takes the packed one instead, and XLA leaves out what nobody reads then. Other code
 reads the weight unpacked, which is right and slow.
 """
@@ -23,7 +23,7 @@ from model_adapters.ops.cpu import compress, ffi
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PackedWeight:
+class CompressedWeight:
     """A matrix bfloat16[n, k].
 
     Attributes:
@@ -61,32 +61,32 @@ class PackedWeight:
         return ffi.unpack(self.groups, self.index) if self.plain is None else self.plain
 
 
-Weight = jax.Array | PackedWeight
+Weight = jax.Array | CompressedWeight
 Weights = Mapping[str, Weight]
 """Of a model, by qualified name."""
 
 
-def pack(weight: jax.Array, place: np.ndarray | None = None, *, keeps_plain: bool = False) -> PackedWeight | None:
+def pack(weight: jax.Array, place: np.ndarray | None = None, *, keeps_plain: bool = False) -> CompressedWeight | None:
     """`weight` packed, or None where it is left as it is: see `packing.refuses`, or little would be gained."""
     if compress.refuses(weight) is not None or (packed := compress.pack(np.asarray(weight), place)) is None:
         return None
     groups, index = (jax.device_put(part, may_alias=True) for part in packed)
-    return PackedWeight(groups, index, weight if keeps_plain else None)
+    return CompressedWeight(groups, index, weight if keeps_plain else None)
 
 
 def unpacked(weight: Weight) -> jax.Array:
     """`weight` as an array."""
-    return weight.unpacked() if isinstance(weight, PackedWeight) else weight
+    return weight.unpacked() if isinstance(weight, CompressedWeight) else weight
 
 
-_IN_TRACE: contextvars.ContextVar[dict[int, PackedWeight]] = contextvars.ContextVar("packed", default={})  # noqa: B039 never mutated
+_IN_TRACE: contextvars.ContextVar[dict[int, CompressedWeight]] = contextvars.ContextVar("packed", default={})  # noqa: B039 never mutated
 
 
 @contextlib.contextmanager
 def in_place(weights: Weights) -> Iterator[dict[str, jax.Array]]:
-    """`weights` as arrays; inside, :func:`packed_of` knows those that lie packed."""
+    """`weights` as arrays; inside, :func:`compressed_of` knows those that lie packed."""
     arrays = {name: unpacked(weight) for name, weight in weights.items()}
-    known = {id(arrays[name]): weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
+    known = {id(arrays[name]): weight for name, weight in weights.items() if isinstance(weight, CompressedWeight)}
     before = _IN_TRACE.set(known)
     try:
         yield arrays
@@ -94,6 +94,6 @@ def in_place(weights: Weights) -> Iterator[dict[str, jax.Array]]:
         _IN_TRACE.reset(before)
 
 
-def packed_of(weight: jax.Array) -> PackedWeight | None:
+def compressed_of(weight: jax.Array) -> CompressedWeight | None:
     """The packed form of a weight that model code has in its hand, unchanged."""
     return _IN_TRACE.get().get(id(weight))

@@ -12,11 +12,11 @@ from model_adapters.ops.cpu import ffi
 from model_adapters.ops.kv_pool import (
     check_arrays,
     check_features,
+    check_int_array,
     expect,
     softmax_times_values,
     split,
-    whole_numbers,
-    write_at,
+    write_tokens_at,
 )
 
 OP = "decode_attention"
@@ -72,9 +72,9 @@ def decode_attention(
     check_arrays(OP, q, k, v, pool, page_table, k_scale, v_scale)
     batch, query_heads, _ = q.shape
     expect(OP, "page_table rows", batch, page_table.shape[0])
-    page_table = whole_numbers(OP, "page_table", page_table, page_table.shape)
-    lens = whole_numbers(OP, "lens", lens, (batch,))
-    starts = whole_numbers(OP, "starts", starts, (batch,))
+    page_table = check_int_array(OP, "page_table", page_table, page_table.shape)
+    lens = check_int_array(OP, "lens", lens, (batch,))
+    starts = check_int_array(OP, "starts", starts, (batch,))
     check_features(OP, query_heads, sinks, window, softcap, alibi)
     out, pool = registry.call(
         OP,
@@ -107,7 +107,7 @@ def write_token(
 ) -> jax.Array:
     """The pool with each row's new key and value at position ``lens - 1``; without one, nothing is written."""
     rows = jnp.arange(page_table.shape[0], dtype=jnp.int32)
-    return write_at(pool, page_table, rows, lens.astype(jnp.int32) - 1, k, v, k_scale, v_scale)
+    return write_tokens_at(pool, page_table, rows, lens.astype(jnp.int32) - 1, k, v, k_scale, v_scale)
 
 
 @registry.define(OP, "one query per row on a paged cache, with the write of the new token")

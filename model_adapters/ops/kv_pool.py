@@ -25,7 +25,7 @@ def expect(op: str, what: str, expected: Any, got: Any) -> None:
         raise InvalidArgumentError(f"{op}: expected {what} {expected}, got {got}")
 
 
-def whole_numbers(op: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def check_int_array(op: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`array` as int32.
 
     Raises:
@@ -118,7 +118,7 @@ def split(
     return keys, values
 
 
-def write_at(
+def write_tokens_at(
     pool: jax.Array,
     page_table: jax.Array,
     rows: jax.Array,

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
-from model_adapters.ops.compressed_weight import packed_of
+from model_adapters.ops.compressed_weight import compressed_of
 from model_adapters.ops.cpu import ffi
 
 OP = "linear"
@@ -112,7 +112,7 @@ def streamed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> 
 
 
 def _packed_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
-    if packed_of(weight) is None:
+    if compressed_of(weight) is None:
         return "the weight is not packed"
     return None if x.shape[0] else "no rows"
 
@@ -120,7 +120,7 @@ def _packed_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = No
 @registry.register(OP, "cpu-packed", ("cpu",), refuses=_packed_refuses, before_all=True)
 def packed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """The C++ product with a packed weight; to the last bit that with it unpacked, in one order."""
-    held = packed_of(weight)
+    held = compressed_of(weight)
     assert held is not None
     return ffi.packed_linear(x, held.groups, held.index, bias)
 
@@ -128,7 +128,7 @@ def packed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 _differentiable = ffi.differentiable(lambda x, weight, bias: ffi.linear(x, weight, bias, x.dtype), reference)
 
 
-def why_not_invariant() -> str | None:
+def not_invariant_reason() -> str | None:
     """Why a row's numbers may depend on how many are beside it although `kernels.one_order` is asked for, or None."""
     if registry.platform() != "cpu":
         return f"products on a {registry.platform()} are its compiler's"

@@ -16,10 +16,10 @@ from model_adapters.ops.cpu import ffi
 from model_adapters.ops.kv_pool import (
     check_arrays,
     check_features,
+    check_int_array,
     softmax_times_values,
     split,
-    whole_numbers,
-    write_at,
+    write_tokens_at,
 )
 
 OP = "paged_attention"
@@ -84,11 +84,11 @@ def paged_attention(
     """
     check_arrays(OP, q, k, v, pool, page_table, k_scale, v_scale)
     num_seqs = page_table.shape[0]
-    page_table = whole_numbers(OP, "page_table", page_table, page_table.shape)
-    kv_lens = whole_numbers(OP, "kv_lens", kv_lens, (num_seqs,))
-    cu_q_lens = whole_numbers(OP, "cu_q_lens", cu_q_lens, (num_seqs + 1,))
+    page_table = check_int_array(OP, "page_table", page_table, page_table.shape)
+    kv_lens = check_int_array(OP, "kv_lens", kv_lens, (num_seqs,))
+    cu_q_lens = check_int_array(OP, "cu_q_lens", cu_q_lens, (num_seqs + 1,))
     if prefix_lens is not None:
-        prefix_lens = whole_numbers(OP, "prefix_lens", prefix_lens, (num_seqs,))
+        prefix_lens = check_int_array(OP, "prefix_lens", prefix_lens, (num_seqs,))
     check_features(OP, q.shape[1], sinks, window, softcap, alibi)
     out, pool = registry.call(
         OP,
@@ -128,7 +128,7 @@ def write_tokens(
     seqs = seqs.astype(jnp.int32)  # S for padding
     known = jnp.minimum(seqs, kv_lens.shape[0] - 1)
     positions = jnp.where(seqs == known, kv_lens[known] - cu_q_lens[known + 1] + tokens, -1)
-    return write_at(pool, page_table, seqs, positions, k, v, k_scale, v_scale)
+    return write_tokens_at(pool, page_table, seqs, positions, k, v, k_scale, v_scale)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class CallNames:
+class CallSignature:
     """Argument names of the new tokens, and of what is said about them."""
 
     ids: str  # int64[batch, len]
@@ -29,13 +29,13 @@ class CallNames:
         return self is ENCODER_DECODER
 
 
-DECODER_ONLY = CallNames("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-ENCODER_DECODER = CallNames(
+DECODER_ONLY = CallSignature("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+ENCODER_DECODER = CallSignature(
     "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids"
 )
 
 
-def names_of(config: Any, parameters: Collection[str]) -> CallNames:
+def names_of(config: Any, parameters: Collection[str]) -> CallSignature:
     """The names that a forward with `parameters` has for what it decodes."""
     has_encoder = bool(getattr(config, "is_encoder_decoder", False)) and ENCODER_DECODER.ids in parameters
     return ENCODER_DECODER if has_encoder else DECODER_ONLY

@@ -14,7 +14,7 @@ class CallSpec:
         output_hidden_states: return the hidden states of every layer.
         output_attentions: return attention weights; attention then runs as the model's own eager code.
         padded: the batch is padded on the left, so the forward gets an attention mask.
-        extra: further keyword arguments of the forward that are not arrays; a `HostValue` is a tensor to model code.
+        extra: further keyword arguments of the forward that are not arrays; a `StaticTensor` is a tensor to model code.
     """
 
     output_hidden_states: bool = False

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 
-def word_table(module: torch.nn.Module) -> torch.nn.Module | None:
+def token_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
     """The table of tokens of `module`; None where it has none, or does not say."""
     try:
         return module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
@@ -16,14 +16,14 @@ def word_table(module: torch.nn.Module) -> torch.nn.Module | None:
         return None
 
 
-def num_words(module: torch.nn.Module) -> int | None:
+def vocab_rows(module: torch.nn.Module) -> int | None:
     """Rows of the table of tokens of `module`, the fewest where codebooks have one each; None where it has none."""
-    embeddings = word_table(module)
+    embeddings = token_embedding(module)
     tables = embeddings if isinstance(embeddings, torch.nn.ModuleList) else [embeddings]
     return min((table.num_embeddings for table in tables if isinstance(table, torch.nn.Embedding)), default=None)
 
 
-def name_in(module: torch.nn.Module, part: Any) -> str | None:
+def submodule_name(module: torch.nn.Module, part: Any) -> str | None:
     """The name of `part` among the parts of `module`."""
     return next((name for name, child in module.named_modules() if child is part and name), None)
 
@@ -37,7 +37,7 @@ def learned_positions(module: torch.nn.Module, max_positions: int | None) -> int
     if max_positions is None:
         return None
     tables = [child for child in module.modules() if isinstance(child, torch.nn.Embedding)]
-    words = word_table(module)
+    words = token_embedding(module)
     # Some tables have a few rows more, for an offset that the model adds.
     is_table = any(max_positions <= t.num_embeddings <= max_positions + 8 for t in tables if t is not words)
     return max_positions if is_table or _has_computed_table(module, max_positions) else None

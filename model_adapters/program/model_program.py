@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 import pytree_registry
 from model_adapters import quirks
-from model_adapters.attention import goes_through_interface, implementation_of, padding_mask
+from model_adapters.attention import attention_name, padding_mask, uses_attention_interface
 from model_adapters.bridge.views import jax_view, torch_mode, torch_view, views_of
 from model_adapters.caches.device_cache import LayerStates, check_layers_keep_all, shortest_window, trace_cache
 from model_adapters.caches.layers import AttentionLayer
@@ -31,8 +31,8 @@ from model_adapters.caches.paged_cache import (
     laid_out,
 )
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.jaxpr.row_pruning import gathers_first
-from model_adapters.jaxpr.split_concats import slices_of_parts
+from model_adapters.jaxpr.row_pruning import prune_rows
+from model_adapters.jaxpr.split_concats import split_concats
 from model_adapters.lowerings import constant_folding, deferred_checks, index_checks, install
 from model_adapters.ops.compressed_weight import Weights, in_place
 from model_adapters.ops.spmd import by_token, tokens_divided
@@ -43,8 +43,8 @@ from model_adapters.program.call_spec import MethodSpec as MethodSpec
 from model_adapters.program.module_hooks import on_torch_tensors
 from model_adapters.program.module_watch import ModuleWatch
 from model_adapters.program.rope import LengthDependentRope, lengths_told
-from model_adapters.program.static_tensors import HostValue, as_tensors, without_constants
-from model_adapters.program.trace_context import attributes_restored, implementations, torch_promotion
+from model_adapters.program.static_tensors import StaticTensor, as_tensors, without_constants
+from model_adapters.program.trace_context import implementations, restored_attributes, torch_promotion
 from model_adapters.sharding.model_sharding import ModelSharding
 
 Arrays = dict[str, Any]
@@ -106,7 +106,7 @@ class ModelProgram:
         self.watch = watch or ModuleWatch(module)
         self.sizes: dict[str, int] = {}  # tensors of one whole number by name, such as strides, known in methods
 
-    def found_out(self) -> dict[str, Any]:
+    def trace_facts(self) -> dict[str, Any]:
         """What tracing has shown about the model, for `recall` in a process that need not trace."""
         return {
             "output_class": self.output_class,
@@ -116,13 +116,13 @@ class ModelProgram:
         }
 
     def recall(self, facts: dict[str, Any]) -> None:
-        """Takes over what `found_out` answered."""
+        """Takes over what `trace_facts` answered."""
         self.output_class = facts["output_class"]
         self.needs_mask = self.needs_mask or facts["needs_mask"]
         self.leans = self.leans or facts["leans"]
         self.folds = self.folds or facts["folds"]
 
-    def check_keeps_nothing(self) -> None:
+    def check_no_leaked_tensors(self) -> None:
         """Raises UnsupportedModelError if a trace has shown that the code keeps tensors on the module."""
         if self.kept_in_module:
             one, *others = sorted(self.kept_in_module)
@@ -163,7 +163,7 @@ class ModelProgram:
 
     def _in_parts(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, with the results of fused products kept in parts where they lie on several devices."""
-        return slices_of_parts(function) if self.sharding is not None and self.sharding.has_fused else function
+        return split_concats(function) if self.sharding is not None and self.sharding.has_fused_weights else function
 
     def _forward(
         self,
@@ -272,10 +272,10 @@ class ModelProgram:
         if last is not None and not keep_one:
             fields["logits"] = jax.lax.dynamic_slice_in_dim(fields["logits"], last, 1, axis=1)
         if "logits" in fields:
-            fields["logits"] = self._true_logits(fields["logits"])
+            fields["logits"] = self._unpadded_logits(fields["logits"])
         return fields, None if cache is None else jax_view(cache.states())
 
-    def _true_logits(self, logits: jax.Array) -> jax.Array:
+    def _unpadded_logits(self, logits: jax.Array) -> jax.Array:
         """`logits` [..., vocab] without columns that fill the vocabulary up, the same on every device."""
         if self.sharding is None:
             return logits
@@ -300,10 +300,10 @@ class ModelProgram:
         """
         if self.names.has_encoder:
             raise NotPackableError("there is an encoder beside the decoder")
-        if not (self.cache_name and self.accepts("position_ids") and goes_through_interface(self.module)):
+        if not (self.cache_name and self.accepts("position_ids") and uses_attention_interface(self.module)):
             raise NotPackableError("the forward takes no positions, or attends past transformers' attention interface")
         run = self._in_parts(functools.partial(self._forward_packed, layout=layout))
-        return (run if layout.is_decode or layout.all_logits else gathers_first(run))(weights, pools, batch)
+        return (run if layout.is_decode or layout.all_logits else prune_rows(run))(weights, pools, batch)
 
     def _forward_packed(
         self,
@@ -315,7 +315,7 @@ class ModelProgram:
         sharding = self.sharding
         divided: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if sharding is not None and not layout.is_decode and sharding.divides_tokens(batch.token_ids.shape[0]):
-            weights, divided = sharding.with_whole_layers(weights), tokens_divided()
+            weights, divided = sharding.with_gathered_layers(weights), tokens_divided()
             ids, positions = (by_token(x, sharding.mesh) for x in (batch.token_ids, batch.positions))
             batch = dataclasses.replace(batch, token_ids=ids, positions=positions)
         cache = PagedTraceCache(pools, batch, layout)
@@ -332,7 +332,7 @@ class ModelProgram:
         rope_lens = batch.positions + 1 if layout.is_decode else batch.rope_lens
         assert self.rope is None or rope_lens is not None
         with divided, self._knowing(CallSpec()), lengths_told(rope_lens):
-            output = self._run(weights, kwargs, implementation_of(self.module))
+            output = self._run(weights, kwargs, attention_name(self.module))
         check_layers_keep_all(cache, self.cache_name, self.called)
         logits = jax_view(output["logits"])[0]
         if not keep_last and not layout.all_logits:
@@ -340,7 +340,7 @@ class ModelProgram:
         pools = cache.pools()
         if sharding is not None:
             pools = tuple(laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in pools)
-        return self._true_logits(logits), pools
+        return self._unpadded_logits(logits), pools
 
     def _run(self, weights: Weights, kwargs: dict[str, Any], attention: str | None) -> ModelOutput:
         """The unmodified forward, with `weights` in the place of the module's own tensors."""
@@ -387,14 +387,14 @@ class ModelProgram:
         state = torch_view({name: array for name, array in arrays.items() if name not in known})
         state |= {name: views_of(torch.tensor(value)) for name, value in known.items()}
         on_devices = contextlib.nullcontext() if self.sharding is None else self.sharding.tracing(self.module, arrays)
-        grouped = moe.ON_GROUPED if self.sharding is None else moe.IMPLEMENTATION
+        grouped = moe.GROUPED_MM if self.sharding is None else moe.IMPLEMENTATION
         hooked = on_torch_tensors(self.module) if self.watch.hooked else contextlib.nullcontext()
         with (
             self.watch.running(),
             torch_promotion(),
             hooked,
             implementations(self.module, attention=attention, experts=grouped),  # one trace at a time from here on
-            attributes_restored(self.module) as kept,
+            restored_attributes(self.module) as kept,
             on_devices,
             torch_mode(self.module, state),
             index_checks.named(arrays),
@@ -415,8 +415,8 @@ class ModelProgram:
 
     def _knowing(self, spec: CallSpec) -> contextlib.AbstractContextManager[None]:
         """Where some arguments are known, or code needs it, what is computed of known values alone stays known."""
-        knows = self.folds or any(isinstance(value, HostValue) for _, value in spec.extra)
+        knows = self.folds or any(isinstance(value, StaticTensor) for _, value in spec.extra)
         return constant_folding.known_values() if knows else contextlib.nullcontext()
 
     def _attention(self, spec: CallSpec) -> str | None:
-        return "eager" if spec.output_attentions else implementation_of(self.module)
+        return "eager" if spec.output_attentions else attention_name(self.module)

@@ -19,12 +19,12 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.ops.spmd import per_shard
-from model_adapters.sharding.model_sharding import mesh_in_trace, placed_in_use
+from model_adapters.sharding.model_sharding import mesh_in_trace, placement_in_trace
 
 IMPLEMENTATION = "torchax_serve_sharded"
 
 
-ON_GROUPED = "grouped_mm"
+GROUPED_MM = "grouped_mm"
 
 
 _WHOLE = PartitionSpec()
@@ -36,7 +36,7 @@ def sharded_experts(
     """transformers' experts function for a mesh: ``[tokens, hidden]`` in and out, k experts a token."""
     mesh = mesh_in_trace()
     tensors = {name: jax_view(tensor) for name, tensor in module._parameters.items() if tensor is not None}
-    placed = {name: placed_in_use(array) for name, array in tensors.items()}
+    placed = {name: placement_in_trace(array) for name, array in tensors.items()}
     specs = {name: _WHOLE if each is None else each.spec for name, each in placed.items()}
     divided = {axis for spec in specs.values() for axis in spec if axis is not None}
     if mesh is None or not divided:

@@ -11,14 +11,14 @@ SAID = {"is_decoder": False, "causal": False, "attn_type": "bi"}
 """Values of a configuration that make it an encoder, or a decoder used as one."""
 BY_THEMSELVES = frozenset({"openai-gpt", "rwkv"})
 """Types whose code makes a causal mask, or a recurrence, by itself."""
-SHIFTED = frozenset({"git"})
+IMAGE_SHIFTED_MASK = frozenset({"git"})
 """Types that shift the mask of later tokens, by the number of an image's patches: these see what padding on the left
 has computed, which is a mean over the whole prompt and whatever pads it on the right."""
 
-NEIGHBOURS = frozenset({"mobilebert", "doge"})
+MIXES_NEIGHBOURS = frozenset({"mobilebert", "doge"})
 """Types whose code mixes tokens by other means than masked attention: embeddings of neighbours, masks by rank."""
 
-READ_ON_HOST = frozenset({"led"})
+READS_MASK_ON_HOST = frozenset({"led"})
 """Types whose encoder asks on the host what its mask hides: a program knows its mask, and is of one input's length."""
 
 
@@ -31,7 +31,9 @@ def is_causal(module: torch.nn.Module) -> bool:
     if not isinstance(module, PreTrainedModel):
         return False
     config = module.config.get_text_config(decoder=True)
-    if config.model_type in SHIFTED or any(getattr(config, name, None) == value for name, value in SAID.items()):
+    if config.model_type in IMAGE_SHIFTED_MASK or any(
+        getattr(config, name, None) == value for name, value in SAID.items()
+    ):
         return False
     makes_masks = any(
         getattr(sys.modules.get(type(child).__module__), "create_causal_mask", None) is not None
@@ -40,21 +42,21 @@ def is_causal(module: torch.nn.Module) -> bool:
     return makes_masks or config.model_type in BY_THEMSELVES
 
 
-def may_share_batches(module: PreTrainedModel) -> bool:
+def can_batch_padded(module: PreTrainedModel) -> bool:
     """Whether texts of different lengths, padded behind their ends, give what each gives alone."""
-    if module.config.get_text_config().model_type in NEIGHBOURS:
+    if module.config.get_text_config().model_type in MIXES_NEIGHBOURS:
         return False
-    return ignores_masked(module) or is_causal(module)
+    return masked_tokens_are_ignored(module) or is_causal(module)
 
 
-def ignores_masked(module: torch.nn.Module) -> bool:
+def masked_tokens_are_ignored(module: torch.nn.Module) -> bool:
     """Whether tokens that an attention mask hides, behind the others, change nothing of those that it shows.
 
     So it is where tokens meet in attention alone, whose masks are made by transformers' functions. Convolutions and
     pooling along the sequence see what is masked, and of other code it is not known: exact lengths are slower, never
     different.
     """
-    if getattr(getattr(module, "config", None), "model_type", "") in READ_ON_HOST:
+    if getattr(getattr(module, "config", None), "model_type", "") in READS_MASK_ON_HOST:
         return False
     children = list(module.modules())
     own = [child for child in children if type(child).__module__ == type(module).__module__]  # and not an image's tower

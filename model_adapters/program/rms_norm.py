@@ -17,12 +17,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from model_adapters.bridge.views import is_view, jax_view, torch_view
 from model_adapters.ops import registry
 from model_adapters.ops.rms_norm import OP, rms_norm
-from model_adapters.program.trace_context import methods_replaced
+from model_adapters.program.trace_context import replaced_methods
 
 
 def intercepted(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Norms of `module` and its parts reach our op inside."""
-    return methods_replaced(
+    return replaced_methods(
         (child, "forward", replacement)
         for child in module.modules()
         if (replacement := _replacement(type(child))) is not None and "forward" not in vars(child)

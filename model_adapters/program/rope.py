@@ -23,7 +23,7 @@ from transformers import modeling_rope_utils
 
 from model_adapters.bridge.views import jax_view, torch_view, views_of
 from model_adapters.program.rope_lengths import RopeLengths
-from model_adapters.program.trace_context import methods_replaced
+from model_adapters.program.trace_context import replaced_methods
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 _TOLD: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("rope_lengths", default=None)
@@ -125,7 +125,7 @@ class LengthDependentRope:
     def intercepted(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the modules rotate by the frequencies of `lengths_told`, or of their positions, and keep nothing."""
         modules = {id(child): child for child, _ in self._found}
-        return methods_replaced(
+        return replaced_methods(
             (child, "forward", self._forward) for child in modules.values() if "forward" not in vars(child)
         )
 

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import torch
 
-HOST_KINDS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+STATIC_DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 SMALL = 1 << 16
 """Elements of a tensor that may be taken for a constant: a grid, a mask of patches; no image."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class HostValue:
+class StaticTensor:
     """A tensor as a constant: equal, and of one hash, where values, shape and dtype are."""
 
     content: bytes
@@ -29,7 +29,7 @@ class HostValue:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> HostValue:
+    def of(cls, tensor: torch.Tensor) -> StaticTensor:
         """The value of a CPU tensor of integers or booleans."""
         return cls(tensor.contiguous().numpy().tobytes(), tuple(tensor.shape), tensor.dtype)
 
@@ -41,12 +41,12 @@ class HostValue:
 
     def __repr__(self) -> str:
         digest = hashlib.sha256(self.content).hexdigest()[:32]
-        return f"HostValue({self.dtype}{list(self.shape)}, {digest})"
+        return f"StaticTensor({self.dtype}{list(self.shape)}, {digest})"
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Constant:
+class StaticLeaf:
     """A number or a name among the arrays of a tree, such as the layer that a feature is for."""
 
     value: Any
@@ -54,15 +54,15 @@ class Constant:
 
 def without_constants(tree: Any) -> Any:
     """`tree` with the values of constants in their place."""
-    is_constant = lambda leaf: isinstance(leaf, Constant)  # noqa: E731
+    is_constant = lambda leaf: isinstance(leaf, StaticLeaf)  # noqa: E731
     return jax.tree.map(lambda leaf: leaf.value if is_constant(leaf) else leaf, tree, is_leaf=is_constant)
 
 
-def can_be_host(tensor: torch.Tensor) -> bool:
+def can_be_static(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is of a kind whose values model code reads: integers and booleans, and not many."""
-    return tensor.dtype in HOST_KINDS and tensor.numel() <= SMALL
+    return tensor.dtype in STATIC_DTYPES and tensor.numel() <= SMALL
 
 
 def as_tensors(given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` with a tensor in the place of each host value."""
-    return {name: value.tensor() if isinstance(value, HostValue) else value for name, value in given.items()}
+    return {name: value.tensor() if isinstance(value, StaticTensor) else value for name, value in given.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.bridge.views import tensors_of
+from model_adapters.bridge.views import named_tensors
 
 NUM_SAMPLES = 8
 """Values of each tensor that are compared: edits through ``tensor.data`` change neither identity nor version."""
@@ -58,7 +58,7 @@ class TensorWatch:
                 names += self._sampled(of_views, views, now != before)
         if of_all:
             known = {record[-1]: record[2] for record in self._records}
-            names += [name for name, tensor in tensors_of(self._module).items() if known.get(name) is not tensor]
+            names += [name for name, tensor in named_tensors(self._module).items() if known.get(name) is not tensor]
         return names
 
     def has_other_shape(self, name: str) -> bool:

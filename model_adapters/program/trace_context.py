@@ -78,7 +78,7 @@ def configs_of(module: torch.nn.Module) -> list[Any]:
 
 
 @contextlib.contextmanager
-def attributes_restored(module: torch.nn.Module) -> Iterator[list[str]]:
+def restored_attributes(module: torch.nn.Module) -> Iterator[list[str]]:
     """Takes tensors that `module` and its parts were given inside away again; yields their names, known at the end.
 
     Traced tensors mean nothing after the trace.
@@ -97,7 +97,7 @@ def attributes_restored(module: torch.nn.Module) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def methods_replaced(replacements: Iterable[tuple[torch.nn.Module, str, Callable[..., Any]]]) -> Iterator[None]:
+def replaced_methods(replacements: Iterable[tuple[torch.nn.Module, str, Callable[..., Any]]]) -> Iterator[None]:
     """Functions stand in the place of methods inside: of this module, the method of this name, this function."""
     changed: list[tuple[torch.nn.Module, str, Any]] = []
     try:

@@ -7,8 +7,10 @@ common (`SHARED`). It may have:
   are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
 * ``FUNCTIONS``: the same for functions of its modeling file, by name; one that a release does not have is left out.
 * ``LEANS = True``: the code counts from the end of the keys, so the cache must lean (`model_adapters.caches.layers`).
-* ``FORGETS = True``: its masks show all tokens, and what its cache has kept of them decides what is seen.
-* ``ONE_BY_ONE``: architectures where tokens of one forward see those behind them, so that an answer goes on token by
+* ``UNMASKED_SLIDING_CACHE = True``: its masks show all tokens, and what its cache has kept of them decides what is
+seen.
+* ``TOKEN_BY_TOKEN``: architectures where tokens of one forward see those behind them, so that an answer goes on token
+by
   token alone.
 * ``UNREAD``: arguments that the forward takes and never reads, so that their shapes need not be compiled for.
 """
@@ -26,8 +28,8 @@ from typing import Any
 
 import torch
 
-from model_adapters.bridge.views import is_in_torch_mode
-from model_adapters.program.trace_context import methods_replaced
+from model_adapters.bridge.views import in_torch_mode
+from model_adapters.program.trace_context import replaced_methods
 
 _MODELS = "transformers.models."
 SHARED = {
@@ -62,12 +64,12 @@ def leans(module: torch.nn.Module) -> bool:
 
 def forgets(module: torch.nn.Module) -> bool:
     """Whether a quirk says that what the cache of `module` has forgotten is not masked otherwise."""
-    return bool(getattr(_module(_architecture(module)), "FORGETS", False))
+    return bool(getattr(_module(_architecture(module)), "UNMASKED_SLIDING_CACHE", False))
 
 
 def one_by_one(module: torch.nn.Module) -> bool:
     """Whether a quirk says that tokens of one forward see those behind them."""
-    return _folder(module) in getattr(_module(_architecture(module)), "ONE_BY_ONE", ())
+    return _folder(module) in getattr(_module(_architecture(module)), "TOKEN_BY_TOKEN", ())
 
 
 def unread(module: torch.nn.Module) -> frozenset[str]:
@@ -89,7 +91,7 @@ def applied(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """The methods of quirks stand in the place of those of `module` and its parts inside, and their functions."""
     for child in module.modules():
         _install_functions(type(child).__module__, _architecture(child))
-    return methods_replaced(
+    return replaced_methods(
         (child, method, function)
         for child in module.modules()
         for name, function in _replaced(_architecture(child)).items()
@@ -109,6 +111,6 @@ def _install_functions(file: str, architecture: str) -> None:
 def _by_mode(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        return (function if is_in_torch_mode() else original)(*args, **kwargs)
+        return (function if in_torch_mode() else original)(*args, **kwargs)
 
     return chosen

@@ -63,4 +63,4 @@ def _led(
 
 
 REPLACED = {"Attention.forward": _fsmt, "LEDDecoderAttention.forward": _led}
-ONE_BY_ONE = frozenset({"fsmt"})
+TOKEN_BY_TOKEN = frozenset({"fsmt"})

@@ -1,3 +1,3 @@
 """Moshi's masks show every token, while its cache keeps those of a window: steps see the window, prompts see all."""
 
-FORGETS = True
+UNMASKED_SLIDING_CACHE = True

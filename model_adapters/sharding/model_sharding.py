@@ -22,12 +22,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from model_adapters.bridge.views import tensors_of
+from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weight, Weights
 from model_adapters.ops.spmd import on_mesh, pool_spec, state_spec
 from model_adapters.sharding.rule_selection import rules_for
-from sharding_rules import Placed, ShardingRuleError, Units, place
+from sharding_rules import HeadCounts, ShardingRuleError, TensorPlacement, place
 from sharding_rules.layout import DimLayout, take
 
 VALUES_READ_TWICE = frozenset({"doge"})
@@ -41,7 +41,7 @@ class _Trace:
     """What a trace looks up: the weights by identity."""
 
     sharding: ModelSharding
-    placed: Mapping[int, Placed]
+    placed: Mapping[int, TensorPlacement]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class ModelSharding:
     """
 
     mesh: Mesh
-    placed: Mapping[str, Placed]
+    placed: Mapping[str, TensorPlacement]
     vocab_size: int
     config_values: Mapping[str, int]
     attributes: tuple[tuple[str, str, int], ...]
@@ -69,7 +69,7 @@ class ModelSharding:
         Raises:
             InvalidArgumentError: rules that do not fit the model, or zeros that were refused.
         """
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(module).items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module).items()}
         config = module.config.get_text_config(decoder=True)
         table = rules_for(module, shapes)
         mesh_shape = {str(axis): size for axis, size in mesh.shape.items()}
@@ -109,12 +109,12 @@ class ModelSharding:
         return [dataclasses.replace(self, mesh=Mesh(part, names)) for part in parts]
 
     @property
-    def has_fused(self) -> bool:
+    def has_fused_weights(self) -> bool:
         """Whether a product's result must be kept in parts."""
         return any(dim.sections for placed in self.placed.values() for dim in placed.dims)
 
     @functools.cached_property
-    def tokens_from(self) -> int | None:
+    def min_tokens_to_shard(self) -> int | None:
         """Tokens of a prompt in one step from which dividing them costs less exchange than dividing products.
 
         Divided products end in a sum of ``tokens x rows`` over the devices, whose exchange is twice its size; divided
@@ -125,7 +125,7 @@ class ModelSharding:
         gathered = [placed for name, placed in self.placed.items() if self._is_gathered(name)]
         sums = sum(placed.laid_out_shape[0] for placed in gathered if placed.dims[-1].mesh_axis == "model")
         has_experts = any(len(placed.shape) > 2 and "model" in placed.spec for placed in self.placed.values())
-        if shards == 1 or self.mesh.shape.get("expert", 1) > 1 or not sums or self.has_fused or has_experts:
+        if shards == 1 or self.mesh.shape.get("expert", 1) > 1 or not sums or self.has_fused_weights or has_experts:
             return None
         size = sum(placed.laid_out_shape[0] * placed.laid_out_shape[1] for placed in gathered)
         return math.ceil(size / (2 * sums * (1 - 1 / shards)))  # the exchange of tokens for heads is one n-th of sums
@@ -137,10 +137,10 @@ class ModelSharding:
 
     def divides_tokens(self, num_tokens: int) -> bool:
         """Whether a step of so many tokens of prompts is divided by tokens."""
-        least = self.tokens_from
+        least = self.min_tokens_to_shard
         return least is not None and num_tokens >= least and num_tokens % self.mesh.shape["model"] == 0
 
-    def with_whole_layers(self, weights: Weights) -> dict[str, Weight]:
+    def with_gathered_layers(self, weights: Weights) -> dict[str, Weight]:
         """In a trace: `weights`, those of the layers gathered."""
         whole = self.replicated()
         return {
@@ -209,7 +209,7 @@ def _part_of(array: Any, dims: Sequence[DimLayout], index: Sequence[slice]) -> n
     return taken
 
 
-def _axis_lengths(placed: Mapping[str, Placed]) -> dict[str, int]:
+def _axis_lengths(placed: Mapping[str, TensorPlacement]) -> dict[str, int]:
     """Length on the mesh of each axis that all tensors agree on."""
     found: dict[str, set[int]] = {}
     for each in placed.values():
@@ -219,7 +219,7 @@ def _axis_lengths(placed: Mapping[str, Placed]) -> dict[str, int]:
     return {axis: sizes.pop() for axis, sizes in found.items() if len(sizes) == 1}
 
 
-def _head_counts(placed: Mapping[str, Placed], units: Units) -> dict[str, int]:
+def _head_counts(placed: Mapping[str, TensorPlacement], units: HeadCounts) -> dict[str, int]:
     """Query heads and heads of keys and values that a layer has on the mesh, by logical axis."""
     counts: dict[str, int] = {}
     for each in placed.values():
@@ -233,33 +233,33 @@ def _head_counts(placed: Mapping[str, Placed], units: Units) -> dict[str, int]:
     return counts
 
 
-def units_of(config: PreTrainedConfig) -> Units:
+def head_counts(config: PreTrainedConfig) -> HeadCounts:
     """How many heads a layer has, as the configuration says; nothing where layers have different numbers."""
     try:
         heads = getattr(config, "num_attention_heads", None)
         kv_heads = getattr(config, "num_key_value_heads", None)
     except RuntimeError:  # transformers' answer to a question about all layers that has none
-        return Units()
+        return HeadCounts()
     if not isinstance(heads, int):
-        return Units()
-    return Units(heads, kv_heads if isinstance(kv_heads, int) else heads)
+        return HeadCounts()
+    return HeadCounts(heads, kv_heads if isinstance(kv_heads, int) else heads)
 
 
-def _units(module: PreTrainedModel, config: PreTrainedConfig, num_shards: int) -> Units:
-    """`units_of` the configuration; nothing where layers have other numbers and some do not divide by the devices.
+def _units(module: PreTrainedModel, config: PreTrainedConfig, num_shards: int) -> HeadCounts:
+    """`head_counts` the configuration; nothing where layers have other numbers and some do not divide by the devices.
 
     Then a layer's heads would have to be repeated more often than another's, and model code knows of one number.
     """
-    units = units_of(config)
+    units = head_counts(config)
     if config.model_type in VALUES_READ_TWICE and units.kv_heads and units.kv_heads % num_shards:
-        return Units()
+        return HeadCounts()
     attentions = (child for child in module.modules() if getattr(child, "config", None) is config)
     groups = {size for child in attentions if isinstance(size := getattr(child, "num_key_value_groups", None), int)}
     counts = {units.heads // size for size in groups if units.heads and size}
-    return Units() if len(counts) > 1 and any(count % num_shards for count in counts) else units
+    return HeadCounts() if len(counts) > 1 and any(count % num_shards for count in counts) else units
 
 
-def placed_in_use(weight: Any) -> Placed | None:
+def placement_in_trace(weight: Any) -> TensorPlacement | None:
     """Where the weight of the present trace lies that model code has in its hand, unchanged."""
     trace = _IN_USE.get()
     return None if trace is None else trace.placed.get(id(weight))
@@ -271,7 +271,7 @@ def mesh_in_trace() -> Mesh | None:
     return None if trace is None else trace.sharding.mesh
 
 
-def whole_result(out: jax.Array, layout: DimLayout) -> jax.Array:
+def gather_fused_result(out: jax.Array, layout: DimLayout) -> jax.Array:
     """The result of a fused product as model code expects it, out of one in which each device has its share.
 
     Args:

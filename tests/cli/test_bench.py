@@ -16,17 +16,17 @@ from typer.testing import CliRunner
 import torchax_serve.bench
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import load_model
-from torchax_serve.bench import Bandwidth, Case, Measurement, Settings, Timing, bench, measure_bandwidth
+from torchax_serve.bench import Bandwidth, BenchSettings, Case, Measurement, Timing, bench, measure_bandwidth
 from torchax_serve.bench.memory_traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
 from torchax_serve.bench.report import CompileCache, same_part
 from torchax_serve.bench.timed_model import Engine, JaxMemory, count_programs
 from torchax_serve.cli.main import app
-from torchax_serve.runtime.eager import EagerTwin
+from torchax_serve.runtime.eager import EagerReference
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPE = REPOSITORY / "benchmarks" / "shapes" / "tiny.json"
 HIDDEN, MLP, LAYERS, VOCAB, KV_DIM = 64, 128, 2, 512, 2 * 16
-SETTINGS = Settings(batches=(1, 3), prompt_len=10, new_tokens=5, repeats=2, against="hf")
+SETTINGS = BenchSettings(batches=(1, 3), prompt_len=10, new_tokens=5, repeats=2, against="hf")
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +185,7 @@ def test_bandwidth():
 
 def test_the_twin_shares_memory_and_notices_writes():
     loaded = load_model(SHAPE, random_weights=True, dtype="bfloat16")
-    twin = EagerTwin(loaded)
+    twin = EagerReference(loaded)
     name = "model.layers.0.mlp.up_proj.weight"
     weight = twin.module.get_parameter(name)
     assert weight.data_ptr() == loaded.weights[name].unsafe_buffer_pointer()
@@ -302,12 +302,12 @@ def test_the_benchmark_script_judges_by_the_targets(report, capsys):
 )
 def test_bad_settings(options, error):
     with pytest.raises(InvalidArgumentError, match=error):
-        Settings(**options)
+        BenchSettings(**options)
 
 
 def test_more_tokens_than_positions():
     with pytest.raises(InvalidArgumentError, match="prompt_len \\+ new_tokens is 300, expected at most 256"):
-        bench(SHAPE, Settings((1,), 290, 10), random_weights=True)
+        bench(SHAPE, BenchSettings((1,), 290, 10), random_weights=True)
 
 
 def test_errors_of_the_command(tmp_path):

@@ -12,10 +12,10 @@ from tiny_models import tiny_model
 
 from model_adapters.caches.paged_cache import PackedBatch
 from model_adapters.jaxpr.interpreter import inlined
-from model_adapters.jaxpr.row_pruning import gathers_first
+from model_adapters.jaxpr.row_pruning import prune_rows
 from torchax_serve import to_jax
 from torchax_serve.executors.packed_factory import page_shapes
-from torchax_serve.kv_cache.pools import CacheGroup, CachePlan, PagedCache
+from torchax_serve.kv_cache.pools import CacheAllocation, CacheGroup, PagedCache
 
 TOKENS, WIDTH, LAST = 7, 8, jnp.array([5, 0, 6])
 
@@ -69,7 +69,7 @@ def test_results_are_the_same(steps, also):
         return take(x * 2), {name: rest[name]() for name in also}
 
     x = whole(TOKENS, WIDTH, seed=5)
-    jax.tree.map(np.testing.assert_array_equal, gathers_first(function)(x), function(x))
+    jax.tree.map(np.testing.assert_array_equal, prune_rows(function)(x), function(x))
 
 
 @pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
@@ -78,7 +78,7 @@ def test_rows_that_are_not_there_are_as_before(mode):
         return (x * 3 + 1).at[jnp.array([1, TOKENS + 4])].get(mode=mode)
 
     x = whole(TOKENS, WIDTH)
-    np.testing.assert_array_equal(gathers_first(function)(x), function(x))
+    np.testing.assert_array_equal(prune_rows(function)(x), function(x))
 
 
 @pytest.mark.parametrize("name", sorted(STEPS.keys() - {name for name in STEPS if "rows" in name}))
@@ -89,7 +89,7 @@ def test_what_treats_rows_by_themselves_computes_those_that_are_read(name):
     x = whole(TOKENS, WIDTH)
     counts = [shape.count(TOKENS) for shape in products(function, x)]
     assert all(counts)
-    cut = products(gathers_first(function), x)
+    cut = products(prune_rows(function), x)
     assert len(cut) == len(counts)
     assert not any(TOKENS in shape for shape in cut)
 
@@ -99,7 +99,7 @@ def test_rows_stay_whole_where_other_rows_are_made_of_them():
         x = jnp.cumsum(x @ whole(WIDTH, WIDTH), 0)
         return take(x @ whole(WIDTH, 3))
 
-    assert products(gathers_first(function), whole(TOKENS, WIDTH)) == [(TOKENS, WIDTH), (len(LAST), 3)]
+    assert products(prune_rows(function), whole(TOKENS, WIDTH)) == [(TOKENS, WIDTH), (len(LAST), 3)]
 
 
 def test_what_is_read_whole_too_is_computed_once():
@@ -107,14 +107,14 @@ def test_what_is_read_whole_too_is_computed_once():
         x = x @ whole(WIDTH, WIDTH)
         return take(x @ whole(WIDTH, 3)), x.sum()
 
-    assert products(gathers_first(function), whole(TOKENS, WIDTH)) == [(TOKENS, WIDTH), (len(LAST), 3)]
+    assert products(prune_rows(function), whole(TOKENS, WIDTH)) == [(TOKENS, WIDTH), (len(LAST), 3)]
 
 
 def test_a_gather_of_more_rows_than_there_are_stays():
     def function(x):
         return (x @ whole(WIDTH, 3)).at[jnp.arange(20) % TOKENS].get(mode="clip")
 
-    assert products(gathers_first(function), whole(TOKENS, WIDTH)) == [(TOKENS, 3)]
+    assert products(prune_rows(function), whole(TOKENS, WIDTH)) == [(TOKENS, 3)]
 
 
 def rows_of_products(function, *args, width):
@@ -130,7 +130,7 @@ def test_the_last_layer_of_a_packed_step_has_no_rows_that_nobody_reads(model_typ
     num_tokens, num_rows, inner = 48, 4, {"gpt2": 128}.get(model_type, 64)
     shapes = page_shapes(runtime)
     groups = tuple(CacheGroup(str(w), w, 17) for w in dict.fromkeys(shape.window for shape in shapes))
-    cache = PagedCache(CachePlan(shapes, groups, 16, 64))
+    cache = PagedCache(CacheAllocation(shapes, groups, 16, 64))
 
     def zeros(*shape):
         return np.zeros(shape, np.int32)

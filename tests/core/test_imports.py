@@ -61,11 +61,11 @@ def collector_is_as_it_was():
     gc.set_threshold(*thresholds)
 
 
-@pytest.mark.parametrize("young, expected", [(700, gc_pause.NUM_YOUNG), (10**6, 10**6), (0, 0)])
+@pytest.mark.parametrize("young, expected", [(700, gc_pause.YOUNG_THRESHOLD), (10**6, 10**6), (0, 0)])
 def test_a_process_that_serves_walks_nothing_old_and_little_young(young, expected, collector_is_as_it_was):
     kept = []
     gc.set_threshold(young, 10, 10)
-    gc_pause.set_aside()
+    gc_pause.freeze_for_serving()
     assert gc.get_threshold() == (expected, 10, 10)
     assert not any(kept is each for each in gc.get_objects())  # which lists what collections see
 

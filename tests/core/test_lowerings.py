@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model_adapters.bridge.extract import extract_jax
-from model_adapters.bridge.traced_length import StoredLength
+from model_adapters.bridge.traced_length import TracedLength
 from model_adapters.bridge.views import jax_view, to_jax_array, to_torch_tensor, torch_mode, torch_view
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import install
@@ -89,7 +89,7 @@ def test_stored_lengths():
     table = torch.arange(40).reshape(1, 40)
 
     def run(offset, table):
-        past = StoredLength.of(jax_view(offset), 16)
+        past = TracedLength.of(jax_view(offset), 16)
         assert past > 0 and past != 0 and past
         assert (past == 0) is False
         assert (past + 3 > 19) is False
@@ -103,7 +103,7 @@ def test_stored_lengths():
 
 def test_stored_lengths_of_other_caches_are_not_taken_for_known():
     def run(a, b):
-        a, b = StoredLength.of(jax_view(a), 16), StoredLength.of(jax_view(b), 16)
+        a, b = TracedLength.of(jax_view(a), 16), TracedLength.of(jax_view(b), 16)
         assert a.distance(b + 2) is None
         assert (a + 1).distance(a + 4) == 3
         return a + b

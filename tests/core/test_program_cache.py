@@ -262,7 +262,7 @@ def test_what_is_left_out_of_the_digest_is_reached_by_no_traced_function():
                 yield from (f"{node.module}.{each.name}" for each in node.names)
             waiting += ast.iter_child_nodes(node)
 
-    holders = ("KeptFunction", "remembered(", "steps.method", "MethodSpec")
+    holders = ("CachedFunction", "remembered(", "steps.method", "MethodSpec")
     reached = {
         name
         for name, file in files.items()

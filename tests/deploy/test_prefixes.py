@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.cli import deploy as command
 from torchax_serve.distributed.ray.options import DeployOptions
-from torchax_serve.distributed.ray.prefix_affinity import BLOCK_CHARS, PrefixTable, beginning_of, choose
+from torchax_serve.distributed.ray.prefix_affinity import BLOCK_CHARS, PrefixTable, choose, prefix_key
 
 
 def text_of(*letters):
@@ -63,9 +63,9 @@ def test_a_conversation_begins_as_its_messages():
     first = {"messages": [{"role": "user", "content": "a" * 500}]}
     second = {"messages": [*first["messages"], {"role": "assistant", "content": "b"}]}
     table = PrefixTable()
-    table.remember(beginning_of(first), "one")
-    assert table.owner(beginning_of(second), ["one", "two"]) == "one"
-    assert beginning_of({"prompt": "a"}) == "a"
+    table.remember(prefix_key(first), "one")
+    assert table.owner(prefix_key(second), ["one", "two"]) == "one"
+    assert prefix_key({"prompt": "a"}) == "a"
 
 
 @pytest.mark.parametrize(

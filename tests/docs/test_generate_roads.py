@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 import model_adapters.errors
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import serve
-from torchax_serve.generation.static_batch import HONOURED_OPTIONS, DecodeLoop
+from torchax_serve.generation.static_batch import HONOURED_OPTIONS, StaticBatchLoop
 from torchax_serve.sampling import PLAN_OPTIONS
 
 TEXT = (ROOT / "docs" / "generate.md").read_text()
@@ -66,7 +66,7 @@ def call(served, monkeypatch):
 
     def call(arguments, *, stub=True):
         if stub:
-            monkeypatch.setattr(DecodeLoop, "run", fast_loop)
+            monkeypatch.setattr(StaticBatchLoop, "run", fast_loop)
             for name in ("_sample", "_beam_search", "_assisted_decoding"):
                 # transformers reads the signature of its own loop
                 monkeypatch.setattr(GenerationMixin, name, functools.wraps(getattr(GenerationMixin, name))(plain_loop))

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
-from torchax_serve.sampling.row_params import RowParams
+from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import PlanRow
 
@@ -36,7 +36,7 @@ class Row:
     def params(self, vocab_size):
         params = SamplingParams(**self.options)
         config = GenerationConfig(max_new_tokens=64, begin_suppress_tokens=list(self.not_first) or None)
-        return RowParams.of(params, config, vocab_size=vocab_size, seed=self.seed, stop_ids=self.stop_ids)
+        return RowSamplingParams.of(params, config, vocab_size=vocab_size, seed=self.seed, stop_ids=self.stop_ids)
 
     def plan_row(self, slot):
         """The decode row after which the next token is sampled."""

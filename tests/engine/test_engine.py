@@ -20,16 +20,16 @@ from threads import at_once
 
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, TorchaxServeError
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
-from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors import base
-from torchax_serve.executors.packed import PackedModel
+from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.sampling.sampler import tables_bytes
 
 SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32)
 
 
 def request(prompt, max_new_tokens=8, seed=0, params=None, **config):
-    return RowRequest.of(
+    return EngineRequest.of(
         prompt,
         transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config),
         params,
@@ -354,7 +354,7 @@ def test_pages_take_the_budget_that_was_asked_for(budget):
 def test_the_samplers_tables_are_part_of_what_the_engine_takes(monkeypatch):
     tables = tables_bytes(4, VOCAB_SIZE)
     monkeypatch.setattr(base, "free_bytes", lambda: tables + 8 * 2048)  # eight pages
-    monkeypatch.setattr(PackedModel, "temporary_bytes", lambda self: 0)
+    monkeypatch.setattr(PackedExecutor, "temporary_bytes", lambda self: 0)
     with serve(tiny_model("llama"), engine=SMALL) as model:
         runner = model.engine._runner
         assert sum(pool.nbytes for pool in runner._cache.pools) == 8 * 2048
@@ -374,7 +374,7 @@ def test_the_samplers_tables_are_part_of_what_the_engine_takes(monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_nearly_the_same_free_memory_gives_the_same_programs(name, monkeypatch):
     """Pools of another size are other programs: two starts on one host, of which little changes, must share them."""
-    monkeypatch.setattr(PackedModel, "temporary_bytes", lambda self: 5000)
+    monkeypatch.setattr(PackedExecutor, "temporary_bytes", lambda self: 5000)
     many = dataclasses.replace(SMALL, num_slots=400, max_len=128)  # which could use more than there is
     shapes = set()
     for left in (800_000, 850_000, 910_000):

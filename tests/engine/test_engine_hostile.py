@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from model_adapters.errors import InvalidArgumentError, QueueFullError, TorchaxServeError, UnsupportedArgumentError
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
-from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.request import EngineRequest
 from torchax_serve.sampling.history_sampler import LoneSampler
 
 SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32, max_num_waiting=6)
@@ -22,7 +22,7 @@ NEW = 10
 
 def request(prompt=(5, 6), params=None, max_new_tokens=8, **config):
     config = transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)
-    return RowRequest.of(prompt, config, params, vocab_size=VOCAB_SIZE, seed=0)
+    return EngineRequest.of(prompt, config, params, vocab_size=VOCAB_SIZE, seed=0)
 
 
 @pytest.fixture(scope="module")

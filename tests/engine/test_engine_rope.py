@@ -13,7 +13,7 @@ from rope_models import LENS, NUM_NEW, answers, prompt, rope_model
 from tiny_models import VOCAB_SIZE
 
 from torchax_serve import EngineOptions, serve
-from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.request import EngineRequest
 from torchax_serve.parity.tiny.rope_types import BORDER
 
 PAGE_LEN = 4
@@ -26,7 +26,7 @@ BY_THEMSELVES = [("diffllama", "dynamic"), ("diffllama", "longrope")]
 
 def submit(model, prompts, num_new=NUM_NEW):
     config = transformers.GenerationConfig(max_new_tokens=num_new, do_sample=False)
-    requests = [RowRequest.of(ids[0].tolist(), config, vocab_size=VOCAB_SIZE) for ids in prompts]
+    requests = [EngineRequest.of(ids[0].tolist(), config, vocab_size=VOCAB_SIZE) for ids in prompts]
     return [ticket.result() for ticket in model.engine.submit_all(requests)]
 
 

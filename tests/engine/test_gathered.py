@@ -16,10 +16,10 @@ from model_adapters.quirks import mamba
 from torchax_serve import serve, to_jax
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors import base, chunked_prefill_probe, per_sequence_buckets
-from torchax_serve.executors.per_sequence_factory import gathered_road
-from torchax_serve.executors.per_sequence_forward import RowForward
+from torchax_serve.executors.per_sequence_factory import per_sequence_executor
+from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.kv_cache import state_layout
 from torchax_serve.kv_cache.slot_states import gather, scatter
 from torchax_serve.sampling_params import SamplingParams
@@ -93,7 +93,7 @@ def runtime_of(model_type):
 
 def scarce(runtime, num_pages=16):
     """Options with room for one long request and a bit: others must make room."""
-    layout = RowForward(runtime).layout()
+    layout = SequenceForward(runtime).layout()
     state_bytes = sum(row.num_bytes for row in layout.rows) * (OPTIONS.num_slots + 1)
     page_bytes = sum(shape.page_bytes(OPTIONS.page_len) for shape in layout.pages)
     return dataclasses.replace(OPTIONS, kv_cache_bytes=state_bytes + num_pages * page_bytes + 1)
@@ -108,7 +108,7 @@ def prompts():
 def answers(engine, ids, runtime, params=None):
     config = transformers.GenerationConfig(max_new_tokens=NEW)
     tickets = [
-        engine.submit(RowRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0))
+        engine.submit(EngineRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0))
         for prompt in ids
     ]
     return [list(ticket.result()) for ticket in tickets]
@@ -125,7 +125,7 @@ def alone(model, ids):
 def prompt_logprobs(engine, prompt, runtime):
     params = SamplingParams(max_new_tokens=2, prompt_logprobs=0)
     config = transformers.GenerationConfig(max_new_tokens=2)
-    request = RowRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0)
+    request = EngineRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0)
     found = next(new.prompt_logprobs for new in engine.submit(request) if new.prompt_logprobs is not None)
     assert found[0] is None
     return [entry.logprob for entry in found[1:]]
@@ -164,7 +164,7 @@ def test_each_request_has_the_tokens_it_has_alone(model_type):
 
 
 def test_rows_one_after_the_other_give_the_same(monkeypatch):
-    monkeypatch.setattr(RowForward, "_can_vectorise", lambda self, layout: False)
+    monkeypatch.setattr(SequenceForward, "_can_vectorise", lambda self, layout: False)
     monkeypatch.setattr(per_sequence_buckets, "MAX_GATHERED_LEN", 600)  # two programs of rows in a step
     runtime = runtime_of("bloom")
     engine = build_engine(runtime, dataclasses.replace(OPTIONS, kv_cache_bytes=None))
@@ -177,8 +177,8 @@ def test_rows_one_after_the_other_give_the_same(monkeypatch):
 
 
 def test_token_by_token_gives_the_same(monkeypatch):
-    found = RowForward.layout
-    monkeypatch.setattr(RowForward, "layout", lambda self: dataclasses.replace(found(self), block_len=1))
+    found = SequenceForward.layout
+    monkeypatch.setattr(SequenceForward, "layout", lambda self: dataclasses.replace(found(self), block_len=1))
     runtime = runtime_of("lfm2_moe")
     engine = build_engine(runtime, scarce(runtime))
     ids = prompts()[1:2]
@@ -190,10 +190,10 @@ def test_token_by_token_gives_the_same(monkeypatch):
 
 def test_loops_over_tokens_are_cut_into_blocks(monkeypatch):
     for model_type in ("mamba", "lfm2_moe"):  # a recurrence that is one loop on the device; none
-        assert RowForward(runtime_of(model_type)).layout().block_len == state_layout.LONGEST
+        assert SequenceForward(runtime_of(model_type)).layout().block_len == state_layout.LONGEST
     for name in mamba.FUNCTIONS:  # Python's own loop, as in code without a quirk
         monkeypatch.setattr(modeling_mamba, name, getattr(modeling_mamba, name).__wrapped__)
-    assert RowForward(runtime_of("mamba")).layout().block_len < 16
+    assert SequenceForward(runtime_of("mamba")).layout().block_len < 16
 
 
 def test_many_rows_are_split_by_length(monkeypatch):
@@ -202,7 +202,7 @@ def test_many_rows_are_split_by_length(monkeypatch):
     monkeypatch.setattr(per_sequence_buckets, "SMALLEST_GATHER_LEN", 8)
     runtime = runtime_of("bloom")
     sizes = base.Sizes(max_len=56, num_slots=6, page_len=8, token_budget=32, kv_cache_bytes=1 << 20)
-    model = gathered_road(runtime, sizes, "tested").model
+    model = per_sequence_executor(runtime, sizes, "tested").model
     table = np.arange(1, 43, dtype=np.int32).reshape(6, 7)
     lengths = [3, 20, 9, 33, 4, 12]
     generator = np.random.default_rng(1)
@@ -293,7 +293,7 @@ def test_trial_finds_how_a_model_continues():
         return Pretender(forgets if block_len > 1 else forgets - {"chunk"})
 
     def find(*forgets):
-        return chunked_prefill_probe.find_block_len(lambda block_len: make(set(forgets), block_len), 16, **known)
+        return chunked_prefill_probe.find_chunk_len(lambda block_len: make(set(forgets), block_len), 16, **known)
 
     assert find() == 16
     assert find("chunk") == 1

@@ -11,13 +11,13 @@ import transformers
 from engine_models import VOCAB_SIZE, tiny_model
 from transformers.cache_utils import DynamicCache
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.engine.factory import build_engine
-from torchax_serve.engine.request import RowRequest
-from torchax_serve.executors.packed_factory import packed_road
+from torchax_serve.engine.request import EngineRequest
+from torchax_serve.executors.packed_factory import packed_executor
 from torchax_serve.kv_cache.int8_scales import MARGIN, TRIAL_LEN, TRIAL_ROWS
 from torchax_serve.kv_cache.memory import Sizes
 from torchax_serve.scheduler import PlanRow
@@ -31,7 +31,7 @@ other side of a half; all other differences are a hundred times smaller."""
 
 def request(prompt, max_new_tokens=8, params=None, fork_of=None, **config):
     generation = transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)
-    return RowRequest.of(prompt, generation, params, vocab_size=VOCAB_SIZE, seed=0, fork_of=fork_of)
+    return EngineRequest.of(prompt, generation, params, vocab_size=VOCAB_SIZE, seed=0, fork_of=fork_of)
 
 
 def prompt_of(length, seed):
@@ -97,14 +97,14 @@ def test_scales_are_the_largest_numbers_of_a_prompt_with_a_margin(llama):
 def run_by_hand(model, ids, num_decoded):
     """Logits [n, vocab] of a prompt in two chunks and of tokens decoded one by one, and the pools behind them."""
     sizes = Sizes(**LAYOUT, kv_cache_bytes=1 << 18, kv_cache_dtype="int8")
-    road = packed_road(model._generator()._jax_runtime, sizes)
+    road = packed_executor(model._generator()._jax_runtime, sizes)
     table = np.zeros((4, 8), np.int32)
     table[1] = [5, 3, 7, 1, 2, 4, 6, 8]
     logits = []
     cuts = [0, 11, *range(len(ids) - num_decoded, len(ids) + 1)]
     for start, end in itertools.pairwise(cuts):
         rows = [PlanRow(0, 1, start, end - start, tuple(ids[start:end]), True)]
-        logits.append(np.asarray(road.model.run(rows, (table,), from_host(np.zeros(4), np.int32)))[0])
+        logits.append(np.asarray(road.model.run(rows, (table,), to_device(np.zeros(4), np.int32)))[0])
     return np.stack(logits), [np.asarray(pool.pages, np.int32) for pool in road.cache.pools]
 
 

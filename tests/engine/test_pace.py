@@ -8,8 +8,8 @@ import pytest
 from transformers import GenerationConfig
 
 from torchax_serve.engine.engine import Engine
-from torchax_serve.engine.model_runner import Flight
-from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.model_runner import InFlightStep
+from torchax_serve.engine.request import EngineRequest
 from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerConfig
 
 SLOW_S, FAST_S = 0.016, 0.002
@@ -33,7 +33,7 @@ class PacedRunner:
     def execute(self, plan, requests, outputs):
         self._free_s = max(self._free_s, time.monotonic()) + plan.num_steps * self.step_s
         self._ready_s[plan.step] = self._free_s
-        return Flight(plan)
+        return InFlightStep(plan)
 
     def read(self, flight):
         time.sleep(max(0.0, self._ready_s.pop(flight.plan.step) - time.monotonic()))
@@ -66,7 +66,7 @@ def seconds_a_token(tokens, num_tokens):
 
 def test_a_device_that_was_slow_and_is_not_any_more_is_kept_busy(paced):
     config = GenerationConfig(max_new_tokens=1500)
-    tokens = iter(paced.engine.submit(RowRequest.of([5, 6], config, vocab_size=32, seed=0)))
+    tokens = iter(paced.engine.submit(EngineRequest.of([5, 6], config, vocab_size=32, seed=0)))
     assert seconds_a_token(tokens, 20 * MAX_NUM_STEPS) > 0.9 * SLOW_S, "longer than the window of any median"
     paced.runner.step_s = FAST_S
     seconds_a_token(tokens, 40 * MAX_NUM_STEPS)  # in which it is noticed

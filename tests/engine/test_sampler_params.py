@@ -8,7 +8,7 @@ import pytest
 from transformers import GenerationConfig
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.sampling.row_params import RowParams
+from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling_params import ENGINE_ONLY, SamplingParams
 
 GIVEN = {
@@ -26,7 +26,7 @@ GIVEN = {
 
 def params_of(config=None, vocab_size=40, seed=0, **options):
     config = config or GenerationConfig(max_new_tokens=8)
-    return RowParams.of(SamplingParams(**options), config, vocab_size=vocab_size, seed=seed)
+    return RowSamplingParams.of(SamplingParams(**options), config, vocab_size=vocab_size, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,6 @@ def test_the_end_of_sequence_is_no_bad_word():
 
 def test_tokens_before_a_request_may_end():
     config = GenerationConfig(max_new_tokens=8, min_length=9, eos_token_id=2)
-    assert params_of(config, min_new_tokens=3).num_early(prompt_len=4) == 5
-    assert params_of(config, min_new_tokens=3).num_early(prompt_len=8) == 3
-    assert params_of(GenerationConfig(max_new_tokens=8), min_new_tokens=3).num_early(prompt_len=8) == 0
+    assert params_of(config, min_new_tokens=3).num_forced_tokens(prompt_len=4) == 5
+    assert params_of(config, min_new_tokens=3).num_forced_tokens(prompt_len=8) == 3
+    assert params_of(GenerationConfig(max_new_tokens=8), min_new_tokens=3).num_forced_tokens(prompt_len=8) == 0

@@ -255,7 +255,7 @@ def test_a_seed_draws_what_it_draws_in_generate(sampler, options):
     all_logits = rng.normal(size=(num_steps, VOCAB_SIZE), scale=2).astype(np.float32)
     row = Row(options, tuple(prompt), seed=seed)
     config = GenerationConfig(do_sample=True, max_new_tokens=num_steps, **options)
-    plan = sampling.SamplingPlan.build(config, prompt_len=5, vocab_size=VOCAB_SIZE)
+    plan = sampling.GenerationSampling.build(config, prompt_len=5, vocab_size=VOCAB_SIZE)
     state = sampling.start(plan, np.array([prompt]), seed=seed)
     step = jax.jit(sampling.step)
     expected = []
@@ -405,7 +405,7 @@ def test_steps_in_one_program_are_the_steps_one_by_one(sampler):
         (_, state), tokens = jax.lax.scan(step, (lengths, state), all_logits)
         return tokens, state
 
-    tokens, state = several(options, sampler.state_for("sampled"))
+    tokens, state = several(options, sampler.take_state("sampled"))
     sampler.take(state)
     np.testing.assert_array_equal(tokens[:, :3], np.stack(one_by_one)[:, :3])
     np.testing.assert_array_equal(sampler.last_tokens[:3], tokens[-1, :3])

@@ -17,11 +17,11 @@ from model_adapters.caches.layers import AttentionLayer
 from model_adapters.caches.paged_cache import PagedLayout
 from model_adapters.errors import UnsupportedArgumentError
 from model_adapters.program.model_program import CallSpec
-from model_adapters.program.static_tensors import HostValue
+from model_adapters.program.static_tensors import StaticTensor
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode, encode
-from torchax_serve.distributed.hosts.messages import Compile, End, Held, Kind, Run
-from torchax_serve.executors.packed import DecodeSpec, PackedSpec
-from torchax_serve.runtime.static_args import Known
+from torchax_serve.distributed.hosts.messages import ArrayRef, Compile, End, Kind, Run
+from torchax_serve.executors.packed import DecodeSpec, PackedStepSpec
+from torchax_serve.runtime.static_args import StaticArgs
 from torchax_serve.validation.bounded_json import parse_json
 
 LAYOUT = PagedLayout((0, 1), (None, 16), max_len=64, is_decode=True)
@@ -31,20 +31,20 @@ MESSAGES = [
     {"a": (1, [2]), 3: None, ("x", 1): "tuple"},
     End(),
     End("why"),
-    Run(3, (Held(1), np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 4), np.float32)), 7, (1, 2)),
+    Run(3, (ArrayRef(1), np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 4), np.float32)), 7, (1, 2)),
     Kind((2, 3), np.dtype("float32")),
     Kind((), jnp.dtype("bfloat16")),
-    [torch.bfloat16, np.float32(1.5), Known.MASKS, CausalLMOutputWithPast],
+    [torch.bfloat16, np.float32(1.5), StaticArgs.MASKS, CausalLMOutputWithPast],
     Compile(
         1,
         "packed",
-        DecodeSpec(PackedSpec(16, 4, 2, LAYOUT, batch_invariant=False), 4),
+        DecodeSpec(PackedStepSpec(16, 4, 2, LAYOUT, batch_invariant=False), 4),
         "highest",
         has_weights=True,
-        args=({"x": Held(4)}, [Kind((1,), np.dtype("int32"))], None),
+        args=({"x": ArrayRef(4)}, [Kind((1,), np.dtype("int32"))], None),
         facts={"output_class": CausalLMOutputWithPast, "needs_mask": False},
     ),
-    CallSpec(padded=True, extra=(("grid", HostValue.of(torch.tensor([[1, 2], [3, 4]]))), ("use_cache", False))),
+    CallSpec(padded=True, extra=(("grid", StaticTensor.of(torch.tensor([[1, 2], [3, 4]]))), ("use_cache", False))),
 ]
 
 
@@ -55,10 +55,10 @@ def test_caches_and_outputs_come_out_as_pytrees_of_the_same_structure():
     layers[1].pool, layers[1].k_dim = np.zeros((1, 2, 16, 8), np.float32), 4
     output = BaseModelOutput(last_hidden_state=np.ones((1, 2, 3), np.float32))
     leaves, tree = jax.tree.flatten((tuple(layers), {"encoder_outputs": output}))
-    described = jax.tree.unflatten(tree, [Held(number) for number in range(len(leaves))])
+    described = jax.tree.unflatten(tree, [ArrayRef(number) for number in range(len(leaves))])
     out = decode(encode(described))
-    leaves_out, tree_out = jax.tree.flatten(out, is_leaf=lambda leaf: isinstance(leaf, Held))
-    assert leaves_out == [Held(0), Held(1)]
+    leaves_out, tree_out = jax.tree.flatten(out, is_leaf=lambda leaf: isinstance(leaf, ArrayRef))
+    assert leaves_out == [ArrayRef(0), ArrayRef(1)]
     assert jax.tree.structure(jax.tree.unflatten(tree_out, leaves)) == tree
 
 

@@ -9,8 +9,8 @@ import torch
 from model_adapters.bridge.views import default_env, jax_view, torch_view
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import constant_folding, deferred_checks, install
-from model_adapters.program.static_tensors import HostValue, can_be_host
-from torchax_serve.runtime.static_args import Known, arrays_and_rest
+from model_adapters.program.static_tensors import StaticTensor, can_be_static
+from torchax_serve.runtime.static_args import StaticArgs, split_traced_and_static
 
 
 @pytest.fixture(autouse=True)
@@ -118,13 +118,13 @@ def test_a_selection_outside_of_such_a_program_is_refused():
 
 
 def test_host_values_are_keys():
-    one, same = HostValue.of(torch.tensor([[1, 2]])), HostValue.of(torch.tensor([[1, 2]]))
+    one, same = StaticTensor.of(torch.tensor([[1, 2]])), StaticTensor.of(torch.tensor([[1, 2]]))
     others = [torch.tensor([[1, 3]]), torch.tensor([1, 2]), torch.tensor([[1, 2]], dtype=torch.int32)]
     assert one == same and hash(one) == hash(same) and repr(one) == repr(same)
-    assert all(HostValue.of(other) != one and repr(HostValue.of(other)) != repr(one) for other in others)
+    assert all(StaticTensor.of(other) != one and repr(StaticTensor.of(other)) != repr(one) for other in others)
     assert torch.equal(one.tensor(), torch.tensor([[1, 2]]))
-    assert HostValue.of(torch.empty(0, 3, dtype=torch.long)).tensor().shape == (0, 3)
-    assert not can_be_host(torch.ones(2)) and not can_be_host(torch.ones(1 << 17, dtype=torch.long))
+    assert StaticTensor.of(torch.empty(0, 3, dtype=torch.long)).tensor().shape == (0, 3)
+    assert not can_be_static(torch.ones(2)) and not can_be_static(torch.ones(1 << 17, dtype=torch.long))
 
 
 def test_what_is_known_of_a_call():
@@ -135,12 +135,12 @@ def test_what_is_known_of_a_call():
         "pixel_values": torch.ones(2, 2),
         "sizes": [1, 2],
     }
-    names = {known: [name for name, _ in arrays_and_rest(given, known)[1]] for known in Known}
-    assert names[Known.NOTHING] == ["sizes"]
-    assert names[Known.GRIDS] == ["image_grid_thw", "sizes"]
-    assert names[Known.MASKS] == ["attention_mask", "image_grid_thw", "sizes"]
-    assert names[Known.TEXT] == ["attention_mask", "image_grid_thw", "input_ids", "sizes"]
-    assert dict(arrays_and_rest(given)[1])["sizes"] == (1, 2)
+    names = {known: [name for name, _ in split_traced_and_static(given, known)[1]] for known in StaticArgs}
+    assert names[StaticArgs.NOTHING] == ["sizes"]
+    assert names[StaticArgs.GRIDS] == ["image_grid_thw", "sizes"]
+    assert names[StaticArgs.MASKS] == ["attention_mask", "image_grid_thw", "sizes"]
+    assert names[StaticArgs.TEXT] == ["attention_mask", "image_grid_thw", "input_ids", "sizes"]
+    assert dict(split_traced_and_static(given)[1])["sizes"] == (1, 2)
 
 
 @pytest.mark.parametrize("mode", ["bicubic", "bilinear"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from model_adapters.bridge.host_arrays import host_array, share_with_jax, shares_memory
+from model_adapters.bridge.host_arrays import shares_memory, to_jax_zero_copy, to_numpy
 
 SHARED = [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8, torch.uint8, torch.bool]
 NARROWED = {torch.int64: "int32", torch.float64: "float32"}
@@ -30,7 +30,7 @@ def check_equal(array, tensor):
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4)], ids=str)
 def test_whole_tensors_share_their_memory(dtype, shape):
     tensor = tensor_of(dtype, shape)
-    array = share_with_jax(tensor)
+    array = to_jax_zero_copy(tensor)
     check_equal(array, tensor)
     assert shares_memory(array, tensor)
 
@@ -50,22 +50,22 @@ def test_any_layout_gives_the_same_values(dtype, shape, offset, transposed, requ
         tensor = tensor.transpose(0, -1)
     if requires_grad and dtype in (torch.float32, torch.bfloat16):
         tensor = torch.nn.Parameter(tensor)
-    check_equal(share_with_jax(tensor), tensor)
-    np.testing.assert_array_equal(host_array(tensor).astype(np.float64), tensor.detach().double().numpy())
+    check_equal(to_jax_zero_copy(tensor), tensor)
+    np.testing.assert_array_equal(to_numpy(tensor).astype(np.float64), tensor.detach().double().numpy())
 
 
 def test_a_buffer_that_does_not_start_at_64_bytes_is_copied():
     whole = torch.arange(100, dtype=torch.float32)
     part = whole[1:]
     assert part.data_ptr() % 64
-    array = share_with_jax(part)
+    array = to_jax_zero_copy(part)
     check_equal(array, part)
     assert not shares_memory(array, part)
 
 
 def test_the_array_keeps_the_memory_of_the_tensor_alive():
     tensor = torch.full((1000, 1000), 3.0)
-    array = share_with_jax(tensor)
+    array = to_jax_zero_copy(tensor)
     watch = weakref.ref(tensor)
     del tensor
     gc.collect()
@@ -76,4 +76,4 @@ def test_the_array_keeps_the_memory_of_the_tensor_alive():
 
 def test_a_tensor_elsewhere_is_refused():
     with pytest.raises(ValueError, match="expected a tensor on the CPU, got one on meta"):
-        share_with_jax(torch.empty(3, device="meta"))
+        to_jax_zero_copy(torch.empty(3, device="meta"))

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 from loading_models import tiny_folder, tiny_model
 
-from model_adapters.bridge.views import tensors_of
+from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading import load_model, resolve
 from model_adapters.loading.short_names import SHORT_NAMES
@@ -72,7 +72,7 @@ class Recorder:
 def test_a_model_is_downloaded_once_and_loaded(hub, cache, capfd):
     progress = Recorder()
     loaded = load_model(NAME, cache_dir=cache, progress=progress)
-    for name, tensor in tensors_of(tiny_model("llama")).items():
+    for name, tensor in named_tensors(tiny_model("llama")).items():
         np.testing.assert_array_equal(loaded.weights[name], tensor.detach().numpy())
     source = loaded.source
     assert (source.kind, source.hub_id, source.revision) == ("hub", NAME, hub_lookalike.COMMIT)

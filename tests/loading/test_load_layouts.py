@@ -8,7 +8,7 @@ import transformers as tf
 from loading_models import COMMON, edit_json
 from safetensors.torch import load_file, save_file
 
-from model_adapters.bridge.views import tensors_of
+from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import CheckpointError
 from model_adapters.loading import load_model
 from torchax_serve import UnsupportedModelError, serve
@@ -180,7 +180,7 @@ def test_weights_are_those_of_from_pretrained_and_embed_needs_no_head(layout, tm
         loaded = served._open()
         assert type(loaded.module).__name__ == name
         report = served.load_report
-        expected = tensors_of(reference)
+        expected = named_tensors(reference)
         assert loaded.weights.keys() <= expected.keys()
         assert set(expected) - set(loaded.weights) <= {each for each in expected if each.startswith("pooler.")}
         drawn = set(info["missing_keys"])  # from_pretrained fills these with random numbers

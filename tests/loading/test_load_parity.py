@@ -6,8 +6,8 @@ import pytest
 import torch
 from loading_models import CONFIGS, tiny_folder
 
-from model_adapters.bridge.extract import pure_call
-from model_adapters.bridge.views import tensors_of
+from model_adapters.bridge.extract import functional_call
+from model_adapters.bridge.views import named_tensors
 from model_adapters.loading import load_model
 
 
@@ -17,7 +17,7 @@ def as_numpy(tensor):
 
 
 def check_same_tensors(loaded, reference):
-    expected = tensors_of(reference)
+    expected = named_tensors(reference)
     assert loaded.weights.keys() == expected.keys()
     for name, tensor in expected.items():
         array = loaded.weights[name]
@@ -33,7 +33,7 @@ def check_same_tensors(loaded, reference):
 
 
 def logits_of(module, weights, name, ids):
-    forward = pure_call(module)
+    forward = functional_call(module)
     fixed = {"return_dict": False} if name == "bert" else {"return_dict": False, "use_cache": False}
     inputs = {"input_ids": ids} if name != "t5" else {"input_ids": ids, "decoder_input_ids": ids}
     return jax.jit(lambda weights, inputs: forward(weights, (), {**inputs, **fixed})[0])(weights, inputs)
@@ -47,7 +47,7 @@ def test_every_tensor_and_a_forward_in_float32(name, tmp_path):
     loaded = load_model(tmp_path)
     reference = type(loaded.module).from_pretrained(tmp_path, dtype="auto")
     check_same_tensors(loaded, reference)
-    assert all(tensor.is_meta for tensor in tensors_of(loaded.module).values())
+    assert all(tensor.is_meta for tensor in named_tensors(loaded.module).values())
     assert not loaded.module.training
 
     if name in ("mixtral", "qwen3_moe"):  # the default experts call an operator that torchax has no lowering for

@@ -8,7 +8,7 @@ import scipy.stats
 import torch
 from loading_models import CONFIGS, edit_json, tiny_folder, tiny_model
 
-from model_adapters.bridge.views import tensors_of
+from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import OutOfMemoryError
 from model_adapters.loading import load_model, memory, random_weights
 
@@ -26,7 +26,7 @@ def test_names_shapes_and_dtypes_are_those_of_a_checkpoint(name, tmp_path, small
     kinds = {key: (array.shape, array.dtype) for key, array in loaded.weights.items()}
     assert kinds == {key: (array.shape, array.dtype) for key, array in reference.weights.items()}
     assert loaded.report.num_shared == reference.report.num_shared
-    assert all(tensor.is_meta for tensor in tensors_of(loaded.module).values())
+    assert all(tensor.is_meta for tensor in named_tensors(loaded.module).values())
     for key, array in loaded.weights.items():
         assert bool(jnp.isfinite(array.astype(jnp.float32)).all()), key
 
@@ -36,7 +36,7 @@ def test_spreads_are_those_of_transformers(name, tmp_path, small_is_large):
     """Mean and standard deviation of each parameter, against a model that transformers initialised."""
     tiny_folder(tmp_path, name)
     loaded = load_model(tmp_path, random_weights=True, seed=5)
-    for key, tensor in tensors_of(tiny_model(name)).items():
+    for key, tensor in named_tensors(tiny_model(name)).items():
         got, expected = np.asarray(loaded.weights[key], np.float64), tensor.detach().double().numpy()
         if expected.size < 256 or expected.std() == 0:
             np.testing.assert_allclose(got.mean(), expected.mean(), atol=0.3, err_msg=key)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import core_model_loading, modeling_utils
 
 from model_adapters.bridge.host_arrays import shares_memory
-from model_adapters.bridge.views import tensors_of
+from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import CheckpointError, InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from model_adapters.loading import load_model, memory, weight_sink
 from model_adapters.loading import random_weights as random_init
@@ -34,7 +34,7 @@ def test_a_loaded_object_shares_its_memory():
     assert loaded.module is model
     assert not model.training
     assert loaded.source.kind == "object"
-    for name, tensor in tensors_of(model).items():
+    for name, tensor in named_tensors(model).items():
         assert not tensor.is_meta
         assert shares_memory(loaded.weights[name], tensor), name
     assert loaded.weights["lm_head.weight"] is loaded.weights["model.embed_tokens.weight"]
@@ -119,14 +119,14 @@ def test_the_path_of_accelerators(random_weights, tmp_path, monkeypatch):
     tiny_folder(tmp_path, "qwen3_moe", torch.bfloat16)
     reference = load_model(tmp_path)
     waiting = []
-    copied = weight_sink.Placement._bounded
+    copied = weight_sink.DevicePlacement._bounded
 
     def watch(placement, array):
         copied(placement, array)
         waiting.append(sum(each.nbytes for each in placement._in_flight))
         return array
 
-    monkeypatch.setattr(weight_sink.Placement, "_bounded", watch)
+    monkeypatch.setattr(weight_sink.DevicePlacement, "_bounded", watch)
     monkeypatch.setattr(weight_sink, "_IN_FLIGHT_BYTES", 5000)
     monkeypatch.setattr(random_init, "LARGE", 512)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -149,7 +149,7 @@ def test_pickled_tensors_only_when_allowed(tmp_path):
     with pytest.raises(CheckpointError, match=r"pickle files .* pass allow_pickle=True"):
         load_model(tmp_path)
     loaded = load_model(tmp_path, allow_pickle=True)
-    for name, tensor in tensors_of(model).items():
+    for name, tensor in named_tensors(model).items():
         np.testing.assert_array_equal(loaded.weights[name], tensor.detach().numpy())
     assert loaded.report.num_shared == 1
 
@@ -194,7 +194,7 @@ def test_memory_that_runs_out_while_loading(tmp_path, monkeypatch):
     def fail(*args, **options):
         raise MemoryError("no more")
 
-    monkeypatch.setattr("model_adapters.loading.weight_sink.share_with_jax", fail)
+    monkeypatch.setattr("model_adapters.loading.weight_sink.to_jax_zero_copy", fail)
     with pytest.raises(OutOfMemoryError, match=r"memory ran out while loading .*: no more"):
         load_model(tmp_path)
 

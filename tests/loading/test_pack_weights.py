@@ -8,10 +8,10 @@ from transformers import GenerationConfig
 
 from model_adapters.bridge.extract import extract_jax
 from model_adapters.loading import compress_weights, load_model
-from model_adapters.ops.compressed_weight import PackedWeight
+from model_adapters.ops.compressed_weight import CompressedWeight
 from model_adapters.ops.cpu import ffi
 from torchax_serve import EngineOptions, serve
-from torchax_serve.runtime.eager import EagerTwin
+from torchax_serve.runtime.eager import EagerReference
 
 pytestmark = pytest.mark.skipif(
     ffi.refuses_packing() is not None, reason=f"no packed weights on this processor: {ffi.refuses_packing()}"
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def packed_names(model):
-    return {name for name, weight in model._loaded.weights.items() if isinstance(weight, PackedWeight)}
+    return {name for name, weight in model._loaded.weights.items() if isinstance(weight, CompressedWeight)}
 
 
 def answers(model):
@@ -53,7 +53,7 @@ def test_a_served_model_has_its_linear_layers_packed_and_the_same_tokens(folder)
 def test_eager_pytorch_beside_it_has_every_bit(folder):
     loaded = load_model(folder)
     assert compress_weights.pack_linear_weights(loaded.module, loaded.weights)
-    twin = dict(EagerTwin(loaded).module.named_parameters())
+    twin = dict(EagerReference(loaded).module.named_parameters())
     for name, expected in tiny_model("llama", torch.bfloat16).named_parameters():
         assert torch.equal(twin[name], expected), name
 
@@ -101,5 +101,5 @@ def test_a_layer_that_computes_something_else_stays_as_it_is():
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), Scaled(64, 64)).to(torch.bfloat16)
     weights, _ = extract_jax(module)
     assert compress_weights.pack_linear_weights(module, weights) == 1
-    assert isinstance(weights["0.weight"], PackedWeight)
-    assert not isinstance(weights["1.weight"], PackedWeight)
+    assert isinstance(weights["0.weight"], CompressedWeight)
+    assert not isinstance(weights["1.weight"], CompressedWeight)

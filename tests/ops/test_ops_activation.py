@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model_adapters import ops
-from model_adapters.bridge.host_arrays import share_with_jax
+from model_adapters.bridge.host_arrays import to_jax_zero_copy
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, use
 
@@ -38,10 +38,10 @@ def test_as_torch_has_it(dtype, kind, implementation):
     x = spread(dtype)
     if (kind, implementation) == ("gelu", "cpu-ffi"):
         with use("activation", "cpu-ffi"), pytest.raises(InvalidArgumentError, match="no error function"):
-            ours(share_with_jax(x))
+            ours(to_jax_zero_copy(x))
         return
     with use("activation", implementation):
-        out = ours(share_with_jax(x))
+        out = ours(to_jax_zero_copy(x))
     assert out.dtype == jnp.dtype(str(dtype).removeprefix("torch."))
     exact = theirs(x.double()).numpy()
     # where tanh(x) is near -1, 1 + tanh(x) keeps few bits: in PyTorch's float32 as well
@@ -52,7 +52,7 @@ def test_as_torch_has_it(dtype, kind, implementation):
 def test_any_size(size):
     x = spread(torch.bfloat16, size)
     with use("activation", "cpu-ffi"):
-        out = ops.silu(share_with_jax(x))
+        out = ops.silu(to_jax_zero_copy(x))
     expected = torch.nn.functional.silu(x).float().numpy()
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2**-7, atol=1e-6)
 
@@ -64,7 +64,7 @@ def test_not_a_number_stays_one():
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_gradients_are_those_of_the_reference(kind):
-    x = share_with_jax(spread(torch.float32, 100))
+    x = to_jax_zero_copy(spread(torch.float32, 100))
 
     def total(x):
         return jnp.sum(FUNCTIONS[kind][0](x) ** 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model_adapters.bridge import views
-from model_adapters.bridge.host_arrays import share_with_jax
+from model_adapters.bridge.host_arrays import to_jax_zero_copy
 from model_adapters.lowerings import install
 
 install.install()
@@ -26,7 +26,7 @@ class Calls(torch.nn.Module):
 def lowered(function, *tensors):
     """`function` of torch tensors, run by JAX under jit."""
     weights, call = views.extract_jax(Calls(function))
-    return np.asarray(jax.jit(call)(weights, tuple(share_with_jax(x) for x in tensors)))
+    return np.asarray(jax.jit(call)(weights, tuple(to_jax_zero_copy(x) for x in tensors)))
 
 
 def numbers(*shape, dtype=torch.float32):

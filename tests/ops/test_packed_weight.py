@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ops_oracle import assert_close
 
 from model_adapters.ops import linear, registry, use
-from model_adapters.ops.compressed_weight import in_place, pack, packed_of
+from model_adapters.ops.compressed_weight import compressed_of, in_place, pack
 from model_adapters.ops.cpu import compress, ffi
 
 pytestmark = pytest.mark.skipif(
@@ -141,9 +141,9 @@ def test_another_implementation_can_be_asked_for():
 def test_a_weight_is_known_by_itself_and_in_its_trace_alone():
     weights = {"a": pack(jnp.asarray(normal(1, 64, 48)))}
     with in_place(weights) as arrays:
-        assert packed_of(arrays["a"]) is weights["a"]
-        assert packed_of(arrays["a"] + 0) is None
-    assert packed_of(arrays["a"]) is None
+        assert compressed_of(arrays["a"]) is weights["a"]
+        assert compressed_of(arrays["a"] + 0) is None
+    assert compressed_of(arrays["a"]) is None
     assert weights["a"].shape == (64, 48)
     assert weights["a"].ndim == 2
     assert weights["a"].dtype == jnp.bfloat16

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ops_oracle import assert_close
 from paged_oracle import exact_paged, paged_case
 
-from model_adapters.bridge.extract import pure_call
+from model_adapters.bridge.extract import functional_call
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.lowerings import custom_ops
 from model_adapters.ops import paged_attention, registry, use
@@ -290,7 +290,7 @@ def test_torch_operators_take_the_features_of_the_ops(features):
     arrays = list(case.args)
     if one_each:
         del arrays[6]  # where each begins
-    found, pool = pure_call(TorchOps())({}, (arrays,), {"options": case.options, "one_each": one_each})
+    found, pool = functional_call(TorchOps())({}, (arrays,), {"options": case.options, "one_each": one_each})
     expected, expected_pool = exact_paged(case)
     assert_close(found, expected)
     np.testing.assert_array_equal(np.asarray(pool, np.float64), np.asarray(expected_pool, np.float64))

@@ -11,7 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from model_adapters import ops
 from model_adapters.bridge import views
-from model_adapters.bridge.host_arrays import share_with_jax
+from model_adapters.bridge.host_arrays import to_jax_zero_copy
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.lowerings import install
 from model_adapters.ops import registry, use
@@ -93,7 +93,7 @@ def run_in_jax(norm, x):
     """What `norm` makes of `x` by JAX, as a model's part, and the implementations that were traced."""
     weights, call = views.extract_jax(norm)
     with rms_norm.intercepted(norm), registry.recorded() as record:
-        out = jax.jit(call)(weights, (share_with_jax(x),))
+        out = jax.jit(call)(weights, (to_jax_zero_copy(x),))
     return torch.from_dlpack(out), record
 
 

@@ -19,7 +19,7 @@ from paged_oracle import exact_paged, paged_case
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import decode_attention, paged_attention, use
-from model_adapters.ops.kv_pool import write_at
+from model_adapters.ops.kv_pool import write_tokens_at
 from model_adapters.ops.tpu import int8_matmul
 from model_adapters.ops.tpu.kv_write import write_tokens
 from model_adapters.ops.tpu.page_buffers import Blocks
@@ -209,7 +209,7 @@ def test_more_int8_tokens_than_are_written_at_once(in_runs, capfd):
     seqs = jnp.arange(num_tokens, dtype=jnp.int32)
     positions = jnp.asarray(rng.integers(-2, 34, num_tokens), jnp.int32)
     scale = jnp.full((heads,), 0.03, jnp.float32)
-    expected = write_at(pool, table, seqs, positions, k, v, scale, scale)
+    expected = write_tokens_at(pool, table, seqs, positions, k, v, scale, scale)
     with interpreted("decode_attention"):
         made = write_tokens(pool, table, seqs, positions, k, v, scale, scale, in_runs=in_runs)
         np.testing.assert_array_equal(made, expected)

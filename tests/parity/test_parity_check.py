@@ -33,10 +33,12 @@ def test_type_passes_on_the_road_of_the_table(model_type):
 
 
 def test_a_wrong_token_is_noticed(monkeypatch):
-    model, expected = models.clearest_model("llama")
+    model, expected = models.model_with_margins("llama")
     wrong = (expected.alone[0], (expected.alone[1] + 1) % 90)
     monkeypatch.setattr(
-        check_causal, "clearest_model", lambda name: (model, dataclasses.replace(expected, alone=wrong, padded=None))
+        check_causal,
+        "model_with_margins",
+        lambda name: (model, dataclasses.replace(expected, alone=wrong, padded=None)),
     )
     result = check_causal.check("llama")
     assert (result.status, result.alone_equal, result.engine_equal) == ("failed", True, False)
@@ -156,11 +158,11 @@ def test_a_model_that_amplifies_rounding_is_not_clear():
     model = models.tiny_model("llama")
     ids = models.prompts()[0]
     exact = copy.deepcopy(model).double()(input_ids=ids).logits
-    found = models.rounding_of(model, lambda twin: twin(input_ids=ids).logits, exact.float() + 1)
+    found = models.rounding_error(model, lambda twin: twin(input_ids=ids).logits, exact.float() + 1)
     assert found == pytest.approx(1, abs=1e-5)
     expected = models.expect(model)
     assert 0 < expected.rounding <= models.MOST_ROUNDING
-    assert not dataclasses.replace(expected, rounding=2 * models.MOST_ROUNDING).is_clear
+    assert not dataclasses.replace(expected, rounding=2 * models.MOST_ROUNDING).has_margins
 
 
 def test_rounding_of_a_model_whose_code_has_no_float64():
@@ -173,7 +175,7 @@ def test_rounding_of_a_model_whose_code_has_no_float64():
 
     with torch.no_grad():
         logits = forward(model)
-        found = models.rounding_of(model, forward, logits)
+        found = models.rounding_error(model, forward, logits)
     assert 0 < found <= models.MOST_ROUNDING
 
 

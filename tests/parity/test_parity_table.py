@@ -59,7 +59,7 @@ diff --git a/torchax_serve/parity/results/one.json b/torchax_serve/parity/result
 + "t5"
 """
     types = ("gpt_neo", "mpt", "llama", "mistral", "gemma2", "xlm-roberta", "t5")
-    assert changed_types.named_in(diff, types) == ["gpt_neo", "llama", "mpt", "xlm-roberta"]
+    assert changed_types.types_named_in(diff, types) == ["gpt_neo", "llama", "mpt", "xlm-roberta"]
 
 
 def test_what_ends_otherwise_on_another_version():

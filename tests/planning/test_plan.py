@@ -34,7 +34,7 @@ from torchax_serve.planning.abstract_model import abstract_model
 from torchax_serve.planning.chips import Chip, chip_of
 from torchax_serve.planning.compiled_steps import count_collectives, estimate
 from torchax_serve.planning.plan import PlanReport, PlanRequest, make_plan
-from torchax_serve.planning.plan_cache import kept_plan
+from torchax_serve.planning.plan_cache import cached_plan
 from torchax_serve.planning.report import lines_of
 from torchax_serve.planning.roofline import decode_bound, prefill_bound
 from torchax_serve.planning.sharding_table import sharding_rows
@@ -175,14 +175,14 @@ def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(module, sm
 
 def test_a_second_plan_is_answered_without_compiling(module, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = kept_plan(module, "toy", REQUEST)
+    first = cached_plan(module, "toy", REQUEST)
     assert not first[1]
     monkeypatch.setattr(plan_cache, "make_plan", lambda *args, **kwargs: pytest.fail("planned again"))
-    assert kept_plan(module, "toy", REQUEST) == (first[0], True)
+    assert cached_plan(module, "toy", REQUEST) == (first[0], True)
     with pytest.raises(pytest.fail.Exception):
-        kept_plan(module, "toy", dataclasses.replace(REQUEST, num_slots=5))
+        cached_plan(module, "toy", dataclasses.replace(REQUEST, num_slots=5))
     with pytest.raises(pytest.fail.Exception):
-        kept_plan(module, "toy", REQUEST, use_kept=False)
+        cached_plan(module, "toy", REQUEST, use_kept=False)
 
 
 def test_saved_programs_run(module, tmp_path):
@@ -357,13 +357,13 @@ def test_a_plan_says_what_it_is_doing(module, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     request = dataclasses.replace(REQUEST, topology="cpu:1", prefill_lens=(16,))
     told = []
-    kept_plan(module, "toy", request, note=told.append)
+    cached_plan(module, "toy", request, note=told.append)
     assert told == [
         "tracing toy for cpu:1",
         f"compiling decode of {request.num_slots} tokens for cpu:1",
         "compiling prefill of 16 tokens for cpu:1",
     ]
-    kept_plan(module, "toy", request, note=told.append)
+    cached_plan(module, "toy", request, note=told.append)
     assert len(told) == 3  # there is nothing to wait for
 
 
@@ -375,7 +375,7 @@ def test_the_search_names_the_smallest_that_fits(module, monkeypatch):
         report = make_plan(module, name, dataclasses.replace(request, topology="cpu:1", prefill_lens=()))
         return dataclasses.replace(report, topology=request.topology, fits=request.topology.endswith("2x4")), False
 
-    monkeypatch.setattr(search, "kept_plan", fake)
+    monkeypatch.setattr(search, "cached_plan", fake)
     monkeypatch.setattr(search, "CHIPS", {"v6e": chip_of("v6e:2x2")})
     (row,) = search.search(module, "toy", 4, 64, {"page_len": 16, "prefill_lens": ()})
     assert asked == ["v6e:2x2", "v6e:2x4"]

@@ -59,12 +59,12 @@ UNUSUAL = {
 def is_accounted_for(name):
     config = GenerationConfig()
     setattr(config, name, UNUSUAL.get(name, "something unusual"))
-    return name in sampling.unsupported_by_fast_path(config)
+    return name in sampling.unsupported_options(config)
 
 
 def build(**options):
     config = prepared_config(VOCAB_SIZE, 3, {"max_new_tokens": None, "max_length": 12, "do_sample": True, **options})
-    return sampling.SamplingPlan.build(config, prompt_len=3, vocab_size=VOCAB_SIZE)
+    return sampling.GenerationSampling.build(config, prompt_len=3, vocab_size=VOCAB_SIZE)
 
 
 def test_every_attribute_of_a_config_is_in_one_place():
@@ -89,23 +89,23 @@ def test_the_plan_honours_what_it_claims():
 
 def test_an_attribute_of_a_newer_transformers_is_reported():
     config = GenerationConfig(speculative_dreaming=0)
-    assert sampling.unsupported_by_fast_path(config) == ["speculative_dreaming"]
+    assert sampling.unsupported_options(config) == ["speculative_dreaming"]
     with pytest.raises(ValueError, match=r"got \['speculative_dreaming'\]; run transformers' own loop"):
-        sampling.SamplingPlan.build(config, prompt_len=1, vocab_size=VOCAB_SIZE)
+        sampling.GenerationSampling.build(config, prompt_len=1, vocab_size=VOCAB_SIZE)
 
 
 def test_plain_configs_take_the_fast_path():
-    assert sampling.unsupported_by_fast_path(GenerationConfig()) == []
-    assert sampling.unsupported_by_fast_path(prepared_config(VOCAB_SIZE, 3, {"do_sample": True})) == []
-    assert sampling.unsupported_by_fast_path(GenerationConfig(guidance_scale=1.0, num_beams=1)) == []
+    assert sampling.unsupported_options(GenerationConfig()) == []
+    assert sampling.unsupported_options(prepared_config(VOCAB_SIZE, 3, {"do_sample": True})) == []
+    assert sampling.unsupported_options(GenerationConfig(guidance_scale=1.0, num_beams=1)) == []
 
 
 def test_the_caller_says_what_its_loop_honours():
     config = GenerationConfig(use_cache=False, stop_strings=["x"], max_time=2.0)
-    assert sampling.unsupported_by_fast_path(config) == ["max_time", "use_cache"]
-    assert sampling.unsupported_by_fast_path(config, {"use_cache", "max_time"}) == ["stop_strings"]
+    assert sampling.unsupported_options(config) == ["max_time", "use_cache"]
+    assert sampling.unsupported_options(config, {"use_cache", "max_time"}) == ["stop_strings"]
     config.max_new_tokens = 4
-    sampling.SamplingPlan.build(config, prompt_len=1, vocab_size=VOCAB_SIZE)  # none of them chooses tokens
+    sampling.GenerationSampling.build(config, prompt_len=1, vocab_size=VOCAB_SIZE)  # none of them chooses tokens
 
 
 @pytest.mark.parametrize(
@@ -172,13 +172,13 @@ def test_options_that_do_not_fit_the_model_are_refused(options, words):
 def test_options_that_need_another_say_so():
     config = GenerationConfig(max_new_tokens=3, exponential_decay_length_penalty=(1, 1.5))
     with pytest.raises(ValueError, match="expected an eos_token_id beside it"):
-        sampling.SamplingPlan.build(config, prompt_len=1, vocab_size=VOCAB_SIZE)
+        sampling.GenerationSampling.build(config, prompt_len=1, vocab_size=VOCAB_SIZE)
     with pytest.raises(ValueError, match="max_length: expected max_length or max_new_tokens"):
-        sampling.SamplingPlan.build(GenerationConfig(), prompt_len=1, vocab_size=VOCAB_SIZE)
+        sampling.GenerationSampling.build(GenerationConfig(), prompt_len=1, vocab_size=VOCAB_SIZE)
 
 
 def test_eos_tokens_come_as_a_number_a_list_or_a_tensor():
     config = GenerationConfig(max_new_tokens=3)
     for eos in (5, [5], torch.tensor([5]), np.int64(5)):
-        plan = sampling.SamplingPlan.build(config, prompt_len=1, vocab_size=VOCAB_SIZE, eos_token_ids=eos)
+        plan = sampling.GenerationSampling.build(config, prompt_len=1, vocab_size=VOCAB_SIZE, eos_token_ids=eos)
         assert plan.eos_ids.tolist() == [5]

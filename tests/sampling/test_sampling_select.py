@@ -21,7 +21,7 @@ SIZES = [1, 7, 64, 100, 503, 4000, 4099]  # divisible into blocks or padded to t
 
 def plan_of(vocab_size, prompt_len=2, **options):
     config = prepared_config(vocab_size, prompt_len, options)
-    return sampling.SamplingPlan.build(config, prompt_len=prompt_len, vocab_size=vocab_size)
+    return sampling.GenerationSampling.build(config, prompt_len=prompt_len, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize("vocab_size", SIZES)
@@ -63,7 +63,7 @@ def test_draws_follow_the_distribution_of_transformers_scores(options, over):
     logits = np.random.default_rng(1).normal(size=(1, vocab_size), scale=2).astype(np.float32)
     config = prepared_config(vocab_size, 2, {"do_sample": True, **options})
     expected = reference_scores(processors_of(config, vocab_size, prompt, np.ones((1, 2))), prompt, logits)
-    plan = sampling.SamplingPlan.build(config, prompt_len=2, vocab_size=vocab_size)
+    plan = sampling.GenerationSampling.build(config, prompt_len=2, vocab_size=vocab_size)
     state = sampling.start(plan, np.repeat(prompt, num_draws if over == "rows" else 1, axis=0), seed=11)
     scores = jnp.broadcast_to(
         compiled_process(plan, sampling.start(plan, prompt, seed=0), jnp.asarray(logits)),

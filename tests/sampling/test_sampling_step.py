@@ -8,7 +8,7 @@ import torch
 from sampling_reference import EOS, PAD, left_padded_prompts, prepared_config, tiny_model
 
 from torchax_serve import sampling
-from torchax_serve.sampling.transformers_behaviour import TransformersRules, installed_rules
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour, installed_rules
 
 compiled_step = jax.jit(sampling.step)
 VOCAB_SIZE, BATCH, PROMPT_LEN, NUM_NEW = 40, 3, 5, 12
@@ -54,7 +54,7 @@ def test_tokens_and_scores_of_generate(options):
         **options,
     )
     config = prepared_config(VOCAB_SIZE, PROMPT_LEN, options)
-    plan = sampling.SamplingPlan.build(config, prompt_len=PROMPT_LEN, vocab_size=VOCAB_SIZE)
+    plan = sampling.GenerationSampling.build(config, prompt_len=PROMPT_LEN, vocab_size=VOCAB_SIZE)
     tokens, scores = decode(model, plan, prompt, mask)
     np.testing.assert_array_equal(tokens, expected.sequences)
     going_on = ~np.isin(tokens[:, PROMPT_LEN:-1], config._eos_token_tensor.tolist()).T  # behind eos, padding differs
@@ -66,7 +66,7 @@ def test_tokens_and_scores_of_generate(options):
 def test_rows_without_eos_end_by_length_and_go_on_choosing():
     config = prepared_config(VOCAB_SIZE, PROMPT_LEN, {"max_new_tokens": 3})
     config.eos_token_id = None
-    plan = sampling.SamplingPlan.build(config, prompt_len=PROMPT_LEN, vocab_size=VOCAB_SIZE)
+    plan = sampling.GenerationSampling.build(config, prompt_len=PROMPT_LEN, vocab_size=VOCAB_SIZE)
     state = sampling.start(plan, np.zeros((2, PROMPT_LEN), int), seed=0)
     for num_new in (1, 2, 3):
         tokens, state, _ = compiled_step(plan, state, jnp.eye(2, VOCAB_SIZE, k=EOS[0]))
@@ -76,7 +76,7 @@ def test_rows_without_eos_end_by_length_and_go_on_choosing():
 
 def test_ended_rows_are_padded():
     config = prepared_config(VOCAB_SIZE, PROMPT_LEN, {})
-    plan = sampling.SamplingPlan.build(config, prompt_len=PROMPT_LEN, vocab_size=VOCAB_SIZE)
+    plan = sampling.GenerationSampling.build(config, prompt_len=PROMPT_LEN, vocab_size=VOCAB_SIZE)
     state = sampling.start(plan, np.zeros((2, PROMPT_LEN), int), seed=0)
     tokens, state, _ = compiled_step(plan, state, jnp.eye(2, VOCAB_SIZE, k=EOS[0]))
     assert (tokens.tolist(), state.ended.tolist()) == ([2, 3], [True, False])
@@ -95,7 +95,7 @@ def test_new_numbers_compile_nothing_and_new_steps_do():
 
     def run(prompt_len, **options):
         config = prepared_config(VOCAB_SIZE, prompt_len, {"do_sample": True, "max_new_tokens": 6, **options})
-        plan = sampling.SamplingPlan.build(config, prompt_len=prompt_len, vocab_size=VOCAB_SIZE)
+        plan = sampling.GenerationSampling.build(config, prompt_len=prompt_len, vocab_size=VOCAB_SIZE)
         state = sampling.start(plan, np.zeros((2, prompt_len), int), seed=prompt_len, capacity=32)
         for _ in range(3):
             _, state, _ = counted_step(plan, state, jnp.zeros((2, VOCAB_SIZE)))
@@ -119,13 +119,15 @@ def test_each_rule_of_a_release_changes_what_it_names(flipped, monkeypatch):
     logits = jnp.ones((2, VOCAB_SIZE)).at[0, EOS[0]].set(-jnp.inf)
 
     def scores():
-        plan = sampling.SamplingPlan.build(prepared_config(VOCAB_SIZE, 2, options), prompt_len=2, vocab_size=VOCAB_SIZE)
+        plan = sampling.GenerationSampling.build(
+            prepared_config(VOCAB_SIZE, 2, options), prompt_len=2, vocab_size=VOCAB_SIZE
+        )
         state = sampling.start(plan, prompt, seed=0, attention_mask=mask)
         state = state if flipped != "decay_skips_infinite" else sampling.append(state, jnp.array([8, 8]))
         return np.asarray(jax.jit(sampling.process)(plan, state, logits))
 
     rules, before = installed_rules(), scores()
-    other = TransformersRules(**{**vars(rules), flipped: not getattr(rules, flipped)})
+    other = TransformersBehaviour(**{**vars(rules), flipped: not getattr(rules, flipped)})
     monkeypatch.setattr("torchax_serve.sampling.history.installed_rules", lambda: other)
     changed = (scores() != before) & ~(np.isnan(before) & np.isnan(scores()))
     column = {"penalty_skips_padding": PAD, "bias_needs_longer_context": 9, "decay_skips_infinite": EOS[0]}[flipped]
@@ -137,7 +139,7 @@ def test_tokens_beyond_the_columns_are_left_alone():
     """Embeddings can have more rows than the logits have columns."""
     options = {"repetition_penalty": 2.0, "no_repeat_ngram_size": 1}
     config = prepared_config(VOCAB_SIZE, 3, options)
-    plan = sampling.SamplingPlan.build(config, prompt_len=3, vocab_size=VOCAB_SIZE)
+    plan = sampling.GenerationSampling.build(config, prompt_len=3, vocab_size=VOCAB_SIZE)
     state = sampling.start(plan, np.array([[VOCAB_SIZE, VOCAB_SIZE + 7, 4]]), seed=0)
     scores = sampling.process(plan, state, jnp.ones((1, VOCAB_SIZE)))
     assert np.argwhere(np.asarray(scores) != 1).tolist() == [[0, 4]]
@@ -157,6 +159,6 @@ def test_tokens_beyond_the_columns_are_left_alone():
 )
 def test_bad_starts_are_refused(arguments, words):
     config = prepared_config(VOCAB_SIZE, 2, {})
-    plan = sampling.SamplingPlan.build(config, prompt_len=2, vocab_size=VOCAB_SIZE)
+    plan = sampling.GenerationSampling.build(config, prompt_len=2, vocab_size=VOCAB_SIZE)
     with pytest.raises(ValueError, match=words):
         sampling.start(plan, **{"prompt_ids": np.zeros((2, 2), int), **arguments})

@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from torchax_serve.scheduler import CacheGroup, Outcome, PlanRow, Request, Scheduler, SchedulerConfig, StepPlan
+from torchax_serve.scheduler import CacheGroup, PlanRow, Request, RowResult, Scheduler, SchedulerConfig, StepPlan
 
 VOCAB = 50
 PRIME = 1_000_003
@@ -123,7 +123,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.device = FakeDevice(self.scheduler.config)
 
-    def note(self, outcomes: list[Outcome]) -> None:
+    def note(self, outcomes: list[RowResult]) -> None:
         """Collects tokens and ends; a request ends once and gets nothing after."""
         for outcome in outcomes:
             assert outcome.request_id not in self.reasons
@@ -135,7 +135,7 @@ class Loop:
         """Plans a step and dispatches it."""
         was_idle = not self.flights
         plan = self.scheduler.schedule(self.now)
-        self.note(ended := self.scheduler.take_ended())
+        self.note(ended := self.scheduler.pop_finished())
         if plan is not None:
             self.plans.append(plan)
             self.flights.append((plan, self.device.run(plan)))
@@ -146,7 +146,7 @@ class Loop:
         """Commits the oldest plan."""
         plan, sampled = self.flights.popleft()
         self.note(self.scheduler.commit(plan, sampled, self.now, duration_s))
-        self.note(self.scheduler.take_ended())
+        self.note(self.scheduler.pop_finished())
         self.device.landed()
 
     def step(self) -> StepPlan | None:

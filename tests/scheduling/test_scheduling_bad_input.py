@@ -69,7 +69,7 @@ def test_a_request_that_can_never_fit_is_refused(groups, prompt_len, message):
         ({"min_prefill_chunk": 0}, "min_prefill_chunk"),
         ({"max_rows_per_step": 0}, "max_rows_per_step"),
         ({"max_num_steps": 0}, "max_num_steps"),
-        ({"max_dispatch_s": 0}, "max_dispatch_s"),
+        ({"max_fused_decode_s": 0}, "max_fused_decode_s"),
         ({"max_decode_slowdown": 1}, "max_decode_slowdown"),
         ({"max_decode_slowdown": math.nan}, "max_decode_slowdown"),
         ({"chunk_sizes": (4, 2)}, "descend to 1"),

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from torchax_serve.scheduler import CacheGroup, PrefillPacer, Request, Scheduler, SchedulerConfig
+from torchax_serve.scheduler import CacheGroup, PrefillBudget, Request, Scheduler, SchedulerConfig
 
 COSTS = {  # seconds of a step with so many decode rows and prefill tokens
     "linear": lambda rows, tokens: 10e-3 + 20e-6 * rows + 50e-6 * tokens,
@@ -72,19 +72,19 @@ def test_steps_that_compiled_do_not_stop_the_flood():
 
 
 def test_without_decode_rows_the_whole_budget_is_used():
-    pacer = PrefillPacer(16, 2.0)
+    pacer = PrefillBudget(16, 2.0)
     assert pacer.limit(0, 5000) == 5000
 
 
 def test_what_is_not_measured_still_advances():
-    pacer = PrefillPacer(16, 2.0)
+    pacer = PrefillBudget(16, 2.0)
     limits = [pacer.limit(3, 500) for _ in range(200)]
     assert set(limits) == {0, 16}
     assert limits.count(0) < 8
 
 
 def test_a_quiet_time_buys_no_burst():
-    pacer = PrefillPacer(16, 2.0)
+    pacer = PrefillBudget(16, 2.0)
     for step in range(40):
         pacer.observe(step, 4, 0, 1, 0.010)
         pacer.observe(step, 4, 100, 1, 0.015)  # 50 microseconds a token
@@ -93,7 +93,7 @@ def test_a_quiet_time_buys_no_burst():
 
 
 def test_steps_that_fit_a_time():
-    pacer = PrefillPacer(16, 2.0)
+    pacer = PrefillBudget(16, 2.0)
     assert pacer.steps_within(0.1, 4) == 1, "nothing is known"
     assert pacer.steps_within(math.inf, 4) == math.inf, "nothing need be"
     pacer.observe(0, 4, 0, 2, 0.050)

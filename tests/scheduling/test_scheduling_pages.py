@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from torchax_serve import InvalidArgumentError, OutOfMemoryError
-from torchax_serve.scheduler import CacheGroup, PageCopy, PagedCacheBook, PagePool, SchedulerConfig
+from torchax_serve.scheduler import CacheGroup, PageAllocator, PageCopy, PagePool, SchedulerConfig
 
 NUM_PAGES = 8
 
@@ -161,7 +161,7 @@ def make_book(*groups, hash_function=None, num_slots=4, **options):
     config = SchedulerConfig(
         groups=groups, page_len=4, num_slots=num_slots, max_len=64, token_budget=64, min_prefill_chunk=4, **options
     )
-    return PagedCacheBook(config, hash_function) if hash_function else PagedCacheBook(config)
+    return PageAllocator(config, hash_function) if hash_function else PageAllocator(config)
 
 
 def compute(book, tokens, salt="", shares=True):
@@ -363,10 +363,10 @@ def test_idle_pages_that_are_found_are_not_available_twice():
     match = book.match([1] * 9, "", True)
     assert len(match.nodes) == 2
     assert book.has_pages([1])  # two are available: the very pages that were found
-    assert not book.can_open(match, 9, [0])
+    assert not book.can_allocate(match, 9, [0])
     book.release(filler)
-    assert book.can_open(match, 9, [2])
-    assert not book.can_open(match, 9, [3])
+    assert book.can_allocate(match, 9, [2])
+    assert not book.can_allocate(match, 9, [3])
 
 
 def test_forgotten_prefixes_are_not_found():

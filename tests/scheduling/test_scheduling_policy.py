@@ -10,7 +10,7 @@ from scheduling_device import Oracle, make_loop, request, truth
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.scheduler import INVALID_TOKEN, CacheGroup, PlanRow, Request, Status
-from torchax_serve.scheduler.step_planner import BURST_HOLD
+from torchax_serve.scheduler.step_planner import BURST_DECODE_DELAY
 
 
 def test_neither_jax_nor_torch_is_imported():
@@ -121,9 +121,9 @@ def test_a_burst_decodes_beside_prompts_once_it_has_waited():
     for i in range(8):
         loop.scheduler.add(request(i, prompt_len=32, max_new=6))
     loop.drain()
-    assert not any(plan.num_decode for plan in loop.plans[: 2 + BURST_HOLD])  # the first prompt takes two steps
-    after = loop.plans[2 + BURST_HOLD]
-    assert after.num_decode == (2 + BURST_HOLD) // 2
+    assert not any(plan.num_decode for plan in loop.plans[: 2 + BURST_DECODE_DELAY])  # the first prompt takes two steps
+    after = loop.plans[2 + BURST_DECODE_DELAY]
+    assert after.num_decode == (2 + BURST_DECODE_DELAY) // 2
     assert after.num_decode + after.num_prefill_tokens == 16
 
 

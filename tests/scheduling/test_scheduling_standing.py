@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_device import make_loop, request, truth
 
-from torchax_serve.scheduler import CacheGroup, DecodeRows, PlanRow
+from torchax_serve.scheduler import CacheGroup, DecodeBatch, PlanRow
 
 FULL, WINDOW = CacheGroup("full", None, 33), CacheGroup("window", 6, 17)
 
@@ -74,17 +74,17 @@ def test_a_full_batch_is_planned_so_until_a_request_comes_or_ends():
     loop.scheduler.add(late)
     loop.drain()
     assert loop.tokens == {each.request_id: truth(loop, each) for each in [*first, late]}
-    kinds = [isinstance(plan.rows, DecodeRows) for plan in loop.plans]
+    kinds = [isinstance(plan.rows, DecodeBatch) for plan in loop.plans]
     assert kinds[:4] == [False, False, True, True]
     assert not kinds[4], "somebody waits"
     for before, plan in zip(loop.plans, loop.plans[1:], strict=False):
-        if isinstance(plan.rows, DecodeRows):
+        if isinstance(plan.rows, DecodeBatch):
             assert [row.request_id for row in plan.rows] == [row.request_id for row in before.rows]
     assert sum(kinds) > len(kinds) / 2
 
 
 def test_rows_in_arrays_are_rows():
-    rows = DecodeRows(["a", 7], np.array([3, 0], np.int32), np.array([12, 40], np.int32))
+    rows = DecodeBatch(["a", 7], np.array([3, 0], np.int32), np.array([12, 40], np.int32))
     expected = (PlanRow("a", 3, 12, 1, None, True), PlanRow(7, 0, 40, 1, None, True))
     assert tuple(rows) == expected == rows[:]
     assert (rows[0], rows[-1], rows[1:]) == (expected[0], expected[1], expected[1:])

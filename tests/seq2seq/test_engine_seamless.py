@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from model_adapters.caches.encoder_mask import SourceMask, mask_over_sounds
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, serve
-from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.request import EngineRequest
 from torchax_serve.parity.tiny.audio import sound_model
 
 NEW, WIDTH, MAX_SOURCE = 12, 32, 48
@@ -209,9 +209,9 @@ def test_outputs_out_of_range(served):
     said = r"expected the output \[1, 1 to 48, 32\] of the encoder, got \["
     for shape in ((1, 0, WIDTH), (1, MAX_SOURCE + 1, WIDTH), (1, 4, WIDTH + 1), (4, WIDTH)):
         with pytest.raises(InvalidArgumentError, match=said):
-            model.engine.submit(RowRequest.of([1], encoded=np.zeros(shape, np.float32), **known))
+            model.engine.submit(EngineRequest.of([1], encoded=np.zeros(shape, np.float32), **known))
     with pytest.raises(InvalidArgumentError, match="got 2 token ids; call transcribe"):
-        model.engine.submit(RowRequest.of([1], source_ids=[3, 4], **known))
+        model.engine.submit(EngineRequest.of([1], source_ids=[3, 4], **known))
 
 
 @pytest.mark.parametrize(("stride", "kernel"), [(8, 8), (1, 1), (2, 3), (3, 8), (4, 5)])

@@ -22,7 +22,7 @@ from torchax_serve import (
     to_jax,
 )
 from torchax_serve.engine.factory import build_engine
-from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.request import EngineRequest
 
 VOCAB_SIZE = 97
 START = 1
@@ -79,7 +79,7 @@ def alone(model_type, ids, **options):
 
 def request(source, length=NEW, **config):
     generation = transformers.GenerationConfig(max_new_tokens=length, **config)
-    return RowRequest.of([START], generation, None, vocab_size=VOCAB_SIZE, seed=0, source_ids=source)
+    return EngineRequest.of([START], generation, None, vocab_size=VOCAB_SIZE, seed=0, source_ids=source)
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

@@ -14,7 +14,7 @@ from transformers.models.fsmt import modeling_fsmt
 from model_adapters.caches import native_cache
 from torchax_serve import EngineOptions, serve, to_jax
 from torchax_serve.engine.factory import build_engine
-from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.request import EngineRequest
 from torchax_serve.parity.tiny.config import tiny_config
 from torchax_serve.parity.tiny.models import random_model
 
@@ -68,7 +68,7 @@ def test_generate_has_the_tokens_of_a_cache_that_grows(model_type, options):
         found = served.generate(source, attention_mask=torch.ones_like(source), **{"max_new_tokens": NEW, **options})
         assert torch.equal(found, alone(model_type, source, **options))
     has_cache = model_type in ON_ENGINE
-    assert served._jax_runtime.caches.can_make == has_cache
+    assert served._jax_runtime.caches.is_supported == has_cache
     assert served._jax_runtime.steps.num_traces["decode"] == (1 if has_cache and "num_beams" not in options else 0)
 
 
@@ -111,7 +111,7 @@ def test_answers_are_computed_anew_after_they_made_room(model_type):
             hidden = eager(model_type).get_encoder()(source, attention_mask=torch.ones_like(source))[0]
         config = GenerationConfig(max_new_tokens=long)
         known = {"vocab_size": runtime.limits.vocab_size, "seed": 0, "encoded": hidden.numpy()}
-        requests.append(RowRequest.of([start], config, **known))
+        requests.append(EngineRequest.of([start], config, **known))
     try:
         tickets = [engine.submit(request) for request in requests]
         wanted = [alone(model_type, source, max_new_tokens=long)[0, 1:].tolist() for source in sources()]

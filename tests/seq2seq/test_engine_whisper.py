@@ -15,8 +15,8 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 from torchax_serve import EngineOptions, InvalidArgumentError, UnsupportedModelError, serve, to_jax
 from torchax_serve.engine.factory import build_engine
-from torchax_serve.engine.request import RowRequest
-from torchax_serve.runtime.model_generate import take_suppression
+from torchax_serve.engine.request import EngineRequest
+from torchax_serve.runtime.model_generate import absorb_suppression
 
 LONG = 56
 NEW, SOURCE_LEN = 12, 40
@@ -159,7 +159,7 @@ def encoded():
 
 def request(output):
     generation = transformers.GenerationConfig(max_new_tokens=LONG, eos_token_id=None)
-    return RowRequest.of([1, 50, 52, 54], generation, None, vocab_size=VOCAB_SIZE, seed=0, encoded=output[None])
+    return EngineRequest.of([1, 50, 52, 54], generation, None, vocab_size=VOCAB_SIZE, seed=0, encoded=output[None])
 
 
 def alone():
@@ -219,7 +219,7 @@ def test_bad_input(served):
         served.engine.submit(request(output[:30]))
     with pytest.raises(InvalidArgumentError, match="got 2 token ids; call transcribe"):
         config = transformers.GenerationConfig(max_new_tokens=2)
-        served.engine.submit(RowRequest.of([1], config, vocab_size=VOCAB_SIZE, seed=0, source_ids=[3, 4]))
+        served.engine.submit(EngineRequest.of([1], config, vocab_size=VOCAB_SIZE, seed=0, source_ids=[3, 4]))
     with pytest.raises(InvalidArgumentError, match="max_source_len: expected None for a model whose encoder hears"):
         build_engine(served.torch_model._jax_runtime, EngineOptions(max_source_len=30))
     with pytest.raises(InvalidArgumentError, match="max_len: expected at most 64"):
@@ -230,7 +230,7 @@ def test_bad_input(served):
 def test_processors_that_options_have_words_for_become_options():
     other = transformers.TopKLogitsWarper(5)
     config = transformers.GenerationConfig()
-    assert take_suppression(config, [SuppressTokensLogitsProcessor([3, 4]), other], 4) == [other]
+    assert absorb_suppression(config, [SuppressTokensLogitsProcessor([3, 4]), other], 4) == [other]
     assert config.suppress_tokens == [3, 4]
     second = SuppressTokensLogitsProcessor([8])
-    assert take_suppression(config, [second], 4) == [second]  # the option says something else already
+    assert absorb_suppression(config, [second], 4) == [second]  # the option says something else already

@@ -22,11 +22,11 @@ from model_adapters.loading import load_model
 from model_adapters.loading.model_class import module_of
 from torchax_serve import EngineOptions, serve
 from torchax_serve.distributed.mesh import mesh_for
-from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.packed_factory import page_shapes
-from torchax_serve.kv_cache.pools import CachePlan, PagedCache, Pages
+from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, PoolAllocator
 from torchax_serve.planning.plan import PlanRequest, make_plan
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler import CacheGroup
 
 SIZES = {"hidden_size": 32, "intermediate_size": 66, "num_hidden_layers": 2, "vocab_size": 61}
@@ -120,7 +120,7 @@ def tokens(family, meshes, kv_cache_dtype=None):
         with serve(model_of(family), engine=options, mesh=shape_of(mesh)) as served:
             got = tokens_of(served)
             assert got == wanted, f"{family} {mesh}: {got} is not {wanted}"
-            rows = [RowRequest.of(*row, vocab_size=61, seed=7) for row in zip(PROMPTS, DECODING, strict=True)]
+            rows = [EngineRequest.of(*row, vocab_size=61, seed=7) for row in zip(PROMPTS, DECODING, strict=True)]
             assert [ticket.result() for ticket in served.engine.submit_all(rows)] == wanted
             print("same tokens", family, mesh, served.engine.description)
 
@@ -176,7 +176,7 @@ def long_prompt(family, degree):
         with serve(model_of("long"), engine=options, mesh=mesh) as served:
             answers.append(list(served.iter_tokens(ids, DECODING[0])))
             if mesh is not None:
-                print(served._runtimes[0].program.sharding.tokens_from)
+                print(served._runtimes[0].program.sharding.min_tokens_to_shard)
     assert answers[0] == answers[1], answers
     assert len(set(answers[0])) > 2, answers
 
@@ -193,11 +193,13 @@ def memory(family, degree):
     """The plan's bytes beside those of the same steps with real arguments."""
     report = make_plan(module_on_meta(family), family, PlanRequest(topology=f"cpu:{degree}", **PLAN))
     loaded = load_model(model_of(family), mesh=mesh_for(None, int(degree)))
-    runtime = Runtime(loaded.module, loaded.weights, sharding=loaded.sharding)
+    runtime = ModelRuntime(loaded.module, loaded.weights, sharding=loaded.sharding)
     num_pages = 4 * 4 + 1
     groups = tuple(CacheGroup(str(w), w, num_pages) for w in dict.fromkeys(s.window for s in page_shapes(runtime)))
     assert [group.window for group in groups] == [None]
-    cache = PagedCache(CachePlan(page_shapes(runtime), groups, 16, 64), Pages(loaded.sharding.pool_sharding))
+    cache = PagedCache(
+        CacheAllocation(page_shapes(runtime), groups, 16, 64), PoolAllocator(loaded.sharding.pool_sharding)
+    )
     everywhere = loaded.sharding.replicated()
     for program, num_tokens, is_decode in zip(report.programs, (4, 32), (True, False), strict=True):
 

@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     from torchax_serve.bench.compare import bench
     from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth
     from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, Timing
-    from torchax_serve.bench.settings import Settings
+    from torchax_serve.bench.settings import BenchSettings
 
 __all__ = [
     "Bandwidth",
     "BenchReport",
+    "BenchSettings",
     "Case",
     "Machine",
     "Measurement",
     "ModelFacts",
-    "Settings",
     "Timing",
     "bench",
     "measure_bandwidth",
@@ -39,7 +39,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # The command line checks `Settings` before torch and jax are imported.
+    # The command line checks `BenchSettings` before torch and jax are imported.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -14,16 +14,16 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel, load_model, require_causal_lm
-from model_adapters.loading.compress_weights import lay_out_weights
+from model_adapters.loading.compress_weights import prepare_weights
 from model_adapters.program.position_limits import max_positions
 from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth, num_cores
 from torchax_serve.bench.memory_traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
 from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, same_part
-from torchax_serve.bench.settings import Settings
+from torchax_serve.bench.settings import BenchSettings
 from torchax_serve.bench.timed_model import Call, Engine, JaxMemory, TorchMemory
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.runtime.eager import EagerTwin
+from torchax_serve.runtime.eager import EagerReference
 
 Note = Callable[[str], None]
 OURS = "torchax-serve"
@@ -31,7 +31,7 @@ OURS = "torchax-serve"
 
 def bench(
     model: str | os.PathLike[str] | PreTrainedModel | None = None,
-    settings: Settings | None = None,
+    settings: BenchSettings | None = None,
     *,
     dtype: str = "auto",
     random_weights: bool = False,
@@ -58,7 +58,7 @@ def bench(
         UnsupportedModelError: not a causal language model.
         TorchaxServeError: whatever loading has to say.
     """
-    settings, say = settings or Settings(), note or _silent
+    settings, say = settings or BenchSettings(), note or _silent
     has_compile_cache = enable_compile_cache() is not None
     say("measuring the bandwidth of memory")
     machine = Machine.here()
@@ -86,7 +86,7 @@ def _silent(text: str) -> None:
     """Tells nobody."""
 
 
-def _check_positions(loaded: LoadedModel, settings: Settings) -> None:
+def _check_positions(loaded: LoadedModel, settings: BenchSettings) -> None:
     limit = max_positions(loaded.config.get_text_config())
     wanted = settings.prompt_len + settings.new_tokens
     if limit is not None and wanted > limit:
@@ -113,25 +113,25 @@ def _facts(loaded: LoadedModel, *, random_weights: bool) -> ModelFacts:
 class _Run:
     """One model, loaded, and whoever it is compared with."""
 
-    def __init__(self, loaded: LoadedModel, settings: Settings, say: Note, *, has_compile_cache: bool) -> None:
+    def __init__(self, loaded: LoadedModel, settings: BenchSettings, say: Note, *, has_compile_cache: bool) -> None:
         self._loaded, self._settings, self._say = loaded, settings, say
-        self._twin: EagerTwin | None = None
+        self._twin: EagerReference | None = None
         self.peer: Engine | None = None
         if settings.against == "hf":
-            self._twin = EagerTwin(loaded)
+            self._twin = EagerReference(loaded)
             self.peer = _hf(self._twin.module)
         self._weights = {"hf": dict(loaded.weights) if self._twin is not None else {}, OURS: loaded.weights}
-        lay_out_weights(loaded)
+        prepare_weights(loaded)
         self._served = ServedModel(loaded)
         runtime: Any = self._served.torch_model._jax_runtime
-        self._has_cache = runtime.caches.can_make
+        self._has_cache = runtime.caches.is_supported
         self.ours = Engine(
             OURS, "this project", self._served.torch_model, JaxMemory(), has_compile_cache=has_compile_cache
         )
         self._layers: tuple[CacheLayer, ...] | None = None
 
     def check_untouched(self) -> None:
-        """See `EagerTwin.check_untouched`."""
+        """See `EagerReference.check_untouched`."""
         if self._twin is not None:
             self._twin.check_untouched()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from model_adapters.bridge.views import tensors_of
+from model_adapters.bridge.views import named_tensors
 from model_adapters.ops.compressed_weight import Weights
 
 
@@ -74,7 +74,7 @@ def weight_bytes_per_step(module: PreTrainedModel, weights: Weights, batch: int)
 def _by_use(module: PreTrainedModel) -> tuple[set[str], set[str]]:
     """Names of the tensors that are tables of rows, and of all the others."""
     tables = {f"{path}.weight" for path, child in module.named_modules() if isinstance(child, torch.nn.Embedding)}
-    return tables, set(tensors_of(module)) - tables
+    return tables, set(named_tensors(module)) - tables
 
 
 def _part_of_experts(config: Any, batch: int) -> float:

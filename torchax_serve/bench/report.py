@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 from torchax_serve.bench.machine import Bandwidth, Machine
-from torchax_serve.bench.settings import Settings
+from torchax_serve.bench.settings import BenchSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ class BenchReport:
 
     command: str
     machine: Machine
-    settings: Settings
+    settings: BenchSettings
     peer: str | None  # what the peer is, in words
     model: ModelFacts
     bandwidth: Bandwidth

@@ -10,7 +10,7 @@ PEERS = ("hf",)
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """A grid of one measurement per batch size; checked when made.
 
     Attributes:

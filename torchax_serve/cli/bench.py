@@ -17,7 +17,7 @@ from torchax_serve.cli.shared.tables import console
 from torchax_serve.cli.shared.terminal import note
 
 if TYPE_CHECKING:
-    from torchax_serve.bench import Settings
+    from torchax_serve.bench import BenchSettings
 
 _DEFAULT_BATCHES = (1, 8)
 
@@ -45,15 +45,15 @@ class MeasureOptions:
     def __post_init__(self) -> None:
         self.settings()
 
-    def settings(self) -> Settings:
+    def settings(self) -> BenchSettings:
         """What they stand for.
 
         Raises:
             InvalidArgumentError: a number that cannot be, or a peer that nobody knows.
         """
-        from torchax_serve.bench import Settings
+        from torchax_serve.bench import BenchSettings
 
-        return Settings(
+        return BenchSettings(
             tuple(self.batch or _DEFAULT_BATCHES), self.prompt_len, self.new_tokens, self.repeats, self.against
         )
 

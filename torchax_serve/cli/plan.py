@@ -147,10 +147,10 @@ def _plan(
     use_kept: bool,
 ) -> Callable[[], None]:
     from torchax_serve.planning.plan import PlanRequest
-    from torchax_serve.planning.plan_cache import kept_plan
+    from torchax_serve.planning.plan_cache import cached_plan
     from torchax_serve.planning.report import print_plan
 
-    report, was_kept = kept_plan(module, name, PlanRequest(**options), save=save, use_kept=use_kept, note=note)
+    report, was_kept = cached_plan(module, name, PlanRequest(**options), save=save, use_kept=use_kept, note=note)
     if as_json:
         return lambda: print(json.dumps(report.to_json() | {"from_cache": was_kept}, indent=1))
     return lambda: print_plan(report, was_kept=was_kept)

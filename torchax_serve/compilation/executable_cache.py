@@ -42,10 +42,10 @@ from model_adapters.program.trace_context import programs_run, torch_promotion
 from torchax_serve.compilation import gc_pause, jax_cache
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.compilation.compile_lock import CompileLock
-from torchax_serve.compilation.launchers import MeshProgram, on_mesh
+from torchax_serve.compilation.launchers import MeshExecutable, on_mesh
 
 if TYPE_CHECKING:
-    from torchax_serve.distributed.hosts.leader import Mirror
+    from torchax_serve.distributed.hosts.leader import Leader
 
 logger = logging.getLogger("torchax_serve")
 
@@ -89,7 +89,7 @@ class _Signature:
         return cls(tree, kinds, spec, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
 
 
-class ProgramCache:
+class ExecutableCache:
     """Where the programs of one model are kept; `folder` None keeps them in memory alone.
 
     With a `mesh` the programs run on all its devices, and what goes in and out lies where the caller has it; they are
@@ -103,12 +103,12 @@ class ProgramCache:
         folder: Path | None = None,
         identity: str | None = None,
         mesh: jax.sharding.Mesh | None = None,
-        mirror: Mirror | None = None,
+        mirror: Leader | None = None,
     ) -> None:
         self.folder = folder if identity is not None and mesh is None else None
         self._files = None if self.folder is None else SealedFolder(self.folder)
         self.mesh, self.mirror = mesh, mirror
-        self.functions: weakref.WeakValueDictionary[str, KeptFunction] = weakref.WeakValueDictionary()
+        self.functions: weakref.WeakValueDictionary[str, CachedFunction] = weakref.WeakValueDictionary()
         self.identity = identity
         self.num_traces: collections.Counter[str] = collections.Counter()
         self.num_loaded = 0
@@ -185,7 +185,7 @@ class ProgramCache:
             writer.join()
 
 
-class KeptFunction:
+class CachedFunction:
     """A pure function ``f(weights, *args, spec)`` that is compiled once for each kind of arguments, ever.
 
     Args:
@@ -200,7 +200,7 @@ class KeptFunction:
 
     def __init__(
         self,
-        cache: ProgramCache,
+        cache: ExecutableCache,
         name: str,
         function: Callable[..., Any],
         *,
@@ -264,7 +264,7 @@ class KeptFunction:
                 weights, args, signature.spec, name=None if path is None else path.name.replace("-", "_")
             )
         if mesh is not None:
-            program = MeshProgram(program, mesh)
+            program = MeshExecutable(program, mesh)
         # XLA's CPU client cannot serialize a program that it has itself deserialized: functions are lost.
         if path is not None and not hits:
             self._cache.write(path, program, self.facts())

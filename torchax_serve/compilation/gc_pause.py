@@ -10,7 +10,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-NUM_YOUNG = 20_000
+YOUNG_THRESHOLD = 20_000
 """Objects made and not let go with which young ones are collected, in a process that serves; Python itself takes 700.
 
 A dispatch for 256 requests makes some 1,500 that are gone with the next one. Walking them takes half a millisecond.
@@ -45,14 +45,14 @@ def paused_for_imports() -> Iterator[None]:
                 gc.unfreeze()  # into the oldest generation
 
 
-def set_aside() -> None:
+def freeze_for_serving() -> None:
     """Collects, and never again walks what is alive then: for a process that serves until it ends.
 
     A full collection comes whenever a quarter more objects are alive, and holds every request up meanwhile; one of the
-    young ones would come once or twice a dispatch, and comes with `NUM_YOUNG` of them from then on.
+    young ones would come once or twice a dispatch, and comes with `YOUNG_THRESHOLD` of them from then on.
     """
     gc.collect()
     gc.freeze()
     young, *older = gc.get_threshold()
     if young:  # 0: the caller has switched collections off
-        gc.set_threshold(max(young, NUM_YOUNG), *older)
+        gc.set_threshold(max(young, YOUNG_THRESHOLD), *older)

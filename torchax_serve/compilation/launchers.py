@@ -10,7 +10,7 @@ import jax
 
 # CPU devices of one process share its threads: two programs that exchange, under way at once, can each hold threads
 # that the exchange of the other waits for, and neither ends.
-ONE_ON_CPUS = threading.Lock()
+CPU_COLLECTIVE_LOCK = threading.Lock()
 
 
 def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -28,7 +28,7 @@ def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshProgram:
+class MeshExecutable:
     """A program on many devices for a caller who knows of one.
 
     Arguments that lie elsewhere go to all devices. What all devices have alike comes out on the default device; what is
@@ -42,7 +42,7 @@ class MeshProgram:
         """Runs the program; on CPU devices one after the other, whoever calls."""
         if self.mesh.devices.flat[0].platform != "cpu":
             return jax.tree.map(self._first, self.program(weights, *on_mesh(args, self.mesh)))
-        with ONE_ON_CPUS:
+        with CPU_COLLECTIVE_LOCK:
             out = self.program(weights, *jax.block_until_ready(on_mesh(args, self.mesh)))
             return jax.block_until_ready(jax.tree.map(self._first, out))
 

@@ -192,7 +192,7 @@ def _packed(case: Case, dtype: str) -> Case:
     if weight is None:
         return case
 
-    def call(x: jax.Array, held: compressed_weight.PackedWeight) -> jax.Array:
+    def call(x: jax.Array, held: compressed_weight.CompressedWeight) -> jax.Array:
         with compressed_weight.in_place({"weight": held}) as unpacked:
             return ops.linear(x, unpacked["weight"])
 

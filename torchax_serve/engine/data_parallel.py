@@ -12,22 +12,22 @@ from transformers import PreTrainedModel
 
 from model_adapters.ops.compressed_weight import Weight, unpacked
 from model_adapters.sharding.model_sharding import ModelSharding
-from torchax_serve.compilation.executable_cache import ProgramCache
+from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.request_handle import Ticket, cancelled_on_error
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.engine.request import EngineRequest
+from torchax_serve.engine.request_handle import RequestHandle, cancel_on_error
+from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler import SchedulerStats
 
 if TYPE_CHECKING:
-    from torchax_serve.distributed.hosts.leader import Mirror
+    from torchax_serve.distributed.hosts.leader import Leader
 
 
-def runtimes_of(
-    module: PreTrainedModel, weights: dict[str, Weight], sharding: ModelSharding, mirror: Mirror | None = None
-) -> list[Runtime]:
+def split_runtimes(
+    module: PreTrainedModel, weights: dict[str, Weight], sharding: ModelSharding, mirror: Leader | None = None
+) -> list[ModelRuntime]:
     """The model once for each place on the axis ``data``, over the arrays that are there: nothing is copied.
 
     Args:
@@ -43,8 +43,8 @@ def runtimes_of(
             if id(array) not in shared:
                 shared[id(array)] = _part(unpacked(array), replica.sharding_of(name))
         here = {name: shared[id(array)] for name, array in weights.items()}
-        programs = ProgramCache(mesh=replica.mesh, mirror=mirror)
-        runtimes.append(Runtime(module, here, programs, replica))
+        programs = ExecutableCache(mesh=replica.mesh, mirror=mirror)
+        runtimes.append(ModelRuntime(module, here, programs, replica))
     return runtimes
 
 
@@ -55,7 +55,7 @@ def _part(array: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, sharding, there)
 
 
-class Replicas:
+class DataParallelEngines:
     """The engines, for callers who want one. A request goes to the engine with the fewest, and stays there.
 
     Args:
@@ -63,7 +63,7 @@ class Replicas:
         options: of each engine; slots are shared out among them.
     """
 
-    def __init__(self, runtimes: Sequence[Runtime], options: EngineOptions | None = None) -> None:
+    def __init__(self, runtimes: Sequence[ModelRuntime], options: EngineOptions | None = None) -> None:
         self.engines: list[Engine] = []
         try:
             for index, runtime in enumerate(runtimes):
@@ -80,26 +80,26 @@ class Replicas:
         """How many, and what each is."""
         return f"{len(self.engines)} replicas, each: {self.engines[0].description}"
 
-    def submit(self, request: RowRequest) -> Ticket:
+    def submit(self, request: EngineRequest) -> RequestHandle:
         """As `Engine.submit`."""
         return self.submit_all([request])[0]
 
-    def submit_all(self, requests: Sequence[RowRequest]) -> list[Ticket]:
+    def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
         """As `Engine.submit_all`; those of one engine enter together."""
         by_engine: dict[int, list[int]] = {}
-        tickets: dict[int, Ticket] = {}
+        tickets: dict[int, RequestHandle] = {}
         with self._lock:
             loads = [self._load(index) for index in range(len(self.engines))]
             for row, request in enumerate(requests):
-                index = self._engine_of(request, loads)
+                index = self._choose_engine(request, loads)
                 loads[index] += 1
                 by_engine.setdefault(index, []).append(row)
-            with cancelled_on_error(tickets.values()):
+            with cancel_on_error(tickets.values()):
                 for index, rows in by_engine.items():
                     tickets |= zip(rows, self.engines[index].submit_all([requests[row] for row in rows]), strict=True)
         return [tickets[row] for row in range(len(requests))]
 
-    def _engine_of(self, request: RowRequest, loads: Sequence[int]) -> int:
+    def _choose_engine(self, request: EngineRequest, loads: Sequence[int]) -> int:
         number = len(self.engines)
         if isinstance(request.fork_of, int):  # shares the pages of its parent
             return request.fork_of % number

@@ -7,44 +7,44 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchax_serve.engine.model_runner import Flight
+from torchax_serve.engine.model_runner import InFlightStep
 
-LEAD = 0.25
+REFILL_FRACTION = 0.25
 """Part of a dispatch of several steps that is still to come when the next one is sent. Requests that come earlier go
 first."""
 
 
-class InFlight(NamedTuple):
+class QueuedStep(NamedTuple):
     """A plan on the device."""
 
-    flight: Flight
+    flight: InFlightStep
     sent_s: float
     expected_s: float  # that the device should take, by plans before it; 0 where that is not known
     has_compiled: bool
 
 
-class Flights:
+class DispatchQueue:
     """A queue of them; times are those of `time.monotonic`."""
 
     def __init__(self) -> None:
-        self._queue: collections.deque[InFlight] = collections.deque()
+        self._queue: collections.deque[QueuedStep] = collections.deque()
         self._landed_s = 0.0
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def __iter__(self) -> Iterator[Flight]:
+    def __iter__(self) -> Iterator[InFlightStep]:
         return (each.flight for each in self._queue)
 
-    def send(self, flight: Flight, expected_s: float, has_compiled: bool) -> None:
+    def send(self, flight: InFlightStep, expected_s: float, has_compiled: bool) -> None:
         """Notes that a plan has been sent."""
-        self._queue.append(InFlight(flight, time.monotonic(), expected_s, has_compiled))
+        self._queue.append(QueuedStep(flight, time.monotonic(), expected_s, has_compiled))
 
-    def take(self) -> InFlight:
+    def take(self) -> QueuedStep:
         """The oldest, which is waited for next."""
         return self._queue.popleft()
 
-    def landed(self, oldest: InFlight, now: float) -> float | None:
+    def landed(self, oldest: QueuedStep, now: float) -> float | None:
         """Notes that what `take` gave has landed; seconds the device was busy with it, None if that says nothing."""
         busy_since, self._landed_s = max(oldest.sent_s, self._landed_s), now
         return None if oldest.has_compiled else now - busy_since
@@ -62,5 +62,5 @@ class Flights:
         if not self._queue or not self._queue[-1].expected_s:
             return 0.0
         busy_since = max(self._queue[0].sent_s, self._landed_s)
-        expected_s = sum(each.expected_s for each in self._queue) - LEAD * self._queue[-1].expected_s
+        expected_s = sum(each.expected_s for each in self._queue) - REFILL_FRACTION * self._queue[-1].expected_s
         return busy_since + expected_s - time.monotonic()

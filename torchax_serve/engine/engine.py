@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from model_adapters.errors import QueueFullError, TorchaxServeError
 from model_adapters.program.trace_context import programs_run
-from torchax_serve.engine.dispatch_queue import Flights
-from torchax_serve.engine.model_runner import Flight, ModelRunner
-from torchax_serve.engine.output_processor import Deliveries, describe
-from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.request_handle import NewTokens, Ticket
-from torchax_serve.scheduler import FinishReason, Outcome, RequestId, Scheduler, SchedulerStats, StepPlan
+from torchax_serve.engine.dispatch_queue import DispatchQueue
+from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
+from torchax_serve.engine.output_processor import OutputProcessor, describe
+from torchax_serve.engine.request import EngineRequest
+from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
+from torchax_serve.scheduler import FinishReason, RequestId, RowResult, Scheduler, SchedulerStats, StepPlan
 from torchax_serve.validation.owner_process import OwnerProcess
 
 logger = logging.getLogger("torchax_serve")
@@ -82,8 +82,8 @@ class Engine:
         self._num_entering = 0  # requests in commands
         self._process = OwnerProcess()
         self._scheduler, self._runner = scheduler, runner
-        self._deliveries = Deliveries(runner)
-        self._flights = Flights()
+        self._deliveries = OutputProcessor(runner)
+        self._flights = DispatchQueue()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
         self._ids: Iterator[RequestId] = itertools.count() if ids is None else ids
@@ -97,7 +97,7 @@ class Engine:
         # A thread that is inside XLA while the interpreter is taken down brings the process down with it.
         atexit.register(self.close, "the process ends")
 
-    def submit(self, request: RowRequest) -> Ticket:
+    def submit(self, request: EngineRequest) -> RequestHandle:
         """Takes a request; its tokens come through the ticket.
 
         Raises:
@@ -107,7 +107,7 @@ class Engine:
         """
         return self.submit_all([request])[0]
 
-    def submit_all(self, requests: Sequence[RowRequest]) -> list[Ticket]:
+    def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
         """Takes requests that enter together, between the same two steps; all of them or, with an error, none.
 
         Raises:
@@ -142,10 +142,10 @@ class Engine:
                 f"beside {num_open}; ask again later, or raise EngineOptions(max_num_waiting=...)"
             )
 
-    def _entry(self, request: RowRequest) -> tuple[Callable[[], None], Ticket]:
+    def _entry(self, request: EngineRequest) -> tuple[Callable[[], None], RequestHandle]:
         """What takes a request in, to be called by the engine's thread, and its ticket."""
         request_id = next(self._ids)
-        ticket = Ticket(request_id, len(request.prompt_ids), lambda reason: self._cancel(request_id, reason))
+        ticket = RequestHandle(request_id, len(request.prompt_ids), lambda reason: self._cancel(request_id, reason))
         request = request.within(self._scheduler.config.max_len)
         scheduled = request.to_scheduler(request_id, time.monotonic())
         self._scheduler.config.check_prompt(f"request {request_id}", ticket.prompt_len)
@@ -162,7 +162,7 @@ class Engine:
                 # A parent that has ended has left its prompt in the prefix cache.
                 self._scheduler.add(scheduled if parent else dataclasses.replace(scheduled, fork_of=None))
             except Exception as error:  # its reader's, not the engine's
-                ticket.put(NewTokens((), finish_reason="error", error=describe(error)))
+                ticket.put(RequestOutput((), finish_reason="error", error=describe(error)))
             else:
                 self._deliveries.add(request_id, request, ticket)
 
@@ -186,7 +186,7 @@ class Engine:
     def _cancel(self, request_id: RequestId, reason: FinishReason) -> None:
         def end() -> None:
             if self._scheduler.abort(request_id, reason):
-                self._deliveries.deliver([Outcome(request_id, None, (), reason)])
+                self._deliveries.deliver([RowResult(request_id, None, (), reason)])
 
         self._command(end)
 
@@ -273,7 +273,7 @@ class Engine:
         Readers are woken here: they run while the engine rests.
         """
         began = time.monotonic()
-        self._deliveries.wake_readers()
+        self._deliveries.notify_async_readers()
         with self._wake:
             while not (self._closed or self._commands or len(self._scheduler) or self._flights):
                 self._wake.wait()
@@ -303,9 +303,9 @@ class Engine:
         plan = self._scheduler.schedule(began)
         if plan is not None:
             self._execute(plan)
-        self._deliveries.deliver(self._scheduler.take_ended())
+        self._deliveries.deliver(self._scheduler.pop_finished())
         if len(self._flights) >= MAX_IN_FLIGHT or (plan is None and self._flights):
-            self._deliveries.wake_readers()  # of what has ended: the device may compute for a while
+            self._deliveries.notify_async_readers()  # of what has ended: the device may compute for a while
             self._land()
         for request_id in self._deliveries.take_failed():
             self._scheduler.abort(request_id, "error")
@@ -331,7 +331,7 @@ class Engine:
         expected_s = self._scheduler.expected_s(plan) if plan.num_steps > 1 else 0.0
         self._flights.send(flight, expected_s, has_compiled=self._runner.num_programs > num_programs)
 
-    def _end_failed(self, plan: StepPlan, flight: Flight) -> None:
+    def _end_failed(self, plan: StepPlan, flight: InFlightStep) -> None:
         """Ends the requests of a plan that failed by themselves; what is computed for them is not looked at."""
         if not flight.failures:
             return
@@ -339,7 +339,7 @@ class Engine:
             error = flight.failures.get(row.slot)
             if error is not None and self._scheduler.abort(row.request_id, "error"):
                 message = f"it could not be prepared ({describe(error)})"
-                self._deliveries.deliver([Outcome(row.request_id, None, (), "error")], error=message)
+                self._deliveries.deliver([RowResult(row.request_id, None, (), "error")], error=message)
 
     def _land(self) -> None:
         oldest = self._flights.take()
@@ -352,7 +352,7 @@ class Engine:
         now = time.monotonic()
         self._wait_s += now - waits_from
         duration_s = self._flights.landed(oldest, now)
-        self._deliveries.note_prompts(flight)
+        self._deliveries.record_prompt_logprobs(flight)
         self._num_steps += flight.plan.num_steps
         num_before = self._scheduler.num_new_tokens
         outcomes = self._scheduler.commit(flight.plan, tokens, now, duration_s)
@@ -371,7 +371,7 @@ class Engine:
             for request_id in self._deliveries.open_ids():
                 state = self._scheduler.find(request_id)
                 if state is not None and state.slot is not None and self._scheduler.abort(request_id, "error"):
-                    outcomes.append(Outcome(request_id, None, (), "error"))
+                    outcomes.append(RowResult(request_id, None, (), "error"))
             self._runner.reset()
             self._scheduler.forget_prefixes()
         self._deliveries.deliver(outcomes, error=message)
@@ -385,7 +385,7 @@ class Engine:
         open_ids = self._deliveries.open_ids()
         for request_id in open_ids:
             self._scheduler.abort(request_id, "error")
-        ended = [Outcome(request_id, None, (), "error") for request_id in open_ids]
+        ended = [RowResult(request_id, None, (), "error") for request_id in open_ids]
         self._deliveries.deliver(ended, error=f"the engine was closed ({self._closed})")
-        self._deliveries.wake_readers()
+        self._deliveries.notify_async_readers()
         self._flights.clear()

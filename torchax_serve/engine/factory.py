@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 from model_adapters.caches.paged_cache import NotPackableError
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.linear import why_not_invariant
+from model_adapters.ops.linear import not_invariant_reason
 from torchax_serve.buckets import token_rungs
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.model_runner import ModelRunner
 from torchax_serve.engine.options import MAX_ANSWER_LEN, MAX_DISPATCH_S, MAX_LEN, MAX_SOURCE_LEN, EngineOptions
-from torchax_serve.executors.packed_factory import packed_road
-from torchax_serve.executors.per_sequence_factory import gathered_road
+from torchax_serve.executors.packed_factory import packed_executor
+from torchax_serve.executors.per_sequence_factory import per_sequence_executor
 from torchax_serve.kv_cache.memory import Sizes
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling.sampler import tables_bytes
 from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("torchax_serve")
 
 
 def build_engine(
-    runtime: Runtime, options: EngineOptions | None = None, ids: Iterator[RequestId] | None = None
+    runtime: ModelRuntime, options: EngineOptions | None = None, ids: Iterator[RequestId] | None = None
 ) -> Engine:
     """An engine for the model of `runtime`; its thread runs until it is closed. `ids` are those of its requests.
 
@@ -45,11 +45,11 @@ def build_engine(
         kv_cache_dtype=options.kv_cache_dtype,
         tables_bytes=tables_bytes(options.num_slots, runtime.limits.vocab_size),
         max_source_len=_max_source_len(runtime, options),
-        may_shorten_sources=options.max_source_len is None,
+        encoder_len_is_default=options.max_source_len is None,
         source_len=None if runtime.encoder is None else runtime.encoder.length_heard,
     )
     try:
-        road = packed_road(runtime, sizes)
+        road = packed_executor(runtime, sizes)
     except NotPackableError as reason:
         _check_invariance(options, str(reason))
         if options.kv_cache_dtype is not None:
@@ -57,8 +57,8 @@ def build_engine(
                 f"kv_cache_dtype: expected None for a model that cannot be packed, got {options.kv_cache_dtype!r} "
                 f"({reason}); leave it out"
             ) from reason
-        road = gathered_road(runtime, sizes, str(reason))
-    _check_invariance(options, why_not_invariant())
+        road = per_sequence_executor(runtime, sizes, str(reason))
+    _check_invariance(options, not_invariant_reason())
     if road.num_slots is not None:
         sizes = dataclasses.replace(sizes, num_slots=road.num_slots)
     is_packed = road.why_not_packed is None
@@ -70,7 +70,7 @@ def build_engine(
         token_budget=sizes.token_budget,
         prefix_caching=options.prefix_caching and road.can_share_prefixes,
         max_num_steps=options.max_num_steps if is_packed else 1,
-        max_dispatch_s=MAX_DISPATCH_S,
+        max_fused_decode_s=MAX_DISPATCH_S,
         chunk_sizes=road.chunk_sizes,
         packed=is_packed,
         max_decode_slowdown=options.max_decode_slowdown,
@@ -91,7 +91,7 @@ def _check_invariance(options: EngineOptions, why_not: str | None) -> None:
         )
 
 
-def _max_source_len(runtime: Runtime, options: EngineOptions) -> int:
+def _max_source_len(runtime: ModelRuntime, options: EngineOptions) -> int:
     asked, encoder = options.max_source_len, runtime.encoder
     if encoder is None:
         if asked is not None:
@@ -118,7 +118,7 @@ def _max_source_len(runtime: Runtime, options: EngineOptions) -> int:
     return asked
 
 
-def _max_len(runtime: Runtime, options: EngineOptions) -> int:
+def _max_len(runtime: ModelRuntime, options: EngineOptions) -> int:
     limits = runtime.limits
     limit = limits.max_positions or getattr(runtime.text_config, "max_target_positions", None)
     if options.max_len is None:

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.engine.request import RowRequest
+from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import TokenLogprobs
-from torchax_serve.executors.packed import PackedModel
-from torchax_serve.executors.per_sequence import GatheredModel
+from torchax_serve.executors.packed import PackedExecutor
+from torchax_serve.executors.per_sequence import PerSequenceExecutor
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs, Sampled
@@ -22,7 +22,7 @@ from torchax_serve.scheduler import PlanRow, StepPlan
 
 
 @dataclasses.dataclass
-class Flight:
+class InFlightStep:
     """A plan on the device, and what it leaves there to be read."""
 
     plan: StepPlan
@@ -44,10 +44,10 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: PackedModel | GatheredModel, cache: PagedCache, *, num_slots: int, vocab_size: int
+        self, model: PackedExecutor | PerSequenceExecutor, cache: PagedCache, *, num_slots: int, vocab_size: int
     ) -> None:
         self._model, self._cache = model, cache
-        self._sources = model.sources if isinstance(model, GatheredModel) else None
+        self._sources = model.sources if isinstance(model, PerSequenceExecutor) else None
         self._sampler = Sampler(num_slots, vocab_size)
 
     def reset(self) -> None:
@@ -70,7 +70,7 @@ class ModelRunner:
         """Tokens that a request may give an encoder; None where the model has none."""
         return None if self._sources is None else self._sources.max_len
 
-    def check(self, name: str, request: RowRequest) -> None:
+    def check(self, name: str, request: EngineRequest) -> None:
         """Raises InvalidArgumentError, naming `name`, where `request` does not fit what the model has."""
         if self._sources is not None:
             self._sources.check(name, request.source)
@@ -84,13 +84,13 @@ class ModelRunner:
             if logits.shape not in seen:
                 seen.add(logits.shape)
                 self._sampler.warm_up(logits)
-        if isinstance(self._model, PackedModel):
-            for state in self._model.warm_up_decode(self._sampler.at_rest):
+        if isinstance(self._model, PackedExecutor):
+            for state in self._model.warm_up_decode(self._sampler.idle_options):
                 self._sampler.take(state)
 
     def execute(
-        self, plan: StepPlan, requests: Mapping[int, RowRequest], outputs: Mapping[int, Sequence[int]]
-    ) -> Flight:
+        self, plan: StepPlan, requests: Mapping[int, EngineRequest], outputs: Mapping[int, Sequence[int]]
+    ) -> InFlightStep:
         """Sends a plan to the device.
 
         Args:
@@ -104,7 +104,7 @@ class ModelRunner:
             self._sampler.set(slot, requests[slot].row, requests[slot].prompt_ids, outputs[slot])
             if self._sources is not None:
                 self._sources.take(slot, requests[slot].source)
-        flight = Flight(plan)
+        flight = InFlightStep(plan)
         if not plan.prefill_rows and self._decode(flight):
             return flight
         tops = [requests[row.slot].params.prompt_logprobs for row in plan.prefill_rows]
@@ -114,27 +114,27 @@ class ModelRunner:
                 plan.rows, plan.page_tables, self._sampler.last_tokens, ahead=ahead, all_logits=asked is not None
             )
             if asked is not None:
-                logits = self._of_prompt(flight, requests, logits, asked)
+                logits = self._prompt_logprobs(flight, requests, logits, asked)
             flight.sampled.append(self._sampler.choose(plan.rows, logits, ahead))
         flight.failures = self._sampler.take_failures()
         return flight
 
-    def _decode(self, flight: Flight) -> bool:
+    def _decode(self, flight: InFlightStep) -> bool:
         """Sends all steps of a plan that only decodes in one dispatch; False if that cannot be."""
         plan = flight.plan
-        if not isinstance(self._model, PackedModel):
+        if not isinstance(self._model, PackedExecutor):
             return False
         found = self._sampler.ahead(plan.rows, self._model.num_decode_rows(plan.rows))
         if found is None:
             return False
         options, draws = found
-        state = self._sampler.state_for("sampled")
+        state = self._sampler.take_state("sampled")
         flight.tokens, state = self._model.decode(plan.rows, plan.page_tables, state, options, plan.num_steps, draws)
         self._sampler.take(state)
         return True
 
-    def _of_prompt(
-        self, flight: Flight, requests: Mapping[int, RowRequest], logits: jax.Array, num_top: int
+    def _prompt_logprobs(
+        self, flight: InFlightStep, requests: Mapping[int, EngineRequest], logits: jax.Array, num_top: int
     ) -> jax.Array:
         """Leaves log-probabilities of every next token in `flight`; returns the logits of each row's last token."""
         rows = flight.plan.rows
@@ -143,17 +143,17 @@ class ModelRunner:
         for row, end in zip(rows, ends, strict=True):
             ids = () if row.is_decode else _following(row, requests[row.slot])
             following[end - row.num_tokens : end - row.num_tokens + len(ids)] = ids
-        flight.prompt = self._sampler.logprobs(logits, from_host(following, np.int32), num_top)
-        return jnp.take(logits, from_host(self._model.padded_rows(ends - 1), np.int32), axis=0)
+        flight.prompt = self._sampler.logprobs(logits, to_device(following, np.int32), num_top)
+        return jnp.take(logits, to_device(self._model.padded_rows(ends - 1), np.int32), axis=0)
 
-    def read(self, flight: Flight) -> np.ndarray:
+    def read(self, flight: InFlightStep) -> np.ndarray:
         """int[num_rows, num_steps], once the device has them."""
         if flight.tokens is not None:
             return np.asarray(flight.tokens)[: flight.plan.num_steps, : len(flight.plan.rows)].T
         columns = [np.asarray(sampled.tokens)[: len(flight.plan.rows)] for sampled in flight.sampled]
         return np.stack(columns, axis=1)
 
-    def logprobs(self, flight: Flight, row: int, num_tokens: int, num_top: int) -> tuple[TokenLogprobs, ...]:
+    def logprobs(self, flight: InFlightStep, row: int, num_tokens: int, num_top: int) -> tuple[TokenLogprobs, ...]:
         """Those of the first `num_tokens` tokens that `row` was given, each with the `num_top` likeliest."""
         found = []
         for sampled in flight.sampled[:num_tokens]:
@@ -161,7 +161,7 @@ class ModelRunner:
             found.append(_token(sampled.logprobs, row, int(sampled.tokens[row]), num_top))
         return tuple(found)
 
-    def prompt_logprobs(self, flight: Flight, row: int, request: RowRequest) -> dict[int, TokenLogprobs]:
+    def prompt_logprobs(self, flight: InFlightStep, row: int, request: EngineRequest) -> dict[int, TokenLogprobs]:
         """By position in the prompt of `request`, those that the prefill row `row` has found out."""
         assert flight.prompt is not None
         rows = flight.plan.rows
@@ -173,7 +173,7 @@ class ModelRunner:
         }
 
 
-def _following(row: PlanRow, request: RowRequest) -> tuple[int, ...]:
+def _following(row: PlanRow, request: EngineRequest) -> tuple[int, ...]:
     """The tokens of the prompt that come right behind those of a prefill row, one for each that has one."""
     return request.prompt_ids[row.start + 1 : row.start + 1 + row.num_tokens]
 

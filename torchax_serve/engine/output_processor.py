@@ -8,10 +8,10 @@ import logging
 import weakref
 from collections.abc import Iterable
 
-from torchax_serve.engine.model_runner import Flight, ModelRunner
-from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.request_handle import NewTokens, Ticket, TokenLogprobs
-from torchax_serve.scheduler import Outcome, RequestId
+from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
+from torchax_serve.engine.request import EngineRequest
+from torchax_serve.engine.request_handle import RequestHandle, RequestOutput, TokenLogprobs
+from torchax_serve.scheduler import RequestId, RowResult
 
 logger = logging.getLogger("torchax_serve")
 
@@ -21,7 +21,7 @@ NO_TOKEN = (
 )
 
 
-class Deliveries:
+class OutputProcessor:
     """The requests that have not ended, with their tickets; used by the engine's thread alone.
 
     Tickets are held weakly: one that its reader has dropped ends its request.
@@ -32,17 +32,19 @@ class Deliveries:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._requests: dict[RequestId, tuple[RowRequest, weakref.ref[Ticket]]] = {}
+        self._requests: dict[RequestId, tuple[EngineRequest, weakref.ref[RequestHandle]]] = {}
         # Handed something, and not woken yet.
-        self._served: collections.defaultdict[asyncio.AbstractEventLoop, list[Ticket]] = collections.defaultdict(list)
+        self._served: collections.defaultdict[asyncio.AbstractEventLoop, list[RequestHandle]] = collections.defaultdict(
+            list
+        )
         self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
         self._failed: list[RequestId] = []  # whose tokens could not be handed out
 
-    def add(self, request_id: RequestId, request: RowRequest, ticket: Ticket) -> None:
+    def add(self, request_id: RequestId, request: EngineRequest, ticket: RequestHandle) -> None:
         """Takes a request in."""
         self._requests[request_id] = (request, weakref.ref(ticket))
 
-    def request_of(self, request_id: RequestId) -> RowRequest:
+    def request_of(self, request_id: RequestId) -> EngineRequest:
         """What was asked."""
         return self._requests[request_id][0]
 
@@ -50,10 +52,12 @@ class Deliveries:
         """Of all that have not ended."""
         return list(self._requests)
 
-    def deliver(self, outcomes: Iterable[Outcome], flight: Flight | None = None, error: str | None = None) -> None:
+    def deliver(
+        self, outcomes: Iterable[RowResult], flight: InFlightStep | None = None, error: str | None = None
+    ) -> None:
         """Hands outcomes out; `error` says why, where a reason is "error" and it is not the logits.
 
-        Readers in an event loop sleep on until `wake_readers`.
+        Readers in an event loop sleep on until `notify_async_readers`.
         """
         if flight is not None and not flight.has_logprobs:
             flight = None
@@ -69,24 +73,24 @@ class Deliveries:
             if ticket is not None:
                 self._put(ticket, new)
 
-    def _put(self, ticket: Ticket, new: NewTokens | Outcome) -> None:
+    def _put(self, ticket: RequestHandle, new: RequestOutput | RowResult) -> None:
         ticket.put(new)
         if ticket.loop is not None:
             self._served[ticket.loop].append(ticket)
 
-    def _failure(self, request_id: RequestId, error: Exception) -> NewTokens:
+    def _failure(self, request_id: RequestId, error: Exception) -> RequestOutput:
         logger.error("request %s: its tokens could not be handed out", request_id, exc_info=error)
         self._requests.pop(request_id, None)
         self._prompts.pop(request_id, None)
         self._failed.append(request_id)
-        return NewTokens((), finish_reason="error", error=f"its tokens could not be handed out ({describe(error)})")
+        return RequestOutput((), finish_reason="error", error=f"its tokens could not be handed out ({describe(error)})")
 
     def take_failed(self) -> list[RequestId]:
         """Requests whose readers have been told of a failure here, and that are to be ended; each is given once."""
         failed, self._failed = self._failed, []
         return failed
 
-    def wake_readers(self) -> None:
+    def notify_async_readers(self) -> None:
         """Wakes those who read in an event loop and were handed something since: all of a loop together.
 
         Each by itself would take longer than many a step.
@@ -100,8 +104,8 @@ class Deliveries:
                     ticket.cancel()
 
     def _news(
-        self, outcome: Outcome, request: RowRequest, flight: Flight | None, error: str | None
-    ) -> NewTokens | Outcome:
+        self, outcome: RowResult, request: EngineRequest, flight: InFlightStep | None, error: str | None
+    ) -> RequestOutput | RowResult:
         """`flight` is looked at for log-probabilities alone."""
         if outcome.finish_reason is None and flight is None and not self._prompts:
             return outcome  # tokens, and nothing else: nearly always
@@ -117,9 +121,9 @@ class Deliveries:
                 prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
         if outcome.finish_reason == "error":
             error = error or NO_TOKEN
-        return NewTokens(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error)
+        return RequestOutput(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error)
 
-    def note_prompts(self, flight: Flight) -> None:
+    def record_prompt_logprobs(self, flight: InFlightStep) -> None:
         """Keeps what a step has found out about the tokens of prompts, until the first new token goes out with it."""
         if flight.prompt is None:
             return
@@ -145,6 +149,6 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _wake_all(tickets: Iterable[Ticket]) -> None:
+def _wake_all(tickets: Iterable[RequestHandle]) -> None:
     for ticket in tickets:
         ticket.wake()

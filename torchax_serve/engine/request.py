@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from torchax_serve.sampling.row_params import RowParams
+from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import Request, RequestId
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-Source = tuple[int, ...] | np.ndarray
+EncoderInput = tuple[int, ...] | np.ndarray
 """Token ids for an encoder, or what one has put out, ``[1, len, width]``."""
 
 
 @dataclasses.dataclass(frozen=True)
-class RowRequest:
+class EngineRequest:
     """One prompt, one answer.
 
     Attributes:
@@ -41,13 +41,13 @@ class RowRequest:
     max_new_tokens: int
     min_new_tokens: int
     params: SamplingParams
-    row: RowParams
+    row: RowSamplingParams
     fork_of: RequestId | None = None
     source_ids: tuple[int, ...] = ()
     encoded: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> EncoderInput:
         """What the decoder attends to beside its own tokens; no token where there is no encoder."""
         return self.source_ids if self.encoded is None else self.encoded
 
@@ -83,12 +83,12 @@ class RowRequest:
         params = params or SamplingParams()
         num_prompt = len(prompt_ids)
         seed = secrets.randbits(63) if seed is None else seed
-        row = RowParams.of(params, config, vocab_size=vocab_size, seed=seed)
+        row = RowSamplingParams.of(params, config, vocab_size=vocab_size, seed=seed)
         if config.max_new_tokens is not None:
             most = int(config.max_new_tokens)
         else:
             most = max(1, int(config.max_length or 0) - num_prompt)
-        least = min(row.num_early(num_prompt), most)
+        least = min(row.num_forced_tokens(num_prompt), most)
         return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids), encoded)
 
     def within(self, max_len: int) -> Self:

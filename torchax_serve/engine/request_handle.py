@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.compilation.compile_lock import check_not_compiling
-from torchax_serve.scheduler import FinishReason, Outcome, RequestId
+from torchax_serve.scheduler import FinishReason, RequestId, RowResult
 from torchax_serve.validation.owner_process import OwnerProcess
 
 
@@ -29,7 +29,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), the likeliest first
 
 
-class NewTokens(NamedTuple):
+class RequestOutput(NamedTuple):
     """What one step brought a request."""
 
     token_ids: tuple[int, ...]
@@ -39,7 +39,7 @@ class NewTokens(NamedTuple):
     error: str | None = None  # with the reason "error"
 
 
-class Ticket:
+class RequestHandle:
     """A request on its way. Iterate over it (`for`, or `async for`), or wait for all of it with `result`.
 
     A ticket that is dropped before its end was read ends the request. One reader at a time.
@@ -51,7 +51,7 @@ class Ticket:
         self.token_ids: list[int] = []  # so far read
         self.finish_reason: FinishReason | None = None  # once the end was read
         self._cancel = cancel
-        self._arrivals: queue.SimpleQueue[NewTokens | Outcome] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[RequestOutput | RowResult] = queue.SimpleQueue()
         self._waiter: asyncio.Future[None] | None = None  # what an asynchronous reader waits for
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous reader
         self._process = OwnerProcess()
@@ -63,7 +63,7 @@ class Ticket:
         except Exception:  # the interpreter is being taken down
             return
 
-    def put(self, new: NewTokens | Outcome) -> None:
+    def put(self, new: RequestOutput | RowResult) -> None:
         """Called by the engine's thread, which then has `wake` called in `loop`, if there is one.
 
         An outcome stands for its tokens: most arrivals are nothing more, and it is the reader who makes them of it.
@@ -80,16 +80,16 @@ class Ticket:
         if self.finish_reason is None:
             self._cancel(reason)
 
-    def _take(self, new: NewTokens | Outcome) -> NewTokens:
-        if isinstance(new, Outcome):
-            new = NewTokens(new.token_ids)
+    def _take(self, new: RequestOutput | RowResult) -> RequestOutput:
+        if isinstance(new, RowResult):
+            new = RequestOutput(new.token_ids)
         self.token_ids += new.token_ids
         self.finish_reason = new.finish_reason
         if new.finish_reason == "error":
             raise RequestError(f"request {self.request_id}: {new.error}")
         return new
 
-    def __iter__(self) -> Iterator[NewTokens]:
+    def __iter__(self) -> Iterator[RequestOutput]:
         """Blocks for each arrival; ends after the one with a finish reason.
 
         Raises:
@@ -100,7 +100,7 @@ class Ticket:
             check_not_compiling()  # the engine may wait for the same lock
             yield self._take(self._arrivals.get())
 
-    async def __aiter__(self) -> AsyncIterator[NewTokens]:
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         """As iteration, without blocking the event loop; leaving the loop early cancels the request."""
         self._process.check("a request")
         self.loop = loop = asyncio.get_running_loop()
@@ -125,7 +125,7 @@ class Ticket:
 
 
 @contextlib.contextmanager
-def cancelled_on_error(tickets: Collection[Ticket]) -> Iterator[None]:
+def cancel_on_error(tickets: Collection[RequestHandle]) -> Iterator[None]:
     """Cancels them if the block raises, also by the caller's interrupt: nobody will read what they bring."""
     try:
         yield
@@ -145,12 +145,12 @@ class TokenStream(Iterator[int]):
         prompt_logprobs: of the prompt's tokens, None for the first one; with the first token, where they are asked for.
     """
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: RequestHandle) -> None:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._ticket = ticket
         self._arrivals = iter(ticket)
-        self._async_arrivals: AsyncIterator[NewTokens] | None = None
+        self._async_arrivals: AsyncIterator[RequestOutput] | None = None
         self._ready: collections.deque[int] = collections.deque()
 
     @property
@@ -158,7 +158,7 @@ class TokenStream(Iterator[int]):
         """Why the request has ended, once its last token was yielded."""
         return None if self._ready else self._ticket.finish_reason
 
-    def _take(self, new: NewTokens) -> None:
+    def _take(self, new: RequestOutput) -> None:
         self._ready.extend(new.token_ids)
         self.logprobs += new.logprobs or ()
         self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs

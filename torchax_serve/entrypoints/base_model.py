@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
-from torchax_serve.compilation.executable_cache import ProgramCache, model_identity
+from torchax_serve.compilation.executable_cache import ExecutableCache, model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
-from torchax_serve.distributed.hosts.leader import Mirror
-from torchax_serve.engine.data_parallel import runtimes_of
+from torchax_serve.distributed.hosts.leader import Leader
+from torchax_serve.engine.data_parallel import split_runtimes
 from torchax_serve.generation.jax_model import attach, following
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.validation.owner_process import OwnerProcess
 
 
@@ -27,7 +27,7 @@ class MissingAttributeError(TorchaxServeError, AttributeError):
     """An attribute that transformers' models have, asked of a served one."""
 
 
-class OpenModel:
+class BaseModel:
     """A model that runs on JAX. A context manager: leaving it frees the weights.
 
     Attributes:
@@ -35,7 +35,7 @@ class OpenModel:
             one (``transformers.pipeline``, lm-eval).
     """
 
-    def __init__(self, loaded: LoadedModel, mirror: Mirror | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, mirror: Leader | None = None) -> None:
         self._mirror = mirror
         self._process = OwnerProcess()
         self._loaded: LoadedModel | None = loaded
@@ -44,9 +44,9 @@ class OpenModel:
         self.dtype: torch.dtype = loaded.module.dtype
         self.load_report = loaded.report
         if loaded.sharding is None:
-            self._runtimes = [Runtime(loaded.module, loaded.weights, programs_of(loaded))]
+            self._runtimes = [ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))]
         else:
-            self._runtimes = runtimes_of(loaded.module, loaded.weights, loaded.sharding, mirror)
+            self._runtimes = split_runtimes(loaded.module, loaded.weights, loaded.sharding, mirror)
         self.torch_model: Any = attach(loaded.module, self._runtimes[0])
 
     def __enter__(self) -> Any:
@@ -138,10 +138,10 @@ class OpenModel:
         return self._loaded
 
 
-def programs_of(loaded: LoadedModel) -> ProgramCache:
+def programs_of(loaded: LoadedModel) -> ExecutableCache:
     """Where the model's programs are kept; in memory alone for an object, whose code anybody may have changed."""
     folder = programs_dir()
     if folder is None or loaded.source.kind == "object":
-        return ProgramCache()
+        return ExecutableCache()
     config_json = loaded.config.to_json_string(use_diff=False)
-    return ProgramCache(folder, model_identity(type(loaded.module), config_json, loaded.weights))
+    return ExecutableCache(folder, model_identity(type(loaded.module), config_json, loaded.weights))

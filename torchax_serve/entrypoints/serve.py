@@ -12,12 +12,18 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import Progress, load_model
-from model_adapters.loading.compress_weights import lay_out_weights
+from model_adapters.loading.compress_weights import prepare_weights
 from torchax_serve.compilation import gc_pause
 from torchax_serve.compilation.xla_cache import enable_compile_cache
-from torchax_serve.distributed.hosts.leader import Mirror
+from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.distributed.hosts.options import Hosts
-from torchax_serve.distributed.hosts.startup import check_alike, facts_of, in_common, joined, mesh_of_hosts
+from torchax_serve.distributed.hosts.startup import (
+    check_same_model,
+    joined,
+    load_digest,
+    mesh_of_hosts,
+    shared_arguments,
+)
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.encoder_model import EncoderModel
@@ -100,16 +106,16 @@ def serve(
         if hosts is None:
             loaded = load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading)
             if pack_weights:
-                lay_out_weights(loaded)
-            return class_for(loaded.module)(loaded, engine)
-        with joined(hosts, model, in_common(loading, mesh, tensor_parallel)) as followers:
+                prepare_weights(loaded)
+            return model_class_for(loaded.module)(loaded, engine)
+        with joined(hosts, model, shared_arguments(loading, mesh, tensor_parallel)) as followers:
             loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
-            check_alike(followers, facts_of(loaded))
+            check_same_model(followers, load_digest(loaded))
         assert loaded.sharding is not None
-        return class_for(loaded.module)(loaded, engine, Mirror(loaded.sharding.mesh, followers))
+        return model_class_for(loaded.module)(loaded, engine, Leader(loaded.sharding.mesh, followers))
 
 
-def class_for(module: PreTrainedModel) -> type[ServedModel]:
+def model_class_for(module: PreTrainedModel) -> type[ServedModel]:
     """The class that has what a model of this kind is asked for: text, transcripts, or embeddings and labels."""
     if is_speech_model(module):
         return SpeechModel

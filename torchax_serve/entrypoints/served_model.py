@@ -20,20 +20,20 @@ from model_adapters.errors import (
 from model_adapters.loading import LoadedModel, has_own_generate
 from model_adapters.loading.generative_class import with_head
 from model_adapters.program.trace_context import programs_run
-from torchax_serve.distributed.hosts.leader import Mirror
-from torchax_serve.engine.data_parallel import Replicas
+from torchax_serve.distributed.hosts.leader import Leader
+from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine, EngineStats
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request_handle import TokenStream
-from torchax_serve.entrypoints.base_model import OpenModel, programs_of
-from torchax_serve.generation.engine_rows import LoopRows, row_of
+from torchax_serve.entrypoints.base_model import BaseModel, programs_of
+from torchax_serve.generation.engine_rows import EngineRows, engine_request_for
 from torchax_serve.generation.jax_model import attach, rows_elsewhere
-from torchax_serve.generation.threaded_generate import is_beam_search, tokens_alone
+from torchax_serve.generation.threaded_generate import is_beam_search, iter_tokens_unbatched
 from torchax_serve.multimodal.placeholders import check_has_media
-from torchax_serve.runtime.model_generate import for_the_loop, has_class_generate
-from torchax_serve.runtime.model_runtime import Runtime
-from torchax_serve.sampling import unsupported_by_fast_path
+from torchax_serve.runtime.model_generate import overrides_generate, without_model_options
+from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
@@ -41,14 +41,14 @@ from torchax_serve.text.prompt import checked_ids, detokenizer_of, encode_prompt
 from torchax_serve.validation.argument_checks import short_repr
 
 
-class ServedModel(OpenModel):
+class ServedModel(BaseModel):
     """A model that runs on JAX; made by `serve`. A context manager: leaving it frees the weights."""
 
     def __init__(
-        self, loaded: LoadedModel, engine_options: EngineOptions | None = None, mirror: Mirror | None = None
+        self, loaded: LoadedModel, engine_options: EngineOptions | None = None, mirror: Leader | None = None
     ) -> None:
         self._engine_options = engine_options
-        self._engine: Engine | Replicas | UnsupportedModelError | None = None  # made at the first request
+        self._engine: Engine | DataParallelEngines | UnsupportedModelError | None = None  # made at the first request
         # A signal handler may ask for the engine while the code that it interrupts has the lock.
         self._engine_lock = threading.RLock()
         self._is_building = False
@@ -69,13 +69,13 @@ class ServedModel(OpenModel):
         if (head := vars(self).pop("_generates_with_head", None)) is not None:
             head._jax_runtime.weights.clear()
         with self._engine_lock:
-            if isinstance(self._engine, Engine | Replicas):
+            if isinstance(self._engine, Engine | DataParallelEngines):
                 self._engine.close("the model was closed")
             self._engine = None
         super().close()
 
     @property
-    def engine(self) -> Engine | Replicas:
+    def engine(self) -> Engine | DataParallelEngines:
         """The engine on which requests of all threads run side by side; made, and its cache with it, when first used.
 
         Raises:
@@ -98,7 +98,7 @@ class ServedModel(OpenModel):
                 )
             return self._engine
 
-    def _engine_or_reason(self) -> Engine | Replicas | UnsupportedModelError:
+    def _engine_or_reason(self) -> Engine | DataParallelEngines | UnsupportedModelError:
         if self._is_building:
             raise TorchaxServeError(
                 "expected an engine that is made, and this call came, as from a signal handler, while it was being "
@@ -119,12 +119,12 @@ class ServedModel(OpenModel):
     def refresh(self) -> None:
         """Makes programs, arrays and the engine anew, after `torch_model` has changed. Ends requests that run."""
         with self._engine_lock:
-            if isinstance(self._engine, Engine | Replicas):
+            if isinstance(self._engine, Engine | DataParallelEngines):
                 self._engine.close("the model was refreshed")
             self._engine = None
         super().refresh()
 
-    def _build_engine(self) -> Engine | Replicas:
+    def _build_engine(self) -> Engine | DataParallelEngines:
         model = self._generator()
         if (why := model._jax_runtime.why_stepwise) is not None:
             raise UnsupportedModelError(f"{why}, which sees one call at a time; remove it, or call generate()")
@@ -134,13 +134,13 @@ class ServedModel(OpenModel):
                 "or load the model without trust_remote_code"
             )
         if len(self._runtimes) > 1:
-            return Replicas(self._runtimes, self._engine_options)
+            return DataParallelEngines(self._runtimes, self._engine_options)
         return build_engine(model._jax_runtime, self._engine_options)
 
     def stats(self) -> EngineStats | None:
         """Requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
         self._open()
-        return self._engine.stats() if isinstance(self._engine, Engine | Replicas) else None
+        return self._engine.stats() if isinstance(self._engine, Engine | DataParallelEngines) else None
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -156,11 +156,11 @@ class ServedModel(OpenModel):
         """What generates over the weights of a base model, as its type's class with a tied head does."""
         loaded = self._open()
         module, weights = with_head(loaded)
-        return attach(module, Runtime(module, weights, programs_of(dataclasses.replace(loaded, module=module))))
+        return attach(module, ModelRuntime(module, weights, programs_of(dataclasses.replace(loaded, module=module))))
 
     @functools.cached_property
-    def _rows(self) -> LoopRows:
-        return LoopRows(self)
+    def _rows(self) -> EngineRows:
+        return EngineRows(self)
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ class ServedModel(OpenModel):
         where it can, side by side with rows of other threads.
         """
         model = self._generator()
-        is_prepared = model._jax_runtime.encoder is not None and has_class_generate(model)
+        is_prepared = model._jax_runtime.encoder is not None and overrides_generate(model)
         with rows_elsewhere(self._rows if is_prepared else None):
             return model.generate(*args, **kwargs)
 
@@ -210,7 +210,7 @@ class ServedModel(OpenModel):
         if why is None:
             if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
                 seed = int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
-            request = row_of(model, prompt_ids, config, params, seed)
+            request = engine_request_for(model, prompt_ids, config, params, seed)
             if request is not None:
                 return TokenStream(self.engine.submit(request))
             why = "its generate does more than it prepares for the loop over tokens"
@@ -219,7 +219,7 @@ class ServedModel(OpenModel):
                 f"{', '.join(unknown)}: expected a request that the engine takes, and this one is not ({why}); "
                 "leave the option out" + (", or set num_beams=1" if is_beam_search(config) else "")
             )
-        return self._iter_alone(model, prompt_ids, config, stop_strings, seed)
+        return self._iter_unbatched(model, prompt_ids, config, stop_strings, seed)
 
     def _why_not_engine(
         self, config: GenerationConfig, stop_strings: Sequence[str] | None, prompt_len: int
@@ -230,8 +230,8 @@ class ServedModel(OpenModel):
         runtime = model._jax_runtime
         encoder = runtime.encoder
         runs_before = encoder is not None and encoder.runs_before
-        read = for_the_loop(model, config) if runs_before else config  # the class itself reads the rest
-        if options := unsupported_by_fast_path(read, ENGINE_OPTIONS):
+        read = without_model_options(model, config) if runs_before else config  # the class itself reads the rest
+        if options := unsupported_options(read, ENGINE_OPTIONS):
             return f"{', '.join(options)} is set"
         if runtime.program.names.has_encoder and (encoder is None or not encoder.is_masked):
             return "its encoder reads no tokens"
@@ -243,7 +243,7 @@ class ServedModel(OpenModel):
             return f"its input has {prompt_len} tokens, and the engine has room for {longest} of each (max_source_len)"
         return None
 
-    def _iter_alone(
+    def _iter_unbatched(
         self,
         model: Any,
         prompt_ids: Sequence[int],
@@ -255,7 +255,7 @@ class ServedModel(OpenModel):
         if stop_strings:
             kwargs |= {"stop_strings": list(stop_strings), "tokenizer": self.tokenizer}
         input_ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
-        return tokens_alone(model, input_ids, kwargs, seed)
+        return iter_tokens_unbatched(model, input_ids, kwargs, seed)
 
     @overload
     def chat(

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoFeatureExtractor, FeatureExtractionMixin, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
 
-from model_adapters.caches.native_cache import takes_fixed_shapes
+from model_adapters.caches.native_cache import allows_fixed_shapes
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.multimodal.audio import check_rate, checked_samples
@@ -111,7 +111,7 @@ class SpeechModel(ServedModel):
         processor = processor_of(self)
         check_rate(getattr(self.feature_extractor, "sampling_rate", None), sampling_rate)
         write = getattr(processor, "apply_transcription_request", None)
-        if write is None and takes_fixed_shapes(self.torch_model):
+        if write is None and allows_fixed_shapes(self.torch_model):
             write = functools.partial(_beside_tokens, processor, sampling_rate)
         if write is None:
             raise UnsupportedModelError(

@@ -10,15 +10,15 @@ import numpy as np
 from torchax_serve.kv_cache.pools import PagedCache
 
 if TYPE_CHECKING:
-    from torchax_serve.executors.packed import PackedModel
-    from torchax_serve.executors.per_sequence import GatheredModel
+    from torchax_serve.executors.packed import PackedExecutor
+    from torchax_serve.executors.per_sequence import PerSequenceExecutor
 
 
 @dataclasses.dataclass(frozen=True)
 class Road:
     """How a model is run: packed, or each request by itself on what is gathered from its pages."""
 
-    model: PackedModel | GatheredModel
+    model: PackedExecutor | PerSequenceExecutor
     cache: PagedCache
     why_not_packed: str | None = None  # None: it is packed
     chunk_sizes: tuple[int, ...] | None = None  # of prompts; None: any

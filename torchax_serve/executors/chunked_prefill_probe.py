@@ -12,9 +12,9 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.executors.per_sequence import GatheredModel
+from torchax_serve.executors.per_sequence import PerSequenceExecutor
 from torchax_serve.executors.per_sequence_forward import TRIAL_LEN
 from torchax_serve.scheduler import PlanRow
 
@@ -25,8 +25,8 @@ TOLERANCE_HALF = 0.25
 takes twice, is of the order of 1."""
 
 
-def find_block_len(
-    make: Callable[[int], GatheredModel],
+def find_chunk_len(
+    make: Callable[[int], PerSequenceExecutor],
     wanted: int,
     *,
     num_slots: int,
@@ -48,7 +48,7 @@ def find_block_len(
     Raises:
         UnsupportedModelError: with a cache, the model gives other logits than without.
     """
-    trial = _Trial(num_slots, vocab_size, TOLERANCE_FLOAT32 if is_float32 else TOLERANCE_HALF)
+    trial = ChunkedPrefillProbe(num_slots, vocab_size, TOLERANCE_FLOAT32 if is_float32 else TOLERANCE_HALF)
     whole = trial.in_chunks(make(1 if is_one_by_one else max(wanted, TRIAL_LEN)), TRIAL_LEN)
     if not np.isfinite(whole).all():
         raise UnsupportedModelError("expected logits that are numbers for a trial prompt, got some that are not")
@@ -63,27 +63,29 @@ def find_block_len(
     raise UnsupportedModelError("its logits for a prompt differ between one forward and chunks on a cache")
 
 
-class _Trial:
+class ChunkedPrefillProbe:
+    """Prefills one random prompt in chunks of a given length, for comparison with a single forward."""
+
     def __init__(self, num_slots: int, vocab_size: int, tolerance: float) -> None:
         self._num_slots, self._tolerance = num_slots, tolerance
         self._ids = np.random.default_rng(0).integers(1, vocab_size, TRIAL_LEN).tolist()
 
-    def in_chunks(self, model: GatheredModel, chunk_len: int) -> np.ndarray:
+    def in_chunks(self, model: PerSequenceExecutor, chunk_len: int) -> np.ndarray:
         """Logits [vocab] of the last token of the trial's prompt, computed in chunks."""
         for start in range(0, TRIAL_LEN, chunk_len):
             logits = self._run(model, start, self._ids[start : start + chunk_len], is_decode=False)
         return np.asarray(logits[0])
 
-    def token_by_token(self, model: GatheredModel) -> np.ndarray:
+    def token_by_token(self, model: PerSequenceExecutor) -> np.ndarray:
         """The same, as if the tokens behind the first few had been sampled."""
         logits = self._run(model, 0, self._ids[:FIRST_LEN], is_decode=False)
         for start in range(FIRST_LEN, TRIAL_LEN):
             logits = self._run(model, start, self._ids[start : start + 1], is_decode=True)
         return np.asarray(logits[0])
 
-    def _run(self, model: GatheredModel, start: int, ids: list[int], *, is_decode: bool) -> jax.Array:
+    def _run(self, model: PerSequenceExecutor, start: int, ids: list[int], *, is_decode: bool) -> jax.Array:
         row = PlanRow(0, 0, start, len(ids), None if is_decode else tuple(ids), True)
-        last_tokens = from_host(np.full(self._num_slots, ids[0]), np.int32)
+        last_tokens = to_device(np.full(self._num_slots, ids[0]), np.int32)
         if model.sources is not None:
             model.sources.take(0, model.sources.trial)
         return model.run([row], model.first_pages(), last_tokens)

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from transformers.modeling_outputs import MoEModelOutput
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.buckets import ladder
-from torchax_serve.engine.request import Source
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.engine.request import EncoderInput
+from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,24 +30,24 @@ HIDDEN = "encoder_outputs"
 MASK = "attention_mask"
 
 
-class Sources(Protocol):
+class EncoderInputs(Protocol):
     """What decoders attend to beside their own tokens, by slot."""
 
     max_len: int  # of an encoder's output
     rungs: tuple[int, ...]  # that outputs are padded to, ascending
 
     @property
-    def trial(self) -> Source:
+    def trial(self) -> EncoderInput:
         """One to try the model with."""
 
     @property
     def num_programs(self) -> int:
         """Compiled programs of the encoder."""
 
-    def check(self, name: str, source: Source) -> None:
+    def check(self, name: str, source: EncoderInput) -> None:
         """Raises InvalidArgumentError, naming `name`, for what the decoder cannot have."""
 
-    def take(self, slot: int, source: Source) -> None:
+    def take(self, slot: int, source: EncoderInput) -> None:
         """Gives `slot` to a request with this source."""
 
     def length(self, slot: int) -> int:
@@ -60,7 +60,7 @@ class Sources(Protocol):
         """An output for nobody, to compile with."""
 
 
-class Texts:
+class TokenEncoderInputs:
     """Inputs of an encoder of texts.
 
     Args:
@@ -68,10 +68,10 @@ class Texts:
         max_len: tokens of an input at the most.
     """
 
-    def __init__(self, runtime: Runtime, max_len: int) -> None:
+    def __init__(self, runtime: ModelRuntime, max_len: int) -> None:
         self._runtime = runtime
         self.max_len = max_len
-        self.rungs = rungs_of(max_len)
+        self.rungs = encoder_buckets(max_len)
         self._ids: dict[int, tuple[int, ...]] = {}
 
     @property
@@ -86,7 +86,7 @@ class Texts:
         """Compiled programs of the encoder."""
         return self._runtime.steps.forward.num_programs
 
-    def check(self, name: str, ids: Source) -> None:
+    def check(self, name: str, ids: EncoderInput) -> None:
         """Raises InvalidArgumentError, naming `name`, for an input that the encoder cannot have."""
         if isinstance(ids, np.ndarray):
             raise InvalidArgumentError(f"{name}: expected token ids for the encoder, got its output; give source_ids")
@@ -97,7 +97,7 @@ class Texts:
             )
         self._runtime.limits.check_ids(torch.tensor(ids), name)
 
-    def take(self, slot: int, ids: Source) -> None:
+    def take(self, slot: int, ids: EncoderInput) -> None:
         """Gives `slot` to a request with this input."""
         self._ids[slot] = tuple(ids)
 
@@ -110,11 +110,11 @@ class Texts:
         ids = self._ids[slot]
         arrays = np.zeros((2, 1, padded_len), np.int32)
         arrays[0, 0, : len(ids)], arrays[1, 0, : len(ids)] = ids, 1
-        return self._output(from_host(arrays[0], np.int32), from_host(arrays[1], np.int32))
+        return self._output(to_device(arrays[0], np.int32), to_device(arrays[1], np.int32))
 
     def blank(self, padded_len: int) -> jax.Array:
         """The output for nobody's input, to compile with."""
-        return self._output(*(from_host(np.full((1, padded_len), n), np.int32) for n in (0, 1)))
+        return self._output(*(to_device(np.full((1, padded_len), n), np.int32) for n in (0, 1)))
 
     def _output(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
         given = {"input_ids": ids, MASK: mask}
@@ -139,16 +139,16 @@ class Outputs:
         """None: the encoder has run before."""
         return 0
 
-    def __init__(self, runtime: Runtime, rungs: tuple[int, ...]) -> None:
+    def __init__(self, runtime: ModelRuntime, rungs: tuple[int, ...]) -> None:
         encoder = runtime.encoder
         assert encoder is not None
-        if encoder.source_mask is None and encoder.length_heard is None:
+        if encoder.output_mask is None and encoder.length_heard is None:
             raise UnsupportedModelError(
                 "expected a decoder that is known to see no more of its encoder's output than a mask says, or an "
                 f"encoder of sounds of a single length, got {type(runtime.program.module).__name__}; generate runs it, "
                 "one batch at a time"
             )
-        hidden: Any = runtime.caches.trial_context()[HIDDEN][0]  # a shape
+        hidden: Any = runtime.caches.abstract_encoder_output()[HIDDEN][0]  # a shape
         self.max_len, self.rungs = rungs[-1], rungs
         self._shortest = rungs[-1] if encoder.length_heard is not None else 1
         self._width, self._dtype = hidden.shape[2], hidden.dtype
@@ -160,7 +160,7 @@ class Outputs:
         shape = (1, max(self._shortest, min(8, self.max_len)), self._width)
         return np.random.default_rng(1).standard_normal(shape).astype(self._dtype)
 
-    def check(self, name: str, source: Source) -> None:
+    def check(self, name: str, source: EncoderInput) -> None:
         """Raises InvalidArgumentError, naming `name`, for anything but an output of the encoder."""
         lens = f"{self._shortest} to {self.max_len}" if self._shortest < self.max_len else f"{self.max_len}"
         wanted = f"{name}: expected the output [1, {lens}, {self._width}] of the encoder"
@@ -170,7 +170,7 @@ class Outputs:
         if source.shape != (1, fitting, self._width):
             raise InvalidArgumentError(f"{wanted}, got {list(source.shape)}; call transcribe() or generate()")
 
-    def take(self, slot: int, source: Source) -> None:
+    def take(self, slot: int, source: EncoderInput) -> None:
         """Gives `slot` to a request with this output."""
         assert isinstance(source, np.ndarray)
         self._outputs[slot] = source
@@ -182,19 +182,19 @@ class Outputs:
     def encoded(self, slot: int, padded_len: int) -> jax.Array:
         """The output in `slot`, on the device."""
         output = self._outputs[slot]
-        return from_host(np.pad(output, ((0, 0), (0, padded_len - output.shape[1]), (0, 0))), self._dtype)
+        return to_device(np.pad(output, ((0, 0), (0, padded_len - output.shape[1]), (0, 0))), self._dtype)
 
     def blank(self, padded_len: int) -> jax.Array:
         """An output for nobody, to compile with."""
-        return from_host(np.zeros((1, padded_len, self._width)), self._dtype)
+        return to_device(np.zeros((1, padded_len, self._width)), self._dtype)
 
 
-def rungs_of(max_len: int) -> tuple[int, ...]:
+def encoder_buckets(max_len: int) -> tuple[int, ...]:
     """Lengths that outputs of at most `max_len` are padded to, ascending."""
     return tuple(ladder(max_len, 4, SMALLEST_SOURCE_LEN))
 
 
-def decoder_prompt(config: GenerationConfig, params: SamplingParams | None) -> list[int]:
+def decoder_start_ids(config: GenerationConfig, params: SamplingParams | None) -> list[int]:
     """What a decoder begins with where the caller's tokens are the encoder's, as transformers' ``generate`` begins.
 
     Raises:

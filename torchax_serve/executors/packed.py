@@ -16,24 +16,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.caches.paged_cache import PackedBatch, PagedLayout, Pool
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import one_order
 from model_adapters.program.model_program import ModelProgram
 from torchax_serve.buckets import ladder, rung, token_rungs
-from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import sample
 from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
-from torchax_serve.scheduler import DecodeRows, PlanRow
+from torchax_serve.scheduler import DecodeBatch, PlanRow
 
-ON_DEVICE = -1
+SAMPLED_ON_DEVICE = -1
 """Stands for a token id that was sampled in the row's slot and that the host may not know yet."""
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedSpec:
+class PackedStepSpec:
     """The static part of a packed step."""
 
     num_tokens: int  # T
@@ -63,10 +63,10 @@ class PackedSpec:
         return int(self.bounds[-1].stop)
 
     def unpack(self, numbers: jax.Array, last_tokens: jax.Array) -> PackedBatch:
-        """The batch in `numbers`; ids that are `ON_DEVICE` are taken from `last_tokens` int32[num_slots]."""
+        """The batch in `numbers`; ids that are `SAMPLED_ON_DEVICE` are taken from `last_tokens` int32[num_slots]."""
         ids, slots, positions, rope_lens, cu_q_lens, kv_lens, last, *tables = [numbers[part] for part in self.bounds]
         return PackedBatch(
-            token_ids=jnp.where(ids == ON_DEVICE, last_tokens[slots], ids),
+            token_ids=jnp.where(ids == SAMPLED_ON_DEVICE, last_tokens[slots], ids),
             positions=positions,
             cu_q_lens=cu_q_lens,
             kv_lens=kv_lens,
@@ -84,7 +84,7 @@ class DecodeSpec:
     rows' slots and lengths, page tables, how many steps, and whether any row draws its tokens. The rest follows.
     """
 
-    packed: PackedSpec
+    packed: PackedStepSpec
     max_num_steps: int
 
     @property
@@ -96,7 +96,7 @@ class DecodeSpec:
         """The array of a call."""
         numbers = np.zeros(self.size, np.int32)
         by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
-        if isinstance(rows, DecodeRows):
+        if isinstance(rows, DecodeBatch):
             slots, starts = rows.slots, rows.starts
         else:
             slots = np.array([row.slot for row in rows], np.int32)
@@ -125,7 +125,7 @@ class DecodeSpec:
         return batch, slots, numbers[-2], numbers[-1] > 0
 
 
-class PackedModel:
+class PackedExecutor:
     """Runs the rows of a plan on a `PagedCache`.
 
     Args:
@@ -144,7 +144,7 @@ class PackedModel:
         program: ModelProgram,
         weights: Weights,
         cache: PagedCache,
-        programs: ProgramCache,
+        programs: ExecutableCache,
         *,
         num_slots: int,
         token_budget: int,
@@ -157,14 +157,14 @@ class PackedModel:
         self._decode_rungs = ladder(num_slots)
         self._row_rungs = ladder(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
         self._token_rungs = token_rungs(token_budget)
-        kept = functools.partial(KeptFunction, programs, facts=program.found_out, recall=program.recall)
-        self._known_specs: dict[tuple[int, int, bool, bool], PackedSpec] = {}
-        self._programs: dict[PackedSpec | DecodeSpec, Any] = {}
+        kept = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.recall)
+        self._known_specs: dict[tuple[int, int, bool, bool], PackedStepSpec] = {}
+        self._programs: dict[PackedStepSpec | DecodeSpec, Any] = {}
         self._step = kept("packed", self._run, donate=["pools"])
         self._decode_steps = kept("decode_steps", self._decode, donate=["pools", "state"])
 
     def _forward(
-        self, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedSpec
+        self, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedStepSpec
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
         with one_order(spec.batch_invariant):
             return self._program.forward_packed(weights, pools, batch, spec.layout)
@@ -175,7 +175,7 @@ class PackedModel:
         pools: tuple[Pool, ...],
         last_tokens: jax.Array,
         numbers: jax.Array,
-        spec: PackedSpec,
+        spec: PackedStepSpec,
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
         """Logits [S, vocab] (or [T, vocab]) in the model's dtype, and the pools."""
         return self._forward(weights, pools, spec.unpack(numbers, last_tokens), spec)
@@ -271,14 +271,14 @@ class PackedModel:
         logits, self._cache.pools = self._program_of(self._step, spec, args)(*args)
         return logits
 
-    def _program_of(self, function: KeptFunction, spec: PackedSpec | DecodeSpec, args: tuple[Any, ...]) -> Any:
+    def _program_of(self, function: CachedFunction, spec: PackedStepSpec | DecodeSpec, args: tuple[Any, ...]) -> Any:
         """The shapes of all arguments follow from the spec, so it alone is looked up."""
         program = self._programs.get(spec)
         if program is None:
             program = self._programs[spec] = function.compiled(*args, spec=spec)
         return program
 
-    def _spec(self, rows: Sequence[PlanRow], all_logits: bool) -> PackedSpec:
+    def _spec(self, rows: Sequence[PlanRow], all_logits: bool) -> PackedStepSpec:
         is_decode = all(row.num_tokens == 1 for row in rows) and not all_logits
         if is_decode and self._program.rope is not None:  # whose decode steps rotate each token for its own length
             is_decode = all(row.rope_len <= row.start + 1 for row in rows)
@@ -289,13 +289,13 @@ class PackedModel:
             num_tokens = rung(self._token_rungs, sum(row.num_tokens for row in rows))
         return self._spec_of(num_tokens, num_rows, is_decode, all_logits)
 
-    def _spec_of(self, num_tokens: int, num_rows: int, is_decode: bool, all_logits: bool = False) -> PackedSpec:
+    def _spec_of(self, num_tokens: int, num_rows: int, is_decode: bool, all_logits: bool = False) -> PackedStepSpec:
         key = num_tokens, num_rows, is_decode, all_logits
         spec = self._known_specs.get(key)
         if spec is None:
             layout = dataclasses.replace(self._cache.layout, is_decode=is_decode, all_logits=all_logits)
             has_rope_lens = self._program.rope is not None and not is_decode
-            spec = PackedSpec(
+            spec = PackedStepSpec(
                 num_tokens, num_rows, self._cache.pages_per_seq, layout, self._batch_invariant, has_rope_lens
             )
             self._known_specs[key] = spec
@@ -305,7 +305,7 @@ class PackedModel:
         return DecodeSpec(self._spec_of(num_rows, num_rows, True), self._max_num_steps)
 
     @staticmethod
-    def _numbers(spec: PackedSpec, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
+    def _numbers(spec: PackedStepSpec, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
         numbers = np.zeros(spec.size, np.int32)
         ids, token_slots, positions, rope_lens, cu_q_lens, kv_lens, last, *parts = [
             numbers[part] for part in spec.bounds
@@ -321,7 +321,7 @@ class PackedModel:
         if spec.has_rope_lens:
             least = np.repeat(np.array([row.rope_len for row in rows], np.int32), num_tokens)
             rope_lens[:total] = np.maximum(least, positions[:total] + 1)
-        ids[:total] = ON_DEVICE
+        ids[:total] = SAMPLED_ON_DEVICE
         for row, end in zip(rows, ends.tolist(), strict=True):
             if row.token_ids is not None:
                 ids[end - row.num_tokens : end] = row.token_ids
@@ -339,7 +339,7 @@ class PackedModel:
         padded[: len(numbers)] = numbers
         return padded
 
-    def _specs(self) -> Iterator[PackedSpec]:
+    def _specs(self) -> Iterator[PackedStepSpec]:
         """Every step there can be, of those that mixed traffic meets."""
         for num_rows in self._decode_rungs:
             yield self._spec_of(num_rows, num_rows, True)
@@ -353,7 +353,7 @@ class PackedModel:
         return self._step.temporary_bytes(
             self._weights,
             self._cache.pools,
-            from_host(np.zeros(self._row_rungs[-1]), np.int32),
+            to_device(np.zeros(self._row_rungs[-1]), np.int32),
             np.zeros(spec.size, np.int32),
             spec=spec,
         )

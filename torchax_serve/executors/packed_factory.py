@@ -17,17 +17,17 @@ from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.base import Road
-from torchax_serve.executors.packed import PackedModel
-from torchax_serve.kv_cache.int8_scales import check_kernels, head_scales
+from torchax_serve.executors.packed import PackedExecutor
+from torchax_serve.kv_cache.int8_scales import calibrate_int8_scales, check_int8_kernels
 from torchax_serve.kv_cache.memory import Sizes
-from torchax_serve.kv_cache.multihost_pools import MirroredPages
-from torchax_serve.kv_cache.pools import CachePlan, HeadScales, PagedCache, Pages, PageShape
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
+from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
+from torchax_serve.runtime.model_runtime import ModelRuntime
 
 TPU_LANES = 128
 
 
-def packed_road(runtime: Runtime, sizes: Sizes) -> Road:
+def packed_executor(runtime: ModelRuntime, sizes: Sizes) -> Road:
     """The model on a packed paged cache.
 
     Raises:
@@ -41,28 +41,28 @@ def packed_road(runtime: Runtime, sizes: Sizes) -> Road:
         raise NotPackableError(shapes)
     scales = None
     if sizes.kv_cache_dtype is not None:
-        shapes, scales = _in_int8(runtime, shapes, sizes), head_scales(runtime)
+        shapes, scales = _in_int8(runtime, shapes, sizes), calibrate_int8_scales(runtime)
 
     def temporary() -> int:
-        return _model(runtime, _cache(runtime, sizes.small_plan(shapes), scales), sizes).temporary_bytes()
+        return _model(runtime, _cache(runtime, sizes.probe_plan(shapes), scales), sizes).temporary_bytes()
 
     budget = sizes.budget_bytes(
-        sizes.useful_bytes(shapes), lambda: programs.remembered("temporary", f"{sizes}", temporary)
+        sizes.max_usable_bytes(shapes), lambda: programs.remembered("temporary", f"{sizes}", temporary)
     )
     cache = _cache(runtime, sizes.plan(shapes, budget), scales)
     return Road(_model(runtime, cache, sizes), cache)
 
 
-def _cache(runtime: Runtime, plan: CachePlan, scales: Sequence[HeadScales] | None) -> PagedCache:
+def _cache(runtime: ModelRuntime, plan: CacheAllocation, scales: Sequence[HeadScales] | None) -> PagedCache:
     sharding, programs = runtime.program.sharding, runtime.steps.cache
     if sharding is None:
         return PagedCache(plan, scales=scales)
     is_mirrored = programs.mirror is not None
-    pages = MirroredPages(programs, sharding) if is_mirrored else Pages(sharding.pool_sharding)
+    pages = MultiHostPoolAllocator(programs, sharding) if is_mirrored else PoolAllocator(sharding.pool_sharding)
     return PagedCache(plan, pages, scales)
 
 
-def _in_int8(runtime: Runtime, shapes: Sequence[PageShape], sizes: Sizes) -> tuple[PageShape, ...]:
+def _in_int8(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes: Sizes) -> tuple[PagedLayerSpec, ...]:
     """The same layers with pages in int8.
 
     Raises:
@@ -74,21 +74,21 @@ def _in_int8(runtime: Runtime, shapes: Sequence[PageShape], sizes: Sizes) -> tup
         )
     narrow = tuple(dataclasses.replace(shape, dtype=np.dtype(np.int8)) for shape in shapes)
 
-    def refusals(shapes: Sequence[PageShape]) -> list[str]:
+    def refusals(shapes: Sequence[PagedLayerSpec]) -> list[str]:
         with registry.fallbacks() as reasons:
             _trace_packed(runtime, shapes, sizes)
         return reasons
 
     described = f"{sizes.page_len} {sizes.max_len}"
     both = runtime.steps.cache.remembered("int8 kernels", described, lambda: (refusals(shapes), refusals(narrow)))
-    check_kernels(*both)
+    check_int8_kernels(*both)
     return narrow
 
 
-def _model(runtime: Runtime, cache: PagedCache, sizes: Sizes) -> PackedModel:
+def _model(runtime: ModelRuntime, cache: PagedCache, sizes: Sizes) -> PackedExecutor:
     programs = runtime.steps.cache
     slots, budget = sizes.num_slots, sizes.token_budget
-    return PackedModel(
+    return PackedExecutor(
         runtime.program,
         runtime.weights,
         cache,
@@ -100,7 +100,7 @@ def _model(runtime: Runtime, cache: PagedCache, sizes: Sizes) -> PackedModel:
     )
 
 
-def _shapes_or_reason(runtime: Runtime, sizes: Sizes) -> tuple[PageShape, ...] | str:
+def _shapes_or_reason(runtime: ModelRuntime, sizes: Sizes) -> tuple[PagedLayerSpec, ...] | str:
     """What each layer keeps if the model can be packed, else why it cannot."""
     try:
         return packed_shapes(runtime, sizes)
@@ -108,7 +108,7 @@ def _shapes_or_reason(runtime: Runtime, sizes: Sizes) -> tuple[PageShape, ...] |
         return str(reason)
 
 
-def packed_shapes(runtime: Runtime, sizes: Sizes) -> tuple[PageShape, ...]:
+def packed_shapes(runtime: ModelRuntime, sizes: Sizes) -> tuple[PagedLayerSpec, ...]:
     """What each layer of a model keeps that can be packed, found by tracing.
 
     Raises:
@@ -119,7 +119,7 @@ def packed_shapes(runtime: Runtime, sizes: Sizes) -> tuple[PageShape, ...]:
     return shapes
 
 
-def page_shapes(runtime: Runtime) -> tuple[PageShape, ...]:
+def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
     """What each layer keeps, found by tracing a prompt.
 
     Raises:
@@ -127,7 +127,7 @@ def page_shapes(runtime: Runtime) -> tuple[PageShape, ...]:
     """
     if runtime.program.names.has_encoder:
         raise NotPackableError("there is an encoder beside the decoder")
-    if not runtime.caches.can_make or runtime.caches.is_recurrent:
+    if not runtime.caches.is_supported or runtime.caches.is_recurrent:
         raise NotPackableError("a layer keeps a recurrent state, or the model has no cache that could be paged")
     cache = runtime.caches.new(16)
     inputs = {"input_ids": jax.ShapeDtypeStruct((1, 16), np.int32)}
@@ -138,7 +138,7 @@ def page_shapes(runtime: Runtime) -> tuple[PageShape, ...]:
     return tuple(_page_shape(layer) for layer in _shapes_of(prompt, runtime.weights, inputs))
 
 
-def _page_shape(layer: Any) -> PageShape:
+def _page_shape(layer: Any) -> PagedLayerSpec:
     if not isinstance(layer, AttentionLayer):
         raise NotPackableError(f"a layer of the cache is a {type(layer).__name__}, which keeps no keys and values")
     if len(layer.POOLS) > 1:
@@ -148,19 +148,19 @@ def _page_shape(layer: Any) -> PageShape:
     _, num_heads, _, width = layer.pool.shape
     if registry.platform() == "tpu":  # whose kernels and copies want whole lanes
         width += -width % TPU_LANES
-    return PageShape(num_heads, width, np.dtype(layer.pool.dtype), layer.window)
+    return PagedLayerSpec(num_heads, width, np.dtype(layer.pool.dtype), layer.window)
 
 
-def _trace_packed(runtime: Runtime, shapes: Sequence[PageShape], sizes: Sizes) -> None:
+def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes: Sizes) -> None:
     """Traces the two kinds of packed steps.
 
     Raises:
         NotPackableError: the model's code does not let it.
     """
-    plan = sizes.small_plan(shapes)
+    plan = sizes.probe_plan(shapes)
     pages = {group.window: group.num_pages for group in plan.groups}
 
-    def pool(shape: PageShape) -> Any:
+    def pool(shape: PagedLayerSpec) -> Any:
         made = jax.ShapeDtypeStruct((pages[shape.window], shape.num_heads, plan.page_len, shape.width), shape.dtype)
         scale: Any = jax.ShapeDtypeStruct((shape.num_heads,), np.float32)
         return made if shape.dtype != np.int8 else Int8Pool(made, scale, scale)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 """The gathered road: models that cannot be packed, because they count positions by themselves, attend past
 transformers' interface, or keep a recurrent state.
 
-Every request is a forward of its own (`RowForward`). Its pages are gathered into dense keys and values first, and what
-the forward adds to them is scattered back; a state is taken from its slot and put there again. All decode rows of about
-one length are one program, a chunk of a prompt is another.
+Every request is a forward of its own (`SequenceForward`). Its pages are gathered into dense keys and values first, and
+what the forward adds to them is scattered back; a state is taken from its slot and put there again. All decode rows of
+about one length are one program, a chunk of a prompt is another.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
-from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache
-from torchax_serve.executors.encoder_inputs import Sources
-from torchax_serve.executors.packed import ON_DEVICE
-from torchax_serve.executors.per_sequence_batching import GatheredJobs, Job, Numbers
-from torchax_serve.executors.per_sequence_buckets import GatheredShapes, GatheredSpec
-from torchax_serve.executors.per_sequence_forward import RowForward
-from torchax_serve.kv_cache.slot_states import GatheredCache, gather, scatter
-from torchax_serve.kv_cache.state_layout import LONGEST, Leaves, StateLayout
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
+from torchax_serve.executors.encoder_inputs import EncoderInputs
+from torchax_serve.executors.packed import SAMPLED_ON_DEVICE
+from torchax_serve.executors.per_sequence_batching import Job, StepInputs, StepSplitter
+from torchax_serve.executors.per_sequence_buckets import GatheredSpec, PerSequenceBuckets
+from torchax_serve.executors.per_sequence_forward import SequenceForward
+from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
+from torchax_serve.kv_cache.state_layout import LONGEST, CacheLayout, Leaves
 from torchax_serve.scheduler import PlanRow
 
 
-class GatheredModel:
-    """Runs the rows of a plan, decode rows and at most one chunk of a prompt, on a `GatheredCache`.
+class PerSequenceExecutor:
+    """Runs the rows of a plan, decode rows and at most one chunk of a prompt, on a `PagedCacheWithStates`.
 
     Args:
         forward: of one request.
@@ -46,22 +46,22 @@ class GatheredModel:
 
     def __init__(
         self,
-        forward: RowForward,
+        forward: SequenceForward,
         weights: Weights,
-        cache: GatheredCache,
-        programs: ProgramCache,
-        layout: StateLayout,
+        cache: PagedCacheWithStates,
+        programs: ExecutableCache,
+        layout: CacheLayout,
         *,
         num_slots: int,
         chunk_sizes: Sequence[int],
         is_exact: bool,
         block_len: int = LONGEST,
-        sources: Sources | None = None,
+        sources: EncoderInputs | None = None,
     ) -> None:
         self._forward, self._weights, self._cache, self._layout = forward, weights, cache, layout
         self._num_slots, self.sources = num_slots, sources
         self.chunk_sizes, self.is_exact = tuple(chunk_sizes), is_exact
-        self.shapes = GatheredShapes(
+        self.shapes = PerSequenceBuckets(
             num_slots=num_slots,
             chunk_sizes=chunk_sizes,
             is_exact=is_exact,
@@ -71,10 +71,10 @@ class GatheredModel:
             source_rungs=() if sources is None else sources.rungs,
             has_rope_lens=forward.program.rope is not None,
         )
-        self._jobs = GatheredJobs(self.shapes, num_slots, sources)
+        self._jobs = StepSplitter(self.shapes, num_slots, sources)
         facts = forward.program
-        self._step = KeptFunction(
-            programs, "gathered", self.traced, donate=["pools", "states"], facts=facts.found_out, recall=facts.recall
+        self._step = CachedFunction(
+            programs, "gathered", self.traced, donate=["pools", "states"], facts=facts.trace_facts, recall=facts.recall
         )
 
     @property
@@ -96,10 +96,10 @@ class GatheredModel:
 
         `hidden` is an encoder's output, for a request to begin with.
         """
-        given = Numbers.of(numbers, spec)
+        given = StepInputs.of(numbers, spec)
         known = last_tokens[jnp.minimum(given.slots, self._num_slots - 1)]
         ids = given.ids.reshape(spec.num_rows, spec.num_tokens)
-        ids = jnp.where(ids == ON_DEVICE, known[:, None], ids)
+        ids = jnp.where(ids == SAMPLED_ON_DEVICE, known[:, None], ids)
         table = given.tables.reshape(spec.num_rows, spec.num_pages)
         if spec.kind == "begin":
             source = () if hidden is None else (hidden, given.source_lens[0])
@@ -128,12 +128,12 @@ class GatheredModel:
         )
 
     def _advance(
-        self, weights: Weights, kept: Leaves, ids: jax.Array, given: Numbers, spec: GatheredSpec
+        self, weights: Weights, kept: Leaves, ids: jax.Array, given: StepInputs, spec: GatheredSpec
     ) -> tuple[jax.Array, Leaves]:
         """Logits, and what is new by leaf, ``[S, ...]``."""
         source_lens = given.source_lens if spec.source_len else None
         if spec.kind == "decode":
-            return self._forward.extend_rows(weights, kept, given.starts, ids[:, 0], self._layout, source_lens)
+            return self._forward.decode_batch(weights, kept, given.starts, ids[:, 0], self._layout, source_lens)
         kept = jax.tree.map(lambda leaf: leaf[0], kept)
         offset, length = given.starts[0], given.lens[0]
         source_len = None if source_lens is None else source_lens[0]
@@ -173,7 +173,7 @@ class GatheredModel:
         for job, logits in zip(jobs, parts, strict=True):
             places = np.full(len(logits), len(out), np.int32)  # out of bounds, hence dropped
             places[: len(job.places)] = job.places
-            out = _place(out, logits, from_host(places, np.int32))
+            out = _place(out, logits, to_device(places, np.int32))
         return out
 
     def _launch(
@@ -185,7 +185,7 @@ class GatheredModel:
             self._cache.pools,
             self._cache.states,
             last_tokens,
-            from_host(numbers, np.int32),
+            to_device(numbers, np.int32),
             hidden,
             spec=spec,
         )
@@ -220,8 +220,8 @@ class GatheredModel:
             self._weights,
             self._cache.pools,
             self._cache.states,
-            from_host(np.zeros(self._num_slots), np.int32),
-            from_host(np.zeros(sum(spec.sizes)), np.int32),
+            to_device(np.zeros(self._num_slots), np.int32),
+            to_device(np.zeros(sum(spec.sizes)), np.int32),
             self._blank(spec),
             spec=spec,
         )
@@ -236,13 +236,13 @@ class GatheredModel:
         """
         for spec in self.shapes.all():
             logits = self._launch(spec, last_tokens(), self._jobs.numbers(Job(spec, [], []), (), 0), self._blank(spec))
-            for num_rows in self.shapes.row_rungs[1:]:
+            for num_rows in self.shapes.row_buckets[1:]:
                 out = jnp.zeros((num_rows, logits.shape[1]), jnp.float32)
-                _place(out, logits, from_host(np.full(len(logits), num_rows), np.int32))
+                _place(out, logits, to_device(np.full(len(logits), num_rows), np.int32))
             yield logits
 
 
-def _how(spec: GatheredSpec, given: Numbers) -> dict[str, Any]:
+def _how(spec: GatheredSpec, given: StepInputs) -> dict[str, Any]:
     """How a chunk is computed, and for which length at least its rotary frequencies are."""
     return spec.how | ({"rope_len": given.rope_lens[0]} if spec.has_rope_lens else {})
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Self
 import jax.numpy as jnp
 import numpy as np
 
-from torchax_serve.executors.encoder_inputs import Sources
-from torchax_serve.executors.packed import ON_DEVICE
-from torchax_serve.executors.per_sequence_buckets import GatheredShapes, GatheredSpec
+from torchax_serve.executors.encoder_inputs import EncoderInputs
+from torchax_serve.executors.packed import SAMPLED_ON_DEVICE
+from torchax_serve.executors.per_sequence_buckets import GatheredSpec, PerSequenceBuckets
 from torchax_serve.scheduler import PlanRow
 
 
-class Numbers(NamedTuple):
+class StepInputs(NamedTuple):
     """What `GatheredSpec.sizes` cuts a step's one array of integers into."""
 
     ids: Any  # int32[S * T]
@@ -40,7 +40,7 @@ class Job(NamedTuple):
     places: list[int]  # where its logits go, of its rows or tokens
 
 
-class GatheredJobs:
+class StepSplitter:
     """Cuts plans into programs.
 
     Args:
@@ -49,7 +49,7 @@ class GatheredJobs:
         sources: inputs of an encoder, if there is one.
     """
 
-    def __init__(self, shapes: GatheredShapes, num_slots: int, sources: Sources | None) -> None:
+    def __init__(self, shapes: PerSequenceBuckets, num_slots: int, sources: EncoderInputs | None) -> None:
         self._shapes, self._num_slots, self._sources = shapes, num_slots, sources
 
     def of(self, rows: Sequence[PlanRow], ahead: int, all_logits: bool) -> list[Job]:
@@ -86,11 +86,11 @@ class GatheredJobs:
         """What the program of `job` is given; `tables` by group, int32[num_slots, pages_per_seq]."""
         spec = job.spec
         numbers = np.zeros(sum(spec.sizes), np.int32)
-        parts = Numbers.of(numbers, spec)
+        parts = StepInputs.of(numbers, spec)
         parts.slots[:] = self._num_slots
         for index, row in enumerate(job.rows):
             begin = index * spec.num_tokens
-            parts.ids[begin : begin + row.num_tokens] = ON_DEVICE if row.token_ids is None else row.token_ids
+            parts.ids[begin : begin + row.num_tokens] = SAMPLED_ON_DEVICE if row.token_ids is None else row.token_ids
             parts.slots[index] = row.slot
             parts.starts[index] = row.start + ahead
             parts.lens[index] = row.num_tokens

@@ -41,7 +41,7 @@ class GatheredSpec:
         return {"block_len": self.block_len, "all_logits": self.all_logits}
 
 
-class GatheredShapes:
+class PerSequenceBuckets:
     """Which steps there are.
 
     Args:
@@ -73,7 +73,7 @@ class GatheredShapes:
         self._row_rungs = (1, *ladder(num_slots, 2, 4)) if num_slots > 1 else (1,)
         self._chunk_rungs = tuple(sorted(chunk_sizes))
         most = pages_per_seq + (0 if is_exact else -(-self._chunk_rungs[-1] // page_len))
-        self._page_rungs = ladder(most, 2, max(1, SMALLEST_GATHER_LEN // page_len)) if pages_per_seq else (0,)
+        self.page_buckets = ladder(most, 2, max(1, SMALLEST_GATHER_LEN // page_len)) if pages_per_seq else (0,)
         self._source_rungs = tuple(source_rungs) or (0,)
 
     def rows(self, number: int) -> int:
@@ -81,12 +81,12 @@ class GatheredShapes:
         return rung(self._row_rungs, number)
 
     @property
-    def row_rungs(self) -> tuple[int, ...]:
+    def row_buckets(self) -> tuple[int, ...]:
         """All numbers of rows that logits can have."""
         return self._row_rungs
 
     def _pages(self, num_tokens: int) -> int:
-        return rung(self._page_rungs, -(-num_tokens // self._page_len)) if self._page_rungs[-1] else 0
+        return rung(self.page_buckets, -(-num_tokens // self._page_len)) if self.page_buckets[-1] else 0
 
     def _most_rows(self, num_pages: int, source_len: int) -> int:
         """The highest rung of rows that a decode program of so much each has."""
@@ -125,7 +125,7 @@ class GatheredShapes:
     def all(self) -> Iterator[GatheredSpec]:
         """Every step there can be, of those that mixed traffic meets."""
         for source_len in self._source_rungs:
-            for num_pages in self._page_rungs:
+            for num_pages in self.page_buckets:
                 for num_rows in self._row_rungs:
                     if num_rows <= self._most_rows(num_pages, source_len):
                         yield self._decode(num_rows, num_pages, source_len)
@@ -133,28 +133,28 @@ class GatheredShapes:
                 yield self.chunk(num_tokens, 0, source_len)
             for num_tokens in self._chunks_behind(1):
                 behind = self.chunk(num_tokens, 1, source_len)
-                for num_pages in self._page_rungs:
+                for num_pages in self.page_buckets:
                     if num_pages >= behind.num_pages:
                         yield dataclasses.replace(behind, num_pages=num_pages)
 
-    def longest_decode(self) -> GatheredSpec:
+    def largest_decode(self) -> GatheredSpec:
         """The decode step of the most requests that are of full length."""
-        longest, source_len = self._page_rungs[-1], self._source_rungs[-1]
+        longest, source_len = self.page_buckets[-1], self._source_rungs[-1]
         return self._decode(self._most_rows(longest, source_len), longest, source_len)
 
-    def last_chunk(self, num_tokens: int) -> GatheredSpec:
+    def final_chunk(self, num_tokens: int) -> GatheredSpec:
         """The last chunk of the prompt of a request of full length, of `num_tokens` tokens or the first of them."""
         room = self._chunks_behind(1)
         fitting = [size for size in room if size <= num_tokens] if self.is_exact else []
         size = fitting[-1] if fitting else min(num_tokens, room[-1])
-        return dataclasses.replace(self.chunk(size, 1, self._source_rungs[-1]), num_pages=self._page_rungs[-1])
+        return dataclasses.replace(self.chunk(size, 1, self._source_rungs[-1]), num_pages=self.page_buckets[-1])
 
     def largest(self) -> tuple[GatheredSpec, ...]:
         """Those that take the most beside the cache."""
         first = self.chunk(self._chunks_behind(0)[-1], 0, self._source_rungs[-1])
-        return (self.longest_decode(), self.last_chunk(self._chunk_rungs[-1]), first)
+        return (self.largest_decode(), self.final_chunk(self._chunk_rungs[-1]), first)
 
     def _chunks_behind(self, start: int) -> list[int]:
         """Lengths of chunks that a sequence has room for behind `start` tokens, ascending."""
-        capacity = self._page_rungs[-1] * self._page_len or start + self._chunk_rungs[-1]
+        capacity = self.page_buckets[-1] * self._page_len or start + self._chunk_rungs[-1]
         return [num_tokens for num_tokens in self._chunk_rungs if start + num_tokens <= capacity]

@@ -1,4 +1,4 @@
-"""From a model that cannot be packed to a `GatheredModel`: what it keeps, how its prompts are cut, what fits."""
+"""From a model that cannot be packed to a `PerSequenceExecutor`: what it keeps, how its prompts are cut, what fits."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from collections.abc import Callable
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.buckets import ladder
 from torchax_serve.executors.base import Road
-from torchax_serve.executors.chunked_prefill_probe import find_block_len
-from torchax_serve.executors.encoder_inputs import SMALLEST_SOURCE_LEN, Outputs, Sources, Texts, rungs_of
-from torchax_serve.executors.per_sequence import GatheredModel
-from torchax_serve.executors.per_sequence_forward import TRIAL_LEN, RowForward, as_unsupported
+from torchax_serve.executors.chunked_prefill_probe import find_chunk_len
+from torchax_serve.executors.encoder_inputs import (
+    SMALLEST_SOURCE_LEN,
+    EncoderInputs,
+    Outputs,
+    TokenEncoderInputs,
+    encoder_buckets,
+)
+from torchax_serve.executors.per_sequence import PerSequenceExecutor
+from torchax_serve.executors.per_sequence_forward import TRIAL_LEN, SequenceForward, as_unsupported
 from torchax_serve.kv_cache.memory import Sizes, free_bytes
-from torchax_serve.kv_cache.pools import Pages
-from torchax_serve.kv_cache.slot_states import GatheredCache
-from torchax_serve.kv_cache.state_layout import LONGEST, StateLayout
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.kv_cache.pools import PoolAllocator
+from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
+from torchax_serve.kv_cache.state_layout import LONGEST, CacheLayout
+from torchax_serve.runtime.model_runtime import ModelRuntime
 
-EXACT_CHUNKS = (256, 64, 16, 4, 1)
+EXACT_CHUNK_SIZES = (256, 64, 16, 4, 1)
 """Lengths of chunks where a chunk may not be padded; the last one must be 1."""
 SHORTEST_PADDED = 16
 
 
-def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
+def per_sequence_executor(runtime: ModelRuntime, sizes: Sizes, why_not_packed: str) -> Road:
     """The model on a gathered cache; prefixes are shared only where pages hold all there is of one.
 
     Raises:
@@ -37,19 +43,23 @@ def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
             f"requests of this model cannot be batched on several hosts, only on one: {why_not_packed}"
         )
     try:
-        forward = RowForward(runtime)
+        forward = SequenceForward(runtime)
         layout = programs.remembered("gathered layout", "", forward.layout)
-        sources: Sources | None = None
+        sources: EncoderInputs | None = None
         if sizes.source_len is not None:
-            sources, layout = Outputs(runtime, (sizes.source_len,)), layout.for_sources(sizes.source_len)
+            sources, layout = Outputs(runtime, (sizes.source_len,)), layout.with_encoder_len(sizes.source_len)
             sizes = _with_fitting_slots(sizes, layout)
         elif runtime.encoder is not None:
             sizes = _with_source_len(sizes, layout)
             max_len = sizes.max_source_len
             runs_before = runtime.encoder.runs_before
-            sources = Outputs(runtime, rungs_of(max_len)) if runs_before else Texts(runtime.encoder.runtime, max_len)
-            layout = layout.for_sources(max_len)
-        parts = GatheredParts(runtime, forward, layout, sizes, sources)
+            sources = (
+                Outputs(runtime, encoder_buckets(max_len))
+                if runs_before
+                else TokenEncoderInputs(runtime.encoder.runtime, max_len)
+            )
+            layout = layout.with_encoder_len(max_len)
+        parts = PerSequenceFactory(runtime, forward, layout, sizes, sources)
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
         block_len = programs.remembered("gathered trial", f"{sizes}", lambda: parts.block_len(cache, make))
@@ -64,9 +74,9 @@ def gathered_road(runtime: Runtime, sizes: Sizes, why_not_packed: str) -> Road:
     return Road(model, cache, why_not_packed, chunk_sizes, can_share_prefixes=can_share, num_slots=sizes.num_slots)
 
 
-def _with_source_len(sizes: Sizes, layout: StateLayout) -> Sizes:
+def _with_source_len(sizes: Sizes, layout: CacheLayout) -> Sizes:
     """`sizes`; where nobody has asked for a length, inputs of all slots take half of the memory at the most."""
-    if not sizes.may_shorten_sources:
+    if not sizes.encoder_len_is_default:
         return sizes
     memory = sizes.kv_cache_bytes or free_bytes()
     each = sum(row.num_bytes for row in layout.rows if row.is_of_source) * (sizes.num_slots + 1)
@@ -76,7 +86,7 @@ def _with_source_len(sizes: Sizes, layout: StateLayout) -> Sizes:
     return dataclasses.replace(sizes, max_source_len=min(sizes.max_source_len, fitting))
 
 
-def _with_fitting_slots(sizes: Sizes, layout: StateLayout) -> Sizes:
+def _with_fitting_slots(sizes: Sizes, layout: CacheLayout) -> Sizes:
     """`sizes`, with so many slots that what is made of sounds takes half of the memory at the most.
 
     Raises:
@@ -96,30 +106,30 @@ def _with_fitting_slots(sizes: Sizes, layout: StateLayout) -> Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class GatheredParts:
+class PerSequenceFactory:
     """What models and caches of this road are made of."""
 
-    runtime: Runtime
-    forward: RowForward
-    layout: StateLayout
+    runtime: ModelRuntime
+    forward: SequenceForward
+    layout: CacheLayout
     sizes: Sizes
-    sources: Sources | None
+    sources: EncoderInputs | None
 
     @property
-    def pages(self) -> Pages | None:
+    def pages(self) -> PoolAllocator | None:
         """Makes pools and states: by heads and channels, where the model lies on a mesh."""
         sharding = self.runtime.program.sharding
-        return None if sharding is None else Pages(sharding.pool_sharding, sharding.state_sharding)
+        return None if sharding is None else PoolAllocator(sharding.pool_sharding, sharding.state_sharding)
 
-    def model(self, cache: GatheredCache, block_len: int) -> GatheredModel:
+    def model(self, cache: PagedCacheWithStates, block_len: int) -> PerSequenceExecutor:
         """A model on `cache`. A chunk is padded only where the model neither keeps it nor counts it."""
         is_exact = (
-            self.runtime.caches.is_recurrent or self.forward.counts_by_itself or block_len < self.sizes.token_budget
+            self.runtime.caches.is_recurrent or self.forward.infers_positions or block_len < self.sizes.token_budget
         )
         is_exact = is_exact or self.sources is not None
         budget = self.sizes.token_budget
-        exact = tuple(size for size in EXACT_CHUNKS if size <= budget)
-        return GatheredModel(
+        exact = tuple(size for size in EXACT_CHUNK_SIZES if size <= budget)
+        return PerSequenceExecutor(
             self.forward,
             self.runtime.weights,
             cache,
@@ -132,22 +142,22 @@ class GatheredParts:
             sources=self.sources,
         )
 
-    def cache(self) -> GatheredCache:
+    def cache(self) -> PagedCacheWithStates:
         """The cache of the engine, within the budget: states for all slots, pages in what is left."""
         sizes, slots = self.sizes, self.sizes.num_slots
         state_bytes = sum(row.num_bytes for row in self.layout.rows) * (slots + 1)
-        budget = sizes.budget_bytes(sizes.useful_bytes(self.layout.pages) + state_bytes, self._temporary_bytes)
+        budget = sizes.budget_bytes(sizes.max_usable_bytes(self.layout.pages) + state_bytes, self._temporary_bytes)
         if state_bytes > budget:
             raise OutOfMemoryError(
                 f"expected memory for the states of {slots} requests, {state_bytes} bytes, got {budget} bytes; raise "
                 "kv_cache_bytes, or lower num_slots" + (" or max_source_len" if self.sources is not None else "")
             )
-        return GatheredCache(sizes.plan(self.layout.pages, budget - state_bytes), self.layout, slots, self.pages)
+        return PagedCacheWithStates(sizes.plan(self.layout.pages, budget - state_bytes), self.layout, slots, self.pages)
 
-    def _small_cache(self) -> GatheredCache:
+    def _small_cache(self) -> PagedCacheWithStates:
         num_pages = 2 + TRIAL_LEN // self.sizes.page_len
-        plan = self.sizes.small_plan(self.layout.pages, num_pages)
-        return GatheredCache(plan, self.layout, self.sizes.num_slots, self.pages)
+        plan = self.sizes.probe_plan(self.layout.pages, num_pages)
+        return PagedCacheWithStates(plan, self.layout, self.sizes.num_slots, self.pages)
 
     def _temporary_bytes(self) -> int:
         def ask() -> int:
@@ -158,17 +168,17 @@ class GatheredParts:
     @property
     def wanted_block_len(self) -> int:
         """The longest chunk that is one forward, or any length."""
-        if self.layout.block_len >= EXACT_CHUNKS[0]:
+        if self.layout.block_len >= EXACT_CHUNK_SIZES[0]:
             return LONGEST
-        return next(size for size in EXACT_CHUNKS if size <= self.layout.block_len)
+        return next(size for size in EXACT_CHUNK_SIZES if size <= self.layout.block_len)
 
-    def block_len(self, cache: GatheredCache, make: Callable[[int], GatheredModel]) -> int:
+    def block_len(self, cache: PagedCacheWithStates, make: Callable[[int], PerSequenceExecutor]) -> int:
         """Tokens of one forward: tried on `cache`, or on another one if that is too small."""
         needed = -(-TRIAL_LEN // self.sizes.page_len)
         if any(group.num_pages <= needed for group in cache.plan.groups):
             make = functools.partial(self.model, self._small_cache())
         with as_unsupported():
-            return find_block_len(
+            return find_chunk_len(
                 make,
                 self.wanted_block_len,
                 num_slots=self.sizes.num_slots,

@@ -26,43 +26,43 @@ from model_adapters.ops import list_ops, registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
-from torchax_serve.kv_cache.pools import PageShape
-from torchax_serve.kv_cache.state_layout import LONGEST, Leaves, StateLayout, StateRow
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.kv_cache.pools import PagedLayerSpec
+from torchax_serve.kv_cache.state_layout import LONGEST, CacheLayout, Leaves, SlotStateSpec
+from torchax_serve.runtime.model_runtime import ModelRuntime
 
 TRIAL_LEN = 16
 MAX_GROWTH = 2.5
 """How many times as large as that of one token a program may be: models that loop over tokens in Python make programs
 that grow with every token, and take minutes to compile."""
-VECTORISED = {"grouped_matmul": "tiled"}
+VMAP_SAFE_IMPLEMENTATIONS = {"grouped_matmul": "tiled"}
 """Implementations that `jax.vmap` can follow, where that is not the reference; JAX cannot follow `ragged_dot`."""
 
 
-class RowForward:
+class SequenceForward:
     """Forwards of one request, to be traced.
 
     Keys and values are dense leaves ``[1, heads, capacity, width]``; what lies behind the tokens stored is not looked
     at. New ones are returned by themselves, ``[T, heads, width]``.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        if not runtime.caches.can_make:
+    def __init__(self, runtime: ModelRuntime) -> None:
+        if not runtime.caches.is_supported:
             raise UnsupportedModelError(
                 f"expected a decoder with a cache of fixed shapes, got {type(runtime.program.module).__name__}: "
-                f"{runtime.caches.why_none}; generate runs it, one batch at a time"
+                f"{runtime.caches.unsupported_reason}; generate runs it, one batch at a time"
             )
         self.program, self._weights = runtime.program, runtime.weights
         self._new_cache = runtime.caches.new
-        self._trial_context = runtime.caches.trial_context()
-        mask = None if runtime.encoder is None else runtime.encoder.source_mask
+        self._trial_context = runtime.caches.abstract_encoder_output()
+        mask = None if runtime.encoder is None else runtime.encoder.output_mask
         self._source_mask = mask or SourceMask()
-        self.positions_end = runtime.limits.learned_positions
+        self.num_learned_positions = runtime.limits.learned_positions
         self.is_one_by_one = quirks.one_by_one(runtime.program.called)
 
     @property
-    def counts_by_itself(self) -> bool:
+    def infers_positions(self) -> bool:
         """Whether the model finds positions by itself and reads them from a table with an end."""
-        return self.positions_end is not None and not self.program.accepts(self.program.names.positions)
+        return self.num_learned_positions is not None and not self.program.accepts(self.program.names.positions)
 
     @functools.cached_property
     def _first(self) -> tuple[LayerStates, Any]:
@@ -89,32 +89,32 @@ class RowForward:
             )
         return states, len(traced.jaxpr.eqns)
 
-    def layout(self) -> StateLayout:
+    def layout(self) -> CacheLayout:
         """What this model keeps, found by tracing a first forward and a step after it.
 
         Raises:
             UnsupportedModelError: what it keeps changes its shape from step to step, lies elsewhere, or is nothing.
         """
         found = self._find_layout()
-        self.program.check_keeps_nothing()
+        self.program.check_no_leaked_tensors()
         return found
 
-    def _find_layout(self) -> StateLayout:
+    def _find_layout(self) -> CacheLayout:
         states, size = self._after_first(TRIAL_LEN)
         pools = {
             id(getattr(layer, name)) for layer in states if isinstance(layer, AttentionLayer) for name in layer.POOLS
         }
         of_source = {id(leaf) for layer in states if isinstance(layer, CrossLayer) for leaf in jax.tree.leaves(layer)}
-        leaves: list[PageShape | StateRow] = []
+        leaves: list[PagedLayerSpec | SlotStateSpec] = []
         for leaf in jax.tree.leaves(states):
             dtype = np.dtype(leaf.dtype)
             if id(leaf) in pools:
                 # Pages behind a window stay: only the model's own masks say what is looked at.
-                leaves.append(PageShape(leaf.shape[1], leaf.shape[3], dtype, None))
+                leaves.append(PagedLayerSpec(leaf.shape[1], leaf.shape[3], dtype, None))
             elif id(leaf) in of_source:
-                leaves.append(StateRow((1, leaf.shape[1], 1, leaf.shape[3]), dtype, is_of_source=True))
+                leaves.append(SlotStateSpec((1, leaf.shape[1], 1, leaf.shape[3]), dtype, is_of_source=True))
             else:
-                leaves.append(StateRow(tuple(leaf.shape), dtype))
+                leaves.append(SlotStateSpec(tuple(leaf.shape), dtype))
         if not leaves:
             raise UnsupportedModelError("expected a cache that is written to, got one that stays empty after a forward")
         short, short_size = self._after_first(1)
@@ -122,7 +122,7 @@ class RowForward:
             raise UnsupportedModelError("what the model keeps of a prompt of one token has another form than of more")
         growth = (size - short_size) / (TRIAL_LEN - 1)
         block_len = LONGEST if growth < 1 else 1 + int((MAX_GROWTH - 1) * short_size / growth)
-        found = StateLayout(tuple(leaves), block_len=1 if self.is_one_by_one else block_len)
+        found = CacheLayout(tuple(leaves), block_len=1 if self.is_one_by_one else block_len)
 
         def step(weights: Any, leaves: Any, offset: Any, ids: Any) -> Any:
             return self.extend(weights, leaves, offset, ids, 1, found, offset)
@@ -133,13 +133,13 @@ class RowForward:
             jax.eval_shape(step, self._weights, kept, number, one)
         return dataclasses.replace(found, is_vectorised=self._can_vectorise(found))
 
-    def _can_vectorise(self, layout: StateLayout) -> bool:
+    def _can_vectorise(self, layout: CacheLayout) -> bool:
         kept = tuple(jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(self._first[0]))
         number = jax.ShapeDtypeStruct((2,), np.int32)
         rows = dataclasses.replace(layout, is_vectorised=True)
 
         def step(weights: Any, leaves: Any, offsets: Any, ids: Any) -> Any:
-            return self.extend_rows(weights, leaves, offsets, ids, rows, offsets)
+            return self.decode_batch(weights, leaves, offsets, ids, rows, offsets)
 
         try:
             jax.eval_shape(step, self._weights, kept, number, number)
@@ -152,7 +152,7 @@ class RowForward:
         weights: Weights,
         ids: jax.Array,
         length: Any,
-        layout: StateLayout,
+        layout: CacheLayout,
         hidden: jax.Array | None = None,
         source_len: Any = None,
         *,
@@ -191,7 +191,7 @@ class RowForward:
         offset: Any,
         ids: jax.Array,
         length: Any,
-        layout: StateLayout,
+        layout: CacheLayout,
         source_len: Any = None,
         *,
         block_len: int = LONGEST,
@@ -215,13 +215,13 @@ class RowForward:
             inputs |= self._source(jnp.zeros((1, padded_len, known.shape[2]), known.dtype), source_len)
         return self._forward(weights, states, jnp.asarray(offset), inputs, layout)
 
-    def extend_rows(
+    def decode_batch(
         self,
         weights: Weights,
         leaves: Leaves,
         offsets: jax.Array,
         ids: jax.Array,
-        layout: StateLayout,
+        layout: CacheLayout,
         source_lens: jax.Array | None = None,
     ) -> Any:
         """A token `ids` int32[S] of each of S requests: logits [S, vocab], and of `leaves` [S, ...] what is new."""
@@ -235,7 +235,7 @@ class RowForward:
         elif layout.is_vectorised:
             with contextlib.ExitStack() as stack:
                 for op in list_ops():  # kernels would run row by row, each reading all weights
-                    name = VECTORISED.get(op.name, registry.REFERENCE)
+                    name = VMAP_SAFE_IMPLEMENTATIONS.get(op.name, registry.REFERENCE)
                     stack.enter_context(registry.use(op.name, name))
                 logits, news = jax.vmap(one)(*rows)
         else:
@@ -246,7 +246,7 @@ class RowForward:
         self,
         weights: Weights,
         ids: jax.Array,
-        layout: StateLayout,
+        layout: CacheLayout,
         hidden: jax.Array | None,
         source_len: Any,
         block_len: int,
@@ -255,14 +255,14 @@ class RowForward:
         first_logits, first = self.begin(weights, ids[:block_len], block_len, layout, hidden, source_len, **how)
         room = ((0, 0), (0, 0), (0, ids.shape[0] - block_len), (0, 0))
         leaves = tuple(
-            jnp.pad(jnp.swapaxes(new, 0, 1)[None], room) if isinstance(kind, PageShape) else new
+            jnp.pad(jnp.swapaxes(new, 0, 1)[None], room) if isinstance(kind, PagedLayerSpec) else new
             for new, kind in zip(first, layout.leaves, strict=True)
         )
         logits, news = self._extend_in_blocks(
             weights, leaves, jnp.int32(block_len), ids[block_len:], layout, source_len, block_len, how
         )
         both = [
-            jnp.concatenate([old, new]) if isinstance(kind, PageShape) else new
+            jnp.concatenate([old, new]) if isinstance(kind, PagedLayerSpec) else new
             for old, new, kind in zip(first, news, layout.leaves, strict=True)
         ]
         return jnp.concatenate([first_logits, logits]) if how["all_logits"] else logits, tuple(both)
@@ -273,7 +273,7 @@ class RowForward:
         leaves: Leaves,
         offset: jax.Array,
         ids: jax.Array,
-        layout: StateLayout,
+        layout: CacheLayout,
         source_len: Any,
         block_len: int,
         how: dict[str, Any],
@@ -283,7 +283,7 @@ class RowForward:
             logits, news = self.extend(weights, leaves, offset, block, block_len, layout, source_len, **how)
             following, added = [], []
             for leaf, new, kind in zip(leaves, news, layout.leaves, strict=True):
-                is_pages = isinstance(kind, PageShape)
+                is_pages = isinstance(kind, PagedLayerSpec)
                 row = jnp.swapaxes(new, 0, 1)[None].astype(leaf.dtype) if is_pages else new
                 following.append(jax.lax.dynamic_update_slice_in_dim(leaf, row, offset, axis=2) if is_pages else new)
                 added.append(new if is_pages else ())
@@ -292,7 +292,7 @@ class RowForward:
         (leaves, _), (logits, added) = jax.lax.scan(step, (leaves, offset), ids.reshape(-1, block_len))
         logits = logits.reshape(-1, logits.shape[-1]) if how["all_logits"] else logits[-1]
         news = [
-            new.reshape(-1, *new.shape[2:]) if isinstance(kind, PageShape) else leaf
+            new.reshape(-1, *new.shape[2:]) if isinstance(kind, PagedLayerSpec) else leaf
             for leaf, new, kind in zip(leaves, added, layout.leaves, strict=True)
         ]
         return logits, tuple(news)
@@ -322,20 +322,20 @@ class RowForward:
         states: LayerStates,
         offset: jax.Array,
         inputs: dict[str, Any],
-        layout: StateLayout,
+        layout: CacheLayout,
     ) -> tuple[jax.Array, Leaves]:
         fields, after = self.program.forward(weights, states, offset, inputs, CallSpec())
         assert after is not None
         num_tokens = inputs[self.program.names.ids].shape[1]
         return fields["logits"][0].astype(jnp.float32), self._news(after, layout, offset, num_tokens)
 
-    def _news(self, states: LayerStates, layout: StateLayout, offset: jax.Array, num_tokens: int) -> Leaves:
+    def _news(self, states: LayerStates, layout: CacheLayout, offset: jax.Array, num_tokens: int) -> Leaves:
         """What the forward has added to the pages, ``[T, heads, width]``, and the states it has left."""
         if _structure(states) != self._first[1]:
             raise UnsupportedModelError("what the model keeps of a sequence changes its form from step to step")
         news = []
         for leaf, kind in zip(jax.tree.leaves(states), layout.leaves, strict=True):
-            if isinstance(kind, PageShape):
+            if isinstance(kind, PagedLayerSpec):
                 new = jax.lax.dynamic_slice_in_dim(leaf[0], offset, num_tokens, axis=1)  # [heads, T, width]
                 news.append(jnp.swapaxes(new, 0, 1).astype(kind.dtype))
             elif kind.is_of_source or (leaf.shape, leaf.dtype) == (kind.shape, kind.dtype):

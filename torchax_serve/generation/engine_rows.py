@@ -17,10 +17,10 @@ from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
-from torchax_serve.engine.request import RowRequest
-from torchax_serve.engine.request_handle import cancelled_on_error
-from torchax_serve.executors.encoder_inputs import decoder_prompt
-from torchax_serve.generation.static_batch import LoopRequest, Start
+from torchax_serve.engine.request import EngineRequest
+from torchax_serve.engine.request_handle import cancel_on_error
+from torchax_serve.executors.encoder_inputs import decoder_start_ids
+from torchax_serve.generation.static_batch import SampleCall, StaticBatchStart
 from torchax_serve.generation.threaded_generate import prepared
 from torchax_serve.runtime.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.runtime.padding import Padding
@@ -28,17 +28,17 @@ from torchax_serve.sampling.config_options import PLAN_OPTIONS
 from torchax_serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from torchax_serve.engine.data_parallel import Replicas
+    from torchax_serve.engine.data_parallel import DataParallelEngines
     from torchax_serve.engine.engine import Engine
     from torchax_serve.entrypoints.served_model import ServedModel
-    from torchax_serve.runtime.encoder import EncoderBeside
+    from torchax_serve.runtime.encoder import EncoderRuntime
 
 logger = logging.getLogger("torchax_serve")
 
 _COUNTERS = ("create_position_ids_from_input_ids", "make_positions")  # methods, of embeddings
 
 
-class LoopRows:
+class EngineRows:
     """Runs rows of a served model's ``generate`` on its engine, where their tokens are the same as in the loop.
 
     Args:
@@ -49,7 +49,7 @@ class LoopRows:
         self._model = model
         self._has_no_engine = False
 
-    def __call__(self, torch_model: Any, request: LoopRequest, start: Start) -> torch.Tensor | None:
+    def __call__(self, torch_model: Any, request: SampleCall, start: StaticBatchStart) -> torch.Tensor | None:
         """int64[batch, len], prompts and new tokens, padded behind their ends; None to leave it to the loop."""
         if torch_model is not self._model.torch_model or self._has_no_engine or not _is_greedy(request):
             return None
@@ -59,9 +59,9 @@ class LoopRows:
         names = runtime.program.names
         if Padding.of(request.model_kwargs.get(names.mask), request.input_ids.shape[1]) != Padding():
             return None
-        if (request.input_ids == self._left_out).any():
+        if (request.input_ids == self._padding_id_without_position).any():
             return None  # a prompt's positions depend on what it is computed with
-        outputs = None if runtime.encoder is None else outputs_of(runtime.encoder, start.encoder)
+        outputs = None if runtime.encoder is None else encoder_outputs_by_row(runtime.encoder, start.encoder)
         engine = None if outputs is None else self._engine()
         max_length = request.stopping_criteria.max_length
         if engine is None or outputs is None or max_length is None or not engine.fits(max_length):
@@ -72,14 +72,14 @@ class LoopRows:
         return _run(engine, request, outputs, max_length, runtime.limits.vocab_size)
 
     @cached_property
-    def _left_out(self) -> int:
+    def _padding_id_without_position(self) -> int:
         """The padding that a decoder such as M2M100's counts positions without, over the tokens of a step; -1: none."""
         parts = self._model.torch_model.get_decoder().modules()
         counters = [part for part in parts if any(hasattr(part, name) for name in _COUNTERS)]
         found = (getattr(part, "padding_idx", None) for part in counters)
         return next((padding_idx for padding_idx in found if padding_idx is not None), -1)
 
-    def _engine(self) -> Engine | Replicas | None:
+    def _engine(self) -> Engine | DataParallelEngines | None:
         try:
             return self._model.engine
         except (UnsupportedModelError, OutOfMemoryError) as error:
@@ -88,7 +88,7 @@ class LoopRows:
             return None
 
 
-def outputs_of(encoder: EncoderBeside, output: EncoderOutput) -> list[np.ndarray] | None:
+def encoder_outputs_by_row(encoder: EncoderRuntime, output: EncoderOutput) -> list[np.ndarray] | None:
     """By row what the decoder sees of its encoder's output, ``[1, len, width]``; None where that is not its beginning.
 
     Args:
@@ -98,7 +98,7 @@ def outputs_of(encoder: EncoderBeside, output: EncoderOutput) -> list[np.ndarray
     encoded = np.asarray(output.arguments[CONTEXT[0]][0])[:, : output.length]
     if encoder.length_heard is not None:
         return list(encoded[:, None]) if encoded.shape[1] == encoder.length_heard else None
-    if encoder.source_mask is None:
+    if encoder.output_mask is None:
         return None
     lens = np.full(len(encoded), output.length)
     if (mask := output.arguments.get(CONTEXT[1])) is not None:
@@ -106,11 +106,11 @@ def outputs_of(encoder: EncoderBeside, output: EncoderOutput) -> list[np.ndarray
         num_ones = ones.sum(1)
         if (ones != (np.arange(ones.shape[1]) < num_ones[:, None])).any():
             return None
-        lens = np.minimum(lens, encoder.source_mask.seen(num_ones))
+        lens = np.minimum(lens, encoder.output_mask.seen(num_ones))
     return [row[None, :length] for row, length in zip(encoded, lens, strict=True)] if lens.all() else None
 
 
-def _is_greedy(request: LoopRequest) -> bool:
+def _is_greedy(request: SampleCall) -> bool:
     """Whether nothing is drawn, nothing but tokens is asked for, and nobody looks on from the host."""
     config = request.config
     criteria = {type(criterion) for criterion in request.stopping_criteria}
@@ -129,17 +129,21 @@ def plain(config: GenerationConfig, max_length: int, prompt_len: int) -> Generat
 
 
 def _run(
-    engine: Engine | Replicas, request: LoopRequest, outputs: list[np.ndarray], max_length: int, vocab_size: int
+    engine: Engine | DataParallelEngines,
+    request: SampleCall,
+    outputs: list[np.ndarray],
+    max_length: int,
+    vocab_size: int,
 ) -> torch.Tensor:
     prompt_len = request.input_ids.shape[1]
     config = plain(request.config, max_length, prompt_len)
     tickets = engine.submit_all(
         [
-            RowRequest.of(prompt, config, vocab_size=vocab_size, seed=0, encoded=output)
+            EngineRequest.of(prompt, config, vocab_size=vocab_size, seed=0, encoded=output)
             for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True)
         ]
     )
-    with cancelled_on_error(tickets):
+    with cancel_on_error(tickets):
         rows = [ticket.result() for ticket in tickets]
     longest = max(len(row) for row in rows)
     pad = 0 if request.config._pad_token_tensor is None else int(request.config._pad_token_tensor)
@@ -147,9 +151,9 @@ def _run(
     return torch.cat([request.input_ids, padded], 1)
 
 
-def row_of(
+def engine_request_for(
     model: Any, prompt_ids: Sequence[int], config: GenerationConfig, params: SamplingParams | None, seed: int
-) -> RowRequest | None:
+) -> EngineRequest | None:
     """A prompt as the engine takes it, for an encoder where there is one; None where only ``generate`` can.
 
     Args:
@@ -162,15 +166,15 @@ def row_of(
     runtime = model._jax_runtime
     known: dict[str, Any] = {"vocab_size": runtime.limits.vocab_size, "seed": seed}
     if not runtime.program.names.has_encoder:
-        return RowRequest.of(prompt_ids, config, params, **known)
-    begins_with = decoder_prompt(config, params)
+        return EngineRequest.of(prompt_ids, config, params, **known)
+    begins_with = decoder_start_ids(config, params)
     if runtime.encoder is None or not runtime.encoder.runs_before:
-        return RowRequest.of(begins_with, config, params, source_ids=prompt_ids, **known)
+        return EngineRequest.of(begins_with, config, params, source_ids=prompt_ids, **known)
     ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
     request, start = prepared(model, ids, {"generation_config": config}) or (None, None)
-    outputs = None if start is None or start.encoder is None else outputs_of(runtime.encoder, start.encoder)
+    outputs = None if start is None or start.encoder is None else encoder_outputs_by_row(runtime.encoder, start.encoder)
     if request is None or outputs is None or request.stopping_criteria.max_length is None:
         return None
     begins_with = request.input_ids[0].tolist()
     config = plain(request.config, request.stopping_criteria.max_length, len(begins_with))
-    return RowRequest.of(begins_with, config, params, encoded=outputs[0], **known)
+    return EngineRequest.of(begins_with, config, params, encoded=outputs[0], **known)

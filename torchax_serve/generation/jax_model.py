@@ -30,7 +30,7 @@ from transformers.utils import ModelOutput
 
 from model_adapters.bridge.extract import extract_jax
 from model_adapters.bridge.host_arrays import check_floats
-from model_adapters.bridge.views import is_in_torch_mode
+from model_adapters.bridge.views import in_torch_mode
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program.call_signature import PATCHED, TORCH_CLASS, forward_of
@@ -38,16 +38,22 @@ from model_adapters.program.model_program import CallSpec
 from model_adapters.program.module_watch import PREPARES
 from model_adapters.program.trace_context import programs_run
 from torchax_serve.generation.model_copies import state_to_copy, torch_state
-from torchax_serve.generation.static_batch import CUSTOM, DecodeLoop, LoopRequest, Start, start_of
-from torchax_serve.generation.submodule_overrides import check_is_whole, put_parts_on_jax
+from torchax_serve.generation.static_batch import (
+    CUSTOM,
+    SampleCall,
+    StaticBatchLoop,
+    StaticBatchStart,
+    static_batch_start,
+)
+from torchax_serve.generation.submodule_overrides import compile_submodules, reject_generators
 from torchax_serve.multimodal.encoder_programs import compiled_encoders
 from torchax_serve.multimodal.mrope_positions import positions_on_host
 from torchax_serve.multimodal.placeholders import check_has_media
 from torchax_serve.runtime.call_arguments import all_on_host, check_surroundings, on_host
-from torchax_serve.runtime.compiled_encoder import EncoderOnJax
-from torchax_serve.runtime.eager import refuse_what_torch_cannot
-from torchax_serve.runtime.model_generate import for_the_loop, take_suppression
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.compiled_encoder import CompiledEncoder
+from torchax_serve.runtime.eager import raise_if_eager_fails
+from torchax_serve.runtime.model_generate import absorb_suppression, without_model_options
+from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.module_changes import check_evaluates
 from torchax_serve.runtime.padding import check_rows
 from torchax_serve.validation.argument_hints import refuses_unknown
@@ -55,7 +61,7 @@ from torchax_serve.validation.argument_hints import refuses_unknown
 FLAGS = ("output_hidden_states", "output_attentions")
 # with the names by which transformers still takes a static cache, since checkpoints bring them
 _CACHES_ON_DEVICE = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
-RowsElsewhere = Callable[[Any, LoopRequest, Start], torch.Tensor | None]
+RowsElsewhere = Callable[[Any, SampleCall, StaticBatchStart], torch.Tensor | None]
 """From a model and a request that the fast loop can take to its sequences, or None to leave it to the loop."""
 ROWS_ELSEWHERE: contextvars.ContextVar[RowsElsewhere | None] = contextvars.ContextVar("rows_elsewhere", default=None)
 """Where the rows of ``generate`` run inside of a call, in the place of a loop of its own."""
@@ -87,7 +93,7 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not isinstance(model, PreTrainedModel):
         return _inside_of_wrapper(model)
-    if isinstance(model, JaxModel):
+    if isinstance(model, JaxModelMixin):
         return model
     if model.device.type != "cpu":
         raise InvalidArgumentError(
@@ -96,7 +102,7 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
     check_floats(model)
     model.eval()
     weights, _ = extract_jax(model)
-    return attach(model, Runtime(model, weights))
+    return attach(model, ModelRuntime(model, weights))
 
 
 def _inside_of_wrapper(model: Any) -> Any:
@@ -121,29 +127,29 @@ def _inside_of_wrapper(model: Any) -> Any:
     return model
 
 
-def attach(model: PreTrainedModel, runtime: Runtime) -> PreTrainedModel:
+def attach(model: PreTrainedModel, runtime: ModelRuntime) -> PreTrainedModel:
     """Gives `model` the class whose forward and generation are run by `runtime`."""
-    if not isinstance(model, JaxModel):
+    if not isinstance(model, JaxModelMixin):
         if (patched := vars(model).pop("forward", None)) is not None:  # by a script: that is the model's forward
             vars(model)[PATCHED] = patched
             runtime.follow_module()
-        put_parts_on_jax(model, runtime.method)
+        compile_submodules(model, runtime.method)
         model.__class__ = _jax_class(type(model))  # type: ignore[arg-type]
     vars(model)["_jax_runtime"] = runtime
     runtime.watch.take()
     return model
 
 
-class JaxModel:
+class JaxModelMixin:
     """Mixin in front of a transformers class; see `to_jax`."""
 
-    _jax_runtime: Runtime
+    _jax_runtime: ModelRuntime
 
     @property
     def device(self) -> torch.device:
         """Where callers' tensors are expected: the CPU, wherever the weights are."""
         device = super().device  # type: ignore[misc]
-        return device if device.type != "meta" and is_in_torch_mode() else torch.device("cpu")
+        return device if device.type != "meta" and in_torch_mode() else torch.device("cpu")
 
     @torch.compiler.disable  # it is compiled already; torch.compile has nothing to add
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,13 +160,13 @@ class JaxModel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own, after a look at the prompt."""
         runtime = self._jax_runtime
-        if is_in_torch_mode():
+        if in_torch_mode():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         with following(runtime):
             return self._generate(args, kwargs)
 
     def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_is_whole(kwargs)
+        reject_generators(kwargs)
         args = tuple(on_host("inputs", value) for value in args)
         kwargs = all_on_host(kwargs)
         given = inspect.signature(GenerationMixin.generate).bind(self, *args, **kwargs).arguments
@@ -186,7 +192,7 @@ class JaxModel:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """PyTorch's own; where the weights lie on the device alone, with their values."""
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
-        if is_in_torch_mode() or (values := torch_state(self)) is None:
+        if in_torch_mode() or (values := torch_state(self)) is None:
             return state
         prefix = kwargs.get("prefix", "")
         for name in state:
@@ -199,14 +205,14 @@ class JaxModel:
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
         weights, _ = extract_jax(self)  # type: ignore[arg-type]
-        attach(self, Runtime(self, weights))  # type: ignore[arg-type]
+        attach(self, ModelRuntime(self, weights))  # type: ignore[arg-type]
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own answer; outside of a trace its forward runs on JAX as well."""
         encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]
-        if encoder is self or is_in_torch_mode():
+        if encoder is self or in_torch_mode():
             return encoder
-        return EncoderOnJax(self._jax_runtime, encoder)
+        return CompiledEncoder(self._jax_runtime, encoder)
 
     def load_custom_generate(
         self, pretrained_model_name_or_path: str | None = None, trust_remote_code: bool | None = None, **kwargs: Any
@@ -247,11 +253,11 @@ class JaxModel:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-        if runtime.caches.can_make and generation_config.use_cache is not False and model_kwargs.get(name) is None:
+        if runtime.caches.is_supported and generation_config.use_cache is not False and model_kwargs.get(name) is None:
             model_kwargs[name] = runtime.caches.new(1)
             return None
         generation_config.cache_implementation = None
-        if name and not (runtime.caches.can_make or runtime.caches.keeps_own) and model_kwargs.get(name) is None:
+        if name and not (runtime.caches.is_supported or runtime.caches.keeps_own) and model_kwargs.get(name) is None:
             generation_config.use_cache = model_kwargs["use_cache"] = False  # every token anew
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -264,7 +270,7 @@ class JaxModel:
     def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         prompt_len = kwargs.get("input_ids_seq_length")
         if kwargs.get("logits_processor") and prompt_len is not None:
-            rest = take_suppression(generation_config, kwargs["logits_processor"], prompt_len)
+            rest = absorb_suppression(generation_config, kwargs["logits_processor"], prompt_len)
             kwargs["logits_processor"] = LogitsProcessorList(rest)
         for name in ("logits_processor", "prefix_allowed_tokens_fn", "negative_prompt_ids"):
             value = kwargs.get(name)
@@ -288,12 +294,12 @@ class JaxModel:
         runtime = self._jax_runtime
         for name in [name for name, value in model_kwargs.items() if isinstance(value, dict) and not value]:
             del model_kwargs[name]  # such as what no image's encoder has put out
-        config = for_the_loop(self, generation_config)
-        request = LoopRequest(input_ids, logits_processor, stopping_criteria, config, streamer, model_kwargs)
-        if isinstance(start := start_of(runtime, request), Start):
+        config = without_model_options(self, generation_config)
+        request = SampleCall(input_ids, logits_processor, stopping_criteria, config, streamer, model_kwargs)
+        if isinstance(start := static_batch_start(runtime, request), StaticBatchStart):
             elsewhere = ROWS_ELSEWHERE.get()
             sequences = None if elsewhere is None else elsewhere(self, request, start)
-            return DecodeLoop(runtime, request, start).run() if sequences is None else sequences
+            return StaticBatchLoop(runtime, request, start).run() if sequences is None else sequences
         output = super()._sample(  # type: ignore[misc]
             input_ids,
             logits_processor,
@@ -324,7 +330,7 @@ FOLLOWED: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("follo
 
 
 @contextlib.contextmanager
-def following(runtime: Runtime) -> Iterator[None]:
+def following(runtime: ModelRuntime) -> Iterator[None]:
     """A call of a model: where it begins, not in calls inside of it, what has changed on the model is taken over."""
     before = FOLLOWED.get()
     if id(runtime) in before:
@@ -364,7 +370,7 @@ def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
         return _forward(self, {name: value for name, value in given.items() if value is not None})
 
     namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__, TORCH_CLASS: cls}
-    return type(cls.__name__, (JaxModel, cls), namespace)
+    return type(cls.__name__, (JaxModelMixin, cls), namespace)
 
 
 def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
@@ -374,7 +380,7 @@ def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]
 
 
 def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
-    runtime: Runtime = model._jax_runtime
+    runtime: ModelRuntime = model._jax_runtime
     cache_name = runtime.program.cache_name
     asked = {name: value for name, value in given.items() if not isinstance(value, DeviceCache)}
     return_dict = given.pop("return_dict", model.config.return_dict)
@@ -386,7 +392,7 @@ def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[
         if cache is not None and jax.tree.leaves(cache):
             given[cache_name] = cache  # one that holds nothing is left to the model's code, which makes its own
         cache = None
-    if cache is None and use_cache and runtime.caches.can_make and "labels" not in given:
+    if cache is None and use_cache and runtime.caches.is_supported and "labels" not in given:
         cache = runtime.caches.new(1)
     if (positions := positions_on_host(model, given, cache)) is not None:
         given["position_ids"] = positions
@@ -397,7 +403,7 @@ def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[
     except Exception as error:
         is_first = not isinstance(cache, DeviceCache) or not cache.length
         if is_first and not runtime.watch.hooked:  # whose arguments are those of a call in PyTorch
-            refuse_what_torch_cannot(runtime, type(model)._torch_class, asked, error)
+            raise_if_eager_fails(runtime, type(model)._torch_class, asked, error)
         raise
     output_class = runtime.program.output_class
     has_field = any(field.name == cache_name for field in dataclasses.fields(output_class))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from model_adapters.errors import UnsupportedArgumentError
-from torchax_serve.generation.threaded_generate import tokens_of_generate, torch_seed
+from torchax_serve.generation.threaded_generate import iter_generate_in_thread, torch_seed
 from torchax_serve.multimodal.processor import media_inputs
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.chat_template import ChatOptions
@@ -48,7 +48,7 @@ def stream_about_media(
 
 def _tokens(model: Any, inputs: dict[str, Any], config: GenerationConfig, seed: int | None) -> Iterator[int]:
     if (config.num_beams or 1) == 1:
-        yield from tokens_of_generate(model, inputs, {"generation_config": config}, seed)
+        yield from iter_generate_in_thread(model, inputs, {"generation_config": config}, seed)
         return
     with torch_seed(seed):  # which beam is the best is known at the end
         row = model.generate(**inputs, generation_config=config)[0]

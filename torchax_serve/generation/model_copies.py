@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from model_adapters.bridge.views import tensors_of
+from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.generation.submodule_overrides import has_parts_on_jax
-from torchax_serve.runtime.eager import shared_state
+from torchax_serve.runtime.eager import shared_tensors
 
 _NOT_COPIED = frozenset({"_jax_runtime"})
 
@@ -32,7 +32,7 @@ def state_to_copy(model: Any) -> dict[str, Any]:
             "copy it before to_jax, or load it anew"
         )
     state = {name: value for name, value in vars(model).items() if name not in _NOT_COPIED}
-    if any(tensor.is_meta for tensor in tensors_of(model).values()):
+    if any(tensor.is_meta for tensor in named_tensors(model).values()):
         state = vars(with_values(model))
     return state
 
@@ -43,7 +43,7 @@ def with_values(model: Any) -> Any:
     twin = cls.__new__(cls)
     kept = {name: value for name, value in vars(model).items() if name not in _NOT_COPIED}
     vars(twin).update(copy.deepcopy(kept, {id(model): twin}))  # tensors without values cost nothing
-    for name, tensor in shared_state(model, model._jax_runtime.weights).items():
+    for name, tensor in shared_tensors(model, model._jax_runtime.weights).items():
         path, _, attribute = name.rpartition(".")
         setattr(twin.get_submodule(path), attribute, tensor)
     return twin
@@ -51,7 +51,7 @@ def with_values(model: Any) -> Any:
 
 def torch_state(model: Any) -> dict[str, torch.Tensor] | None:
     """Values by name of a model whose module has none; None where PyTorch's own ``state_dict`` has them."""
-    names = {name: tensor for name, tensor in tensors_of(model).items() if tensor.is_meta}
+    names = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
     if not names:
         return None
     runtime = model._jax_runtime
@@ -59,4 +59,4 @@ def torch_state(model: Any) -> dict[str, torch.Tensor] | None:
         raise UnsupportedModelError(
             "state_dict: expected weights on one device, got a model on a mesh; load it with transformers"
         )
-    return shared_state(model, runtime.weights)
+    return shared_tensors(model, runtime.weights)

@@ -12,7 +12,7 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, GenerationConfig
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import to_torch_tensor
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError
@@ -21,10 +21,10 @@ from torchax_serve import sampling
 from torchax_serve.buckets import bucket
 from torchax_serve.multimodal.decode_inputs import PreparedSteps
 from torchax_serve.runtime.encoder_output import CONTEXT, EncoderOutput
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.padding import Padding
 from torchax_serve.runtime.step_functions import Carry, DecodeSpec, of_last_position, pick
-from torchax_serve.sampling import CALLER_OPTIONS, NO_VALID_TOKEN, SamplingPlan, SamplingState
+from torchax_serve.sampling import CALLER_OPTIONS, NO_VALID_TOKEN, GenerationSampling, SamplingHistory
 
 # What this loop takes care of, beside what sampling does.
 HONOURED_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation", "max_time"}
@@ -33,7 +33,7 @@ UNDERSTOOD_KWARGS = frozenset({"use_cache", "logits_to_keep"})
 
 
 @dataclasses.dataclass(frozen=True)
-class LoopRequest:
+class SampleCall:
     """What transformers hands to a sampling loop, prepared and checked by its ``generate``."""
 
     input_ids: torch.Tensor  # int64[batch, prompt_len], padded on the left
@@ -44,7 +44,7 @@ class LoopRequest:
     model_kwargs: dict[str, Any]
 
 
-class Choice(NamedTuple):
+class StepOutput(NamedTuple):
     """What a step leaves on the device for the host to read."""
 
     token: jax.Array  # int32[batch]
@@ -53,7 +53,7 @@ class Choice(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class StaticBatchStart:
     """What the fast loop begins a request with.
 
     Attributes:
@@ -65,7 +65,7 @@ class Start:
     encoder: EncoderOutput | None
 
 
-def start_of(runtime: Runtime, request: LoopRequest) -> Start | str:
+def static_batch_start(runtime: ModelRuntime, request: SampleCall) -> StaticBatchStart | str:
     """What `request` begins with on the fast road, or the first reason why it needs transformers' own loop."""
     kwargs, config = request.model_kwargs, request.config
     names = runtime.program.names
@@ -82,7 +82,7 @@ def start_of(runtime: Runtime, request: LoopRequest) -> Start | str:
         return "the attention mask is more than padding on the left"
     if custom := getattr(config, CUSTOM, None):
         return f"{custom} is given"
-    if options := sampling.unsupported_by_fast_path(config, HONOURED_OPTIONS):
+    if options := sampling.unsupported_options(config, HONOURED_OPTIONS):
         return f"{', '.join(options)} is set"
     if isinstance(prepared := _prepared(runtime, request), str):
         return prepared
@@ -93,10 +93,10 @@ def start_of(runtime: Runtime, request: LoopRequest) -> Start | str:
     encoder = EncoderOutput.of(kwargs, is_masked=is_masked) if names.has_encoder else None
     if names.has_encoder and encoder is None:
         return "the encoder's output is no array"
-    return Start(prepared, encoder)
+    return StaticBatchStart(prepared, encoder)
 
 
-def _prepared(runtime: Runtime, request: LoopRequest) -> PreparedSteps | str | None:
+def _prepared(runtime: ModelRuntime, request: SampleCall) -> PreparedSteps | str | None:
     """The arguments of a request that has more than text; None for text, and words for what this loop cannot take."""
     names, cache_name = runtime.program.names, runtime.program.cache_name
     assert cache_name is not None
@@ -109,7 +109,7 @@ def _prepared(runtime: Runtime, request: LoopRequest) -> PreparedSteps | str | N
     return PreparedSteps.of(runtime.program.module, request.input_ids, request.model_kwargs, cache_name, known)
 
 
-def _further(runtime: Runtime, kwargs: dict[str, Any]) -> list[str]:
+def _further(runtime: ModelRuntime, kwargs: dict[str, Any]) -> list[str]:
     """Names of arguments that are neither text nor an encoder's output."""
     names = runtime.program.names
     understood = UNDERSTOOD_KWARGS | {names.ids, names.mask, names.positions, runtime.program.cache_name}
@@ -118,17 +118,19 @@ def _further(runtime: Runtime, kwargs: dict[str, Any]) -> list[str]:
     return sorted(name for name, value in kwargs.items() if value is not None and name not in understood)
 
 
-class DecodeLoop:
+class StaticBatchLoop:
     """Runs one request; `tokens` yields them as they come, `run` returns what ``generate`` returns."""
 
-    plan: SamplingPlan
-    state: SamplingState
+    plan: GenerationSampling
+    state: SamplingHistory
     spec: DecodeSpec
     carry: Carry
     newest: jax.Array  # int32[batch]
     last_logits: jax.Array  # float32[batch, vocab]
 
-    def __init__(self, runtime: Runtime, request: LoopRequest, start: Start, seed: int | None = None) -> None:
+    def __init__(
+        self, runtime: ModelRuntime, request: SampleCall, start: StaticBatchStart, seed: int | None = None
+    ) -> None:
         self.runtime, self.request, self.config = runtime, request, request.config
         self.start, self.seed = start, seed
         self.batch, self.prompt_len = request.input_ids.shape
@@ -144,8 +146,8 @@ class DecodeLoop:
         # what a finished row goes on to compute is going to be looked at.
         rope = runtime.program.rope
         self.recompute_len = None if rope is None else rope.lengths.recompute_len
-        self.device_stops = kinds <= {MaxLengthCriteria, EosTokenCriteria}
-        self.look_ahead = (self.device_stops or not self.keep_scores) and (self.cache.is_croppable or not wants_dict)
+        self.stops_on_device = kinds <= {MaxLengthCriteria, EosTokenCriteria}
+        self.runs_ahead = (self.stops_on_device or not self.keep_scores) and (self.cache.is_croppable or not wants_dict)
         self.scores: list[jax.Array] = []
         self.logits: list[jax.Array] = []
         self.sequences = request.input_ids
@@ -180,27 +182,27 @@ class DecodeLoop:
         for index in range(max_new):
             # Not before the first token is out: that step may have to be compiled.
             # Nor where the sequence, this token included, is about to be computed anew.
-            looks_ahead = self.look_ahead and 0 < index < max_new - 1 and self.prompt_len + index != self.recompute_len
+            looks_ahead = self.runs_ahead and 0 < index < max_new - 1 and self.prompt_len + index != self.recompute_len
             following = self._decode() if looks_ahead else None
             token = _on_host(pending.token)
             if pad is not None:
                 token = token * unfinished + pad * (1 - unfinished)
             self.sequences = torch.cat([self.sequences, token[:, None]], 1)
             self._keep(pending)
-            scores = _as_tensors(self.scores) if self.keep_scores and not self.device_stops else None
+            scores = _as_tensors(self.scores) if self.keep_scores and not self.stops_on_device else None
             unfinished = unfinished & ~self.request.stopping_criteria(self.sequences, scores)
             self.cache.length = self.sequences.shape[1] - 1
             yield token
             if not unfinished.any() or index + 1 == max_new:
                 return
             if following is None:
-                if not self.device_stops:
-                    self.state = dataclasses.replace(self.state, ended=from_host(unfinished.numpy() == 0, bool))
+                if not self.stops_on_device:
+                    self.state = dataclasses.replace(self.state, ended=to_device(unfinished.numpy() == 0, bool))
                 is_new = self.sequences.shape[1] - 1 == self.recompute_len
                 following = self._decode_anew() if is_new else self._decode()
             pending = following
 
-    def _keep(self, choice: Choice) -> None:
+    def _keep(self, choice: StepOutput) -> None:
         if self.keep_scores:
             assert choice.scores is not None
             self.scores.append(choice.scores)
@@ -240,7 +242,9 @@ class DecodeLoop:
             given[CONTEXT[0]] = self.start.encoder
             self.context = dict(self.start.encoder.arguments)
         self.last_logits = of_last_position(runtime.forward_arrays(given, CallSpec(), self.cache)["logits"])
-        self.plan = SamplingPlan.build(self.config, prompt_len=self.prompt_len, vocab_size=self.last_logits.shape[-1])
+        self.plan = GenerationSampling.build(
+            self.config, prompt_len=self.prompt_len, vocab_size=self.last_logits.shape[-1]
+        )
         seed = self.seed
         if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
             seed = int(torch.randint(2**63 - 1, ())) if self.config.do_sample else 0
@@ -254,19 +258,19 @@ class DecodeLoop:
         self.state = jax.device_put(state, self.last_logits.sharding)  # as steps leave it: one program, not two
         self.spec = DecodeSpec(CallSpec(padded=starts is not None, extra=constants), takes_positions)
         self.carry = Carry(
-            position=from_host(after.numpy(), np.int32),
-            offset=from_host(self.prompt_len, np.int32),
-            starts=from_host(np.zeros(self.batch) if starts is None else starts.numpy(), np.int32),
+            position=to_device(after.numpy(), np.int32),
+            offset=to_device(self.prompt_len, np.int32),
+            starts=to_device(np.zeros(self.batch) if starts is None else starts.numpy(), np.int32),
         )
 
-    def _decode(self) -> Choice:
+    def _decode(self) -> StepOutput:
         """Launches a step: the model on the newest token, then the choice of the next."""
         self.last_logits, self.cache.states, self.carry = self.runtime.steps.decode(
             self.runtime.weights, self.cache.states, self.newest, self.carry, self.context, spec=self.spec
         )
         return self._pick()
 
-    def _decode_anew(self) -> Choice:
+    def _decode_anew(self) -> StepOutput:
         """As `_decode`, all tokens computed once more, as models do that then rotate all their keys otherwise."""
         names, ids = self.runtime.program.names, self.sequences
         starts = torch.from_numpy(np.array(self.carry.starts)).long()
@@ -278,13 +282,13 @@ class DecodeLoop:
         self.cache.reserve(bucket(self.max_length))
         self.last_logits = of_last_position(self.runtime.forward_arrays(given, CallSpec(), self.cache)["logits"])
         self.carry = dataclasses.replace(
-            self.carry, position=self.carry.position + 1, offset=from_host(ids.shape[1], np.int32)
+            self.carry, position=self.carry.position + 1, offset=to_device(ids.shape[1], np.int32)
         )
         return self._pick()
 
-    def _pick(self) -> Choice:
+    def _pick(self) -> StepOutput:
         self.newest, self.state, scores = pick(self.plan, self.state, self.last_logits, keep_scores=self.keep_scores)
-        return Choice(self.newest, self.last_logits, scores)
+        return StepOutput(self.newest, self.last_logits, scores)
 
 
 def _as_tensors(arrays: list[jax.Array]) -> tuple[torch.Tensor, ...]:

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from model_adapters.bridge.views import is_in_torch_mode
+from model_adapters.bridge.views import in_torch_mode
 from model_adapters.errors import UnsupportedArgumentError
 from model_adapters.quirks.voxtral_realtime import width_before
 
 
-def put_parts_on_jax(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> None:
+def compile_submodules(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> None:
     """Replaces methods of parts of `model`, where its ``generate`` calls some.
 
     Args:
         model: a transformers model.
-        run: as `torchax_serve.runtime.model_runtime.Runtime.method`.
+        run: as `torchax_serve.runtime.model_runtime.ModelRuntime.method`.
     """
     put = _BY_TYPE.get(getattr(model.config, "model_type", ""))
     if put is not None:
@@ -28,11 +28,11 @@ def put_parts_on_jax(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> N
 
 
 def has_parts_on_jax(model: Any) -> bool:
-    """Whether `put_parts_on_jax` has replaced methods of parts of `model`."""
+    """Whether `compile_submodules` has replaced methods of parts of `model`."""
     return getattr(model.config, "model_type", "") in _BY_TYPE
 
 
-def check_is_whole(kwargs: dict[str, Any]) -> None:
+def reject_generators(kwargs: dict[str, Any]) -> None:
     """Raises UnsupportedArgumentError for a sound that comes piece by piece, from a generator."""
     for name, value in kwargs.items():
         if isinstance(value, types.GeneratorType):
@@ -50,7 +50,7 @@ def _voxtral_realtime(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> 
         return
 
     def encode(input_features: torch.Tensor, padding_cache: Any = None) -> torch.Tensor:
-        if is_in_torch_mode() or padding_cache is not None:
+        if in_torch_mode() or padding_cache is not None:
             return theirs(input_features, padding_cache)
         num_frames = input_features.shape[-1] // config.audio_length_per_tok * config.audio_length_per_tok
         features = input_features[..., :num_frames]
@@ -69,7 +69,7 @@ def _kyutai_speech_to_text(model: Any, run: Callable[[str, dict[str, Any]], Any]
     prepare = model._prepare_model_inputs
 
     def encode(*args: Any, **kwargs: Any) -> Any:
-        if is_in_torch_mode():
+        if in_torch_mode():
             return theirs(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         given.update(given.pop("kwargs", {}))

@@ -14,11 +14,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading import has_own_generate
-from torchax_serve.generation.static_batch import DecodeLoop, LoopRequest, Start, start_of
-from torchax_serve.runtime.model_generate import for_the_loop
+from torchax_serve.generation.static_batch import SampleCall, StaticBatchLoop, StaticBatchStart, static_batch_start
+from torchax_serve.runtime.model_generate import without_model_options
 
 
-def tokens_alone(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None) -> Iterator[int]:
+def iter_tokens_unbatched(
+    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None
+) -> Iterator[int]:
     """New token ids behind one prompt, the one that ends it included.
 
     On the fast loop where that can honour the request, else on transformers' own, token by token. Beam search knows its
@@ -45,13 +47,13 @@ def tokens_alone(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], se
         sequences = getattr(output, "sequences", output)
         yield from sequences[0, request.input_ids.shape[1] :].tolist()
     elif (found := _with_start(model, request)) is not None:
-        for token in DecodeLoop(model._jax_runtime, *found, seed).tokens():
+        for token in StaticBatchLoop(model._jax_runtime, *found, seed).tokens():
             yield int(token[0])
     else:
-        yield from tokens_of_generate(model, {"input_ids": input_ids}, kwargs, seed)
+        yield from iter_generate_in_thread(model, {"input_ids": input_ids}, kwargs, seed)
 
 
-def prepared(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tuple[LoopRequest, Start] | None:
+def prepared(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tuple[SampleCall, StaticBatchStart] | None:
     """What ``generate`` prepares for its loop, an encoder's output among it; None where the fast loop cannot take it.
 
     Args:
@@ -67,31 +69,31 @@ def is_beam_search(config: GenerationConfig) -> bool:
     return (config.num_beams or 1) > 1
 
 
-def _prepared_request(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> LoopRequest | None:
+def _prepared_request(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> SampleCall | None:
     """What ``generate`` prepares for its loop; None where a class's own ends in none."""
-    request = model.generate(input_ids, custom_generate=_as_request, **kwargs)
-    return request if isinstance(request, LoopRequest) else None
+    request = model.generate(input_ids, custom_generate=_capture_sample_call, **kwargs)
+    return request if isinstance(request, SampleCall) else None
 
 
-def _with_start(model: Any, request: LoopRequest | None) -> tuple[LoopRequest, Start] | None:
-    start = None if request is None else start_of(model._jax_runtime, request)
-    return (request, start) if request is not None and isinstance(start, Start) else None
+def _with_start(model: Any, request: SampleCall | None) -> tuple[SampleCall, StaticBatchStart] | None:
+    start = None if request is None else static_batch_start(model._jax_runtime, request)
+    return (request, start) if request is not None and isinstance(start, StaticBatchStart) else None
 
 
-def _as_request(
+def _capture_sample_call(
     model: Any,
     input_ids: torch.Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: GenerationConfig,
     **model_kwargs: Any,
-) -> LoopRequest:
+) -> SampleCall:
     """Ends transformers' ``generate`` after its preparations, with what it prepared."""
     for name in ("synced_gpus", "tokenizer", "assistant_model", "streamer"):
         model_kwargs.pop(name, None)
     model_kwargs = {name: value for name, value in model_kwargs.items() if not (isinstance(value, dict) and not value)}
-    config = for_the_loop(model, generation_config)
-    return LoopRequest(input_ids, logits_processor, stopping_criteria, config, None, model_kwargs)
+    config = without_model_options(model, generation_config)
+    return SampleCall(input_ids, logits_processor, stopping_criteria, config, None, model_kwargs)
 
 
 @contextlib.contextmanager
@@ -145,7 +147,7 @@ class _QueueStreamer(BaseStreamer):
         pass
 
 
-def tokens_of_generate(
+def iter_generate_in_thread(
     model: Any, inputs: Mapping[str, torch.Tensor], kwargs: dict[str, Any], seed: int | None
 ) -> Iterator[int]:
     """New token ids of one row of ``generate``, as they come: it runs in a thread of its own.

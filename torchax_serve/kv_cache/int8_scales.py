@@ -15,21 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.kv_pool import INT8_LARGEST
 from model_adapters.program.model_program import CallSpec
-from torchax_serve.compilation.executable_cache import KeptFunction
+from torchax_serve.compilation.executable_cache import CachedFunction
 from torchax_serve.kv_cache.pools import HeadScales
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.model_runtime import ModelRuntime
 
 TRIAL_ROWS, TRIAL_LEN = 4, 64
 MARGIN = 1.25
 """By how much the largest number may grow before it is clipped. A quarter costs a third of a bit."""
 
 
-def head_scales(runtime: Runtime) -> tuple[HeadScales, ...]:
+def calibrate_int8_scales(runtime: ModelRuntime) -> tuple[HeadScales, ...]:
     """By layer, the scales of keys and of values, float32[num_heads] each; the same for one model whatever the options.
 
     Args:
@@ -48,9 +48,9 @@ def head_scales(runtime: Runtime) -> tuple[HeadScales, ...]:
         return [_largest(layer.pool, layer.k_dim) for layer in after]
 
     facts = runtime.program
-    kept = KeptFunction(runtime.steps.cache, "int8_trial", largest, facts=facts.found_out, recall=facts.recall)
+    kept = CachedFunction(runtime.steps.cache, "int8_trial", largest, facts=facts.trace_facts, recall=facts.recall)
     ids = np.random.default_rng(0).integers(0, runtime.limits.vocab_size, (TRIAL_ROWS, length))
-    found = kept(runtime.weights, from_host(ids, np.int32), spec=None)
+    found = kept(runtime.weights, to_device(ids, np.int32), spec=None)
     return tuple((_scale(keys), _scale(values)) for keys, values in found)
 
 
@@ -70,7 +70,7 @@ def _scale(largest: jax.Array) -> np.ndarray:
     return np.where(numbers > 0, numbers * np.float32(MARGIN / INT8_LARGEST), np.float32(1))
 
 
-def check_kernels(float_fallbacks: Sequence[str], int8_fallbacks: Sequence[str]) -> None:
+def check_int8_kernels(float_fallbacks: Sequence[str], int8_fallbacks: Sequence[str]) -> None:
     """Refuses int8 where kernels take the model's own dtype and not this one.
 
     Args:

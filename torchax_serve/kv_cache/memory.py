@@ -10,17 +10,17 @@ import jax
 
 from model_adapters.errors import OutOfMemoryError
 from model_adapters.loading.memory import free_host_bytes
-from torchax_serve.kv_cache.pools import CachePlan, PageShape
+from torchax_serve.kv_cache.pools import CacheAllocation, PagedLayerSpec
 
 if TYPE_CHECKING:
     pass
 
 
-HOST_PART = 0.25
+HOST_MEMORY_FRACTION = 0.25
 """Part of the free host memory that the cache may take where the host is the device: others live there too."""
 
 
-DEVICE_PART = 0.9
+DEVICE_MEMORY_FRACTION = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,24 +37,24 @@ class Sizes:
     kv_cache_dtype: str | None = None  # "int8"; None: the model's
     tables_bytes: int = 0  # of the sampler, beside the cache
     max_source_len: int = 0  # of an encoder's input; 0 where there is no encoder
-    may_shorten_sources: bool = False  # nobody has asked for it
+    encoder_len_is_default: bool = False  # nobody has asked for it
     source_len: int | None = None  # of every output of an encoder of sounds; None of texts
 
-    def useful_bytes(self, shapes: Sequence[PageShape]) -> int:
+    def max_usable_bytes(self, shapes: Sequence[PagedLayerSpec]) -> int:
         """Bytes of pages that requests in all slots can use at the most."""
         if not shapes:
             return 0
-        plan = CachePlan.from_budget(shapes, 1 << 60, self.page_len, self.max_len)
+        plan = CacheAllocation.from_budget(shapes, 1 << 60, self.page_len, self.max_len)
         pages = {group.window: group.most_pages(self.max_len, self.page_len) for group in plan.groups}
         return sum((pages[s.window] * self.num_slots + 1) * s.page_bytes(self.page_len) for s in shapes)
 
-    def plan(self, shapes: Sequence[PageShape], budget_bytes: int) -> CachePlan:
+    def plan(self, shapes: Sequence[PagedLayerSpec], budget_bytes: int) -> CacheAllocation:
         """The most pages in `budget_bytes`; none where nothing is kept in pages."""
         if not shapes:
-            return CachePlan((), (), self.page_len, self.max_len)
-        return CachePlan.from_budget(shapes, budget_bytes, self.page_len, self.max_len)
+            return CacheAllocation((), (), self.page_len, self.max_len)
+        return CacheAllocation.from_budget(shapes, budget_bytes, self.page_len, self.max_len)
 
-    def small_plan(self, shapes: Sequence[PageShape], num_pages: int = 8) -> CachePlan:
+    def probe_plan(self, shapes: Sequence[PagedLayerSpec], num_pages: int = 8) -> CacheAllocation:
         """A plan of a few pages, to trace, compile or try with."""
         return self.plan(shapes, sum(num_pages * shape.page_bytes(self.page_len) for shape in shapes))
 
@@ -106,5 +106,5 @@ def free_bytes() -> int:
     """Bytes that the cache may take, weights already there."""
     stats = _device_stats()
     if stats is None:
-        return int(free_host_bytes() * HOST_PART)
-    return int(stats["bytes_limit"] * DEVICE_PART) - stats["bytes_in_use"]
+        return int(free_host_bytes() * HOST_MEMORY_FRACTION)
+    return int(stats["bytes_limit"] * DEVICE_MEMORY_FRACTION) - stats["bytes_in_use"]

@@ -11,13 +11,13 @@ import numpy as np
 
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.sharding.model_sharding import ModelSharding
-from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache
-from torchax_serve.kv_cache.pools import Pages, copy_pages
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
+from torchax_serve.kv_cache.pools import PoolAllocator, copy_pages
 
 PoolSpec = tuple[tuple[int, int, int, int], str]
 
 
-class MirroredPages(Pages):
+class MultiHostPoolAllocator(PoolAllocator):
     """Makes pools and copies pages by programs that all hosts run.
 
     Args:
@@ -25,11 +25,11 @@ class MirroredPages(Pages):
         sharding: of the model.
     """
 
-    def __init__(self, programs: ProgramCache, sharding: ModelSharding) -> None:
+    def __init__(self, programs: ExecutableCache, sharding: ModelSharding) -> None:
         super().__init__(sharding.pool_sharding)
         self._pool_sharding = sharding.pool_sharding
-        self._zeros = KeptFunction(programs, "zero_pool", self._make)
-        self._copied = KeptFunction(programs, "copy_pages", self._copy, donate=["pools"])
+        self._zeros = CachedFunction(programs, "zero_pool", self._make)
+        self._copied = CachedFunction(programs, "copy_pages", self._copy, donate=["pools"])
 
     def _make(self, weights: Weights, spec: PoolSpec) -> tuple[None, jax.Array]:
         shape, dtype = spec
@@ -46,9 +46,9 @@ class MirroredPages(Pages):
         return None, copy_pages(pools, sources, targets)
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> jax.Array:
-        """As `Pages.zeros`."""
+        """As `PoolAllocator.zeros`."""
         return self._zeros({}, spec=(shape, np.dtype(dtype).name))[1]
 
     def copied(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
-        """As `Pages.copied`."""
+        """As `PoolAllocator.copied`."""
         return self._copied({}, pools, np.array(sources, np.int32), np.array(targets, np.int32), spec=None)[1]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.caches.paged_cache import Int8Pool, PagedLayout, Pool, laid_out, pages_of, with_pages
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.cpu.huge_pages import without_memory
@@ -18,7 +18,7 @@ from torchax_serve.scheduler import CacheGroup, PageCopy
 
 
 @dataclasses.dataclass(frozen=True)
-class PageShape:
+class PagedLayerSpec:
     """What one attention layer keeps of a token, and how far back it looks."""
 
     num_heads: int
@@ -32,7 +32,7 @@ class PageShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class CachePlan:
+class CacheAllocation:
     """How much of what: made from a budget, before anything is allocated.
 
     Attributes:
@@ -42,13 +42,15 @@ class CachePlan:
         max_len: tokens of a sequence at the most.
     """
 
-    shapes: tuple[PageShape, ...]
+    shapes: tuple[PagedLayerSpec, ...]
     groups: tuple[CacheGroup, ...]
     page_len: int
     max_len: int
 
     @classmethod
-    def from_budget(cls, shapes: Sequence[PageShape], budget_bytes: int, page_len: int, max_len: int) -> CachePlan:
+    def from_budget(
+        cls, shapes: Sequence[PagedLayerSpec], budget_bytes: int, page_len: int, max_len: int
+    ) -> CacheAllocation:
         """The most pages in `budget_bytes`, groups in the proportion in which a sequence of `max_len` needs them.
 
         Raises:
@@ -113,7 +115,7 @@ def _name(window: int | None) -> str:
     return "full attention" if window is None else f"window of {window}"
 
 
-class Pages:
+class PoolAllocator:
     """Makes pools, copies pages and makes states, on one device or a mesh of this host.
 
     Args:
@@ -152,7 +154,7 @@ class Pages:
 
     def copied(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
         """`pools`, which are given away, with pages copied in each."""
-        return _copy_pages(pools, from_host(sources, np.int32), from_host(targets, np.int32))
+        return _copy_pages(pools, to_device(sources, np.int32), to_device(targets, np.int32))
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
@@ -162,7 +164,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
 
 
 class PagedCache:
-    """The pools of a `CachePlan`: by layer, ``[num_pages, num_heads, page_len, width]``.
+    """The pools of a `CacheAllocation`: by layer, ``[num_pages, num_heads, page_len, width]``.
 
     Args:
         plan: how many pages of what.
@@ -170,9 +172,11 @@ class PagedCache:
         scales: by layer, of pools in int8.
     """
 
-    def __init__(self, plan: CachePlan, pages: Pages | None = None, scales: Sequence[HeadScales] | None = None) -> None:
+    def __init__(
+        self, plan: CacheAllocation, pages: PoolAllocator | None = None, scales: Sequence[HeadScales] | None = None
+    ) -> None:
         self.plan = plan
-        self._pages = pages or Pages()
+        self._pages = pages or PoolAllocator()
         self._scales = scales
         self.layout = plan.layout
         self.pages_per_seq = -(-plan.max_len // plan.page_len)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from model_adapters.ops.kv_pool import write_at
-from torchax_serve.kv_cache.pools import CachePlan, PagedCache, Pages
-from torchax_serve.kv_cache.state_layout import Leaves, StateLayout
+from model_adapters.ops.kv_pool import write_tokens_at
+from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, PoolAllocator
+from torchax_serve.kv_cache.state_layout import CacheLayout, Leaves
 
 
-class GatheredCache(PagedCache):
-    """The pools of a `CachePlan`, and one row of each state for each slot and for nobody, the last one."""
+class PagedCacheWithStates(PagedCache):
+    """The pools of a `CacheAllocation`, and one row of each state for each slot and for nobody, the last one."""
 
-    def __init__(self, plan: CachePlan, layout: StateLayout, num_slots: int, pages: Pages | None = None) -> None:
+    def __init__(
+        self, plan: CacheAllocation, layout: CacheLayout, num_slots: int, pages: PoolAllocator | None = None
+    ) -> None:
         self.states: Leaves = ()
         self._rows, self._num_slots = layout.rows, num_slots
         super().__init__(plan, pages)
@@ -57,4 +59,4 @@ def scatter(pool: jax.Array, table: jax.Array, starts: jax.Array, lens: jax.Arra
     positions = jnp.where(steps < lens[:, None], starts[:, None] + steps, -1).reshape(-1)
     rows = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), num_tokens)
     flat = new.reshape(num_rows * num_tokens, *new.shape[2:])
-    return write_at(pool, table, rows, positions, flat, flat[..., :0])
+    return write_tokens_at(pool, table, rows, positions, flat, flat[..., :0])

@@ -7,14 +7,14 @@ import dataclasses
 import jax
 import numpy as np
 
-from torchax_serve.kv_cache.pools import PageShape
+from torchax_serve.kv_cache.pools import PagedLayerSpec
 
 Leaves = tuple[jax.Array, ...]
 LONGEST = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
-class StateRow:
+class SlotStateSpec:
     """An array that a request keeps as a whole: the state of a convolution or of a recurrence, or cross attention's."""
 
     shape: tuple[int, ...]
@@ -28,33 +28,33 @@ class StateRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class StateLayout:
+class CacheLayout:
     """What a request keeps between steps, by leaf of its cache: keys and values by token, or a state as a whole."""
 
-    leaves: tuple[PageShape | StateRow, ...]
+    leaves: tuple[PagedLayerSpec | SlotStateSpec, ...]
     is_vectorised: bool = False  # rows run side by side under vmap; else one after the other in one program
     block_len: int = LONGEST  # tokens of one forward that make a program of sensible size
 
     @property
-    def pages(self) -> tuple[PageShape, ...]:
+    def pages(self) -> tuple[PagedLayerSpec, ...]:
         """The leaves that are kept in pages."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, PageShape))
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, PagedLayerSpec))
 
     @property
-    def rows(self) -> tuple[StateRow, ...]:
+    def rows(self) -> tuple[SlotStateSpec, ...]:
         """The leaves that are kept by slot."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, StateRow))
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, SlotStateSpec))
 
     def join(self, pages: Leaves, rows: Leaves) -> Leaves:
         """All leaves in their order, of those in pages and those kept by slot."""
         by_kind = {True: iter(pages), False: iter(rows)}
-        return tuple(next(by_kind[isinstance(leaf, PageShape)]) for leaf in self.leaves)
+        return tuple(next(by_kind[isinstance(leaf, PagedLayerSpec)]) for leaf in self.leaves)
 
-    def for_sources(self, max_len: int) -> StateLayout:
+    def with_encoder_len(self, max_len: int) -> CacheLayout:
         """With room for `max_len` tokens of an encoder's output in each row that is made of it."""
 
-        def sized(leaf: PageShape | StateRow) -> PageShape | StateRow:
-            if isinstance(leaf, PageShape) or not leaf.is_of_source:
+        def sized(leaf: PagedLayerSpec | SlotStateSpec) -> PagedLayerSpec | SlotStateSpec:
+            if isinstance(leaf, PagedLayerSpec) or not leaf.is_of_source:
                 return leaf
             return dataclasses.replace(leaf, shape=(*leaf.shape[:2], max_len, leaf.shape[3]))
 
@@ -79,6 +79,6 @@ class StateLayout:
 
     def split(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
         """The leaves in pages, and those kept by slot."""
-        kinds = [isinstance(leaf, PageShape) for leaf in self.leaves]
+        kinds = [isinstance(leaf, PagedLayerSpec) for leaf in self.leaves]
         pages = tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if is_pages)
         return pages, tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if not is_pages)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from model_adapters.program.static_tensors import HostValue, can_be_host
+from model_adapters.program.static_tensors import StaticTensor, can_be_static
 
 READ_BESIDE_PIXELS = re.compile(
     r"(image|video|pixel|spatial|aspect|target|patch|num)_.*|.*_grid_(thw|hw)|(mm|moe_mm)_token_type_ids|second_per_grid_ts"
@@ -35,7 +35,7 @@ class PreparedSteps:
 
     first: Mapping[str, Any]
     position_ids: torch.Tensor | None
-    constants: tuple[tuple[str, HostValue | bool | int | str], ...]
+    constants: tuple[tuple[str, StaticTensor | bool | int | str], ...]
 
     @classmethod
     def of(
@@ -74,9 +74,9 @@ class PreparedSteps:
             if isinstance(value, (bool, int, str)):
                 constants[name] = value
                 continue
-            if not (is_tensor and can_be_host(value) and value.shape == (input_ids.shape[0], 1)):
+            if not (is_tensor and can_be_static(value) and value.shape == (input_ids.shape[0], 1)):
                 return f"every step gets {name}"
-            constants[name] = HostValue.of(value)
+            constants[name] = StaticTensor.of(value)
         without = known - {"position_ids"}
         given = {name: value for name, value in first.items() if value is not None and name not in without}
         return cls({**given, "input_ids": input_ids}, second.get("position_ids"), tuple(sorted(constants.items())))

@@ -12,7 +12,7 @@ READ = ("model_adapters/*", "torchax_serve/parity/*.py")
 """The code that serves and checks types; in folders inside, too."""
 
 
-def named_in(diff: str, types: Collection[str]) -> list[str]:
+def types_named_in(diff: str, types: Collection[str]) -> list[str]:
     """Types that a change names, sorted.
 
     Args:

@@ -22,17 +22,17 @@ from model_adapters.ops import registry
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.parity.result import PASSED, Result, Trials, said
+from torchax_serve.parity.result import PASSED, ProbeResults, Result, said
 from torchax_serve.parity.tiny.models import (
     NUM_NEW,
     Expected,
     causal_class,
-    clearest_model,
+    model_with_margins,
     padded_batch,
     prompts,
     rows_of,
 )
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.model_runtime import ModelRuntime
 
 TOLERANCE = 1e-4
 ENGINE = EngineOptions(max_len=48, num_slots=4, page_len=4, token_budget=32, kv_cache_bytes=1 << 20)
@@ -41,7 +41,7 @@ COMPILE_EVENTS = ("/jax/core/compile/",)
 
 def check(model_type: str) -> Result:
     """Checks one type; what goes wrong stands in the result."""
-    return checked(model_type, causal_class(model_type).__name__, lambda: clearest_model(model_type))
+    return checked(model_type, causal_class(model_type).__name__, lambda: model_with_margins(model_type))
 
 
 def checked(name: str, class_name: str, find: Callable[[], tuple[PreTrainedModel, Expected]]) -> Result:
@@ -81,10 +81,10 @@ def packages_of(model: torch.nn.Module) -> list[str]:
 
 def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Result:
     """The result with what serving `model` gave."""
-    tried = Trials()
+    tried = ProbeResults()
 
     with serve(model, engine=ENGINE) as served:
-        runtime: Runtime = served.torch_model._jax_runtime
+        runtime: ModelRuntime = served.torch_model._jax_runtime
         result = dataclasses.replace(result, cache_kinds=cache_kinds(runtime))
         logits = tried("forward", _logits, served)
         difference = None if logits is None else float((logits - expected.logits).abs().max())
@@ -160,9 +160,9 @@ def _together(served: ServedModel) -> list[torch.Tensor]:
     return [answers[0], answers[2]]
 
 
-def cache_kinds(runtime: Runtime) -> list[str]:
+def cache_kinds(runtime: ModelRuntime) -> list[str]:
     """What the layers of the model keep, each kind once."""
-    if not runtime.caches.can_make:
+    if not runtime.caches.is_supported:
         return []
     kinds = []
     for layer in runtime.caches.new(16).states:

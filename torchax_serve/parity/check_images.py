@@ -15,7 +15,7 @@ from model_adapters.errors import UnsupportedModelError
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.parity.check_causal import TOLERANCE, cache_kinds, compile_seconds, described
-from torchax_serve.parity.result import PASSED, Result, Trials, said
+from torchax_serve.parity.result import PASSED, ProbeResults, Result, said
 from torchax_serve.parity.tiny.images import image_model, image_text_class, inputs_of
 from torchax_serve.parity.tiny.media_prompts import Inputs, batched
 from torchax_serve.parity.tiny.models import NUM_NEW, Expected, clearest, greedy
@@ -76,7 +76,7 @@ def _forward(model: Any, inputs: Inputs) -> torch.Tensor:
 
 def _compared(result: Result, model: PreTrainedModel, expected: Expected, model_type: str) -> Result:
     """The result with what serving `model` gave."""
-    tried = Trials()
+    tried = ProbeResults()
     inputs = [inputs_of(model, model_type, index) for index in range(2)]
 
     with serve(model) as served:

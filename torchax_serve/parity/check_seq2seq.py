@@ -17,11 +17,11 @@ from transformers.models.auto import modeling_auto
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.parity.check_causal import TOLERANCE, cache_kinds, described
-from torchax_serve.parity.result import PASSED, Result, Trials, said
+from torchax_serve.parity.result import PASSED, ProbeResults, Result, said
 from torchax_serve.parity.tiny.audio import hears, sound_model, sounds
 from torchax_serve.parity.tiny.media_prompts import Inputs
-from torchax_serve.parity.tiny.models import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts, rounding_of
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.parity.tiny.models import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts, rounding_error
+from torchax_serve.runtime.model_runtime import ModelRuntime
 
 NUM_DECODER_IDS = 5
 SEEDS = (*range(3), *range(9, 18), *range(3, 9))
@@ -86,7 +86,7 @@ def expect(model: PreTrainedModel, inputs: Three) -> Expected:
     except Exception as error:
         raise UnsupportedModelError(f"{type(model).__name__} fails in PyTorch itself: {said(error)}") from error
     (first, _), (second, _), (padded, _) = found
-    rounding = rounding_of(model, lambda twin: forward(twin, _in_float64(_of_forward(inputs))), logits)
+    rounding = rounding_error(model, lambda twin: forward(twin, _in_float64(_of_forward(inputs))), logits)
     return Expected(logits, padded, (first, second), min(gap for _, gap in found), {}, (), rounding)
 
 
@@ -109,11 +109,11 @@ def forward(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 def compared(result: Result, model: PreTrainedModel, inputs: Three, expected: Expected) -> Result:
     """The result with what serving `model` gave."""
-    tried = Trials()
+    tried = ProbeResults()
     wanted = {"first": expected.alone[0], "second": expected.alone[1], "padded": expected.padded}
     with serve(model) as served:
         ours: Any = served.torch_model
-        runtime: Runtime = ours._jax_runtime
+        runtime: ModelRuntime = ours._jax_runtime
 
         logits = tried("forward", forward, ours, _of_forward(inputs))
         difference = None if logits is None else float((logits - expected.logits).abs().max())
@@ -122,7 +122,9 @@ def compared(result: Result, model: PreTrainedModel, inputs: Three, expected: Ex
             tokens = tried(name, _generate, ours, inputs[name])
             same[name] = tokens is not None and want is not None and torch.equal(tokens, want)
         road = "fast" if runtime.steps.num_traces["decode"] else "plain"
-        reason = runtime.caches.why_none or (None if road == "fast" else "options that its configuration sets")
+        reason = runtime.caches.unsupported_reason or (
+            None if road == "fast" else "options that its configuration sets"
+        )
         kinds = cache_kinds(runtime)
     if not expected.prompts_differ:
         tried.errors.append("harness: the inputs have one answer")

@@ -108,7 +108,7 @@ def _cells(result: Result, task: Task) -> list[str]:
     return [*cells, "" if result.total_s is None else f"{result.total_s:.1f}"]
 
 
-def road_counts(results: Mapping[str, Result]) -> dict[str, int]:
+def executor_counts(results: Mapping[str, Result]) -> dict[str, int]:
     """How many types pass on each road."""
     counts = Counter(result.road for result in results.values() if result.status == PASSED)
     return {road: counts[road] for road in ROADS}
@@ -147,7 +147,7 @@ def markdown(
 ) -> str:
     """docs/models.md, whole; `others` are sweeps with other versions."""
     passed = [result for result in results.values() if result.status == PASSED]
-    counts = road_counts(results)
+    counts = executor_counts(results)
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     introduction = _INTRODUCTION.format(passed=len(passed), total=len(results), versions=said, time=_time(versions))
     lines = [introduction]
@@ -232,7 +232,7 @@ def _inline(text: str) -> str:
 def summary(results: Mapping[str, Result]) -> dict[str, Any]:
     """Numbers for people and programs."""
     passed = sum(result.status == PASSED for result in results.values())
-    return {"passed": passed, "checked": len(results), "roads": road_counts(results)}
+    return {"passed": passed, "checked": len(results), "roads": executor_counts(results)}
 
 
 _INTRODUCTION = """\

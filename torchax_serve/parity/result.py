@@ -16,7 +16,7 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-class Trials:
+class ProbeResults:
     """Calls of which each may fail; what went wrong is kept.
 
     Attributes:

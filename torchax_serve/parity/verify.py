@@ -25,12 +25,12 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, load_model
-from model_adapters.loading.weight_sink import one_load
+from model_adapters.loading.weight_sink import exclusive_load
 from torchax_serve.compilation.xla_cache import enable_compile_cache
-from torchax_serve.generation.jax_model import JaxModel, attach
+from torchax_serve.generation.jax_model import JaxModelMixin, attach
 from torchax_serve.parity.differences import ERROR_RATIO, Difference, Named, by_name, position_error, within
-from torchax_serve.runtime.eager import EagerTwin
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.eager import EagerReference
+from torchax_serve.runtime.model_runtime import ModelRuntime
 
 FLOAT32_TOLERANCE = 1e-4
 """Default tolerance in float32, on `Difference.relative`. Two orders of summation stay below 1e-5 on models of a few
@@ -131,7 +131,7 @@ def verify(
         raise InvalidArgumentError(f"new_tokens is {new_tokens}, expected 0 or more")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise InvalidArgumentError(f"tolerance is {tolerance}, expected a number from 0 up")
-    if isinstance(model, JaxModel):
+    if isinstance(model, JaxModelMixin):
         raise InvalidArgumentError("expected a model in eager PyTorch, got one that runs on JAX already; pass its name")
     enable_compile_cache()
     given = isinstance(model, PreTrainedModel)
@@ -173,13 +173,13 @@ def _run_sides(
     """The JAX side, then the eager sides; weights that are read from files are held by one side at a time."""
     module, eager_class = loaded.module, type(loaded.module)
     is_object = loaded.source.kind == "object"
-    twin = None if is_object or from_files else EagerTwin(loaded)
+    twin = None if is_object or from_files else EagerReference(loaded)
     try:
         # Nothing kept from earlier: what is compared is what the code computes now.
-        runtime = Runtime(module, loaded.weights)
+        runtime = ModelRuntime(module, loaded.weights)
         on_jax = attach(module, runtime)
         # An encoder's code may name a cache as well, which only its decoder siblings use.
-        cache_name = runtime.program.cache_name if runtime.caches.can_make and module.can_generate() else None
+        cache_name = runtime.program.cache_name if runtime.caches.is_supported and module.can_generate() else None
         ours = _trace(on_jax, ids, new_tokens, cache_name)
         del on_jax, runtime
     finally:
@@ -204,7 +204,7 @@ def _run_sides(
 def _read_anew(loaded: LoadedModel) -> PreTrainedModel:
     """The model in eager PyTorch with the weights of its files, in the dtype of `loaded`."""
     eager_class: Any = type(loaded.module)
-    with one_load():
+    with exclusive_load():
         eager = eager_class.from_pretrained(
             loaded.source.folder,
             config=loaded.config,

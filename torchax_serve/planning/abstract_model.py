@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from model_adapters.bridge.views import tensors_of
+from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading.hub import CONFIG
 from model_adapters.loading.loaded_model import numpy_dtype
@@ -123,7 +123,7 @@ def abstract_model(module: PreTrainedModel, mesh: Mesh, *, refuse_uneven: bool =
     sharding = ModelSharding.of(module, mesh, refuse_uneven=refuse_uneven)
     arrays: dict[int, jax.ShapeDtypeStruct] = {}
     weights = {}
-    for name, tensor in tensors_of(module).items():
+    for name, tensor in named_tensors(module).items():
         if id(tensor) not in arrays:
             kind = numpy_dtype(tensor.dtype)
             arrays[id(tensor)] = sharding.abstract(name, jnp.dtype(_NARROWED.get(str(kind), kind)))

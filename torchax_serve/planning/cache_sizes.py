@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from torchax_serve.kv_cache.pools import CachePlan, PageShape
+from torchax_serve.kv_cache.pools import CacheAllocation, PagedLayerSpec
 from torchax_serve.planning.abstract_model import AbstractModel
 from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.executors import PlannedRoad
@@ -35,7 +35,7 @@ class CacheSizes:
     max_len: int
     num_slots: int
 
-    def page_bytes(self, shape: PageShape) -> int:
+    def page_bytes(self, shape: PagedLayerSpec) -> int:
         """Bytes of a page of one layer on one device."""
         sharding = self.model.sharding
         spec = sharding.pool_sharding(shape.num_heads).spec
@@ -91,7 +91,7 @@ class CacheSizes:
         unit = max(1, self.bytes_of(2) - self.bytes_of(1))
         return (room - self.bytes_of(0)) / unit
 
-    def plan(self) -> tuple[CachePlan, int] | None:
+    def plan(self) -> tuple[CacheAllocation, int] | None:
         """Pages for all slots, or as many as there is room for, and the slots; None: not even for one request."""
         room = int(self.chip.memory_bytes * (1 - RESERVE)) - self.model.weights_bytes_per_device
         slots: float = self.num_slots
@@ -109,4 +109,4 @@ class CacheSizes:
             )
             for window in self.windows()
         )
-        return CachePlan(self.road.pages, groups, self.page_len, self.max_len), num_slots
+        return CacheAllocation(self.road.pages, groups, self.page_len, self.max_len), num_slots

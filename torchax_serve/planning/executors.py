@@ -20,14 +20,14 @@ from model_adapters.program.model_program import CallSpec
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.buckets import bucket
 from torchax_serve.executors.packed_factory import packed_shapes
-from torchax_serve.executors.per_sequence_factory import GatheredParts
-from torchax_serve.executors.per_sequence_forward import RowForward
+from torchax_serve.executors.per_sequence_factory import PerSequenceFactory
+from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.kv_cache.memory import Sizes
-from torchax_serve.kv_cache.pools import CachePlan, Pages, PageShape
-from torchax_serve.kv_cache.slot_states import GatheredCache
-from torchax_serve.kv_cache.state_layout import StateLayout, StateRow
+from torchax_serve.kv_cache.pools import CacheAllocation, PagedLayerSpec, PoolAllocator
+from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
+from torchax_serve.kv_cache.state_layout import CacheLayout, SlotStateSpec
 from torchax_serve.planning.compiled_steps import Step
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.step_functions import Carry, DecodeSpec
 
 
@@ -43,10 +43,10 @@ class PlannedRoad(abc.ABC):
         why: what stands against the roads that are tried before; None for the first one.
     """
 
-    runtime: Runtime
+    runtime: ModelRuntime
     sharding: ModelSharding
-    pages: tuple[PageShape, ...]
-    rows: tuple[StateRow, ...]
+    pages: tuple[PagedLayerSpec, ...]
+    rows: tuple[SlotStateSpec, ...]
     why: str | None
 
     name = ""
@@ -54,7 +54,7 @@ class PlannedRoad(abc.ABC):
     """Pages and states that nobody has, for padding to write to."""
 
     @abc.abstractmethod
-    def steps(self, plan: CachePlan, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
+    def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
         """The decode step first, then a step for each of `lens` tokens of a prompt.
 
         Args:
@@ -67,7 +67,7 @@ class PlannedRoad(abc.ABC):
         """Tokens of a page."""
         return asked
 
-    def row_bytes(self, row: StateRow) -> int:
+    def row_bytes(self, row: SlotStateSpec) -> int:
         """Bytes on one device of what a request keeps as a whole: each device has all of it."""
         return row.num_bytes
 
@@ -76,7 +76,7 @@ class PlannedRoad(abc.ABC):
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.sharding.replicated())
 
 
-class AbstractPages(Pages):
+class AbstractPages(PoolAllocator):
     """Pools and states that are shapes alone, laid out as those of an engine."""
 
     def __init__(self, sharding: ModelSharding) -> None:
@@ -84,11 +84,11 @@ class AbstractPages(Pages):
         self._model_sharding = sharding
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> Any:
-        """As `Pages.zeros`."""
+        """As `PoolAllocator.zeros`."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.pool_sharding(shape[1]))
 
     def rows(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """As `Pages.rows`."""
+        """As `PoolAllocator.rows`."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.state_sharding(shape))
 
 
@@ -105,7 +105,7 @@ class _Batch:
         capacity: tokens that a row has room for.
     """
 
-    runtime: Runtime
+    runtime: ModelRuntime
     num_rows: int
     capacity: int
 
@@ -115,7 +115,7 @@ class _Batch:
         states, offset = None, None
         names = runtime.program.names
         inputs = {names.ids: ids, "last": last}
-        if runtime.caches.can_make:
+        if runtime.caches.is_supported:
             states, offset = runtime.caches.new(self.capacity).states, jnp.int32(0)
             if runtime.program.accepts(names.positions):  # without a cache code counts them itself, and may read them
                 inputs[names.positions] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
@@ -145,7 +145,7 @@ class GenerateRoad(PlannedRoad):
         """All tokens of a row."""
         return bucket(max_len)
 
-    def steps(self, plan: CachePlan, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
+    def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
         """As `PlannedRoad.steps`."""
         batch = _Batch(self.runtime, num_slots, plan.page_len)
         one = self.integers()
@@ -173,7 +173,9 @@ class GenerateRoad(PlannedRoad):
         return jax.tree.map(place, self.states)
 
 
-def generate_road(runtime: Runtime, sharding: ModelSharding, max_len: int, num_slots: int, why: str) -> GenerateRoad:
+def generate_road(
+    runtime: ModelRuntime, sharding: ModelSharding, max_len: int, num_slots: int, why: str
+) -> GenerateRoad:
     """The road of ``generate``, found by tracing a prompt.
 
     Raises:
@@ -190,12 +192,14 @@ def generate_road(runtime: Runtime, sharding: ModelSharding, max_len: int, num_s
             f"expected a forward that can be traced, got {' '.join(said.split())[:300]}; {why}"
         ) from error
     if states is None:
-        return GenerateRoad(runtime, sharding, (), (), f"{why}; without a cache: {runtime.caches.why_none}", None)
+        return GenerateRoad(
+            runtime, sharding, (), (), f"{why}; without a cache: {runtime.caches.unsupported_reason}", None
+        )
     pools = _pools(states)
     known = {id(leaf) for leaf in pools}
-    pages = tuple(PageShape(leaf.shape[1], leaf.shape[3], np.dtype(leaf.dtype), None) for leaf in pools)
+    pages = tuple(PagedLayerSpec(leaf.shape[1], leaf.shape[3], np.dtype(leaf.dtype), None) for leaf in pools)
     rows = tuple(
-        StateRow(tuple(leaf.shape[1:]), np.dtype(leaf.dtype))
+        SlotStateSpec(tuple(leaf.shape[1:]), np.dtype(leaf.dtype))
         for leaf in jax.tree.leaves(states)
         if id(leaf) not in known
     )
@@ -213,13 +217,13 @@ class PackedRoad(PlannedRoad):
 
     name = "packed"
 
-    def steps(self, plan: CachePlan, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
+    def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
         """As `PlannedRoad.steps`."""
         yield self._step("decode", plan, num_slots, num_slots)
         for length in lens:
             yield self._step("prefill", plan, length, min(num_slots, 4))
 
-    def _step(self, name: str, plan: CachePlan, num_tokens: int, num_rows: int) -> Step:
+    def _step(self, name: str, plan: CacheAllocation, num_tokens: int, num_rows: int) -> Step:
         is_decode = name == "decode"
         layout = dataclasses.replace(plan.layout, is_decode=is_decode)
         pages, sharded = {group.window: group.num_pages for group in plan.groups}, AbstractPages(self.sharding)
@@ -249,24 +253,24 @@ class PackedRoad(PlannedRoad):
 class GatheredRoad(PlannedRoad):
     """Each request a forward of its own, over what is gathered from its pages, and its states."""
 
-    forward: RowForward
-    layout: StateLayout
+    forward: SequenceForward
+    layout: CacheLayout
 
     name = "gathered"
 
-    def row_bytes(self, row: StateRow) -> int:
+    def row_bytes(self, row: SlotStateSpec) -> int:
         """Bytes on one device of what a request keeps as a whole: its channels or heads, where they divide."""
         sharding = self.sharding.state_sharding((1, *row.shape))
         return math.prod(sharding.shard_shape((1, *row.shape))) * row.dtype.itemsize
 
-    def steps(self, plan: CachePlan, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
+    def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
         """As `PlannedRoad.steps`; a chunk of a prompt may be shorter than asked, and lies at the prompt's end."""
         sizes = Sizes(plan.max_len, num_slots, plan.page_len, max(lens, default=1), None)
-        parts = GatheredParts(self.runtime, self.forward, self.layout, sizes, None)
-        cache = GatheredCache(plan, self.layout, num_slots, AbstractPages(self.sharding))
+        parts = PerSequenceFactory(self.runtime, self.forward, self.layout, sizes, None)
+        cache = PagedCacheWithStates(plan, self.layout, num_slots, AbstractPages(self.sharding))
         model = parts.model(cache, parts.wanted_block_len)
-        specs = [("decode", model.shapes.longest_decode())]
-        specs += [("prefill", spec) for spec in dict.fromkeys(model.shapes.last_chunk(length) for length in lens)]
+        specs = [("decode", model.shapes.largest_decode())]
+        specs += [("prefill", spec) for spec in dict.fromkeys(model.shapes.final_chunk(length) for length in lens)]
         for name, spec in specs:
             run = functools.partial(model.traced, hidden=None, spec=spec)
             args = (cache.pools, cache.states, self.integers(num_slots), self.integers(sum(spec.sizes)))
@@ -274,7 +278,7 @@ class GatheredRoad(PlannedRoad):
             yield Step(name, num_tokens, spec.num_rows, plan.max_len, num_prompts, run, args, (0, 1))
 
 
-def road_of(runtime: Runtime, sharding: ModelSharding, page_len: int, max_len: int, num_slots: int) -> PlannedRoad:
+def road_of(runtime: ModelRuntime, sharding: ModelSharding, page_len: int, max_len: int, num_slots: int) -> PlannedRoad:
     """The first road that the model's code lets it take, found by tracing.
 
     Raises:
@@ -286,7 +290,7 @@ def road_of(runtime: Runtime, sharding: ModelSharding, page_len: int, max_len: i
     except NotPackableError as reason:
         why = f"not packed: {reason}"
     try:
-        forward = RowForward(runtime)
+        forward = SequenceForward(runtime)
         layout = forward.layout()
         return GatheredRoad(runtime, sharding, layout.pages, layout.rows, why, forward, layout)
     except UnsupportedModelError as reason:

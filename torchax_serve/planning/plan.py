@@ -23,14 +23,14 @@ from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, Unsupp
 from model_adapters.loading.memory import give_back_freed
 from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.distributed.mesh_shape import parse_mesh
-from torchax_serve.kv_cache.pools import CachePlan
+from torchax_serve.kv_cache.pools import CacheAllocation
 from torchax_serve.planning.abstract_model import abstract_model
 from torchax_serve.planning.cache_sizes import CacheSizes
 from torchax_serve.planning.compiled_steps import ProgramReport, compile_step
 from torchax_serve.planning.executors import PlannedRoad, road_of
-from torchax_serve.planning.roofline import Bound, bound_of
+from torchax_serve.planning.roofline import StepBound, bound_of
 from torchax_serve.planning.topology import compiling_for, describe
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler.config import check_whole
 
 MOST_TOLD_S = 0.5
@@ -121,7 +121,7 @@ class PlanReport:
     most_slots: int  # requests of full length that would fit into what weights and steps leave
     remedies: tuple[str, ...]
     programs: tuple[ProgramReport, ...]
-    bounds: tuple[Bound, ...]
+    bounds: tuple[StepBound, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -141,7 +141,7 @@ class PlanReport:
             ProgramReport(**{**each, "collectives": {k: (v[0], v[1]) for k, v in each["collectives"].items()}})
             for each in fields.pop("programs")
         )
-        bounds = tuple(Bound(**each) for each in fields.pop("bounds"))
+        bounds = tuple(StepBound(**each) for each in fields.pop("bounds"))
         fields["remedies"] = tuple(fields["remedies"])
         return cls(**fields, programs=programs, bounds=bounds)
 
@@ -167,7 +167,7 @@ def make_plan(
     per_replica = shape | {"data": 1}
     mesh = mesh_of(devices[: math.prod(per_replica.values())], per_replica)
     model = abstract_model(module, mesh, refuse_uneven=request.refuse_uneven)
-    runtime = Runtime(module, model.weights, sharding=model.sharding)  # type: ignore[arg-type]
+    runtime = ModelRuntime(module, model.weights, sharding=model.sharding)  # type: ignore[arg-type]
     max_len = _max_len(runtime, request)
     num_slots = -(-request.num_slots // num_replicas)
     note(f"tracing {name} for {request.topology}")
@@ -175,7 +175,7 @@ def make_plan(
         road = _with_dtype(road_of(runtime, model.sharding, request.page_len, max_len, num_slots), request)
     sizes = CacheSizes(model, chip, road, road.page_len(request.page_len, max_len), max_len, num_slots)
     programs: list[ProgramReport] = []
-    bounds: list[Bound] = []
+    bounds: list[StepBound] = []
     cache, why_not = sizes.plan(), None
     if cache is not None:
         lens = sorted({min(length, max_len) for length in request.prefill_lens})
@@ -198,7 +198,7 @@ def make_plan(
     return _report(name, request, sizes, plan, num_replicas, tuple(programs), tuple(bounds), why_not)
 
 
-def _max_len(runtime: Runtime, request: PlanRequest) -> int:
+def _max_len(runtime: ModelRuntime, request: PlanRequest) -> int:
     limits = runtime.limits
     limit = limits.max_positions
     if request.max_len is None:
@@ -234,10 +234,10 @@ def _report(
     name: str,
     request: PlanRequest,
     sizes: CacheSizes,
-    cache: CachePlan | None,
+    cache: CacheAllocation | None,
     num_replicas: int,
     programs: tuple[ProgramReport, ...],
-    bounds: tuple[Bound, ...],
+    bounds: tuple[StepBound, ...],
     why_not: str | None,
 ) -> PlanReport:
     model, chip, road = sizes.model, sizes.chip, sizes.road

@@ -18,7 +18,7 @@ from torchax_serve.planning.plan import Note, PlanReport, PlanRequest, make_plan
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
-def kept_plan(
+def cached_plan(
     module: PreTrainedModel,
     name: str,
     request: PlanRequest,

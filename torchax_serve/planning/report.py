@@ -6,7 +6,7 @@ import sys
 
 from torchax_serve.planning.compiled_steps import ProgramReport
 from torchax_serve.planning.plan import PlanReport
-from torchax_serve.planning.roofline import Bound
+from torchax_serve.planning.roofline import StepBound
 
 _ROADS = {"gathered": "gathered", "generate": "by generate, rows that begin together"}
 
@@ -61,7 +61,7 @@ def _room(report: PlanReport) -> list[str]:
     return lines
 
 
-def _step(program: ProgramReport, bound: Bound) -> list[str]:
+def _step(program: ProgramReport, bound: StepBound) -> list[str]:
     is_decode = program.name == "decode"
     lines = [f"{program.name}, {program.num_tokens} {'requests' if is_decode else 'tokens'}"]
     if bound.seconds is not None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchax_serve.kv_cache.pools import PageShape
+from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.planning.abstract_model import AbstractModel
 from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.compiled_steps import Step
@@ -18,7 +18,7 @@ from torchax_serve.planning.executors import PlannedRoad
 
 
 @dataclass(frozen=True)
-class Bound:
+class StepBound:
     """The bound of one step on one device.
 
     Attributes:
@@ -40,7 +40,7 @@ class Bound:
     bound_by: str | None
 
 
-def bound_of(model: AbstractModel, chip: Chip, road: PlannedRoad, step: Step) -> Bound:
+def bound_of(model: AbstractModel, chip: Chip, road: PlannedRoad, step: Step) -> StepBound:
     """Of one step on one device."""
     if step.num_prompts:
         return prefill_bound(
@@ -52,11 +52,11 @@ def bound_of(model: AbstractModel, chip: Chip, road: PlannedRoad, step: Step) ->
 def decode_bound(
     model: AbstractModel,
     chip: Chip,
-    shapes: Sequence[PageShape],
+    shapes: Sequence[PagedLayerSpec],
     num_tokens: int,
     context_len: int,
     state_bytes: int = 0,
-) -> Bound:
+) -> StepBound:
     """Of a step in which `num_tokens` requests of `context_len` tokens each get one more."""
     pages = sum(
         num_tokens * min(context_len, shape.window or context_len) * _token_bytes(model, shape) for shape in shapes
@@ -70,12 +70,12 @@ def decode_bound(
 def prefill_bound(
     model: AbstractModel,
     chip: Chip,
-    shapes: Sequence[PageShape],
+    shapes: Sequence[PagedLayerSpec],
     num_tokens: int,
     context_len: int | None = None,
     num_prompts: int = 1,
     state_bytes: int = 0,
-) -> Bound:
+) -> StepBound:
     """Of the last `num_tokens` tokens of prompts of `context_len` tokens (None: of all), computed in one step."""
     new = num_tokens // num_prompts
     context = context_len or new
@@ -109,15 +109,15 @@ def _bound(
     page_bytes: int,
     attention_flops: float,
     num_logits: int,
-) -> Bound:
+) -> StepBound:
     weight_bytes, flops = _weights(model, num_tokens, num_logits)
     read = weight_bytes + page_bytes
     flops += attention_flops
     if chip.bytes_per_s is None or chip.flops_per_s is None:
-        return Bound(step, num_tokens, context_len, int(read), flops, None, None)
+        return StepBound(step, num_tokens, context_len, int(read), flops, None, None)
     memory_s, compute_s = read / chip.bytes_per_s, flops / chip.flops_per_s
     bound_by = "memory" if memory_s >= compute_s else "compute"
-    return Bound(step, num_tokens, context_len, int(read), flops, max(memory_s, compute_s), bound_by)
+    return StepBound(step, num_tokens, context_len, int(read), flops, max(memory_s, compute_s), bound_by)
 
 
 def _weights(model: AbstractModel, num_tokens: int, num_logits: int) -> tuple[float, float]:
@@ -148,18 +148,18 @@ def _weights(model: AbstractModel, num_tokens: int, num_logits: int) -> tuple[fl
     return read, flops
 
 
-def _token_bytes(model: AbstractModel, shape: PageShape) -> int:
+def _token_bytes(model: AbstractModel, shape: PagedLayerSpec) -> int:
     """Bytes of one token's keys and values in one layer on one device."""
     return shape.num_heads * shape.width * shape.dtype.itemsize // _parts(model, shape)
 
 
-def _row_size(model: AbstractModel, shape: PageShape) -> float:
+def _row_size(model: AbstractModel, shape: PagedLayerSpec) -> float:
     """Multiplications for one query token and one key token in one layer on one device, all heads."""
     heads = getattr(model.module.config.get_text_config(decoder=True), "num_attention_heads", shape.num_heads)
     return max(heads, shape.num_heads) * shape.width / _parts(model, shape)
 
 
-def _parts(model: AbstractModel, shape: PageShape) -> int:
+def _parts(model: AbstractModel, shape: PagedLayerSpec) -> int:
     sharding = model.sharding
     spec = sharding.pool_sharding(shape.num_heads).spec
     return math.prod(sharding.mesh.shape[axis] for axis in spec if axis is not None)

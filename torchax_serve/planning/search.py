@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.planning.chips import CHIPS, Chip
 from torchax_serve.planning.plan import Note, PlanReport, PlanRequest, no_note
-from torchax_serve.planning.plan_cache import kept_plan
+from torchax_serve.planning.plan_cache import cached_plan
 
 
 def search(
@@ -40,7 +40,7 @@ def _row(module: PreTrainedModel, name: str, chip: Chip, asked: dict[str, Any], 
             continue  # need not be compiled
         try:
             request = PlanRequest(**{**asked, "topology": f"{chip.name}:{shape}"})
-            report, _ = kept_plan(module, name, request, note=note)
+            report, _ = cached_plan(module, name, request, note=note)
         except TorchaxServeError as error:
             return row | {"why": str(error)}
         row |= _summary(report)

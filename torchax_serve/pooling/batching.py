@@ -15,10 +15,10 @@ from model_adapters.bridge.views import to_jax_array
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel
 from model_adapters.program.model_program import CallSpec
-from model_adapters.program.padding_safety import may_share_batches
+from model_adapters.program.padding_safety import can_batch_padded
 from torchax_serve.buckets import bucket
 from torchax_serve.pooling.text_tokenizer import IDS, MASK, Row, TextTokenizer
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.model_runtime import ModelRuntime
 
 TOKENS_PER_BATCH = 4096
 MAX_ROWS = 32
@@ -121,7 +121,7 @@ def _cut(values: list[int], length: int) -> list[int]:
     return values if len(values) <= length else [*values[: length - 1], values[-1]]
 
 
-def run(runtime: Runtime, rows: Sequence[Row], *, pad_id: int | None) -> Iterator[Batch]:
+def run(runtime: ModelRuntime, rows: Sequence[Row], *, pad_id: int | None) -> Iterator[Batch]:
     """Forwards over all `rows`, the longest first.
 
     Args:
@@ -130,7 +130,7 @@ def run(runtime: Runtime, rows: Sequence[Row], *, pad_id: int | None) -> Iterato
         pad_id: what rows are filled up with; None: the model cannot tell padding, so each row is computed alone.
     """
     called = runtime.program.called
-    may_pad = pad_id is not None and runtime.program.accepts(MASK) and may_share_batches(called)
+    may_pad = pad_id is not None and runtime.program.accepts(MASK) and can_batch_padded(called)
     may_pad = may_pad and runtime.program.rope is None  # whose frequencies depend on the length of all that is padded
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][IDS]))
     while order:
@@ -142,13 +142,13 @@ def run(runtime: Runtime, rows: Sequence[Row], *, pad_id: int | None) -> Iterato
         yield _forward(runtime, [rows[index] for index in taken], taken, width, pad_id or 0)
 
 
-def _width(runtime: Runtime, length: int) -> int:
+def _width(runtime: ModelRuntime, length: int) -> int:
     """The rung for rows of `length` tokens, within the positions that there are."""
     rung, limit = bucket(length), runtime.limits.max_positions
     return rung if limit is None else max(length, min(rung, limit))
 
 
-def _forward(runtime: Runtime, rows: list[Row], indices: list[int], width: int, pad_id: int) -> Batch:
+def _forward(runtime: ModelRuntime, rows: list[Row], indices: list[int], width: int, pad_id: int) -> Batch:
     num_rows = 1 << (len(rows) - 1).bit_length()
     ids = np.full((num_rows, width), pad_id, np.int32)
     mask = np.zeros((num_rows, width), np.int32)
@@ -163,11 +163,11 @@ def _forward(runtime: Runtime, rows: list[Row], indices: list[int], width: int, 
     runtime.limits.check_ids(torch.from_numpy(ids[: len(rows)]))
     if runtime.program.accepts(MASK):
         given[MASK] = mask
-    fields = runtime.forward_as_is({name: torch.from_numpy(array) for name, array in given.items()}, CallSpec())
+    fields = runtime.forward_unpadded({name: torch.from_numpy(array) for name, array in given.items()}, CallSpec())
     return Batch(indices, to_jax_array(torch.from_numpy(mask)), fields)
 
 
-def limit_of(loaded: LoadedModel, runtime: Runtime, said: int | None = None) -> int | None:
+def limit_of(loaded: LoadedModel, runtime: ModelRuntime, said: int | None = None) -> int | None:
     """The most tokens that the model reads; None where nothing says.
 
     `said` is what files of the checkpoint say in the tokenizer's place; the model's positions hold in any case.

@@ -14,7 +14,7 @@ from torchax_serve.pooling.batching import Text, checked_texts, limit_of, rows_o
 from torchax_serve.pooling.embedding import pad_id_of
 from torchax_serve.pooling.text_rule import read_json
 from torchax_serve.pooling.text_tokenizer import Row, TextTokenizer
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RankedDocument:
     score: float
 
 
-def classify(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
+def classify(loaded: LoadedModel, runtime: ModelRuntime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
     """See `torchax_serve.pooling.EncoderModel.classify`."""
     asked = checked_texts(texts)
     _require(loaded, runtime, "ForSequenceClassification", "classify", "classifies texts")
@@ -62,7 +62,7 @@ def classify(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text],
     return found[0] if isinstance(texts, str) else found
 
 
-def classify_tokens(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
+def classify_tokens(loaded: LoadedModel, runtime: ModelRuntime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
     """See `torchax_serve.pooling.EncoderModel.classify_tokens`."""
     asked = checked_texts(texts)
     _require(loaded, runtime, "ForTokenClassification", "classify_tokens", "classifies tokens")
@@ -78,7 +78,7 @@ def classify_tokens(loaded: LoadedModel, runtime: Runtime, texts: str | Sequence
 
 def rerank(
     loaded: LoadedModel,
-    runtime: Runtime,
+    runtime: ModelRuntime,
     query: str,
     documents: Sequence[str],
     *,
@@ -112,7 +112,7 @@ def rerank(
     return [RankedDocument(index, pairs[index], float(scores[index])) for index in order[:top_k]]
 
 
-def text_logits(loaded: LoadedModel, runtime: Runtime, rows: Sequence[Row]) -> np.ndarray:
+def text_logits(loaded: LoadedModel, runtime: ModelRuntime, rows: Sequence[Row]) -> np.ndarray:
     """float32[num_rows, num_labels]."""
     found: list[Any] = [None] * len(rows)
     # A head that reads the last token knows padding by the configuration alone, and cannot do without.
@@ -126,7 +126,7 @@ def text_logits(loaded: LoadedModel, runtime: Runtime, rows: Sequence[Row]) -> n
     return np.stack(found)
 
 
-def _require(loaded: LoadedModel, runtime: Runtime, ending: str, name: str, what: str) -> None:
+def _require(loaded: LoadedModel, runtime: ModelRuntime, ending: str, name: str, what: str) -> None:
     class_name = type(runtime.program.module).__name__
     if not class_name.endswith(ending):
         raise UnsupportedModelError(
@@ -134,12 +134,12 @@ def _require(loaded: LoadedModel, runtime: Runtime, ending: str, name: str, what
         )
 
 
-def _names(runtime: Runtime, num_labels: int) -> list[str]:
+def _names(runtime: ModelRuntime, num_labels: int) -> list[str]:
     known: Any = runtime.config.id2label or {}
     return [str(known.get(index, f"LABEL_{index}")) for index in range(num_labels)]
 
 
-def _activated(runtime: Runtime, logits: np.ndarray) -> np.ndarray:
+def _activated(runtime: ModelRuntime, logits: np.ndarray) -> np.ndarray:
     """Scores as transformers' text-classification pipeline has them, by the configuration's ``problem_type``."""
     kind = runtime.config.problem_type
     if kind == "regression":
@@ -153,7 +153,7 @@ def _tokenizer(loaded: LoadedModel) -> TextTokenizer:
     return loaded.once(TextTokenizer, lambda: TextTokenizer(loaded))
 
 
-def _scores_of_pairs(loaded: LoadedModel, runtime: Runtime, logits: np.ndarray) -> np.ndarray:
+def _scores_of_pairs(loaded: LoadedModel, runtime: ModelRuntime, logits: np.ndarray) -> np.ndarray:
     """Scores as sentence-transformers' cross-encoders have them: a sigmoid, unless the checkpoint says none."""
     said = getattr(runtime.config, "sentence_transformers", None) or {}
     name = said.get("activation_fn") or getattr(runtime.config, "sbert_ce_default_activation_function", None)
@@ -181,7 +181,9 @@ def _classification(names: list[str], scores: np.ndarray) -> Classification:
     return Classification(names[best], float(scores[best]), dict(zip(names, scores.tolist(), strict=True)))
 
 
-def _token_labels(loaded: LoadedModel, runtime: Runtime, text: Text, row: Row, scores: np.ndarray) -> list[TokenLabel]:
+def _token_labels(
+    loaded: LoadedModel, runtime: ModelRuntime, text: Text, row: Row, scores: np.ndarray
+) -> list[TokenLabel]:
     names = _names(runtime, scores.shape[-1])
     tokenizer: Any = loaded.tokenizer() if isinstance(text, str) else None
     ids = row["input_ids"]

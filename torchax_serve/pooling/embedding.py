@@ -19,7 +19,7 @@ from torchax_serve.pooling.layers import Layer, embeddings
 from torchax_serve.pooling.sentence_transformers import POOLINGS, EmbeddingRule, LayerFiles, rule_in
 from torchax_serve.pooling.text_rule import TextRule
 from torchax_serve.pooling.text_tokenizer import TextTokenizer
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.runtime.model_runtime import ModelRuntime
 
 _CHOICES = ", ".join(f'"{name}"' for name in POOLINGS)
 _READS_NO_PROMPT = {"hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl"}
@@ -32,7 +32,7 @@ _BY_ENCODER |= {"prophetnet", "switch_transformers", "t5gemma", "t5gemma2", "udo
 
 def embed(
     loaded: LoadedModel,
-    runtime: Runtime,
+    runtime: ModelRuntime,
     texts: str | Sequence[Text],
     *,
     pooling: str | None = None,
@@ -86,7 +86,7 @@ def embed(
 class _Embedder:
     """A model, the rule by which it embeds, and what that needs: read once for a model."""
 
-    def __init__(self, loaded: LoadedModel, runtime: Runtime, rule: EmbeddingRule) -> None:
+    def __init__(self, loaded: LoadedModel, runtime: ModelRuntime, rule: EmbeddingRule) -> None:
         self.rule = rule
         self._name, self._part = loaded.source.name, runtime.part(part_of(runtime))
         self._pad_id = pad_id_of(loaded, runtime)
@@ -154,7 +154,7 @@ class _Embedder:
         return tuple(layer for layer, _ in pairs), tuple(tensors for _, tensors in pairs)
 
 
-def part_of(runtime: Runtime) -> str:
+def part_of(runtime: ModelRuntime) -> str:
     """The part of a model that makes hidden states of tokens: its encoder, or what is under its head."""
     if runtime.encoder is not None:
         return runtime.encoder.name
@@ -163,7 +163,7 @@ def part_of(runtime: Runtime) -> str:
     return next((name for name, child in module.named_modules() if child is base), "")
 
 
-def pad_id_of(loaded: LoadedModel, runtime: Runtime) -> int:
+def pad_id_of(loaded: LoadedModel, runtime: ModelRuntime) -> int:
     """What rows are filled up with; masked, so any token does."""
     for holder in (runtime.config.get_text_config(), loaded.tokenizer()):
         found = getattr(holder, "pad_token_id", None)

@@ -17,10 +17,10 @@ from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
-from torchax_serve.runtime.step_functions import Carry, DecodeSpec, Steps
+from torchax_serve.runtime.step_functions import Carry, DecodeSpec, StepFunctions
 
 
-class CacheMaker:
+class CacheSupport:
     """Makes caches of fixed shapes for a model whose code runs on them.
 
     Args:
@@ -30,12 +30,12 @@ class CacheMaker:
         text_config: of the layers that a cache is of.
     """
 
-    def __init__(self, steps: Steps, weights: Weights, config: Any, text_config: Any) -> None:
+    def __init__(self, steps: StepFunctions, weights: Weights, config: Any, text_config: Any) -> None:
         self._steps, self._program, self._weights = steps, steps.program, weights
         self._config, self._text_config = config, text_config
 
     @functools.cached_property
-    def why_none(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why this model runs without a cache here, every token anew; None if it has one."""
         if self._program.cache_name is None or (
             self._config.is_encoder_decoder and not self._program.names.has_encoder
@@ -48,7 +48,7 @@ class CacheMaker:
         except (UnsupportedModelError, AttributeError, KeyError, TypeError) as error:
             return f"its cache has no static form: {type(error).__name__}: {error}"
         module = self._program.module
-        if getattr(module, "_can_compile_fullgraph", False) or native_cache.takes_fixed_shapes(module):
+        if getattr(module, "_can_compile_fullgraph", False) or native_cache.allows_fixed_shapes(module):
             return None  # transformers itself compiles it on a cache of fixed shapes, or it is known to run there
         return self._steps.cache.remembered("cache", "", self._tried)
 
@@ -69,13 +69,13 @@ class CacheMaker:
 
         try:
             ids = jax.ShapeDtypeStruct((1, 3), np.int32)
-            jax.eval_shape(both, self._weights, ids, one, self.trial_context())
-            self._program.check_keeps_nothing()
+            jax.eval_shape(both, self._weights, ids, one, self.abstract_encoder_output())
+            self._program.check_no_leaked_tensors()
         except Exception as error:  # whatever model code raises on a cache that is not its own
             return f"on a cache of fixed shapes, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return None
 
-    def trial_context(self) -> dict[str, Any]:
+    def abstract_encoder_output(self) -> dict[str, Any]:
         """Shapes of an encoder's output, to trace with."""
         if not self._program.names.has_encoder:
             return {}
@@ -89,9 +89,9 @@ class CacheMaker:
         return context
 
     @property
-    def can_make(self) -> bool:
+    def is_supported(self) -> bool:
         """Whether a device cache can be made for this model."""
-        return self.why_none is None
+        return self.unsupported_reason is None
 
     @functools.cached_property
     def keeps_own(self) -> bool:
@@ -101,7 +101,7 @@ class CacheMaker:
     @functools.cached_property
     def is_recurrent(self) -> bool:
         """Whether the cache of this model has recurrent layers."""
-        states = self.new(16).states if self.can_make else ()
+        states = self.new(16).states if self.is_supported else ()
         return any(isinstance(layer, LinearAttentionCacheLayerMixin | CompressedLayer) for layer in states)
 
     def new(self, capacity: int) -> DeviceCache:

@@ -10,27 +10,27 @@ import numpy as np
 import torch
 from transformers.utils import ModelOutput
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import to_jax_array, to_torch_tensor
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.program.model_program import CallSpec
-from model_adapters.program.padding_safety import ignores_masked
+from model_adapters.program.padding_safety import masked_tokens_are_ignored
 from torchax_serve.buckets import bucket
-from torchax_serve.runtime.model_runtime import Call, Runtime
-from torchax_serve.runtime.static_args import Known, arrays_and_rest
+from torchax_serve.runtime.model_runtime import Call, ModelRuntime
+from torchax_serve.runtime.static_args import StaticArgs, split_traced_and_static
 
 SEQUENCE = frozenset({"input_ids", "inputs_embeds", "attention_mask", "token_type_ids"})
 FLAGS = ("output_hidden_states", "output_attentions")
 
 
-class EncoderOnJax:
+class CompiledEncoder:
     """Stands where transformers' ``generate`` calls the encoder; for everything else it is the encoder.
 
     Raises:
         UnsupportedModelError: the encoder is none of the model's parts.
     """
 
-    def __init__(self, runtime: Runtime, encoder: torch.nn.Module) -> None:
+    def __init__(self, runtime: ModelRuntime, encoder: torch.nn.Module) -> None:
         whole = runtime.program.module
         found = (name for name, child in whole.named_modules() if child is encoder)
         name = next(found, None) if runtime.encoder is None else runtime.encoder.name
@@ -60,7 +60,7 @@ class EncoderOnJax:
         return output if return_dict else output.to_tuple()
 
 
-def encode(runtime: Runtime, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
+def encode(runtime: ModelRuntime, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
     """One forward of an encoder.
 
     Token ids are padded to a rung where the encoder does not see what its mask hides; all else runs at its length.
@@ -79,7 +79,12 @@ def encode(runtime: Runtime, given: dict[str, Any], spec: CallSpec) -> dict[str,
     _check(runtime, given)
     ids = given.get("input_ids")
     fixed = set(given) - SEQUENCE or ids is None or any(given.get(n) is None for n in ("input_ids", "attention_mask"))
-    if fixed or spec.output_attentions or spec.output_hidden_states or not ignores_masked(runtime.program.called):
+    if (
+        fixed
+        or spec.output_attentions
+        or spec.output_hidden_states
+        or not masked_tokens_are_ignored(runtime.program.called)
+    ):
         return runtime.forward(given, spec, None)
     assert ids is not None
     length = ids.shape[1]
@@ -87,17 +92,17 @@ def encode(runtime: Runtime, given: dict[str, Any], spec: CallSpec) -> dict[str,
     if runtime.limits.learned_positions is not None:
         padded_len = max(length, min(padded_len, runtime.limits.learned_positions))
 
-    def call(known: Known) -> Call:
-        if known is Known.NOTHING:
+    def call(known: StaticArgs) -> Call:
+        if known is StaticArgs.NOTHING:
             return (None, None, {name: padded(tensor, padded_len) for name, tensor in given.items()}), spec
-        arrays, rest = arrays_and_rest(given, known)
+        arrays, rest = split_traced_and_static(given, known)
         return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
 
-    fields = runtime.forward_knowing(given, call)
+    fields = runtime.forward_with_static_args(given, call)
     return {name: _cut(value, length, padded_len) for name, value in fields.items()}
 
 
-def _check(runtime: Runtime, given: dict[str, Any]) -> None:
+def _check(runtime: ModelRuntime, given: dict[str, Any]) -> None:
     for name in ("input_ids", "inputs_embeds", "input_features", "input_values"):
         tensor = given.get(name)
         if isinstance(tensor, torch.Tensor) and tensor.numel() == 0:
@@ -115,7 +120,7 @@ def padded(tensor: torch.Tensor, length: int) -> Any:
     missing = length - tensor.shape[1]
     if not missing:
         return to_jax_array(tensor)
-    return from_host(np.pad(tensor.numpy(), ((0, 0), (0, missing))), np.int32)
+    return to_device(np.pad(tensor.numpy(), ((0, 0), (0, missing))), np.int32)
 
 
 def _cut(value: Any, length: int, padded_len: int) -> Any:

@@ -10,7 +10,7 @@ import jax
 import torch
 from transformers import PreTrainedModel
 
-from model_adapters.bridge.views import tensors_of, to_torch_tensor
+from model_adapters.bridge.views import named_tensors, to_torch_tensor
 from model_adapters.errors import (
     InvalidArgumentError,
     OutOfMemoryError,
@@ -19,11 +19,11 @@ from model_adapters.errors import (
 )
 from model_adapters.loading import LoadedModel
 from model_adapters.ops.compressed_weight import Weights, unpacked
-from model_adapters.program.trace_context import attributes_restored, implementations
-from torchax_serve.runtime.model_runtime import Runtime
+from model_adapters.program.trace_context import implementations, restored_attributes
+from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
-class EagerTwin:
+class EagerReference:
     """A transformers model in eager PyTorch that reads the very arrays of a loaded JAX model.
 
     Where the caller passed a model object, the twin is a copy of it with weights of its own.
@@ -41,7 +41,7 @@ class EagerTwin:
             self._take(loaded.weights)
 
     def _take(self, weights: Weights) -> None:
-        for name, tensor in shared_state(self.module, weights).items():
+        for name, tensor in shared_tensors(self.module, weights).items():
             path, _, attribute = name.rpartition(".")
             setattr(self.module.get_submodule(path), attribute, tensor)
             self._versions[name] = (tensor, tensor._version)
@@ -60,12 +60,12 @@ class EagerTwin:
             )
 
 
-def shared_state(module: torch.nn.Module, weights: Weights) -> dict[str, torch.Tensor]:
+def shared_tensors(module: torch.nn.Module, weights: Weights) -> dict[str, torch.Tensor]:
     """Every tensor of `module` by name, over the memory of its array in `weights`; tied ones are one tensor."""
     arrays = {name: unpacked(weight) for name, weight in weights.items()}
     tensors: dict[int, torch.Tensor] = {}  # by id of the array
     state = {}
-    for name, template in tensors_of(module).items():
+    for name, template in named_tensors(module).items():
         array = arrays[name]
         if id(array) not in tensors:
             tensor = shared_tensor(array).to(template.dtype)
@@ -90,7 +90,7 @@ LARGEST_BYTES = 8_000_000_000
 _NOT_OF_THE_MODEL = (InvalidArgumentError, UnsupportedArgumentError, OutOfMemoryError, jax.errors.JaxRuntimeError)
 
 
-def refuse_what_torch_cannot(runtime: Runtime, cls: type, given: Mapping[str, Any], error: Exception) -> None:
+def raise_if_eager_fails(runtime: ModelRuntime, cls: type, given: Mapping[str, Any], error: Exception) -> None:
     """Raises UnsupportedModelError, with PyTorch's own error, where the unmodified model fails on the call in PyTorch.
 
     Args:
@@ -112,15 +112,15 @@ def refuse_what_torch_cannot(runtime: Runtime, cls: type, given: Mapping[str, An
         ) from reason
 
 
-def _error_in_torch(runtime: Runtime, cls: type, given: Mapping[str, Any]) -> Exception | None:
+def _error_in_torch(runtime: ModelRuntime, cls: type, given: Mapping[str, Any]) -> Exception | None:
     """What `cls` raises on `given` in eager PyTorch, with the weights that are in use; None if nothing."""
     module = runtime.program.module
-    state = shared_state(module, runtime.weights)
+    state = shared_tensors(module, runtime.weights)
     twin = copy.copy(module)
     twin.__class__ = cls
     with (
         implementations(module, attention=None, experts="eager"),  # no trace meanwhile
-        attributes_restored(module),
+        restored_attributes(module),
         torch.nn.utils.stateless._reparametrize_module(twin, state),
         torch.no_grad(),
     ):

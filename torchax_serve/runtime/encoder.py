@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from model_adapters.caches.encoder_mask import SourceMask, mask_over_sounds
 from model_adapters.program.model_program import ModelProgram
-from model_adapters.program.padding_safety import ignores_masked
+from model_adapters.program.padding_safety import masked_tokens_are_ignored
 from torchax_serve.runtime.encoder_length import length_heard
-from torchax_serve.runtime.model_generate import has_class_generate
+from torchax_serve.runtime.model_generate import overrides_generate
 
 if TYPE_CHECKING:
-    from torchax_serve.runtime.model_runtime import Runtime
+    from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
-class EncoderBeside:
+class EncoderRuntime:
     """The encoder beside a decoder.
 
     Args:
@@ -23,7 +23,7 @@ class EncoderBeside:
         runtime: of the encoder alone.
     """
 
-    def __init__(self, whole: ModelProgram, runtime: Runtime) -> None:
+    def __init__(self, whole: ModelProgram, runtime: ModelRuntime) -> None:
         self._whole, self.runtime = whole, runtime
 
     @property
@@ -38,7 +38,7 @@ class EncoderBeside:
         return reads_ids and self._whole.accepts("attention_mask")
 
     @functools.cached_property
-    def source_mask(self) -> SourceMask | None:
+    def output_mask(self) -> SourceMask | None:
         """How the decoder is told what to see of the encoder's output; None where it sees all, or it is not known."""
         return SourceMask() if self.is_masked else mask_over_sounds(self._whole.module)
 
@@ -49,8 +49,8 @@ class EncoderBeside:
         Its class has a ``generate`` that prepares the rest, or it hears, or inputs of several lengths cannot be padded
         for it.
         """
-        can_pad = self.is_masked and ignores_masked(self.runtime.program.called)
-        return not can_pad or has_class_generate(self._whole.module)
+        can_pad = self.is_masked and masked_tokens_are_ignored(self.runtime.program.called)
+        return not can_pad or overrides_generate(self._whole.module)
 
     @functools.cached_property
     def length_heard(self) -> int | None:

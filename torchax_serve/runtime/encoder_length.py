@@ -9,12 +9,12 @@ import jax
 from model_adapters.program.model_program import CallSpec
 
 if TYPE_CHECKING:
-    from torchax_serve.runtime.model_runtime import Runtime
+    from torchax_serve.runtime.model_runtime import ModelRuntime
 
 FEATURES = "input_features"
 
 
-def length_heard(encoder: Runtime) -> int | None:
+def length_heard(encoder: ModelRuntime) -> int | None:
     """The length of every output of `encoder`; None of one that hears sounds of several lengths, or none."""
     length, num_bins = (getattr(encoder.config, name, None) for name in ("max_source_positions", "num_mel_bins"))
     if length is None or num_bins is None or not encoder.program.accepts(FEATURES):

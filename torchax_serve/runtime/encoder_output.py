@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers.utils import ModelOutput
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import to_jax_array
 from torchax_serve.buckets import bucket
 
@@ -53,7 +53,7 @@ class EncoderOutput:
         arguments: dict[str, Any] = {"encoder_outputs": _replaced(outputs, to_jax_array(padded), whole=not fits)}
         if mask is not None:
             right = padded_len - mask.shape[1] if fits else 0
-            arguments["attention_mask"] = from_host(np.pad(mask.numpy(), ((0, 0), (0, right))), np.int32)
+            arguments["attention_mask"] = to_device(np.pad(mask.numpy(), ((0, 0), (0, right))), np.int32)
         return cls(arguments, length)
 
 

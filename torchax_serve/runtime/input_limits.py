@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.program.embeddings import learned_positions, num_words
+from model_adapters.program.embeddings import learned_positions, vocab_rows
 from model_adapters.program.position_limits import has_end, has_table_of_distances, max_positions
 
 
@@ -38,7 +38,7 @@ class Limits:
             around: modules that may have the table of tokens where `decoder` has none.
             config: of the decoder's text.
         """
-        sizes = (num_words(module) for module in (decoder, *around))
+        sizes = (vocab_rows(module) for module in (decoder, *around))
         vocab_size = next((size for size in sizes if size is not None), None)
         if vocab_size is None:
             vocab_size = int(getattr(config, "vocab_size", 2**31 - 1))  # characters, all there are

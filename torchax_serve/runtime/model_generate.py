@@ -17,18 +17,18 @@ from transformers.generation import (
 OURS = "torchax_serve.generation.jax_model"
 
 
-def has_class_generate(model: Any) -> bool:
+def overrides_generate(model: Any) -> bool:
     """Whether the class of `model`, without what is made here of it, has a ``generate`` of its own."""
     classes = [cls for cls in type(model).__mro__ if "generate" in vars(cls) and cls.__module__ != OURS]
     return bool(classes) and classes[0] is not GenerationMixin
 
 
-def for_the_loop(model: Any, config: GenerationConfig) -> GenerationConfig:
+def without_model_options(model: Any, config: GenerationConfig) -> GenerationConfig:
     """`config` with what is the sampling loop's business.
 
     What transformers' configurations have no word for, a class's own ``generate`` has read; no loop does.
     """
-    if not has_class_generate(model):
+    if not overrides_generate(model):
         return config
     declared = vars(GenerationConfig())
     left = copy.copy(config)
@@ -37,7 +37,7 @@ def for_the_loop(model: Any, config: GenerationConfig) -> GenerationConfig:
     return left
 
 
-def take_suppression(config: GenerationConfig, processors: Sequence[Any] | None, prompt_len: int) -> list[Any]:
+def absorb_suppression(config: GenerationConfig, processors: Sequence[Any] | None, prompt_len: int) -> list[Any]:
     """Processors that `config` has words for become options of it; returns the others.
 
     Whisper's ``generate`` turns these options into processors, and transformers makes the same processors of them.

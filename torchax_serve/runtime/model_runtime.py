@@ -15,29 +15,29 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from model_adapters import quirks
-from model_adapters.bridge.host_arrays import from_host
-from model_adapters.bridge.views import tensors_of, to_torch_tensor
+from model_adapters.bridge.host_arrays import to_device
+from model_adapters.bridge.views import named_tensors, to_torch_tensor
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.compressed_weight import PackedWeight, Weights
-from model_adapters.program.embeddings import name_in
+from model_adapters.ops.compressed_weight import CompressedWeight, Weights
+from model_adapters.program.embeddings import submodule_name
 from model_adapters.program.model_program import CONDITIONS, INDICES, CallSpec, MethodSpec, ModelProgram
 from model_adapters.program.module_watch import PREPARES, Change, ModuleWatch, Structure
 from model_adapters.program.padding_safety import is_causal
 from model_adapters.program.position_limits import has_table_of_distances
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.buckets import bucket
-from torchax_serve.compilation.executable_cache import ProgramCache
+from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.multimodal.placeholders import unmet
 from torchax_serve.runtime.call_arguments import check_positions_kept
-from torchax_serve.runtime.capabilities import CacheMaker
-from torchax_serve.runtime.encoder import EncoderBeside
+from torchax_serve.runtime.capabilities import CacheSupport
+from torchax_serve.runtime.encoder import EncoderRuntime
 from torchax_serve.runtime.encoder_output import CONTEXT, EncoderOutput
 from torchax_serve.runtime.input_limits import Limits
 from torchax_serve.runtime.module_changes import check_can_follow, weights_of
-from torchax_serve.runtime.padding import Padding, Query, cut, is_own_mask, own_mask, pad_positions, pad_tokens
-from torchax_serve.runtime.static_args import Known, KnownCalls, all_met, arrays_and_rest
-from torchax_serve.runtime.step_functions import Steps
+from torchax_serve.runtime.padding import NewTokenBatch, Padding, cut, is_own_mask, own_mask, pad_positions, pad_tokens
+from torchax_serve.runtime.static_args import StaticArgPolicy, StaticArgs, all_hold, split_traced_and_static
+from torchax_serve.runtime.step_functions import StepFunctions
 from torchax_serve.validation.owner_process import OwnerProcess
 
 NUM_EARLIER = 4
@@ -47,14 +47,14 @@ Call = tuple[tuple[Any, Any, dict[str, jax.Array]], CallSpec]
 """Cache, offset and arrays of a step, and what is static of it."""
 
 
-class Runtime:
+class ModelRuntime:
     """One model on JAX, or a `part` of it: its weights there, its program, its compiled steps."""
 
     def __init__(
         self,
         module: PreTrainedModel,
         weights: Weights,
-        programs: ProgramCache | None = None,
+        programs: ExecutableCache | None = None,
         sharding: ModelSharding | None = None,
         part: str = "",
         watch: ModuleWatch | None = None,
@@ -64,27 +64,27 @@ class Runtime:
         self.num_changes = 0
         self._earlier: list[tuple[Structure, dict[str, Any]]] = []
         self._lock = threading.Lock()
-        self._set_up(ModelProgram(module, sharding, part, self.watch), programs or ProgramCache())
+        self._set_up(ModelProgram(module, sharding, part, self.watch), programs or ExecutableCache())
 
-    def _set_up(self, program: ModelProgram, programs: ProgramCache) -> None:
+    def _set_up(self, program: ModelProgram, programs: ExecutableCache) -> None:
         """Makes all that depends on the module's structure."""
         module = program.module
         self.program, called = program, program.called
         self.program.sizes = _sizes(self.weights)
-        self.steps = Steps(self.program, programs)
+        self.steps = StepFunctions(self.program, programs)
         self.config = getattr(called, "config", module.config)  # a part need not have one of its own
         has_encoder = self.program.names.has_encoder
-        self._encoder = name_in(module, called.get_encoder()) if has_encoder else None
+        self._encoder = submodule_name(module, called.get_encoder()) if has_encoder else None
         self._decoder = called.get_decoder() if has_encoder else called  # whose layers are those that the cache has
         self.text_config = getattr(self._decoder, "config", self.config).get_text_config(decoder=True)
-        self.caches = CacheMaker(self.steps, self.weights, self.config, self.text_config)
+        self.caches = CacheSupport(self.steps, self.weights, self.config, self.text_config)
         # A part's file has its decoder, too; and a head that reads the last token would read what is padded.
         has_token_outputs = called is module and (module.can_generate() or module.base_model is module)
         self.is_causal = not has_encoder and has_token_outputs and is_causal(called)
         self.unread = quirks.unread(called)
-        self._parts: dict[str, Runtime] = {}
+        self._parts: dict[str, ModelRuntime] = {}
         self.process = OwnerProcess()
-        self._known = KnownCalls(self.program.names.sequence, self.steps.cache, self.weights)
+        self._known = StaticArgPolicy(self.program.names.sequence, self.steps.cache, self.weights)
 
     def follow_module(self) -> None:
         """Takes over what has changed on the module since its programs and arrays were made.
@@ -115,7 +115,7 @@ class Runtime:
         """Makes programs and arrays anew, as if every tensor and every part had changed."""
         with self._lock:
             module = self.program.module
-            change = Change("refresh", frozenset(n for n, t in tensors_of(module).items() if not t.is_meta), True)
+            change = Change("refresh", frozenset(n for n, t in named_tensors(module).items() if not t.is_meta), True)
             check_can_follow(self.program, self.weights, change)
             self.weights.update(weights_of(module, self.weights, change))
             self.watch.take()
@@ -136,7 +136,7 @@ class Runtime:
                 del self._earlier[index]
                 return
         module, sharding, part = self.program.module, self.program.sharding, self.program.part
-        self._set_up(ModelProgram(module, sharding, part, self.watch), ProgramCache())  # its code is not the files'
+        self._set_up(ModelProgram(module, sharding, part, self.watch), ExecutableCache())  # its code is not the files'
 
     @property
     def why_stepwise(self) -> str | None:
@@ -153,17 +153,17 @@ class Runtime:
         return Limits.of(self._decoder, (self.program.called, self.program.module), self.text_config)
 
     @functools.cached_property
-    def encoder(self) -> EncoderBeside | None:
+    def encoder(self) -> EncoderRuntime | None:
         """The encoder beside the decoder; None where there is none among the model's parts."""
-        return None if self._encoder is None else EncoderBeside(self.program, self.part(self._encoder))
+        return None if self._encoder is None else EncoderRuntime(self.program, self.part(self._encoder))
 
-    def part(self, name: str) -> Runtime:
+    def part(self, name: str) -> ModelRuntime:
         """The part `name` of the model, such as its encoder, over the same weights; "" is the model itself."""
         if not name:
             return self
         if name not in self._parts:
             program = self.program
-            made = Runtime(program.module, self.weights, self.steps.cache, program.sharding, name, self.watch)
+            made = ModelRuntime(program.module, self.weights, self.steps.cache, program.sharding, name, self.watch)
             self._parts[name] = made
         return self._parts[name]
 
@@ -218,7 +218,7 @@ class Runtime:
 
         Padding may have: the call is made again at its true length, operator by operator, where a table has its name.
         """
-        if all_met(in_range):
+        if all_hold(in_range):
             return
         error = InvalidArgumentError(
             "expected token ids, positions and token types that the model's tables have, got some beyond them; give "
@@ -241,13 +241,15 @@ class Runtime:
         given = {key: value for key, value in given.items() if key not in self.unread}
         name = self.program.names.ids if given.get(self.program.names.ids) is not None else self.program.names.embeds
         if cache is None or given.get(name) is None:
-            arrays, rest = arrays_and_rest(given)
+            arrays, rest = split_traced_and_static(given)
             return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
         tensor = given.pop(name)
         after, cache.length = cache.length, past
         try:
-            inputs, extended = self._inputs(Query(name, tensor, tensor.shape[1]), given, spec, cache, Known.NOTHING)
-            return (cache.states, from_host(past, np.int32), inputs), extended
+            inputs, extended = self._inputs(
+                NewTokenBatch(name, tensor, tensor.shape[1]), given, spec, cache, StaticArgs.NOTHING
+            )
+            return (cache.states, to_device(past, np.int32), inputs), extended
         finally:
             cache.length = after
 
@@ -260,7 +262,7 @@ class Runtime:
         if given.get(name) is not None and has_table_of_distances(self.text_config):
             self.limits.check_positions(given[name].shape[1] + (0 if cache is None else cache.length))
         if cache is None and (exact or names.has_encoder):
-            return self.forward_as_is(given, spec)
+            return self.forward_unpadded(given, spec)
         tensor = given.pop(name)
         if name == names.ids:
             self.limits.check_ids(tensor)
@@ -272,21 +274,23 @@ class Runtime:
         # Who brings positions to keep or a mask of queries and keys means them at the length that they have.
         exact = exact or isinstance(keep, torch.Tensor) or is_own_mask(given.get(names.mask))
         past = 0 if cache is None else cache.length
-        query = Query(name, tensor, length if exact else self.padded_len(length, past, is_kept=cache is not None))
+        query = NewTokenBatch(
+            name, tensor, length if exact else self.padded_len(length, past, is_kept=cache is not None)
+        )
         return self._forward_padded(query, given, spec, cache)
 
-    def forward_as_is(self, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
+    def forward_unpadded(self, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
         """As `forward_arrays` without a cache, the arguments at the lengths that they have."""
 
         self.process.check()
 
-        def call(known: Known) -> Call:
-            arrays, rest = arrays_and_rest(given, known)
+        def call(known: StaticArgs) -> Call:
+            arrays, rest = split_traced_and_static(given, known)
             return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
 
-        return self.forward_knowing(given, call)
+        return self.forward_with_static_args(given, call)
 
-    def forward_knowing(self, given: dict[str, Any], call: Callable[[Known], Call]) -> dict[str, Any]:
+    def forward_with_static_args(self, given: dict[str, Any], call: Callable[[StaticArgs], Call]) -> dict[str, Any]:
         """A forward without a cache; `call` gives the arguments for what must be known of `given`.
 
         Raises:
@@ -298,18 +302,18 @@ class Runtime:
         return fields
 
     def _forward_padded(
-        self, query: Query, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None
+        self, query: NewTokenBatch, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None
     ) -> dict[str, Any]:
         past = 0 if cache is None else cache.length
         if cache is not None:
             cache.reserve(bucket(past + query.padded_len))
         keep = given.get("logits_to_keep", 0)
-        states, offset = (None, None) if cache is None else (cache.states, from_host(past, np.int32))
+        states, offset = (None, None) if cache is None else (cache.states, to_device(past, np.int32))
 
         names = self.program.names
         context = self._context(given, cache) if names.has_encoder and cache is not None else {}
 
-        def call(known: Known) -> Call:
+        def call(known: StaticArgs) -> Call:
             inputs, extended = self._inputs(query, given, spec, cache, known)
             return (states, offset, inputs | context), extended
 
@@ -320,7 +324,7 @@ class Runtime:
         return cut(fields, query, past, keep, cache)
 
     def _inputs(
-        self, query: Query, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None, known: Known
+        self, query: NewTokenBatch, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None, known: StaticArgs
     ) -> tuple[dict[str, Any], CallSpec]:
         """The arrays of a call with `query` and what else is `given`, and what is static of it."""
         names = self.program.names
@@ -330,25 +334,25 @@ class Runtime:
             given.pop("logits_to_keep", None)
         inputs, padded = self._text_inputs(query, given, cache, known)
         rest_given = {name: value for name, value in given.items() if name not in names.sequence}
-        if known >= Known.MASKS:
+        if known >= StaticArgs.MASKS:
             rest_given |= {query.name: query.tensor}
             rest_given |= {name: given[name] for name in names.sequence & given.keys()}
-        arrays, rest = arrays_and_rest(rest_given, known)
+        arrays, rest = split_traced_and_static(rest_given, known)
         if not isinstance(keep, torch.Tensor) and keep == 1:
-            inputs["last"] = from_host(query.len - 1, np.int32)
+            inputs["last"] = to_device(query.len - 1, np.int32)
         return inputs | arrays, dataclasses.replace(spec, padded=padded, extra=spec.extra + rest)
 
     def _text_inputs(
-        self, query: Query, given: dict[str, Any], cache: DeviceCache | None, known: Known
+        self, query: NewTokenBatch, given: dict[str, Any], cache: DeviceCache | None, known: StaticArgs
     ) -> tuple[dict[str, jax.Array], bool]:
         """Tokens, positions and mask as a program takes them, and whether it is told of padding on the left."""
-        if known >= Known.MASKS:
+        if known >= StaticArgs.MASKS:
             return {}, False
         names, past = self.program.names, 0 if cache is None else cache.length
         inputs = {query.name: pad_tokens(query.tensor, query.padded_len)}
         positions = given.get(names.positions)
         if self.program.rope is not None and positions is None:  # which the model then counts, padding included
-            inputs["rope_lens"] = from_host(past + query.len, np.int32)
+            inputs["rope_lens"] = to_device(past + query.len, np.int32)
         length = query.padded_len if cache is None or past == 0 else cache.capacity
         if is_own_mask(mask := given.get(names.mask)):
             padding = Padding()
@@ -357,7 +361,7 @@ class Runtime:
             padding = Padding.of(mask, past + query.len)
             inputs |= padding.inputs(length, names.mask)
         if past and names.mask not in inputs and padding.starts is None and padding.mask is None:
-            inputs["starts"] = from_host(np.zeros(query.batch), np.int32)  # in case the model cannot do without a mask
+            inputs["starts"] = to_device(np.zeros(query.batch), np.int32)  # in case the model cannot do without a mask
             if positions is None and self.program.accepts(names.positions):
                 # Without padding every model counts like this; some would do it by a length only the host knows.
                 positions = torch.arange(past, past + query.len)[None].expand(query.batch, -1)
@@ -379,8 +383,8 @@ class Runtime:
             InvalidArgumentError: values that the model's code has checked are not as it needs them.
         """
 
-        def call(known: Known) -> tuple[tuple[dict[str, jax.Array]], MethodSpec]:
-            arrays, rest = arrays_and_rest(given, known)
+        def call(known: StaticArgs) -> tuple[tuple[dict[str, jax.Array]], MethodSpec]:
+            arrays, rest = split_traced_and_static(given, known)
             return (arrays,), MethodSpec(path, rest)
 
         output, met = self._known.run(given, call, self.program.method, self.steps.method, lambda result: result[1])
@@ -402,7 +406,7 @@ class Runtime:
 
 def _check(met: jax.Array | None, given: dict[str, Any], config: Any) -> None:
     """Raises InvalidArgumentError if conditions on the values of `given` are not met."""
-    if not all_met(met):
+    if not all_hold(met):
         raise InvalidArgumentError(unmet(config, given))
 
 
@@ -413,6 +417,6 @@ def _conditions(result: tuple[dict[str, Any], Any]) -> jax.Array | None:
 
 def _sizes(weights: Weights) -> dict[str, int]:
     """The values of single whole numbers among `weights`, where they are on this host."""
-    arrays = {name: array for name, array in weights.items() if not isinstance(array, PackedWeight)}
+    arrays = {name: array for name, array in weights.items() if not isinstance(array, CompressedWeight)}
     scalars = {name: array for name, array in arrays.items() if array.ndim == 0 and array.dtype.kind == "i"}
     return {name: int(array) for name, array in scalars.items() if getattr(array, "is_fully_addressable", False)}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from model_adapters.bridge.host_arrays import check_floats
-from model_adapters.bridge.views import tensors_of, to_jax_array
+from model_adapters.bridge.views import named_tensors, to_jax_array
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import ModelProgram
@@ -23,7 +23,7 @@ def check_can_follow(program: ModelProgram, weights: Weights, change: Change) ->
         )
     if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
         raise UnsupportedModelError("the model has been quantized, which is not supported here: serve it unquantized")
-    for name, tensor in tensors_of(module).items():
+    for name, tensor in named_tensors(module).items():
         if tensor.is_meta:
             _check_on_device(name, tensor, weights, change)
         elif tensor.device.type != "cpu":
@@ -83,7 +83,7 @@ def weights_of(module: torch.nn.Module, weights: Weights, change: Change) -> dic
     """The arrays of all tensors of `module` by name: those of `weights` where nothing has changed."""
     arrays: dict[int, Any] = {}
     found: dict[str, Any] = {}
-    tensors = tensors_of(module)
+    tensors = named_tensors(module)
     for name in [name for name, tensor in tensors.items() if tensor.is_meta and name not in weights]:
         del tensors[name]  # of a part that is not served
     for name, tensor in tensors.items():

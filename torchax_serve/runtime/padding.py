@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import torch
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import to_jax_array
 from model_adapters.caches.device_cache import AttentionLayer, DeviceCache
 from model_adapters.errors import InvalidArgumentError
@@ -52,10 +52,10 @@ class Padding:
     def inputs(self, length: int, mask_name: str = "attention_mask") -> dict[str, jax.Array]:
         """The arrays a forward over `length` keys needs; positions beyond the mask are causal's business."""
         if self.starts is not None:
-            return {"starts": from_host(self.starts.numpy(), np.int32)}
+            return {"starts": to_device(self.starts.numpy(), np.int32)}
         if self.mask is not None:
             mask = torch.nn.functional.pad(self.mask, (0, length - self.mask.shape[1]), value=True)
-            return {mask_name: from_host(mask.numpy(), bool)}
+            return {mask_name: to_device(mask.numpy(), bool)}
         return {}
 
 
@@ -91,7 +91,7 @@ def check_rows(mask: torch.Tensor) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Query:
+class NewTokenBatch:
     """A forward's new tokens on their way to the device."""
 
     name: str  # such as "input_ids" or "inputs_embeds"
@@ -125,7 +125,9 @@ def pad_positions(tensor: torch.Tensor, length: int) -> jax.Array:
     return to_jax_array(tensor)
 
 
-def cut(fields: dict[str, Any], query: Query, past: int, keep: Any, cache: DeviceCache | None) -> dict[str, Any]:
+def cut(
+    fields: dict[str, Any], query: NewTokenBatch, past: int, keep: Any, cache: DeviceCache | None
+) -> dict[str, Any]:
     """Takes the padding off again."""
     cut = dict(fields)
     if "logits" in cut and (isinstance(keep, torch.Tensor) or keep != 1):

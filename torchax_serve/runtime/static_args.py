@@ -20,8 +20,8 @@ import torch
 from model_adapters.bridge.views import to_jax_array
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weights
-from model_adapters.program.static_tensors import Constant, HostValue, can_be_host
-from torchax_serve.compilation.executable_cache import ProgramCache
+from model_adapters.program.static_tensors import StaticLeaf, StaticTensor, can_be_static
+from torchax_serve.compilation.executable_cache import ExecutableCache
 
 TEXT_ENDINGS = ("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids", "inputs_embeds")
 ID_ENDINGS = ("input_ids", "labels")
@@ -29,7 +29,7 @@ PIXEL_MASKS = frozenset({"pixel_attention_mask", "image_attention_mask"})
 """Which end as a text's mask does, and are none."""
 
 
-class Known(enum.IntEnum):
+class StaticArgs(enum.IntEnum):
     """What is known when a program is made."""
 
     NOTHING = 0  # shapes alone
@@ -38,16 +38,16 @@ class Known(enum.IntEnum):
     TEXT = 3  # these too
 
 
-def is_known(name: str, value: Any, known: Known) -> bool:
+def is_known(name: str, value: Any, known: StaticArgs) -> bool:
     """Whether the tensor `value` of argument `name` is a constant of the program."""
-    if known is Known.NOTHING or not isinstance(value, torch.Tensor) or not can_be_host(value):
+    if known is StaticArgs.NOTHING or not isinstance(value, torch.Tensor) or not can_be_static(value):
         return False
-    unknown = {Known.GRIDS: TEXT_ENDINGS, Known.MASKS: ID_ENDINGS, Known.TEXT: ()}[known]
+    unknown = {StaticArgs.GRIDS: TEXT_ENDINGS, StaticArgs.MASKS: ID_ENDINGS, StaticArgs.TEXT: ()}[known]
     return name in PIXEL_MASKS or not name.endswith(unknown)
 
 
-def arrays_and_rest(
-    given: Mapping[str, Any], known: Known = Known.NOTHING
+def split_traced_and_static(
+    given: Mapping[str, Any], known: StaticArgs = StaticArgs.NOTHING
 ) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
     """A call's arguments, cut into those that are traced, tensors and trees with one, and those that are static."""
     arrays: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def arrays_and_rest(
     for name, value in given.items():
         leaves = jax.tree.leaves(value)
         if is_known(name, value, known):
-            rest[name] = HostValue.of(value)
+            rest[name] = StaticTensor.of(value)
         elif any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             arrays[name] = jax.tree.map(_as_leaf, value)
         else:
@@ -64,7 +64,7 @@ def arrays_and_rest(
 
 
 def _as_leaf(leaf: Any) -> Any:
-    return to_jax_array(leaf) if isinstance(leaf, torch.Tensor) else Constant(leaf)
+    return to_jax_array(leaf) if isinstance(leaf, torch.Tensor) else StaticLeaf(leaf)
 
 
 def _hashable(value: Any) -> Any:
@@ -72,12 +72,12 @@ def _hashable(value: Any) -> Any:
     return tuple(_hashable(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def all_met(conditions: jax.Array | None) -> bool:
+def all_hold(conditions: jax.Array | None) -> bool:
     """Whether `conditions` bool[n], if there are any, hold."""
     return conditions is None or bool(np.asarray(conditions).all())
 
 
-def described_shapes(given: Mapping[str, Any]) -> str:
+def shape_summary(given: Mapping[str, Any]) -> str:
     """Arguments in one line, their shapes and dtypes rather than values."""
     return repr(sorted((name, str(jax.tree.map(_shape, value))) for name, value in given.items()))
 
@@ -86,7 +86,7 @@ def _shape(leaf: Any) -> Any:
     return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
 
 
-class KnownCalls:
+class StaticArgPolicy:
     """Finds how much each kind of call must know, and remembers it by the names of its arguments.
 
     Args:
@@ -95,46 +95,46 @@ class KnownCalls:
         weights: by name.
     """
 
-    def __init__(self, text: frozenset[str], programs: ProgramCache, weights: Weights) -> None:
+    def __init__(self, text: frozenset[str], programs: ExecutableCache, weights: Weights) -> None:
         self._text, self._programs, self._weights = text, programs, weights
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, StaticArgs] = {}
         self._select: set[str] = set()  # kinds whose code selects by masks
 
     def run(
         self,
         given: dict[str, Any],
-        call: Callable[[Known], tuple[Any, Any]],
+        call: Callable[[StaticArgs], tuple[Any, Any]],
         function: Callable[..., Any],
         step: Callable[..., Any],
-        met_of: Callable[[Any], jax.Array | None],
+        checks_of: Callable[[Any], jax.Array | None],
     ) -> Any:
         """`step` of a call that knows as little of `given` as the model's code can do with.
 
-        Code that selects by a mask can be traced without its values, as if they were all set (`conditions.Selected`).
-        Where they are not, the call is made again with masks known.
+        Code that selects by a mask can be traced without its values, as if they were all set
+        (`conditions.TracedMaskSelection`). Where they are not, the call is made again with masks known.
 
         Args:
             given: arguments by name, tensors on the CPU.
             call: gives positional arguments and the static part for what is known.
             function: to trace, for finding out.
             step: `function`, compiled.
-            met_of: conditions bool[n] in what `step` returns, or None.
+            checks_of: conditions bool[n] in what `step` returns, or None.
         """
         is_text = not set(given) - self._text - {"token_type_ids"}
         kind = f"{function.__name__} {'text' if is_text else sorted(given)}"
-        has_gaps = any(is_known(name, value, Known.GRIDS) and not value.all() for name, value in given.items())
+        has_gaps = any(is_known(name, value, StaticArgs.GRIDS) and not value.all() for name, value in given.items())
         if has_gaps and kind in self._select:
-            args, spec = call(Known.GRIDS)
+            args, spec = call(StaticArgs.GRIDS)
             return step(self._weights, *args, spec=spec)
         result = self._run(given, call, function, step, kind, is_text)
-        if not has_gaps or all_met(met_of(result)) or self._known.get(kind, Known.NOTHING) >= Known.GRIDS:
+        if not has_gaps or all_hold(checks_of(result)) or self._known.get(kind, StaticArgs.NOTHING) >= StaticArgs.GRIDS:
             return result
-        args, spec = call(Known.GRIDS)
+        args, spec = call(StaticArgs.GRIDS)
         try:
             exact = step(self._weights, *args, spec=spec)
         except Exception:  # whatever model code makes of arguments that do not fit: what was not met is said
             return result
-        if not all_met(met_of(exact)):
+        if not all_hold(checks_of(exact)):
             return result
         self._select.add(kind)
         return exact
@@ -142,14 +142,14 @@ class KnownCalls:
     def _run(
         self,
         given: dict[str, Any],
-        call: Callable[[Known], tuple[Any, Any]],
+        call: Callable[[StaticArgs], tuple[Any, Any]],
         function: Callable[..., Any],
         step: Callable[..., Any],
         kind: str,
         is_text: bool,
     ) -> Any:
         # Nearly all code can do without the values of text, and calls of one kind need alike: each is tried as such.
-        guess = self._known.get(kind, Known.NOTHING if is_text else None)
+        guess = self._known.get(kind, StaticArgs.NOTHING if is_text else None)
         first: Exception | None = None
         if guess is not None:
             args, spec = call(guess)
@@ -158,23 +158,23 @@ class KnownCalls:
             except (jax.errors.JaxRuntimeError, InvalidArgumentError):
                 raise
             except Exception as error:  # whatever model code raises for want of values
-                if guess is Known.TEXT:
+                if guess is StaticArgs.TEXT:
                     raise
                 first = error
-        least = Known.NOTHING if guess is None else Known(guess + 1)
-        described = f"{function.__name__} from {least.name} {described_shapes(given)}"
+        least = StaticArgs.NOTHING if guess is None else StaticArgs(guess + 1)
+        described = f"{function.__name__} from {least.name} {shape_summary(given)}"
         found = self._programs.remembered("known", described, lambda: self._found(call, function, least))
         if found is None and first is not None:
             raise first
-        self._known[kind] = Known.TEXT if found is None else found  # its own error is raised where it runs
+        self._known[kind] = StaticArgs.TEXT if found is None else found  # its own error is raised where it runs
         args, spec = call(self._known[kind])
         return step(self._weights, *args, spec=spec)
 
     def _found(
-        self, call: Callable[[Known], tuple[Any, Any]], function: Callable[..., Any], least: Known
-    ) -> Known | None:
+        self, call: Callable[[StaticArgs], tuple[Any, Any]], function: Callable[..., Any], least: StaticArgs
+    ) -> StaticArgs | None:
         """The first from `least` on that `function` can be traced with; None where there is none."""
-        for known in list(Known)[least:]:
+        for known in list(StaticArgs)[least:]:
             args, spec = call(known)
             with contextlib.suppress(Exception):  # whatever model code raises for want of values
                 jax.eval_shape(functools.partial(function, spec=spec), self._weights, *args)

@@ -1,10 +1,10 @@
 """The pure step functions, jitted: the only code that runs on the device.
 
-A decode step is two programs. `Steps.decode` is the model: weights and cache are arguments, the cache is donated, so it
-is updated in place. `pick` is the choice of the next token, the same program for every model with that vocabulary. So
-sampling options that come and go compile a small program anew and never the model. `num_traces` counts compilations of
-a model by function; tests hold it constant from token to token. A model's programs outlive the process where its
-identity is known (`torchax_serve/compilation/executable_cache.py`).
+A decode step is two programs. `StepFunctions.decode` is the model: weights and cache are arguments, the cache is
+donated, so it is updated in place. `pick` is the choice of the next token, the same program for every model with that
+vocabulary. So sampling options that come and go compile a small program anew and never the model. `num_traces` counts
+compilations of a model by function; tests hold it constant from token to token. A model's programs outlive the process
+where its identity is known (`torchax_serve/compilation/executable_cache.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import Arrays, CallSpec, MethodSpec, ModelProgram
 from model_adapters.program.trace_context import torch_promotion
 from torchax_serve import sampling
-from torchax_serve.compilation.executable_cache import KeptFunction, ProgramCache
-from torchax_serve.sampling import SamplingPlan, SamplingState
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
+from torchax_serve.sampling import GenerationSampling, SamplingHistory
 
 
 @jax.tree_util.register_dataclass
@@ -44,10 +44,10 @@ class DecodeSpec:
     position_ids: bool  # the forward takes position ids
 
 
-class Steps:
+class StepFunctions:
     """Compiled `forward` and `decode` of one model."""
 
-    def __init__(self, program: ModelProgram, cache: ProgramCache) -> None:
+    def __init__(self, program: ModelProgram, cache: ExecutableCache) -> None:
         self.program = program
         self.cache = cache
 
@@ -55,17 +55,17 @@ class Steps:
             return bool(program.watch.hooked)
 
         kept = partial(
-            KeptFunction,
+            CachedFunction,
             cache,
             donate=["states"],
-            facts=program.found_out,
+            facts=program.trace_facts,
             recall=program.recall,
             is_uncompiled=has_hooks,
         )
         of_part = f"_{program.part.replace('.', '_')}" if program.part else ""
         self.forward = kept(f"forward{of_part}", self._forward)
         self.decode = kept(f"decode{of_part}", self.decode_once)
-        self.method = KeptFunction(cache, "method", self._method, is_uncompiled=has_hooks)
+        self.method = CachedFunction(cache, "method", self._method, is_uncompiled=has_hooks)
 
     @property
     def num_traces(self) -> collections.Counter[str]:
@@ -118,8 +118,8 @@ def of_last_position(logits: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames="keep_scores", donate_argnames="state")
 def pick(
-    plan: SamplingPlan, state: SamplingState, logits: jax.Array, keep_scores: bool
-) -> tuple[jax.Array, SamplingState, jax.Array | None]:
+    plan: GenerationSampling, state: SamplingHistory, logits: jax.Array, keep_scores: bool
+) -> tuple[jax.Array, SamplingHistory, jax.Array | None]:
     """The next token int32[batch] from `logits` [batch, vocab], and the scores it was chosen by if they are kept."""
     with torch_promotion():
         token, state, scores = sampling.step(plan, state, logits)

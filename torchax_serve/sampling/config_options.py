@@ -2,7 +2,7 @@
 
 Every attribute of a config is in one of five places: honoured by the plan, left to the caller's loop, meaningful only
 beside another option, without influence on tokens, or none of these. The last are reported by
-`unsupported_by_fast_path` whenever they are set, so an attribute that a newer transformers adds is never ignored.
+`unsupported_options` whenever they are set, so an attribute that a newer transformers adds is never ignored.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLAN_OPTIONS = frozenset(
         "renormalize_logits",
     }
 )
-"""Honoured by `SamplingPlan`."""
+"""Honoured by `GenerationSampling`."""
 
 CALLER_OPTIONS = frozenset(
     {
@@ -87,7 +87,7 @@ NEUTRAL_VALUES: Mapping[str, Any] = {"guidance_scale": 1.0}
 """Values that mean "off" where transformers has no default: there, None and False mean it too."""
 
 
-def unsupported_by_fast_path(config: GenerationConfig, caller_honours: Collection[str] = CALLER_OPTIONS) -> list[str]:
+def unsupported_options(config: GenerationConfig, caller_honours: Collection[str] = CALLER_OPTIONS) -> list[str]:
     """The names, sorted, of all options set in `config` that device-side sampling would not honour.
 
     Args:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from model_adapters.bridge.host_arrays import from_host
-from torchax_serve.sampling.config_options import id_list, unsupported_by_fast_path, validate
-from torchax_serve.sampling.transformers_behaviour import TransformersRules, installed_rules
+from model_adapters.bridge.host_arrays import to_device
+from torchax_serve.sampling.config_options import id_list, unsupported_options, validate
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour, installed_rules
 from torchax_serve.sampling_params import NEVER_A_TOKEN, bias_pairs, invalid
 from torchax_serve.validation.argument_checks import MAX_INT
 
@@ -61,13 +61,13 @@ class SequenceBias:
                 by_prefix_len.setdefault(len(ids) - 1, []).append((ids, bias))
         groups = tuple(
             (
-                from_host([ids[:-1] for ids, _ in group], np.int32),
-                from_host([ids[-1] for ids, _ in group], np.int32),
-                from_host([bias for _, bias in group], np.float32),
+                to_device([ids[:-1] for ids, _ in group], np.int32),
+                to_device([ids[-1] for ids, _ in group], np.int32),
+                to_device([bias for _, bias in group], np.float32),
             )
             for group in by_prefix_len.values()
         )
-        return cls(from_host(single, np.float32), groups)
+        return cls(to_device(single, np.float32), groups)
 
 
 _STATIC: Mapping[str, bool] = {"static": True}
@@ -75,13 +75,13 @@ _STATIC: Mapping[str, bool] = {"static": True}
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SamplingPlan:
+class GenerationSampling:
     """How the next token is chosen. Lengths count every token of a row, left padding included, as transformers does."""
 
     vocab_size: int = dataclasses.field(metadata=_STATIC)  # shapes depend on it
     do_sample: bool = dataclasses.field(metadata=_STATIC)  # greedy decoding compiles to another program
     is_cold: bool = dataclasses.field(metadata=_STATIC)  # the temperature is below `COLDEST`
-    rules: TransformersRules = dataclasses.field(
+    rules: TransformersBehaviour = dataclasses.field(
         metadata=_STATIC
     )  # of the installed transformers; never changes in a process
     max_length: jax.Array  # i32[], rows of this length are finished
@@ -127,7 +127,7 @@ class SamplingPlan:
         prompt_len: int,
         vocab_size: int,
         eos_token_ids: int | Sequence[int] | None = None,
-    ) -> SamplingPlan:
+    ) -> GenerationSampling:
         """The plan that does what ``GenerationMixin._get_logits_processor`` builds for the same config.
 
         Args:
@@ -141,7 +141,7 @@ class SamplingPlan:
             InvalidArgumentError: an option out of its range, set but not honoured here, or at odds with another.
         """
         validate(config)
-        if unsupported := [name for name in unsupported_by_fast_path(config) if name not in _LOOP_OPTIONS]:
+        if unsupported := [name for name in unsupported_options(config) if name not in _LOOP_OPTIONS]:
             remedy = "run transformers' own loop for these"
             raise invalid("generation_config", "options that sampling on the device honours", unsupported, remedy)
         eos = id_list(config.eos_token_id if eos_token_ids is None else eos_token_ids)
@@ -153,7 +153,7 @@ class SamplingPlan:
             is_cold=bool(config.do_sample) and config.temperature is not None and config.temperature < COLDEST,
             rules=installed_rules(),
             max_length=_int(max_length),
-            eos_ids=from_host(eos, np.int32) if eos else None,
+            eos_ids=to_device(eos, np.int32) if eos else None,
             pad_id=_int(eos[0] if config.pad_token_id is None else config.pad_token_id) if eos else None,
             renormalize_logits=config.renormalize_logits is True,
             **_history_fields(config, vocab_size, eos),
@@ -162,7 +162,7 @@ class SamplingPlan:
         )
 
 
-# Not a matter of choosing tokens: unsupported_by_fast_path reports them to the caller, who may still sample here.
+# Not a matter of choosing tokens: unsupported_options reports them to the caller, who may still sample here.
 _LOOP_OPTIONS = frozenset(
     {"use_cache", "cache_implementation", "max_time", "output_attentions", "output_hidden_states", "prefill_chunk_size"}
 )
@@ -177,18 +177,18 @@ def _max_length(config: GenerationConfig, prompt_len: int) -> int:
 
 
 def _int(value: int) -> jax.Array:
-    return from_host(value, np.int32)
+    return to_device(value, np.int32)
 
 
 def _float(value: float | None, off: float | None = None) -> jax.Array | None:
-    return None if value is None or value == off else from_host(value, np.float32)
+    return None if value is None or value == off else to_device(value, np.float32)
 
 
 def _mask(ids: Iterable[int], vocab_size: int) -> jax.Array:
     """bool[vocab], true at `ids`; ids outside the vocabulary have no column to mark, in transformers as here."""
     mask = np.zeros(vocab_size, bool)
     mask[[i for i in ids if 0 <= i < vocab_size]] = True
-    return from_host(mask, bool)
+    return to_device(mask, bool)
 
 
 def _inside(name: str, ids: list[int], vocab_size: int) -> list[int]:
@@ -251,7 +251,7 @@ def _decay_weights(factor: float, num_steps: int) -> jax.Array:
         1 << min(max(num_steps, 1), MAX_DECAY_STEPS).bit_length()
     )  # a power of two: another max_length seldom means another shape
     with np.errstate(over="ignore"):
-        return from_host(np.float64(factor) ** np.arange(size) - 1, np.float32)
+        return to_device(np.float64(factor) ** np.arange(size) - 1, np.float32)
 
 
 def _sampling_fields(config: GenerationConfig, vocab_size: int) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def _sampling_fields(config: GenerationConfig, vocab_size: int) -> dict[str, Any
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SamplingState:
+class SamplingHistory:
     """A pytree; donate it to the step. Behind `length`, `tokens` holds zeros."""
 
     tokens: jax.Array  # i32[batch, capacity], prompt (left padding included) and what has been chosen
@@ -287,13 +287,13 @@ class SamplingState:
 
 
 def start(
-    plan: SamplingPlan,
+    plan: GenerationSampling,
     prompt_ids: np.ndarray,
     *,
     seed: int | Sequence[int],
     attention_mask: np.ndarray | None = None,
     capacity: int | None = None,
-) -> SamplingState:
+) -> SamplingHistory:
     """The state before the first token; runs on the host.
 
     Args:
@@ -320,17 +320,17 @@ def start(
         raise invalid("capacity", f"at least {max(max_length, prompt_len)} (prompt and new tokens)", capacity, remedy)
     tokens = np.zeros((batch, capacity), np.int32)
     tokens[:, :prompt_len] = prompt_ids
-    return SamplingState(
-        tokens=from_host(tokens, np.int32),
-        length=from_host(prompt_len, np.int32),
-        num_new=from_host(0, np.int32),
+    return SamplingHistory(
+        tokens=to_device(tokens, np.int32),
+        length=to_device(prompt_len, np.int32),
+        num_new=to_device(0, np.int32),
         keys=_row_keys(seed, batch),
-        ended=from_host(np.zeros(batch), bool),
+        ended=to_device(np.zeros(batch), bool),
         seen=None if plan.repetition_penalty is None else _seen_in_prompt(plan, prompt_ids, attention_mask),
     )
 
 
-def append(state: SamplingState, next_tokens: jax.Array) -> SamplingState:
+def append(state: SamplingHistory, next_tokens: jax.Array) -> SamplingHistory:
     """The state one token later. `next_tokens`: i32[batch]; ``state.ended`` is left to the caller."""
     seen = state.seen
     if seen is not None:
@@ -348,7 +348,7 @@ def append(state: SamplingState, next_tokens: jax.Array) -> SamplingState:
     )
 
 
-def finished(plan: SamplingPlan, state: SamplingState, token: jax.Array) -> jax.Array:
+def finished(plan: GenerationSampling, state: SamplingHistory, token: jax.Array) -> jax.Array:
     """bool[batch]: whether a row ends with `token` (i32[batch]), the last one of `state`: by eos or by length.
 
     Stop strings and time limits are a matter of the host; it may set more rows of ``state.ended``.
@@ -387,7 +387,7 @@ def request_key(low: jax.Array, high: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.key(low), high)
 
 
-def _seen_in_prompt(plan: SamplingPlan, prompt_ids: np.ndarray, attention_mask: np.ndarray | None) -> jax.Array:
+def _seen_in_prompt(plan: GenerationSampling, prompt_ids: np.ndarray, attention_mask: np.ndarray | None) -> jax.Array:
     batch, prompt_len = prompt_ids.shape
     seen = np.zeros((batch, plan.vocab_size + 1), bool)  # the last column takes what has none of its own
     columns = np.where((prompt_ids < 0) | (prompt_ids > plan.vocab_size), plan.vocab_size, prompt_ids)
@@ -395,4 +395,4 @@ def _seen_in_prompt(plan: SamplingPlan, prompt_ids: np.ndarray, attention_mask: 
         first_token = (np.asarray(attention_mask) != 0).argmax(axis=1)  # 0 in a row that is all padding
         columns = np.where(np.arange(prompt_len) < first_token[:, None], plan.vocab_size, columns)
     np.put_along_axis(seen, columns, True, axis=1)
-    return from_host(seen[:, :-1], bool)
+    return to_device(seen[:, :-1], bool)

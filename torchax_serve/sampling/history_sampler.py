@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.program.trace_context import torch_promotion
 from torchax_serve import sampling
 from torchax_serve.buckets import bucket
-from torchax_serve.sampling import SamplingPlan, SamplingState
+from torchax_serve.sampling import GenerationSampling, SamplingHistory
 from torchax_serve.sampling.processors import bias_sequences, penalise_repetition
-from torchax_serve.sampling.row_params import RowParams
-from torchax_serve.sampling.sample import greedy_tokens
+from torchax_serve.sampling.row_params import RowSamplingParams
+from torchax_serve.sampling.sample import argmax_tokens
 from torchax_serve.scheduler import INVALID_TOKEN
 
 
@@ -41,33 +41,33 @@ class LoneSampler:
 
     def __init__(
         self,
-        params: RowParams,
+        params: RowSamplingParams,
         prompt_ids: Sequence[int],
         outputs: Sequence[int],
         sharding: jax.sharding.Sharding,
     ) -> None:
-        """See `SlotOptions.set` for the arguments; ``params.lone`` is set. `sharding` is where the state lies.
+        """See `SlotParams.set` for the arguments; ``params.lone`` is set. `sharding` is where the state lies.
 
         Raises:
             InvalidArgumentError: options at odds with each other, or tokens outside the vocabulary.
         """
         assert params.lone is not None
         vocab_size = params.vocab_size
-        self._plan = SamplingPlan.build(
+        self._plan = GenerationSampling.build(
             params.lone, prompt_len=len(prompt_ids), vocab_size=vocab_size, eos_token_ids=list(params.stop_ids)
         )
         tokens = np.array([[*prompt_ids, *outputs]], np.int32)
         capacity = bucket(max(int(self._plan.max_length), tokens.shape[1] + 1))
         state = sampling.start(self._plan, tokens, seed=[params.seed], capacity=capacity)
-        state = dataclasses.replace(state, num_new=from_host(len(outputs), np.int32))
+        state = dataclasses.replace(state, num_new=to_device(len(outputs), np.int32))
         counts = np.bincount(np.asarray(outputs, np.int64), minlength=vocab_size)[:vocab_size]
         self._extras = _Extras(
-            None if params.bias is None else from_host(params.bias, np.float32),
-            from_host(params.floats["presence_penalty"], np.float32),
-            from_host(params.floats["frequency_penalty"], np.float32),
+            None if params.bias is None else to_device(params.bias, np.float32),
+            to_device(params.floats["presence_penalty"], np.float32),
+            to_device(params.floats["frequency_penalty"], np.float32),
         )
         # Placed as steps leave it: one program, not two.
-        self._state, self._counts = jax.device_put((state, from_host(counts, np.int32)), sharding)
+        self._state, self._counts = jax.device_put((state, to_device(counts, np.int32)), sharding)
 
     def pick(self, logits: jax.Array) -> jax.Array:
         """The next token, int32[1], for `logits` [1, vocab]; `INVALID_TOKEN` if there is none to choose."""
@@ -78,8 +78,8 @@ class LoneSampler:
 @functools.partial(jax.jit, donate_argnums=(2, 3))
 @torch_promotion()
 def _pick(
-    plan: SamplingPlan, extras: _Extras, state: SamplingState, counts: jax.Array, logits: jax.Array
-) -> tuple[jax.Array, SamplingState, jax.Array]:
+    plan: GenerationSampling, extras: _Extras, state: SamplingHistory, counts: jax.Array, logits: jax.Array
+) -> tuple[jax.Array, SamplingHistory, jax.Array]:
     scores = logits.astype(jnp.float32)
     if extras.bias is not None:
         scores = scores + extras.bias
@@ -90,7 +90,7 @@ def _pick(
         scores = penalise_repetition(plan.repetition_penalty, state.seen, scores)
     scores = scores - (extras.frequency_penalty * counts + extras.presence_penalty * (counts > 0))
     scores = sampling.process(dataclasses.replace(plan, sequence_bias=None, repetition_penalty=None), state, scores)
-    token = greedy_tokens(scores)
+    token = argmax_tokens(scores)
     if plan.do_sample:
         token = jnp.where(token == INVALID_TOKEN, INVALID_TOKEN, sampling.select(plan, state, scores))
     column = jnp.where(token < 0, logits.shape[1], token)  # a negative index would count from the end

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax_serve.sampling.history import SamplingPlan, SamplingState, SequenceBias
+from torchax_serve.sampling.history import GenerationSampling, SamplingHistory, SequenceBias
 
 MAX_UNROLLED = 16  # tokens of an n-gram up to which each has an operation of its own; many take long to compile
 
 
-def bias_sequences(plan: SamplingPlan, state: SamplingState, bias: SequenceBias, scores: jax.Array) -> jax.Array:
+def bias_sequences(
+    plan: GenerationSampling, state: SamplingHistory, bias: SequenceBias, scores: jax.Array
+) -> jax.Array:
     """Adds the bias of each sequence to its last token where the tokens so far end with its prefix."""
     total = jnp.broadcast_to(bias.single, scores.shape)
     for prefixes, last_tokens, biases in bias.groups:
@@ -35,7 +37,7 @@ def penalise_repetition(penalty: jax.Array, seen: jax.Array, scores: jax.Array) 
     return jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
-def ban_repeated_ngrams(size: int, state: SamplingState, scores: jax.Array) -> jax.Array:
+def ban_repeated_ngrams(size: int, state: SamplingHistory, scores: jax.Array) -> jax.Array:
     """Bans each token that would complete an n-gram which the row already has."""
     (batch, capacity), vocab_size = state.tokens.shape, scores.shape[1]
     num_windows = capacity - size + 1
@@ -71,7 +73,7 @@ def remove_invalid_values(scores: jax.Array) -> jax.Array:
     return jnp.nan_to_num(scores, nan=0.0, posinf=float(limits.max), neginf=float(limits.min))
 
 
-def lengthen_eos(plan: SamplingPlan, state: SamplingState, scores: jax.Array) -> jax.Array:
+def decay_length_penalty(plan: GenerationSampling, state: SamplingHistory, scores: jax.Array) -> jax.Array:
     """Raises the score of eos exponentially once a row is longer than ``plan.decay_start``."""
     start, weights, eos_mask = _given(plan.decay_start), _given(plan.decay_weights), _given(plan.eos_mask)
     num_late = state.length - start
@@ -81,7 +83,7 @@ def lengthen_eos(plan: SamplingPlan, state: SamplingState, scores: jax.Array) ->
     return jnp.where(eos_mask & (num_late > 0), scores + penalty, scores)
 
 
-def process_all_modes(plan: SamplingPlan, state: SamplingState, scores: jax.Array) -> jax.Array:
+def process_all_modes(plan: GenerationSampling, state: SamplingHistory, scores: jax.Array) -> jax.Array:
     """All processors that do not depend on sampling, in the order of ``GenerationMixin._get_logits_processor``."""
     if plan.sequence_bias is not None:
         scores = bias_sequences(plan, state, plan.sequence_bias, scores)
@@ -100,7 +102,7 @@ def process_all_modes(plan: SamplingPlan, state: SamplingState, scores: jax.Arra
     if plan.remove_invalid_values:
         scores = remove_invalid_values(scores)
     if plan.decay_start is not None:
-        scores = lengthen_eos(plan, state, scores)
+        scores = decay_length_penalty(plan, state, scores)
     if plan.suppress_mask is not None:
         scores = jnp.where(plan.suppress_mask, -jnp.inf, scores)
     if plan.begin_suppress_mask is not None:

@@ -1,4 +1,4 @@
-"""What one request asks of the choice of its tokens, merged with the model's own defaults and checked: `RowParams`."""
+"""`RowSamplingParams`: sampling parameters of one request, merged with the model's defaults and checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.sampling import CALLER_OPTIONS, SamplingPlan, unsupported_by_fast_path, validate
+from torchax_serve.sampling import CALLER_OPTIONS, GenerationSampling, unsupported_options, validate
 from torchax_serve.sampling.config_options import id_list
 from torchax_serve.sampling.history import COLDEST
 from torchax_serve.sampling.types import FLOAT_COLUMNS, Level
@@ -58,7 +58,7 @@ class TokenBias:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowParams:
+class RowSamplingParams:
     """How one request chooses its tokens, every default filled in.
 
     Attributes:
@@ -97,7 +97,7 @@ class RowParams:
         seed: int,
         stop_ids: Collection[int] | None = None,
         honoured: Collection[str] = ENGINE_OPTIONS,
-    ) -> RowParams:
+    ) -> RowSamplingParams:
         """Merges and checks what a request asks for; nothing of it is ignored.
 
         Args:
@@ -115,7 +115,7 @@ class RowParams:
         """
         config = params.without_engine_only().to_generation_config(config)
         validate(config)
-        if unsupported := unsupported_by_fast_path(config, honoured):
+        if unsupported := unsupported_options(config, honoured):
             raise UnsupportedArgumentError(
                 f"{', '.join(unsupported)}: expected options that requests of a batch can have each for itself, got "
                 f"{ {name: getattr(config, name) for name in unsupported} }; leave them out, or call generate()"
@@ -126,7 +126,7 @@ class RowParams:
         stops = tuple(sorted(eos if stop_ids is None else stop_ids))
         lone = config if _is_lone(config) else None
         if lone:  # what is wrong with its options is said here and not when its turn comes
-            SamplingPlan.build(lone, prompt_len=1, vocab_size=vocab_size, eos_token_ids=list(stops))
+            GenerationSampling.build(lone, prompt_len=1, vocab_size=vocab_size, eos_token_ids=list(stops))
         return cls(
             vocab_size=vocab_size,
             floats=_floats(params, config),
@@ -142,7 +142,7 @@ class RowParams:
         )
 
     @classmethod
-    def neutral(cls, vocab_size: int) -> RowParams:
+    def neutral(cls, vocab_size: int) -> RowSamplingParams:
         """Greedy decoding that asks for nothing, for a row that nobody waits for."""
         return cls(vocab_size, NEUTRAL, 0, 0, 0, 0, (), (), None, None, None)
 
@@ -165,9 +165,9 @@ class RowParams:
 
     def num_full(self, prompt_len: int) -> int:
         """Outputs that need the level "full", whatever comes after them."""
-        return max(self.num_early(prompt_len), 1 if self.not_first else 0)
+        return max(self.num_forced_tokens(prompt_len), 1 if self.not_first else 0)
 
-    def num_early(self, prompt_len: int) -> int:
+    def num_forced_tokens(self, prompt_len: int) -> int:
         """Outputs before the request may end."""
         return max(self.min_new_tokens, self.min_len - prompt_len) if self.stop_ids else 0
 

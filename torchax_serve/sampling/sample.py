@@ -36,7 +36,7 @@ def sample(
     need not know them: `torchax_serve.sampling.sampler.Sampler` leaves them out.
 
     Args:
-        spec: covers every row (`SlotOptions.rows` gives it).
+        spec: covers every row (`SlotParams.rows` gives it).
         options: of the n rows.
         state: of all slots.
         logits: float[n, vocab], of each row's last token.
@@ -48,10 +48,10 @@ def sample(
         if spec.level == "full":
             assert tables is not None, "rows of the level full come with their tables"
             scores = adjust(options, tables, scores)
-        return _draw_some(options, scores, greedy_tokens(scores), full=spec.level == "full")
+        return _draw_some(options, scores, argmax_tokens(scores), full=spec.level == "full")
 
     # A maximum is the same in any order, and in the dtype the logits come in.
-    tokens = greedy_tokens(logits) if spec.level == "greedy" else row_by_row(tokens_of, options, logits)
+    tokens = argmax_tokens(logits) if spec.level == "greedy" else per_row(tokens_of, options, logits)
     slot = options.int_column("slot")
     # The next step embeds the last token, so even a failed row's must be one.
     last_tokens = state.last_tokens.at[slot].set(jnp.maximum(tokens, 0), mode="drop")
@@ -99,7 +99,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array, *, num_top: int) -> Logpro
     That of an invalid token is nan.
     """
     logits = logits.astype(jnp.float32)
-    total = row_by_row(functools.partial(jax.nn.logsumexp, axis=-1, keepdims=True), logits)
+    total = per_row(functools.partial(jax.nn.logsumexp, axis=-1, keepdims=True), logits)
     column = jnp.where(tokens < 0, logits.shape[1], tokens)[:, None]
     chosen = jnp.take_along_axis(logits, column, axis=1, mode="fill", fill_value=jnp.nan) - total
     if not num_top:
@@ -108,7 +108,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array, *, num_top: int) -> Logpro
     return Logprobs(chosen[:, 0], ids, best - total)
 
 
-def row_by_row(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+def per_row(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
     """What `function` gives for pytrees of arrays whose first dimension is the row; on a CPU, for one row at a time.
 
     XLA's CPU backend adds up the numbers of a row in an order that depends on how many rows there are. Row by row the
@@ -123,7 +123,7 @@ def row_by_row(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
     return lax.platform_dependent(*operands, cpu=one_by_one, default=function)
 
 
-def greedy_tokens(scores: jax.Array) -> jax.Array:
+def argmax_tokens(scores: jax.Array) -> jax.Array:
     """int32[n]: the first of each row's best; `INVALID_TOKEN` where a row has nan or nothing finite."""
     tokens = first_argmax(scores)
     best = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0]

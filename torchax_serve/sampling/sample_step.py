@@ -7,13 +7,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from torchax_serve.sampling.history import SamplingPlan, SamplingState, append, finished
+from torchax_serve.sampling.history import GenerationSampling, SamplingHistory, append, finished
 from torchax_serve.sampling.processors import process_all_modes
 from torchax_serve.sampling.selection import draw, first_argmax
 from torchax_serve.sampling.truncation import process_sampling
 
 
-def process(plan: SamplingPlan, state: SamplingState, logits: jax.Array) -> jax.Array:
+def process(plan: GenerationSampling, state: SamplingHistory, logits: jax.Array) -> jax.Array:
     """The scores f32[batch, vocab] that transformers' ``LogitsProcessorList`` makes of `logits` [batch, vocab]."""
     scores = process_all_modes(plan, state, logits.astype(jnp.float32))
     if plan.do_sample:
@@ -21,7 +21,7 @@ def process(plan: SamplingPlan, state: SamplingState, logits: jax.Array) -> jax.
     return jax.nn.log_softmax(scores, axis=-1) if plan.renormalize_logits else scores
 
 
-def select(plan: SamplingPlan, state: SamplingState, scores: jax.Array) -> jax.Array:
+def select(plan: GenerationSampling, state: SamplingHistory, scores: jax.Array) -> jax.Array:
     """The next token of each row, i32[batch]: the first of the best, or one drawn from ``softmax(scores)``.
 
     A draw depends on the row's key and on how many tokens the row has chosen: not on padding, and not on other rows.
@@ -33,7 +33,9 @@ def select(plan: SamplingPlan, state: SamplingState, scores: jax.Array) -> jax.A
     return draw(keys, scores)
 
 
-def step(plan: SamplingPlan, state: SamplingState, logits: jax.Array) -> tuple[jax.Array, SamplingState, jax.Array]:
+def step(
+    plan: GenerationSampling, state: SamplingHistory, logits: jax.Array
+) -> tuple[jax.Array, SamplingHistory, jax.Array]:
     """One decode step: (tokens i32[batch], the next state, scores f32[batch, vocab]).
 
     As in transformers, rows that have ended go on with the pad token where there is an end-of-sequence token at all.

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from model_adapters.bridge.host_arrays import from_host
+from model_adapters.bridge.host_arrays import to_device
 from model_adapters.program.trace_context import torch_promotion
 from torchax_serve.sampling.history_sampler import LoneSampler
-from torchax_serve.sampling.row_params import RowParams
+from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import logprobs_of, sample
-from torchax_serve.sampling.slot_params import Seats, SlotOptions, TableRow
+from torchax_serve.sampling.slot_params import BatchRows, SlotParams, SlotTables
 from torchax_serve.sampling.types import (
     LEVELS,
     NUM_TOP_RUNGS,
@@ -59,18 +59,18 @@ class Sampler:
 
     def reset(self) -> None:
         """Forgets all requests; keeps the programs."""
-        self.slots = SlotOptions(self._num_slots, self._vocab_size)
+        self.slots = SlotParams(self._num_slots, self._vocab_size)
         self.state = SamplerState.empty(self._num_slots, self._sharding)
         self._lone: dict[int, LoneSampler] = {}
         self._failures: dict[int, Exception] = {}
-        self._placed: tuple[Seats, RowOptions] | None = None
+        self._placed: tuple[BatchRows, RowOptions] | None = None
 
     @property
     def last_tokens(self) -> jax.Array:
         """int32[num_slots]: what each slot has chosen last. Given up at the next `choose`: ask again for each step."""
         return self.state.last_tokens
 
-    def set(self, slot: int, params: RowParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()) -> None:
+    def set(self, slot: int, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()) -> None:
         """Gives `slot` to a request, before the first step with a row of it.
 
         Where arrays for it cannot be made, `take_failures` has the error, and the slot's row asks for nothing.
@@ -87,9 +87,9 @@ class Sampler:
         except Exception as error:  # the others of the step go on; this row is computed, and nobody reads it
             self._failures[slot] = error
             self._lone.pop(slot, None)
-            self.slots.set(slot, RowParams.neutral(self._vocab_size), (), ())
+            self.slots.set(slot, RowSamplingParams.neutral(self._vocab_size), (), ())
 
-    def _set(self, slot: int, params: RowParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> None:
+    def _set(self, slot: int, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> None:
         if params.lone is not None:
             self._lone[slot] = LoneSampler(params, prompt_ids, outputs, self._sharding)
         table_row = self.slots.set(slot, params, prompt_ids, outputs)
@@ -120,7 +120,7 @@ class Sampler:
             return self._lone[slot].pick(_row_of(logits, np.int32(index)))
         except Exception as error:
             self._failures.setdefault(slot, error)
-            return from_host([INVALID_TOKEN], np.int32)
+            return to_device([INVALID_TOKEN], np.int32)
 
     def take_failures(self) -> dict[int, Exception]:
         """By slot, what has gone wrong for one request alone since this was last asked."""
@@ -132,7 +132,7 @@ class Sampler:
 
         None if a row wants what such a program has not: log-probabilities, tables, or what is done for it alone. The
         options are those of rows before their first token (`RowOptions.after` their length they are those of now), so
-        that they stay on the device while the same requests decode. The program gets `state_for` the level "sampled"
+        that they stay on the device while the same requests decode. The program gets `take_state` the level "sampled"
         and gives its new state to `take`.
         """
         if self._lone and any(row.slot in self._lone for row in plan_rows):
@@ -142,16 +142,16 @@ class Sampler:
             return None
         return self._on_device(seats), spec.level == "sampled"
 
-    def at_rest(self, num_rows: int) -> tuple[SamplerState, RowOptions]:
+    def idle_options(self, num_rows: int) -> tuple[SamplerState, RowOptions]:
         """The state, to be given away, and options for `num_rows` rows of nobody, as `ahead` has them for requests."""
-        return self.state_for("sampled"), self._on_device(self.slots.level_of((), num_rows)[0])
+        return self.take_state("sampled"), self._on_device(self.slots.level_of((), num_rows)[0])
 
-    def _on_device(self, seats: Seats) -> RowOptions:
+    def _on_device(self, seats: BatchRows) -> RowOptions:
         if self._placed is None or self._placed[0] is not seats:
-            self._placed = seats, jax.device_put(seats.before_first_token(), self._sharding)
+            self._placed = seats, jax.device_put(seats.at_prompt_start(), self._sharding)
         return self._placed[1]
 
-    def state_for(self, level: Level) -> SamplerState:
+    def take_state(self, level: Level) -> SamplerState:
         """The state as a program of this level takes it, to be given away."""
         # Where tables are not used they are not an argument either: the program is the same with and without them.
         return self.state if level == "full" else dataclasses.replace(self.state, tables=None)
@@ -185,7 +185,7 @@ class Sampler:
             self.logprobs(logits, sampled.tokens, rung)
 
     def _run(self, spec: SamplerSpec, options: RowOptions, logits: jax.Array) -> Sampled:
-        sampled, state = self._sample(spec, options, self.state_for(spec.level), logits)
+        sampled, state = self._sample(spec, options, self.take_state(spec.level), logits)
         self.take(state)
         return sampled
 
@@ -233,7 +233,7 @@ def _place(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(tables: SamplerTables, slot: jax.Array, row: TableRow) -> SamplerTables:
+def _write(tables: SamplerTables, slot: jax.Array, row: SlotTables) -> SamplerTables:
     return SamplerTables(
         counts=tables.counts.at[slot].set(row.counts),
         flags=tables.flags.at[slot].set(row.flags),

@@ -20,7 +20,7 @@ def last_argmax(values: jax.Array) -> jax.Array:
     return jnp.where(is_max, jnp.arange(values.shape[-1]), -1).max(-1)
 
 
-def in_light_tail(values: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:
+def mask_below_mass(values: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:
     """bool[batch, n]: columns that, counted from the smallest value up, reach a mass of at most `limit`.
 
     Equal values count from the left, as in a stable sort. The last one counted is never in the tail.
@@ -58,10 +58,10 @@ def in_light_tail(values: jax.Array, weights: jax.Array, limit: jax.Array) -> ja
     return lax.cond((is_tie.sum(-1) > 1).any(), cut_ties, lambda: keys < threshold)
 
 
-def beyond_mass(values: jax.Array, weights: jax.Array, mass: jax.Array) -> jax.Array:
+def threshold_for_mass(values: jax.Array, weights: jax.Array, mass: jax.Array) -> jax.Array:
     """bool[batch, n]: columns with a greater value than the one at which, from the smallest up, `mass` is reached.
 
-    Where rounding keeps the whole row below `mass`, no column is beyond. Arguments as in `in_light_tail`; values are
+    Where rounding keeps the whole row below `mass`, no column is beyond. Arguments as in `mask_below_mass`; values are
     not negative.
     """
     if values.shape[-1] <= MAX_PAIRWISE:

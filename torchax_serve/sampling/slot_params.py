@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchax_serve.sampling.row_params import NEUTRAL, RowParams
+from torchax_serve.sampling.row_params import NEUTRAL, RowSamplingParams
 from torchax_serve.sampling.sample import IN_PROMPT, IS_STOP, NOT_FIRST
 from torchax_serve.sampling.types import (
     FLOAT_COLUMNS,
@@ -19,12 +19,12 @@ from torchax_serve.sampling.types import (
     RowOptions,
     SamplerSpec,
 )
-from torchax_serve.scheduler import DecodeRows, PlanRow
+from torchax_serve.scheduler import DecodeBatch, PlanRow
 
 _NO_LOGPROBS = -1
 
 
-class TableRow(NamedTuple):
+class SlotTables(NamedTuple):
     """A slot's rows of `SamplerTables`, on the host."""
 
     counts: np.ndarray  # int32[vocab]
@@ -32,10 +32,10 @@ class TableRow(NamedTuple):
     bias: np.ndarray  # float32[vocab]
 
 
-class Seats(NamedTuple):
+class BatchRows(NamedTuple):
     """The rows of a step as their slots have them, padded."""
 
-    is_mine: np.ndarray  # bool[n]; not: padding, lone, or does not sample
+    is_sampled: np.ndarray  # bool[n]; not: padding, lone, or does not sample
     ints: Any  # numpy, which goes to the device with the call
     floats: Any
     prompt_len: np.ndarray
@@ -44,14 +44,14 @@ class Seats(NamedTuple):
     level: Level  # of all that are beyond `num_full`
     num_top: int | None  # a rung; None: nobody wants log-probabilities
 
-    def before_first_token(self) -> RowOptions:
+    def at_prompt_start(self) -> RowOptions:
         """Options as they are before the first token of the prompt."""
         ints = self.ints.copy()
-        ints[:, NUM_NEW] = np.where(self.is_mine, -self.prompt_len, 0)
+        ints[:, NUM_NEW] = np.where(self.is_sampled, -self.prompt_len, 0)
         return RowOptions(ints, self.floats)
 
 
-class SlotOptions:
+class SlotParams:
     """What the request in each slot asks for.
 
     Lone rows, whose options depend on more of their history than counts, and rows that do not sample come out of `rows`
@@ -69,11 +69,11 @@ class SlotOptions:
         self._level = np.zeros(num_slots + 1, np.int8)
         self._num_top = np.full(num_slots + 1, _NO_LOGPROBS, np.int8)
         self._is_lone = np.zeros(num_slots + 1, bool)
-        self._last: tuple[tuple[bytes, int], Seats] | None = None
+        self._last: tuple[tuple[bytes, int], BatchRows] | None = None
 
     def set(
-        self, slot: int, params: RowParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()
-    ) -> TableRow | None:
+        self, slot: int, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()
+    ) -> SlotTables | None:
         """Gives `slot` to a request; what stood there before is forgotten.
 
         Args:
@@ -97,7 +97,12 @@ class SlotOptions:
         self._floats[slot] = [params.floats[name] for name in FLOAT_COLUMNS]
         seed_bits = np.array([params.seed & 0xFFFFFFFF, params.seed >> 32], np.uint32).view(np.int32)
         # num_new is that of the step: rows() fills it in.
-        columns = {"slot": slot, "top_k": params.top_k, "num_new": 0, "min_new_tokens": params.num_early(prompt_len)}
+        columns = {
+            "slot": slot,
+            "top_k": params.top_k,
+            "num_new": 0,
+            "min_new_tokens": params.num_forced_tokens(prompt_len),
+        }
         columns |= {"seed_low": seed_bits[0], "seed_high": seed_bits[1]}
         self._ints[slot] = [columns[name] for name in INT_COLUMNS]
         return self._table_row(params, prompt_ids, outputs) if params.needs_tables(prompt_len) else None
@@ -115,9 +120,9 @@ class SlotOptions:
         ints[:, NUM_NEW] = self._num_new(seats, plan_rows, ahead)
         return RowOptions(ints, seats.floats), spec
 
-    def level_of(self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0) -> tuple[Seats, SamplerSpec]:
+    def level_of(self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0) -> tuple[BatchRows, SamplerSpec]:
         """The program that covers a step's rows, see `rows`, and what does not change while they are the same."""
-        if isinstance(plan_rows, DecodeRows):
+        if isinstance(plan_rows, DecodeBatch):
             slots = plan_rows.slots
         else:
             slots = np.array([row.slot if row.samples else self.num_slots for row in plan_rows], np.int32)
@@ -128,27 +133,27 @@ class SlotOptions:
         return seats, SamplerSpec(level, seats.num_top or 0, seats.num_top is not None)
 
     @staticmethod
-    def _num_new(seats: Seats, plan_rows: Sequence[PlanRow], ahead: int) -> np.ndarray:
-        ends = np.zeros(len(seats.is_mine), np.int32)
+    def _num_new(seats: BatchRows, plan_rows: Sequence[PlanRow], ahead: int) -> np.ndarray:
+        ends = np.zeros(len(seats.is_sampled), np.int32)
         ends[: len(plan_rows)] = [row.start + row.num_tokens for row in plan_rows]
-        return np.where(seats.is_mine, ends + ahead - seats.prompt_len, 0)
+        return np.where(seats.is_sampled, ends + ahead - seats.prompt_len, 0)
 
-    def _seats_of(self, slots: np.ndarray, num_rows: int) -> Seats:
+    def _seats_of(self, slots: np.ndarray, num_rows: int) -> BatchRows:
         """What does not change while the same requests are in `slots`; kept, as most steps have those of the last."""
         key = slots.tobytes(), num_rows
         if self._last is None or self._last[0] != key:
             self._last = key, self._gathered(slots, num_rows)
         return self._last[1]
 
-    def _gathered(self, slots: np.ndarray, num_rows: int) -> Seats:
+    def _gathered(self, slots: np.ndarray, num_rows: int) -> BatchRows:
         asked = np.full(num_rows, self.num_slots)
         asked[: len(slots)] = slots
         mine = np.where(self._is_lone[asked], self.num_slots, asked)
         logprobs = int(self._num_top[asked].max())
         num_top = None if logprobs == _NO_LOGPROBS else next(rung for rung in NUM_TOP_RUNGS if rung >= logprobs)
         num_full = self._num_full[mine]
-        return Seats(
-            is_mine=mine < self.num_slots,
+        return BatchRows(
+            is_sampled=mine < self.num_slots,
             ints=self._ints[mine],
             floats=self._floats[mine],
             prompt_len=self._prompt_len[mine],
@@ -166,7 +171,7 @@ class SlotOptions:
         """How many top log-probabilities the request in `slot` asks for; None if it wants no log-probabilities."""
         return None if self._num_top[slot] == _NO_LOGPROBS else int(self._num_top[slot])
 
-    def _table_row(self, params: RowParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> TableRow:
+    def _table_row(self, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> SlotTables:
         """Token ids without a column, such as those that stand for images, are left out."""
         flags = np.zeros(self.vocab_size, np.uint8)
         for ids, bit in ((prompt_ids, IN_PROMPT), (params.stop_ids, IS_STOP), (params.not_first, NOT_FIRST)):
@@ -174,4 +179,4 @@ class SlotOptions:
             flags[np.unique(array[array < self.vocab_size])] |= bit
         counts = np.bincount(np.asarray(outputs, np.int64), minlength=self.vocab_size)[: self.vocab_size]
         bias = np.zeros(self.vocab_size, np.float32) if params.bias is None else params.bias
-        return TableRow(counts.astype(np.int32), flags, bias)
+        return SlotTables(counts.astype(np.int32), flags, bias)

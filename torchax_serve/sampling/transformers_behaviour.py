@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class TransformersRules:
+class TransformersBehaviour:
     """Where the supported releases of transformers part."""
 
     penalty_skips_padding: bool  # repetition penalty leaves out the left padding of the prompt
@@ -23,7 +23,7 @@ class TransformersRules:
 
 
 @functools.cache
-def installed_rules() -> TransformersRules:
+def installed_rules() -> TransformersBehaviour:
     """The rules of the installed transformers. Runs on the host; the first call imports torch."""
     import torch
     from transformers import GenerationConfig, GenerationMixin
@@ -41,7 +41,7 @@ def installed_rules() -> TransformersRules:
     biased = logits_process.SequenceBiasLogitsProcessor([[[1, 2], 1.0]])(torch.tensor([[1]]), torch.zeros(1, 3))
     decay = logits_process.ExponentialDecayLengthPenalty((0, 2.0), 1, 1)
     decayed = decay(padded_ids, torch.full((1, 3), -torch.inf))
-    return TransformersRules(
+    return TransformersBehaviour(
         penalty_skips_padding=bool(penalised[0, 0] == 1),
         bias_needs_longer_context=bool(biased[0, 2] == 0),
         decay_skips_infinite=not bool(decayed.isnan().any()),

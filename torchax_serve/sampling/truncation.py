@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax_serve.sampling.selection import MAX_PAIRWISE, in_light_tail
+from torchax_serve.sampling.selection import MAX_PAIRWISE, mask_below_mass
 
 if TYPE_CHECKING:
     from torchax_serve.sampling.types import RowOptions
-from torchax_serve.sampling.history import SamplingPlan
-from torchax_serve.sampling.selection import beyond_mass
+from torchax_serve.sampling.history import GenerationSampling
+from torchax_serve.sampling.selection import threshold_for_mass
 
 NUM_CANDIDATES = 128
 
@@ -50,12 +50,12 @@ def cut(options: RowOptions, scores: jax.Array, *, full: bool) -> jax.Array:
     num_candidates = min(NUM_CANDIDATES, scores.shape[1])
     max_top_k = MAX_TOP_K if num_candidates < scores.shape[1] else num_candidates
     few = (top_k > 0) & (top_k <= max_top_k) | (top_k == 0) & has_top_p
-    scores, done = _on_candidates(options, scores, pending & few, num_candidates, full=full)
+    scores, done = _truncate_candidates(options, scores, pending & few, num_candidates, full=full)
     pending &= ~done
-    return _where_any(pending, lambda scores: _on_all_columns(options, scores, pending, full=full), scores)
+    return _map_rows(pending, lambda scores: _truncate_vocabulary(options, scores, pending, full=full), scores)
 
 
-def _on_candidates(
+def _truncate_candidates(
     options: RowOptions, scores: jax.Array, rows: jax.Array, num_candidates: int, *, full: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The scores with those `rows` cut that can be on their best columns; and which these were, bool[n]."""
@@ -68,7 +68,7 @@ def _on_candidates(
         kth = jnp.take_along_axis(descending, jnp.clip(top_k - 1, 0, num_candidates - 1)[:, None], axis=1)
         columns = jnp.where(has_top_k & (best < kth), -jnp.inf, best)  # ties with the k-th best stay
         masses, outside = _masses(scores, columns, is_nucleus=rows & (top_k == 0))
-        light = in_light_tail(columns, masses, _limit(tail - outside, num_candidates))
+        light = mask_below_mass(columns, masses, _limit(tail - outside, num_candidates))
         columns = jnp.where(light & (tail > 0)[:, None], -jnp.inf, columns)
         # All that tie with the k-th must be here; and the smallest of a nucleus, lest columns beyond are in it too.
         cut_is_here = jnp.where(has_top_k, last < kth, ((columns == -jnp.inf) | (best > last)).all(-1, keepdims=True))
@@ -117,18 +117,18 @@ def best_columns(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Ar
     return by_id, ids, best
 
 
-def _on_all_columns(options: RowOptions, scores: jax.Array, rows: jax.Array, *, full: bool) -> jax.Array:
+def _truncate_vocabulary(options: RowOptions, scores: jax.Array, rows: jax.Array, *, full: bool) -> jax.Array:
     tail, top_k = options.float_column("top_p_tail"), options.int_column("top_k")
     vocab_size = scores.shape[1]
 
     def keep_top_k(scores: jax.Array) -> jax.Array:
         num_removed = _limit((vocab_size - top_k).astype(jnp.float32), vocab_size)
-        removed = in_light_tail(scores, jnp.ones_like(scores), num_removed)
+        removed = mask_below_mass(scores, jnp.ones_like(scores), num_removed)
         kth = jnp.where(removed, jnp.inf, scores).min(-1, keepdims=True)
         return jnp.where(scores < kth, -jnp.inf, scores)  # ties with the k-th best stay
 
-    scores = _where_any(rows & (top_k > 0), keep_top_k, scores)
-    scores = _where_any(rows & (tail > 0), lambda s: keep_top_p(_limit(tail, vocab_size), s), scores)
+    scores = _map_rows(rows & (top_k > 0), keep_top_k, scores)
+    scores = _map_rows(rows & (tail > 0), lambda s: keep_top_p(_limit(tail, vocab_size), s), scores)
     return _thin(options, scores, full=full)
 
 
@@ -138,13 +138,13 @@ def _thin(options: RowOptions, scores: jax.Array, *, full: bool) -> jax.Array:
     def column(name: str) -> jax.Array:
         return options.float_column(name)[:, None]
 
-    scores = _where_any(options.float_column("min_p") > 0, lambda s: keep_min_p(column("min_p"), s), scores)
+    scores = _map_rows(options.float_column("min_p") > 0, lambda s: keep_min_p(column("min_p"), s), scores)
     if full:
         mass = _limit(options.float_column("typical_p"), scores.shape[1])
-        scores = _where_any(_is_on(options, "typical_p"), lambda s: keep_typical(mass, s), scores)
+        scores = _map_rows(_is_on(options, "typical_p"), lambda s: keep_typical(mass, s), scores)
         epsilon, eta = column("epsilon_cutoff"), column("eta_cutoff")
-        scores = _where_any(_is_on(options, "epsilon_cutoff"), lambda s: cut_epsilon(epsilon, s), scores)
-        scores = _where_any(_is_on(options, "eta_cutoff"), lambda s: cut_eta(eta, s), scores)
+        scores = _map_rows(_is_on(options, "epsilon_cutoff"), lambda s: cut_epsilon(epsilon, s), scores)
+        scores = _map_rows(_is_on(options, "eta_cutoff"), lambda s: cut_eta(eta, s), scores)
     return scores
 
 
@@ -152,7 +152,7 @@ def _is_on(options: RowOptions, name: str) -> jax.Array:
     return options.float_column(name) < 1 if name == "typical_p" else options.float_column(name) > 0
 
 
-def _where_any(rows: jax.Array, change: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
+def _map_rows(rows: jax.Array, change: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
     """`scores` with those `rows` changed; nothing is computed where there are none."""
     return lax.cond(rows.any(), lambda: jnp.where(rows[:, None], change(scores), scores), lambda: scores)
 
@@ -208,7 +208,7 @@ def top_candidates(
 
 def keep_top_p(tail: jax.Array, scores: jax.Array) -> jax.Array:
     """Removes the least likely tokens up to a mass of `tail` = 1 - top_p (nucleus sampling, Holtzman et al. 2019)."""
-    return jnp.where(in_light_tail(scores, jax.nn.softmax(scores, axis=-1), tail), -jnp.inf, scores)
+    return jnp.where(mask_below_mass(scores, jax.nn.softmax(scores, axis=-1), tail), -jnp.inf, scores)
 
 
 def keep_min_p(min_p: jax.Array, scores: jax.Array) -> jax.Array:
@@ -222,7 +222,7 @@ def keep_typical(mass: jax.Array, scores: jax.Array) -> jax.Array:
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     probs = jnp.exp(log_probs)
     distance = jnp.abs(-log_probs - _entropy(log_probs, probs))
-    return jnp.where(beyond_mass(distance, jax.nn.softmax(scores, axis=-1), mass), -jnp.inf, scores)
+    return jnp.where(threshold_for_mass(distance, jax.nn.softmax(scores, axis=-1), mass), -jnp.inf, scores)
 
 
 def cut_epsilon(epsilon: jax.Array, scores: jax.Array) -> jax.Array:
@@ -242,7 +242,7 @@ def _entropy(log_probs: jax.Array, probs: jax.Array) -> jax.Array:
     return -jnp.where(probs > 0, log_probs * probs, 0.0).sum(-1, keepdims=True)
 
 
-def warp_columns(plan: SamplingPlan, scores: jax.Array) -> jax.Array:
+def warp_columns(plan: GenerationSampling, scores: jax.Array) -> jax.Array:
     """All that comes behind top-k, in transformers' order, on any set of columns."""
     if plan.top_p_tail is not None:
         scores = keep_top_p(plan.top_p_tail, scores)
@@ -257,7 +257,7 @@ def warp_columns(plan: SamplingPlan, scores: jax.Array) -> jax.Array:
     return scores
 
 
-def process_sampling(plan: SamplingPlan, scores: jax.Array) -> jax.Array:
+def process_sampling(plan: GenerationSampling, scores: jax.Array) -> jax.Array:
     """All processors of sampling, f32[batch, vocab] to the same. Behind top-k, only candidates are computed with."""
     if plan.temperature is not None:
         scores = scores / plan.temperature

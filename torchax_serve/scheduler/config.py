@@ -69,7 +69,7 @@ class SchedulerConfig:
     max_decode_slowdown: float = 2.0  # time per token of running requests under a flood of prompts, over that without
     prefix_caching: bool = True  # off for models with recurrent states: pages alone do not hold their prefix
     max_num_steps: int = 1  # decode steps in one dispatch when nothing waits
-    max_dispatch_s: float = math.inf  # seconds that several of them may take
+    max_fused_decode_s: float = math.inf  # seconds that several of them may take
     chunk_sizes: tuple[int, ...] | None = None  # the only sizes of prefill chunks, descending to 1; None: any size
     packed: bool = True  # False: at most one prefill row in a plan
     rope: RopeLengths | None = None  # which lengths have other rotary frequencies; None: all have the same
@@ -92,8 +92,8 @@ class SchedulerConfig:
             raise invalid("token_budget", expected, self.token_budget, "raise it, or lower min_prefill_chunk")
         if not isinstance(self.max_decode_slowdown, int | float) or not self.max_decode_slowdown > 1:
             raise invalid("max_decode_slowdown", "a number > 1", self.max_decode_slowdown, "2 is the usual promise")
-        if not isinstance(self.max_dispatch_s, int | float) or not self.max_dispatch_s > 0:
-            raise invalid("max_dispatch_s", "a number > 0", self.max_dispatch_s, "a tenth of a second is usual")
+        if not isinstance(self.max_fused_decode_s, int | float) or not self.max_fused_decode_s > 0:
+            raise invalid("max_fused_decode_s", "a number > 0", self.max_fused_decode_s, "a tenth of a second is usual")
         for name in ("prefix_caching", "packed"):
             if type(getattr(self, name)) is not bool:
                 raise invalid(name, "True or False", getattr(self, name), "give one of them")

@@ -18,7 +18,7 @@ import numpy as np
 
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool, expect_equal
-from torchax_serve.scheduler.prefix_cache import PageHash, PrefixIndex, PrefixNode, page_hash
+from torchax_serve.scheduler.prefix_cache import PageHash, PrefixCache, PrefixNode, page_hash
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class GroupUsage(NamedTuple):
     num_cached: int  # not in use, but they hold a prefix
 
 
-class PagedCacheBook:
+class PageAllocator:
     """Opens, grows, forks, publishes and releases the pages and slots of sequences."""
 
     def __init__(self, config: SchedulerConfig, hash_function: PageHash = page_hash) -> None:
@@ -65,7 +65,7 @@ class PagedCacheBook:
         self._page_len = config.page_len
         self._num_slots = config.num_slots
         self._prefix_caching = config.prefix_caching
-        self._index = PrefixIndex(len(config.groups), hash_function)
+        self._index = PrefixCache(len(config.groups), hash_function)
         self._pools = [
             PagePool(group.num_pages, functools.partial(self._index.drop, i)) for i, group in enumerate(config.groups)
         ]
@@ -113,7 +113,7 @@ class PagedCacheBook:
         """Whether there is a page in each group beside `spare` more."""
         return all(pool.num_available > num for pool, num in zip(self._pools, spare, strict=True))
 
-    def can_open(self, match: PrefixMatch, length: int, spare: list[int]) -> bool:
+    def can_allocate(self, match: PrefixMatch, length: int, spare: list[int]) -> bool:
         """Whether `length` tokens that begin with `match` can be held beside `spare` more pages in each group."""
         total = -(-length // self._page_len)
         for i, group in enumerate(self._groups):
@@ -174,12 +174,12 @@ class PagedCacheBook:
         pages.num_pages += has_part
         return pages, copies
 
-    def growable_len(self, pages: SequencePages, length: int) -> int:
+    def max_growth(self, pages: SequencePages, length: int) -> int:
         """How many tokens up to `length` the sequence can be grown to with the pages that are available."""
         return int(min(length, (pages.num_pages + self.num_available) * self._page_len))
 
     def grow(self, pages: SequencePages, length: int) -> None:
-        """Gives the sequence pages for `length` tokens, which `growable_len` must allow."""
+        """Gives the sequence pages for `length` tokens, which `max_growth` must allow."""
         self.grow_all([(pages, length)])
 
     def grow_all(self, growing: Sequence[tuple[SequencePages, int]]) -> None:

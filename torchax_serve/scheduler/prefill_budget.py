@@ -8,10 +8,10 @@ from collections import deque
 
 WINDOW = 16  # steps that a median is taken over; compilations among them do no harm
 MARGIN = 0.9  # of the seconds allowed: a median of so few steps may be off by this much
-PROBE_EVERY = 64  # steps with prefill after which one without measures the pace anew
+MEASURE_EVERY = 64  # steps with prefill after which one without measures the pace anew
 
 
-class PrefillPacer:
+class PrefillBudget:
     """A budget of seconds that prefill may take from running requests.
 
     A step without prefill takes ``d`` seconds (a running median for each power of two of decode rows, as steps are
@@ -69,8 +69,8 @@ class PrefillPacer:
         if not num_decode:
             return token_budget
         bucket = self._bucket(num_decode)
-        since_probe = self._since_probe.get(bucket, PROBE_EVERY)
-        if since_probe >= PROBE_EVERY:
+        since_probe = self._since_probe.get(bucket, MEASURE_EVERY)
+        if since_probe >= MEASURE_EVERY:
             self._since_probe[bucket] = 0
             self._earn(num_decode)
             return 0

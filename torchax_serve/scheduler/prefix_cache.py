@@ -27,7 +27,7 @@ class PrefixNode:
     num_uses: int = 0  # pages held, children, and sequences that continue here
 
 
-class PrefixIndex:
+class PrefixCache:
     """Nodes by the hash of their chain.
 
     A hash only finds a candidate: it is the wanted node if it has the same tokens and the very same parent. Two chains

@@ -81,7 +81,7 @@ class RequestState:
     rank: tuple[int, int]  # (priority, order of arrival): the lowest runs first and is preempted last
     tokens: list[int]  # prompt and outputs
     prompt_len: int
-    end_len: int  # length of prompt and outputs at which the request ends with "length"
+    max_total_len: int  # length of prompt and outputs at which the request ends with "length"
     rope_len: int  # length that rotary frequencies are at least for: the prompt's, or more where it was computed anew
     recompute_len: float = math.inf  # length behind which all is computed anew, for the frequencies of longer ones
     status: Status = Status.WAITING
@@ -90,7 +90,7 @@ class RequestState:
     prefill_len: int = 0  # tokens known when it was given its slot; those from there on were sampled in the slot
     num_computed: int = 0  # tokens whose keys and values are in the cache
     num_planned: int = 0  # the same once all steps in flight are done
-    num_pending: int = 0  # sampled tokens that are not known yet
+    num_unread_tokens: int = 0  # sampled tokens that are not known yet
     num_in_flight: int = 0  # plans not yet committed that have a row of this request
     publish_len: float = 0  # computed tokens with which the cache's book has something to note
     arrived_step: int = 0  # the plan that was to be made next when it arrived
@@ -109,7 +109,7 @@ class RequestState:
     @property
     def wants_decode(self) -> bool:
         """Whether the next token to compute was sampled in the slot, and one more may be sampled after it."""
-        return self.prefill_len <= self.num_planned < self.end_len - 1
+        return self.prefill_len <= self.num_planned < self.max_total_len - 1
 
     @property
     def steps_to_recompute(self) -> float:
@@ -135,12 +135,12 @@ class RequestState:
         num_known = len(tokens) + len(sampled)
         if (
             self.status is not Status.RUNNING
-            or num_known >= self.end_len
+            or num_known >= self.max_total_len
             or not self.request.stop_token_ids.isdisjoint(sampled)
         ):
             return False
         tokens += sampled
         self.num_computed = num_known - 1
-        self.num_pending -= len(sampled)
+        self.num_unread_tokens -= len(sampled)
         self.num_in_flight -= 1
         return True

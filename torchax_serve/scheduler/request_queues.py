@@ -9,16 +9,16 @@ from collections.abc import Iterator
 
 from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import SchedulerConfig
-from torchax_serve.scheduler.page_allocator import PagedCacheBook, SequencePages
+from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
 from torchax_serve.scheduler.page_pool import expect_equal
 from torchax_serve.scheduler.request import Request, RequestState, Status
-from torchax_serve.scheduler.step_plan import Outcome
+from torchax_serve.scheduler.step_plan import RowResult
 from torchax_serve.scheduler.types import FinishReason, RequestId
 
 _RANK = operator.attrgetter("rank")
 
 
-class RankedList:
+class PriorityList:
     """Request states in the order of their rank: priority, then arrival."""
 
     def __init__(self) -> None:
@@ -47,17 +47,17 @@ class RankedList:
         self.num_changes += 1
 
 
-class Roster:
+class RequestQueues:
     """Moves requests between waiting, running and ended, and gives their pages back when the device is done with them.
 
     A request that ends or is preempted while plans with it are in flight is *leaving*: it keeps its slot and pages,
     which the device still writes to, until the last of those plans is committed.
     """
 
-    def __init__(self, config: SchedulerConfig, book: PagedCacheBook) -> None:
-        self.waiting = RankedList()
-        self.running = RankedList()
-        self.ended: list[Outcome] = []  # of requests that ended outside of a commit, until they are asked for
+    def __init__(self, config: SchedulerConfig, book: PageAllocator) -> None:
+        self.waiting = PriorityList()
+        self.running = PriorityList()
+        self.ended: list[RowResult] = []  # of requests that ended outside of a commit, until they are asked for
         self.num_preemptions = 0
         self._config = config
         self._book = book
@@ -171,12 +171,12 @@ class Roster:
         while self._deadlines and self._deadlines[0][0] <= now:
             state = heapq.heappop(self._deadlines)[2]
             if state.status is not Status.FINISHED:
-                self.end_outside(state, "deadline")
+                self.finish_outside_step(state, "deadline")
 
-    def end_outside(self, state: RequestState, reason: FinishReason) -> None:
+    def finish_outside_step(self, state: RequestState, reason: FinishReason) -> None:
         """Ends a live request outside of a commit and keeps its outcome until it is asked for."""
         self.end(state, reason)
-        self.ended.append(Outcome(state.request.request_id, None, (), reason))
+        self.ended.append(RowResult(state.request.request_id, None, (), reason))
 
     def check_integrity(self, in_flight: list[RequestState]) -> None:
         """Checks the states against each other and against those `in_flight` (each as often as there are plans).
@@ -197,6 +197,6 @@ class Roster:
             holds = is_running or any(other is state for other in leaving)
             expect_equal(f"{what}: holds pages", holds, state.pages is not None)
             if is_running:
-                ahead = state.num_computed <= state.num_planned < len(state.tokens) + state.num_pending
+                ahead = state.num_computed <= state.num_planned < len(state.tokens) + state.num_unread_tokens
                 expect_equal(f"{what}: computed <= planned < known", True, ahead)
         self._book.check_integrity([s.pages for s in [*self.running, *leaving] if s.pages is not None])

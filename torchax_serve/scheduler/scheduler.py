@@ -15,12 +15,12 @@ import numpy as np
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import SchedulerConfig
-from torchax_serve.scheduler.page_allocator import GroupUsage, PagedCacheBook
-from torchax_serve.scheduler.prefill_budget import PrefillPacer
+from torchax_serve.scheduler.page_allocator import GroupUsage, PageAllocator
+from torchax_serve.scheduler.prefill_budget import PrefillBudget
 from torchax_serve.scheduler.prefix_cache import PageHash, page_hash
 from torchax_serve.scheduler.request import Request, RequestState, Status
-from torchax_serve.scheduler.request_queues import Roster
-from torchax_serve.scheduler.step_plan import Outcome, StepPlan
+from torchax_serve.scheduler.request_queues import RequestQueues
+from torchax_serve.scheduler.step_plan import RowResult, StepPlan
 from torchax_serve.scheduler.step_planner import StepPlanner
 from torchax_serve.scheduler.types import FinishReason, RequestId
 
@@ -60,9 +60,9 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, hash_function: PageHash = page_hash) -> None:
         self.config = config
-        self._book = PagedCacheBook(config, hash_function)
-        self._roster = Roster(config, self._book)
-        self._pacer = PrefillPacer(config.min_prefill_chunk, config.max_decode_slowdown)
+        self._book = PageAllocator(config, hash_function)
+        self._roster = RequestQueues(config, self._book)
+        self._pacer = PrefillBudget(config.min_prefill_chunk, config.max_decode_slowdown)
         self._planner = StepPlanner(config, self._book, self._roster, self._pacer)
         self._flights: deque[_Flight] = deque()
         self.num_new_tokens = 0  # since the start, accepted
@@ -100,7 +100,7 @@ class Scheduler:
         """The next step, at `now` seconds on the scheduler's clock.
 
         None if there is nothing to do: nobody is there, or everybody waits for a commit. Requests may have ended by
-        their deadline or for want of pages: see `take_ended`.
+        their deadline or for want of pages: see `pop_finished`.
         """
         self._roster.expire(now)
         planned = self._planner.plan()
@@ -113,15 +113,15 @@ class Scheduler:
         """Seconds that a plan that only decodes should take, by those before it; 0 where nothing is known."""
         return plan.num_steps * (self._pacer.decode_step_s(plan.num_decode) or 0.0)
 
-    def commit(self, plan: StepPlan, tokens: Any, now: float, duration_s: float | None = None) -> list[Outcome]:
+    def commit(self, plan: StepPlan, tokens: Any, now: float, duration_s: float | None = None) -> list[RowResult]:
         """Takes the result of the oldest plan in flight.
 
         Args:
             plan: That plan.
             tokens: Sampled ids, int[num_rows] or int[num_rows, num_steps] in the order of ``plan.rows``; what stands
                 at rows that do not sample is not looked at. `INVALID_TOKEN` fails its request.
-            now: Seconds on the scheduler's clock; requests past their deadline end (see `take_ended`).
-            duration_s: How long the device was busy with the step, from which `PrefillPacer` learns; None where it is
+            now: Seconds on the scheduler's clock; requests past their deadline end (see `pop_finished`).
+            duration_s: How long the device was busy with the step, from which `PrefillBudget` learns; None where it is
                 not known, or says nothing about later steps because the step was compiled first.
 
         Returns:
@@ -146,7 +146,7 @@ class Scheduler:
                 if state.num_computed >= state.publish_len:
                     self._publish(state, state.num_computed)
                 self.num_new_tokens += plan.num_steps
-                outcomes.append(Outcome(state.request.request_id, index, row_tokens, None))
+                outcomes.append(RowResult(state.request.request_id, index, row_tokens, None))
                 continue
             if state.status is not Status.FINISHED:
                 outcome = self._settle(plan, index, state, row_tokens)
@@ -156,13 +156,13 @@ class Scheduler:
         self._roster.expire(now)
         return outcomes
 
-    def _settle(self, plan: StepPlan, index: int, state: RequestState, sampled: tuple[int, ...]) -> Outcome | None:
+    def _settle(self, plan: StepPlan, index: int, state: RequestState, sampled: tuple[int, ...]) -> RowResult | None:
         """Takes a row's result: tokens up to the one that ends the request, and the cache that is now computed."""
         row = plan.rows[index]
         reason: FinishReason | None = None
         accepted: tuple[int, ...] = ()
         if row.samples:
-            state.num_pending -= plan.num_steps
+            state.num_unread_tokens -= plan.num_steps
             accepted, reason = self._accept(state, sampled)
         num_computed = row.start + row.num_tokens + max(0, len(accepted) - 1)
         if reason != "error":
@@ -171,7 +171,7 @@ class Scheduler:
             state.num_computed = num_computed
         if reason is not None:
             self._roster.end(state, reason)
-        return Outcome(row.request_id, index, accepted, reason) if row.samples else None
+        return RowResult(row.request_id, index, accepted, reason) if row.samples else None
 
     def _publish(self, state: RequestState, num_computed: int) -> None:
         assert state.pages is not None
@@ -180,7 +180,7 @@ class Scheduler:
     def _accept(self, state: RequestState, sampled: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Gives the request its tokens, up to the one that ends it; those and the reason, if one does."""
         request, tokens = state.request, state.tokens
-        num_new, room = len(tokens) - state.prompt_len, state.end_len - len(tokens)
+        num_new, room = len(tokens) - state.prompt_len, state.max_total_len - len(tokens)
         reason: FinishReason | None = "length" if len(sampled) >= room else None
         accepted = sampled[:room]
         if min(accepted) < 0:
@@ -197,7 +197,7 @@ class Scheduler:
         self.num_new_tokens += len(accepted)
         return accepted, reason
 
-    def fail(self, plan: StepPlan, reason: FinishReason = "error") -> list[Outcome]:
+    def fail(self, plan: StepPlan, reason: FinishReason = "error") -> list[RowResult]:
         """Ends the requests of any plan in flight, whose step has raised; all others go on.
 
         If the device has lost the cache with it, abort the others too and call `forget_prefixes`.
@@ -216,11 +216,11 @@ class Scheduler:
         for index, (row, state) in enumerate(zip(plan.rows, flight.states, strict=True)):
             if state.status is not Status.FINISHED:
                 self._roster.end(state, reason)
-                outcomes.append(Outcome(row.request_id, index, (), reason))
+                outcomes.append(RowResult(row.request_id, index, (), reason))
             self._roster.land(state)
         return outcomes
 
-    def take_ended(self) -> list[Outcome]:
+    def pop_finished(self) -> list[RowResult]:
         """Outcomes of requests that ended outside of a commit, by deadline or for want of pages; each is given once."""
         ended, self._roster.ended = self._roster.ended, []
         return ended

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchax_serve.scheduler.page_allocator import PagedCacheBook
+from torchax_serve.scheduler.page_allocator import PageAllocator
 from torchax_serve.scheduler.page_pool import expect_equal
 from torchax_serve.scheduler.request import RequestState
-from torchax_serve.scheduler.request_queues import RankedList
-from torchax_serve.scheduler.step_plan import DecodeRows
+from torchax_serve.scheduler.request_queues import PriorityList
+from torchax_serve.scheduler.step_plan import DecodeBatch
 
 
-class StandingRows:
+class SteadyDecodeBatch:
     """The rows of such a plan, to be planned again. They hold while the same requests run and nobody else plans.
 
     What is said of a request here stands in its state, too. Arrays take the host less time than so many objects, and
@@ -23,7 +23,7 @@ class StandingRows:
         page_len: tokens of a page.
     """
 
-    def __init__(self, states: list[RequestState], running: RankedList, page_len: int) -> None:
+    def __init__(self, states: list[RequestState], running: PriorityList, page_len: int) -> None:
         self.states = states
         self._running, self._num_changes = running, running.num_changes
         self._page_len = page_len
@@ -34,8 +34,11 @@ class StandingRows:
         self._starts = np.array([state.num_planned for state in states], np.int32)
         # All rows advance alike, so that of many numbers the least or the greatest is enough.
         self.longest = int(self._starts.max())  # tokens of the longest request, those of steps in flight counted
-        to_come = [state.end_len - 1 - state.num_planned for state in states]
-        self.first_end, self.last_end = min(to_come), max(to_come)  # steps until a request, or all, have their tokens
+        to_come = [state.max_total_len - 1 - state.num_planned for state in states]
+        self.steps_to_first_finish, self.steps_to_last_finish = (
+            min(to_come),
+            max(to_come),
+        )  # steps until a request, or all, have their tokens
         self.first_recompute = min(state.steps_to_recompute for state in states)  # steps until one is computed anew
         self._room = self._least_room()
 
@@ -48,7 +51,7 @@ class StandingRows:
         """Steps for which every row has pages."""
         return int((self._num_pages * self._page_len - self._starts).min())
 
-    def grow(self, num_steps: int, book: PagedCacheBook) -> bool:
+    def grow(self, num_steps: int, book: PageAllocator) -> bool:
         """Gives every row pages for `num_steps` more tokens; False, and nothing is given, if there are too few."""
         if num_steps <= self._room:
             return True
@@ -62,17 +65,17 @@ class StandingRows:
         self._room = self._least_room()
         return True
 
-    def advance(self, num_steps: int) -> DecodeRows:
+    def advance(self, num_steps: int) -> DecodeBatch:
         """Plans `num_steps` of every request, which has pages for them; the rows of that plan."""
         for state in self.states:
             state.num_planned += num_steps
-            state.num_pending += num_steps
+            state.num_unread_tokens += num_steps
             state.num_in_flight += 1
-        rows = DecodeRows(self._request_ids, self._slots, self._starts)
+        rows = DecodeBatch(self._request_ids, self._slots, self._starts)
         self._starts = self._starts + np.int32(num_steps)
         self.longest += num_steps
-        self.first_end -= num_steps
-        self.last_end -= num_steps
+        self.steps_to_first_finish -= num_steps
+        self.steps_to_last_finish -= num_steps
         self.first_recompute -= num_steps
         self._room -= num_steps
         return rows

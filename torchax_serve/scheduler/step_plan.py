@@ -1,4 +1,4 @@
-"""What the scheduler hands out: `StepPlan`, the work of one device step in integers, and the `Outcome` of its rows."""
+"""`StepPlan`: the work of one device step in integers; `RowResult`: what a step computed for one row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlanRow(NamedTuple):
         return self.token_ids is None
 
 
-class DecodeRows(Sequence[PlanRow]):
+class DecodeBatch(Sequence[PlanRow]):
     """The rows of a plan that decodes every request there is, in arrays; a `PlanRow` is made where one is looked at.
 
     Args:
@@ -100,7 +100,7 @@ class StepPlan:
         return sum(row.num_tokens for row in self.prefill_rows)
 
 
-class Outcome(NamedTuple):
+class RowResult(NamedTuple):
     """What a step brought a request."""
 
     request_id: RequestId

@@ -6,20 +6,20 @@ import dataclasses
 from collections.abc import Sequence
 
 from torchax_serve.scheduler.config import SchedulerConfig
-from torchax_serve.scheduler.page_allocator import PagedCacheBook, SequencePages
+from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
 from torchax_serve.scheduler.page_pool import PageCopy
-from torchax_serve.scheduler.prefill_budget import PrefillPacer
+from torchax_serve.scheduler.prefill_budget import PrefillBudget
 from torchax_serve.scheduler.request import RequestState, Status
-from torchax_serve.scheduler.request_queues import Roster
-from torchax_serve.scheduler.steady_decode import StandingRows
+from torchax_serve.scheduler.request_queues import RequestQueues
+from torchax_serve.scheduler.steady_decode import SteadyDecodeBatch
 from torchax_serve.scheduler.step_plan import PlanRow, StepPlan
 
-BURST_HOLD = 8
+BURST_DECODE_DELAY = 8
 """Steps in which requests of one burst wait for the prompts of the others, before they decode beside them."""
 
 
 @dataclasses.dataclass(slots=True)
-class _Draft:
+class _PlanBuilder:
     """A plan in the making."""
 
     prefill_left: int  # prompt tokens that this step may still take
@@ -40,12 +40,14 @@ class StepPlanner:
     requests are let in, strictly in order, while there are slots, tokens, and pages for the whole of their prompt.
     """
 
-    def __init__(self, config: SchedulerConfig, book: PagedCacheBook, roster: Roster, pacer: PrefillPacer) -> None:
+    def __init__(
+        self, config: SchedulerConfig, book: PageAllocator, roster: RequestQueues, pacer: PrefillBudget
+    ) -> None:
         self._config = config
         self._book = book
         self._roster = roster
         self._pacer = pacer
-        self._standing: StandingRows | None = None  # of the last plan
+        self._standing: SteadyDecodeBatch | None = None  # of the last plan
         self.num_planned = 0
         self.num_prompt_tokens = 0  # of requests let in, each time they were
         self.num_hit_tokens = 0  # of those, found in the cache
@@ -59,10 +61,12 @@ class StepPlanner:
         standing = self._standing
         if standing is None or not standing.hold or self._roster.waiting:
             return None
-        if standing.first_end <= 0 or standing.first_recompute <= 0:
+        if standing.steps_to_first_finish <= 0 or standing.first_recompute <= 0:
             return None
         num_decode = len(standing.states)
-        num_steps = self._steps_within(num_decode, standing.longest, standing.last_end, standing.first_recompute)
+        num_steps = self._steps_within(
+            num_decode, standing.longest, standing.steps_to_last_finish, standing.first_recompute
+        )
         if not standing.grow(num_steps, self._book):
             return None
         self._pacer.limit(num_decode, self._config.token_budget - num_decode)  # which counts steps
@@ -87,11 +91,11 @@ class StepPlanner:
         budget = self._config.token_budget - num_decode
         age = self._burst_age(prompt) if num_decode else None
         is_burst = age is not None
-        holds_decode = age is not None and age < BURST_HOLD
+        holds_decode = age is not None and age < BURST_DECODE_DELAY
         if is_burst:
             limit = self._config.token_budget if holds_decode else budget
         else:
-            limit = self._filled_up(num_decode, self._pacer.limit(num_decode, budget), budget)
+            limit = self._round_up_to_bucket(num_decode, self._pacer.limit(num_decode, budget), budget)
         num_steps = self._num_steps(num_decode)
         draft = self._fill(limit, holds_decode, num_steps)
         states = draft.decoding + draft.prefilling
@@ -103,7 +107,7 @@ class StepPlanner:
             return None
         running, rows = self._roster.running, (*draft.decode_rows, *draft.prefill_rows)
         if len(draft.decoding) == len(running) and not self._roster.waiting:
-            self._standing = StandingRows(states, running, self._config.page_len)
+            self._standing = SteadyDecodeBatch(states, running, self._config.page_len)
         plan = self._made(rows, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
         if not is_burst:
             self._pacer.planned(plan.step, plan.num_decode, plan.num_prefill_tokens)
@@ -129,7 +133,7 @@ class StepPlanner:
         self.num_planned += 1
         return plan
 
-    def _filled_up(self, num_decode: int, limit: int, budget: int) -> int:
+    def _round_up_to_bucket(self, num_decode: int, limit: int, budget: int) -> int:
         """`limit` prompt tokens and as many as cost nothing more, because the step would be padded with them."""
         if not limit:
             return 0
@@ -154,8 +158,8 @@ class StepPlanner:
         age = self.num_planned - min(started)
         return age if age <= self._config.max_running and first.arrived_step <= min(started) else None
 
-    def _fill(self, prefill_limit: int, holds_decode: bool = False, num_steps: int = 1) -> _Draft:
-        draft = _Draft(prefill_limit, [0] * len(self._config.groups))
+    def _fill(self, prefill_limit: int, holds_decode: bool = False, num_steps: int = 1) -> _PlanBuilder:
+        draft = _PlanBuilder(prefill_limit, [0] * len(self._config.groups))
         page_len = self._config.page_len
         growing: list[tuple[SequencePages, int]] = []  # for several steps; there are pages for all
         for state in tuple(self._roster.running):
@@ -164,7 +168,7 @@ class StepPlanner:
                 continue  # it had to make room
             if start < state.prefill_len:
                 self._continue_prefill(draft, state)
-            elif start < state.end_len - 1 and not holds_decode:
+            elif start < state.max_total_len - 1 and not holds_decode:
                 assert pages is not None
                 if state.steps_to_recompute <= 0:
                     self._roster.preempt(state)
@@ -178,7 +182,7 @@ class StepPlanner:
                 draft.decode_rows.append(PlanRow(state.request.request_id, pages.slot, start, 1, None, True))
                 draft.decoding.append(state)
                 state.num_planned = end
-                state.num_pending += num_steps
+                state.num_unread_tokens += num_steps
                 state.num_in_flight += 1
         self._book.grow_all(growing)
         self._admit(draft)
@@ -187,11 +191,11 @@ class StepPlanner:
     def _grow(self, state: RequestState, length: int) -> int:
         """Grows `state` to `length` tokens or as near as it can be, at least by one; returns how near, 0 for not."""
         assert state.pages is not None
-        grown = self._book.growable_len(state.pages, length)
+        grown = self._book.max_growth(state.pages, length)
         if grown <= state.num_planned:
             if not self._make_room(state):
                 return 0
-            grown = self._book.growable_len(state.pages, length)
+            grown = self._book.max_growth(state.pages, length)
         self._book.grow(state.pages, grown)
         return grown
 
@@ -199,7 +203,7 @@ class StepPlanner:
         """Preempts until `state` can grow by a token; False if it has to wait, or has ended."""
         assert state.pages is not None
         needed = state.num_planned + 1
-        while self._book.growable_len(state.pages, needed) < needed:
+        while self._book.max_growth(state.pages, needed) < needed:
             if self._roster.num_leaving:
                 return False  # pages are on their way back
             last = next(reversed(self._roster.running))
@@ -207,11 +211,11 @@ class StepPlanner:
                 self._roster.preempt(last)
                 continue
             if len(self._roster.running) == 1 and not state.num_in_flight:
-                self._roster.end_outside(state, "length")  # it has all pages there are
+                self._roster.finish_outside_step(state, "length")  # it has all pages there are
             return False
         return True
 
-    def _continue_prefill(self, draft: _Draft, state: RequestState) -> None:
+    def _continue_prefill(self, draft: _PlanBuilder, state: RequestState) -> None:
         chunk_len = 0
         if draft.prefill_left and (self._config.packed or not draft.prefill_rows):
             wanted = min(draft.prefill_left, state.prefill_len - state.num_planned)
@@ -223,7 +227,7 @@ class StepPlanner:
             missing = state.pages.missing(self._config, state.prefill_len)
             draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
 
-    def _add_prefill_row(self, draft: _Draft, state: RequestState, num_tokens: int) -> None:
+    def _add_prefill_row(self, draft: _PlanBuilder, state: RequestState, num_tokens: int) -> None:
         assert state.pages is not None
         start, end = state.num_planned, state.num_planned + num_tokens
         samples = end == state.prefill_len
@@ -233,10 +237,10 @@ class StepPlanner:
         draft.prefilling.append(state)
         draft.prefill_left -= num_tokens
         state.num_planned = end
-        state.num_pending += samples
+        state.num_unread_tokens += samples
         state.num_in_flight += 1
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: _PlanBuilder) -> None:
         for state in () if self._is_full(draft) else tuple(self._roster.waiting):
             if self._is_full(draft):
                 return
@@ -244,7 +248,7 @@ class StepPlanner:
                 return  # preempted, and its last tokens are not known yet; nobody overtakes it
             state.grow_rope()
             if self._config.unfit(len(state.tokens)) is not None:
-                self._roster.end_outside(state, "length")  # preempted when it had all but outgrown the cache
+                self._roster.finish_outside_step(state, "length")  # preempted when it had all but outgrown the cache
                 continue
             parent = self._parent(state)
             # The whole prompt, though its last token is computed again: a parent that is a fork itself has the page
@@ -255,13 +259,13 @@ class StepPlanner:
             if pages is None:
                 return
             wanted = min(draft.prefill_left, state.prefill_len - state.num_planned)
-            length = self._book.growable_len(pages, state.num_planned + self._config.chunk_len(wanted))
+            length = self._book.max_growth(pages, state.num_planned + self._config.chunk_len(wanted))
             self._book.grow(pages, length)
             self._add_prefill_row(draft, state, self._config.chunk_len(length - state.num_planned))
             missing = pages.missing(self._config, state.prefill_len)
             draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
 
-    def _is_full(self, draft: _Draft) -> bool:
+    def _is_full(self, draft: _PlanBuilder) -> bool:
         has_seat = self._book.num_free_slots and len(self._roster.running) < self._config.max_running
         return not (has_seat and draft.prefill_left and (self._config.packed or not draft.prefill_rows))
 
@@ -275,7 +279,7 @@ class StepPlanner:
         can_share = parent is not None and parent.request.cache_prompt and parent.rope_len == state.rope_len
         return parent if can_share else None
 
-    def _open(self, draft: _Draft, state: RequestState, parent: RequestState | None) -> SequencePages | None:
+    def _open(self, draft: _PlanBuilder, state: RequestState, parent: RequestState | None) -> SequencePages | None:
         """Seats `state` if there are pages for its tokens beside those that running requests will need."""
         num_running = len(self._roster.running)
         spare = [num + num_running for num in draft.outstanding]  # a page for each, or the next step would preempt
@@ -292,7 +296,7 @@ class StepPlanner:
             salt = self._config.prefix_salt(state.request.salt, state.rope_len)
             shares = state.request.cache_prompt
             match = self._book.match(state.tokens, salt, shares)
-            if not self._book.can_open(match, len(state.tokens), spare):
+            if not self._book.can_allocate(match, len(state.tokens), spare):
                 return None
             pages = self._book.open(match, salt, shares)
             num_computed = len(match.nodes) * self._config.page_len
@@ -311,14 +315,16 @@ class StepPlanner:
         if config.max_num_steps == 1 or len(self._roster.waiting) or not 0 < num_decode == len(running):
             return 1
         longest = max(state.num_planned for state in running)
-        to_come = max(state.end_len - state.num_planned for state in running) - 1  # behind the token it begins with
+        to_come = (
+            max(state.max_total_len - state.num_planned for state in running) - 1
+        )  # behind the token it begins with
         num_steps = self._steps_within(num_decode, longest, to_come, min(state.steps_to_recompute for state in running))
         return num_steps if num_steps > 1 and self._has_pages(num_steps) else 1
 
     def _steps_within(self, num_decode: int, longest: int, to_come: int, to_recompute: float) -> int:
         """Decode steps of all running requests that a dispatch may take; at least one, also where there is no page."""
         config = self._config
-        affordable = self._pacer.steps_within(config.max_dispatch_s, num_decode)
+        affordable = self._pacer.steps_within(config.max_fused_decode_s, num_decode)
         return max(1, int(min(config.max_num_steps, affordable, to_come, to_recompute, config.max_len - longest)))
 
     def _has_pages(self, num_tokens: int) -> bool:

@@ -42,7 +42,7 @@ TARGETS = (
 ROW_BY_ROW = ("tas_activation", "tas_linear", "tas_packed_linear", "tas_rms_norm", "tas_row_sum")
 """Targets that treat each row of their first operand by itself, and give as many."""
 _lock = threading.Lock()
-_IN_ORDER = contextvars.ContextVar("in_order", default=False)
+_BATCH_INVARIANT = contextvars.ContextVar("in_order", default=False)
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -224,17 +224,17 @@ def one_order(wanted: bool = True) -> Iterator[None]:
 
     Else up to four rows of a 16-bit type are summed in an order of their own, which reads weights a third faster.
     """
-    before = _IN_ORDER.set(wanted)
+    before = _BATCH_INVARIANT.set(wanted)
     try:
         yield
     finally:
-        _IN_ORDER.reset(before)
+        _BATCH_INVARIANT.reset(before)
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """``x[rows, K] @ weight[N, K].T + bias[N]`` in `dtype` (that of x, or float32), sums in float32."""
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
-    return _call("tas_linear", result)(x, weight, _or_empty(bias), in_order=_IN_ORDER.get())
+    return _call("tas_linear", result)(x, weight, _or_empty(bias), in_order=_BATCH_INVARIANT.get())
 
 
 def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -252,7 +252,9 @@ def unpack(groups: jax.Array, index: jax.Array) -> jax.Array:
 def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """``x[T, K]`` in runs of `group_sizes[E]` rows, each times its ``weight[E, N, K]`` transposed; zeros behind."""
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
-    return _call("tas_grouped_linear", result)(x, weight, group_sizes.astype(jnp.int32), in_order=_IN_ORDER.get())
+    return _call("tas_grouped_linear", result)(
+        x, weight, group_sizes.astype(jnp.int32), in_order=_BATCH_INVARIANT.get()
+    )
 
 
 def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from model_adapters.ops import registry
 from model_adapters.ops.gpu.launch import NAME, attend, features_of, least_rows, max_queries, tile_for, why_not
 from model_adapters.ops.gpu.work_items import ragged_items, token_places
-from model_adapters.ops.kv_pool import write_at
+from model_adapters.ops.kv_pool import write_tokens_at
 from model_adapters.ops.paged_attention import OP
 
 MAX_ROWS = 128
@@ -58,7 +58,7 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """The op's Pallas kernel; new tokens are written before, by a scatter of rows that XLA keeps in place."""
     seqs, positions = token_places(q.shape[0], kv_lens, cu_q_lens)
-    pool = write_at(pool, page_table, seqs, positions, k, v, k_scale, v_scale)
+    pool = write_tokens_at(pool, page_table, seqs, positions, k, v, k_scale, v_scale)
     capacity, num_rows = page_table.shape[1] * pool.shape[2], _num_rows(q, v, pool)
     num_queries = num_rows // (q.shape[1] // pool.shape[1])
     features = features_of(q, pool, scale=scale, window=window, softcap=softcap, has_prefix=prefix_lens is not None)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from model_adapters.ops.kv_pool import quantize, write_at
+from model_adapters.ops.kv_pool import quantize, write_tokens_at
 from model_adapters.ops.tpu.page_buffers import tile_rows
 
 MAX_GROUP_BYTES = 2 << 20
@@ -38,7 +38,9 @@ def write_tokens(
     *,
     in_runs: bool,
 ) -> jax.Array:
-    """The pool with new tokens written, as :func:`model_adapters.ops.kv_pool.write_at`, in place where it is donated.
+    """Writes new tokens into a pool, in place if it is donated.
+
+    The reference is :func:`model_adapters.ops.kv_pool.write_tokens_at`.
 
     Args:
         pool: ``[P, H, page, W]``.
@@ -52,7 +54,7 @@ def write_tokens(
         in_runs: Tokens of one sequence follow each other; else each sequence has one token at most.
     """
     if k_scale is None or v_scale is None:
-        return write_at(pool, page_table, seqs, positions, k, v)
+        return write_tokens_at(pool, page_table, seqs, positions, k, v)
     num_pages, _, page, width = pool.shape
     column = positions // page
     entry = jnp.clip(seqs, 0, page_table.shape[0] - 1), jnp.clip(column, 0, page_table.shape[1] - 1)

@@ -15,8 +15,8 @@ from torchax_serve.compilation import gc_pause
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.distributed.hosts.follower import follow as obey
 from torchax_serve.distributed.hosts.options import Hosts
-from torchax_serve.distributed.hosts.startup import facts_of, in_common, joined, mesh_of_hosts
-from torchax_serve.engine.data_parallel import runtimes_of
+from torchax_serve.distributed.hosts.startup import joined, load_digest, mesh_of_hosts, shared_arguments
+from torchax_serve.engine.data_parallel import split_runtimes
 
 
 def follow(
@@ -44,9 +44,9 @@ def follow(
         raise InvalidArgumentError("hosts: expected the number of a follower, got 0, the leader's; call serve()")
     inspect.signature(load_model).bind(model, **loading)  # a wrong name is told before others wait
     enable_compile_cache()
-    with gc_pause.paused(), joined(hosts, model, in_common(loading, mesh, tensor_parallel)) as (leader,):
+    with gc_pause.paused(), joined(hosts, model, shared_arguments(loading, mesh, tensor_parallel)) as (leader,):
         loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
         assert loaded.sharding is not None
-        (runtime,) = runtimes_of(loaded.module, loaded.weights, loaded.sharding)
-        leader.wire.say(loaded=facts_of(loaded))
+        (runtime,) = split_runtimes(loaded.module, loaded.weights, loaded.sharding)
+        leader.wire.say(loaded=load_digest(loaded))
     obey(runtime, leader)

@@ -10,14 +10,14 @@ import jax
 
 from model_adapters.errors import HostsError
 from model_adapters.sharding.model_sharding import ModelSharding
-from torchax_serve.distributed.hosts.heartbeat import Watch, wait_for_news
-from torchax_serve.distributed.hosts.leader import compile_for_hosts, run_in_turn
+from torchax_serve.distributed.hosts.heartbeat import Watch, wait_for_host_error
+from torchax_serve.distributed.hosts.leader import compile_for_hosts, launch_in_order
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode
-from torchax_serve.distributed.hosts.messages import Compile, End, Held, Kind, Run, spread
-from torchax_serve.executors.packed import PackedModel
-from torchax_serve.kv_cache.multihost_pools import MirroredPages
-from torchax_serve.kv_cache.pools import CachePlan, PagedCache
-from torchax_serve.runtime.model_runtime import Runtime
+from torchax_serve.distributed.hosts.messages import ArrayRef, Compile, End, Kind, Run, spread
+from torchax_serve.executors.packed import PackedExecutor
+from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
+from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache
+from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
 class Follower:
@@ -28,7 +28,7 @@ class Follower:
         leader: the connection.
     """
 
-    def __init__(self, runtime: Runtime, leader: Watch) -> None:
+    def __init__(self, runtime: ModelRuntime, leader: Watch) -> None:
         self._runtime, self._leader = runtime, leader
         assert runtime.program.sharding is not None
         self._mesh = runtime.program.sharding.mesh
@@ -68,10 +68,10 @@ class Follower:
         kept = self._runtime.steps.cache.functions[order.function]
         kept.recall(order.facts)
 
-        def here(leaf: Held | Kind) -> Any:
-            return self._held[leaf.number] if isinstance(leaf, Held) else leaf.abstract(self._mesh)
+        def here(leaf: ArrayRef | Kind) -> Any:
+            return self._held[leaf.number] if isinstance(leaf, ArrayRef) else leaf.abstract(self._mesh)
 
-        args = jax.tree.map(here, order.args, is_leaf=lambda leaf: isinstance(leaf, Held | Kind))
+        args = jax.tree.map(here, order.args, is_leaf=lambda leaf: isinstance(leaf, ArrayRef | Kind))
         try:
             with jax.default_matmul_precision(order.precision) if order.precision else contextlib.nullcontext():
                 program = compile_for_hosts(kept, self._mesh, weights, args, order.spec)
@@ -86,27 +86,27 @@ class Follower:
             self._held.pop(number, None)
         program, tree = self._programs[order.program]
         leaves = [
-            self._held[leaf.number] if isinstance(leaf, Held) else spread(leaf, self._mesh) for leaf in order.leaves
+            self._held[leaf.number] if isinstance(leaf, ArrayRef) else spread(leaf, self._mesh) for leaf in order.leaves
         ]
-        out = jax.tree.leaves(run_in_turn(self._mesh, program, *jax.tree.unflatten(tree, leaves)))
+        out = jax.tree.leaves(launch_in_order(self._mesh, program, *jax.tree.unflatten(tree, leaves)))
         self._held.update(enumerate(out, order.first))
 
 
-def functions_of(runtime: Runtime, sharding: ModelSharding) -> list[Any]:
+def functions_of(runtime: ModelRuntime, sharding: ModelSharding) -> list[Any]:
     """Owners of the functions that a leader may name, beside those of the runtime: while they live, it finds them.
 
     Their pages are arguments, so this cache has none.
     """
     programs = runtime.steps.cache
-    cache = PagedCache(CachePlan((), (), page_len=1, max_len=1))
-    packed = PackedModel(runtime.program, runtime.weights, cache, programs, num_slots=1, token_budget=16)
-    return [packed, MirroredPages(programs, sharding)]
+    cache = PagedCache(CacheAllocation((), (), page_len=1, max_len=1))
+    packed = PackedExecutor(runtime.program, runtime.weights, cache, programs, num_slots=1, token_budget=16)
+    return [packed, MultiHostPoolAllocator(programs, sharding)]
 
 
-def follow(runtime: Runtime, leader: Watch) -> None:
+def follow(runtime: ModelRuntime, leader: Watch) -> None:
     """Runs what the leader runs until it ends; see `Follower`."""
     try:
         Follower(runtime, leader).run()
     except jax.errors.JaxRuntimeError:
-        wait_for_news()  # a host that is lost is the better error
+        wait_for_host_error()  # a host that is lost is the better error
         raise

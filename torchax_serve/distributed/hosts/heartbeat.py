@@ -101,6 +101,6 @@ class Watch:
             self.incoming.put(frame[1])
 
 
-def wait_for_news() -> None:
+def wait_for_host_error() -> None:
     """Gives a watch the time to find that a host was lost, before an error is reported that may come of it."""
     time.sleep(GRACE_S)

@@ -24,15 +24,15 @@ from jax.sharding import Mesh
 from model_adapters.errors import HostsError, UnsupportedArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
-from torchax_serve.compilation.launchers import ONE_ON_CPUS
-from torchax_serve.distributed.hosts.heartbeat import Watch, wait_for_news
-from torchax_serve.distributed.hosts.messages import Compile, End, Held, Kind, Run, everywhere, spread
+from torchax_serve.compilation.launchers import CPU_COLLECTIVE_LOCK
+from torchax_serve.distributed.hosts.heartbeat import Watch, wait_for_host_error
+from torchax_serve.distributed.hosts.messages import ArrayRef, Compile, End, Kind, Run, everywhere, spread
 
 if TYPE_CHECKING:
-    from torchax_serve.compilation.executable_cache import KeptFunction
+    from torchax_serve.compilation.executable_cache import CachedFunction
 
 
-def compile_for_hosts(kept: KeptFunction, mesh: Mesh, weights: Weights, args: tuple[Any, ...], spec: Any) -> Any:
+def compile_for_hosts(kept: CachedFunction, mesh: Mesh, weights: Weights, args: tuple[Any, ...], spec: Any) -> Any:
     """The program of a function on the devices of all hosts.
 
     The first of its results is what a host reads, so every device gets it whole; what follows is what programs hand on.
@@ -45,23 +45,23 @@ def compile_for_hosts(kept: KeptFunction, mesh: Mesh, weights: Weights, args: tu
     return kept.compile(weights, args, spec, adapt=adapt)
 
 
-def run_in_turn(mesh: Mesh, program: Any, *args: Any) -> Any:
+def launch_in_order(mesh: Mesh, program: Any, *args: Any) -> Any:
     """Launches a program; on CPU devices one ends before the next begins (`mesh_programs`)."""
     if mesh.devices.flat[0].platform != "cpu":
         return program(*args)
-    with ONE_ON_CPUS:
+    with CPU_COLLECTIVE_LOCK:
         return jax.block_until_ready(program(*jax.block_until_ready(args)))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Known:
+class _RemoteArray:
     """What the leader holds of an array that all hosts have."""
 
     number: int
     array: weakref.ref[jax.Array] | jax.Array  # on the mesh; the caller's own where it is divided
 
 
-class Mirror:
+class Leader:
     """Sends followers what the leader runs.
 
     Args:
@@ -72,15 +72,15 @@ class Mirror:
     def __init__(self, mesh: Mesh, followers: Sequence[Watch]) -> None:
         self._mesh, self._followers = mesh, list(followers)
         self._order = threading.RLock()  # all hosts run programs in the order in which it is taken
-        self._known: dict[int, _Known] = {}  # by id of the array that the caller has
+        self._known: dict[int, _RemoteArray] = {}  # by id of the array that the caller has
         self._dropped: collections.deque[int] = collections.deque()
         self._num_programs = self._num_results = 0
         self._is_over = False
         atexit.register(self.close)
 
     def program(
-        self, kept: KeptFunction, weights: Weights, args: tuple[Any, ...], spec: Any, precision: Any
-    ) -> MirroredProgram:
+        self, kept: CachedFunction, weights: Weights, args: tuple[Any, ...], spec: Any, precision: Any
+    ) -> MultiHostExecutable:
         """Has all hosts compile a function for these arguments, side by side."""
         if registry.is_overridden():
             raise UnsupportedArgumentError("ops.use: expected on one host only, got a model on several; leave it out")
@@ -88,13 +88,13 @@ class Mirror:
             number, self._num_programs = self._num_programs, self._num_programs + 1
             leaves, tree = jax.tree.flatten(args)
             sent = [self._sent(leaf) for leaf in leaves]
-            kinds = [each if isinstance(each, Held) else Kind(each.shape, each.dtype) for each in sent]
+            kinds = [each if isinstance(each, ArrayRef) else Kind(each.shape, each.dtype) for each in sent]
             described = jax.tree.unflatten(tree, kinds)
             self._send(Compile(number, kept.name, spec, precision, bool(weights), described, kept.facts()))
             error, program = None, None
             try:
                 here = [
-                    self._here(leaf) if isinstance(kind, Held) else kind.abstract(self._mesh)
+                    self._here(leaf) if isinstance(kind, ArrayRef) else kind.abstract(self._mesh)
                     for leaf, kind in zip(leaves, kinds, strict=True)
                 ]
                 program = compile_for_hosts(kept, self._mesh, weights, tuple(jax.tree.unflatten(tree, here)), spec)
@@ -107,7 +107,7 @@ class Mirror:
                     error = HostsError(f"{follower.who} cannot compile {kept.name}: {said['error']}")
             if error is not None:
                 raise error
-            return MirroredProgram(self, number, program)
+            return MultiHostExecutable(self, number, program)
 
     def run(self, number: int, program: Any, weights: Weights, args: tuple[Any, ...]) -> Any:
         """Runs a compiled program on all hosts; what all devices have alike comes out on the leader's first."""
@@ -117,10 +117,10 @@ class Mirror:
             first = self._num_results
             self._send(Run(number, tuple(sent), first, self._take_dropped()))
             here = [
-                self._here(leaf) if isinstance(each, Held) else spread(each, self._mesh)
+                self._here(leaf) if isinstance(each, ArrayRef) else spread(each, self._mesh)
                 for leaf, each in zip(leaves, sent, strict=True)
             ]
-            out, tree = jax.tree.flatten(run_in_turn(self._mesh, program, weights, *jax.tree.unflatten(tree, here)))
+            out, tree = jax.tree.flatten(launch_in_order(self._mesh, program, weights, *jax.tree.unflatten(tree, here)))
             self._num_results += len(out)
             return jax.tree.unflatten(tree, [self._result(array, first + i) for i, array in enumerate(out)])
 
@@ -132,7 +132,7 @@ class Mirror:
         try:
             yield
         except (OSError, jax.errors.JaxRuntimeError):
-            wait_for_news()
+            wait_for_host_error()
             raise
 
     def _send(self, order: Any) -> None:
@@ -142,11 +142,11 @@ class Mirror:
     def _take_dropped(self) -> tuple[int, ...]:
         return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
 
-    def _sent(self, leaf: Any) -> Held | np.ndarray:
+    def _sent(self, leaf: Any) -> ArrayRef | np.ndarray:
         """What stands for an argument on its way to the followers."""
         known = self._known.get(id(leaf))
         if known is not None and not self._on_mesh(known).is_deleted():
-            return Held(known.number)
+            return ArrayRef(known.number)
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise UnsupportedArgumentError(
                 "expected a cache as a step has left it, got one that was cut, joined or reordered on the host, which "
@@ -159,7 +159,7 @@ class Mirror:
         return self._on_mesh(self._known[id(leaf)])
 
     @staticmethod
-    def _on_mesh(known: _Known) -> jax.Array:
+    def _on_mesh(known: _RemoteArray) -> jax.Array:
         array = known.array() if isinstance(known.array, weakref.ref) else known.array
         assert array is not None
         return array
@@ -171,7 +171,7 @@ class Mirror:
             kept, mine = array, jax.device_put(array.addressable_data(0), jax.local_devices()[0])
         else:
             mine, kept = array, weakref.ref(array)
-        self._known[id(mine)] = _Known(number, kept)
+        self._known[id(mine)] = _RemoteArray(number, kept)
         weakref.finalize(mine, self._drop, id(mine), number).atexit = False
         return mine
 
@@ -196,10 +196,10 @@ class Mirror:
 
 
 @dataclasses.dataclass(frozen=True)
-class MirroredProgram:
+class MultiHostExecutable:
     """A program that all hosts run."""
 
-    mirror: Mirror
+    mirror: Leader
     number: int
     program: Any
 

@@ -21,7 +21,7 @@ def spread(value: np.ndarray, mesh: Mesh) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ArrayRef:
     """An array that every host has: the result of an earlier program, by its number."""
 
     number: int
@@ -48,7 +48,7 @@ class Compile:
     spec: Any
     precision: str | None  # of products
     has_weights: bool
-    args: Any  # the arguments' tree, its leaves `Held` or `Kind`
+    args: Any  # the arguments' tree, its leaves `ArrayRef` or `Kind`
     facts: dict[str, Any]  # what the leader's traces have shown about the model
 
 
@@ -57,7 +57,7 @@ class Run:
     """Run a program. Its results are numbered from `first` on, in the order of their tree."""
 
     program: int
-    leaves: tuple[Any, ...]  # of the arguments: `Held` or numpy arrays
+    leaves: tuple[Any, ...]  # of the arguments: `ArrayRef` or numpy arrays
     first: int
     dropped: tuple[int, ...]  # numbers of results that nobody needs any more
 

@@ -83,7 +83,7 @@ def mesh_of_hosts(hosts: Hosts, mesh: Mesh | Mapping[str, int] | None, tensor_pa
     return made
 
 
-def facts_of(loaded: LoadedModel) -> dict[str, str]:
+def load_digest(loaded: LoadedModel) -> dict[str, str]:
     """Digests of what all hosts must have loaded alike."""
     assert loaded.sharding is not None
     config = {key: value for key, value in loaded.config.to_dict().items() if key != "_name_or_path"}
@@ -107,7 +107,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def check_alike(followers: Sequence[Watch], facts: Mapping[str, str]) -> None:
+def check_same_model(followers: Sequence[Watch], facts: Mapping[str, str]) -> None:
     """Waits until all followers have loaded the model, and compares what they have with the leader's `facts`.
 
     Raises:
@@ -123,7 +123,7 @@ def check_alike(followers: Sequence[Watch], facts: Mapping[str, str]) -> None:
                 )
 
 
-def in_common(
+def shared_arguments(
     loading: Mapping[str, Any], mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None
 ) -> dict[str, Any]:
     """What all hosts have to be asked for alike."""

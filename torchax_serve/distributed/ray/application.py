@@ -47,7 +47,7 @@ class Replica:
         )
         self._model = serve(options.model, dtype=options.dtype, tensor_parallel=options.tensor_parallel, engine=engine)
         self._model.engine.warm_up()
-        gc_pause.set_aside()
+        gc_pause.freeze_for_serving()
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[str]:
         """Pieces of the answer; refuses what it does not know before the first one."""

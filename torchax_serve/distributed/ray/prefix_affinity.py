@@ -14,7 +14,7 @@ MOST_BLOCKS = 64
 MOST_KNOWN = 1 << 16
 
 
-def beginning_of(request: Mapping[str, Any]) -> str:
+def prefix_key(request: Mapping[str, Any]) -> str:
     """The text by which requests share computed pages: what a chat template would make of messages begins alike."""
     prompt = request.get("prompt")
     return prompt if isinstance(prompt, str) else json.dumps(request.get("messages"), ensure_ascii=False)

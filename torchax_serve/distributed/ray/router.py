@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from torchax_serve.distributed.ray.prefix_affinity import PrefixTable, beginning_of, choose
+from torchax_serve.distributed.ray.prefix_affinity import PrefixTable, choose, prefix_key
 
 MOST_AHEAD = 4
 
@@ -40,4 +40,4 @@ class PrefixRouter(RequestRouter):
 
 def _text(pending: PendingRequest | None) -> str | None:
     request: Any = pending.args[0] if pending is not None and pending.args else None
-    return beginning_of(request) if isinstance(request, dict) else None
+    return prefix_key(request) if isinstance(request, dict) else None

@@ -50,7 +50,7 @@ class Expected:
         smallest_gap: between the first and the second logit of all choices.
         options: further arguments of ``generate`` that eager PyTorch needed.
         notes: what transformers could not do.
-        rounding: see `rounding_of`; a model that amplifies rounding is no clear one.
+        rounding: see `rounding_error`; a model that amplifies rounding is no clear one.
     """
 
     logits: torch.Tensor
@@ -72,7 +72,7 @@ class Expected:
         return not torch.equal(*self.alone)
 
     @property
-    def is_clear(self) -> bool:
+    def has_margins(self) -> bool:
         """Whether the choices are clear and differ from prompt to prompt."""
         if self.rounding > MOST_ROUNDING:
             return False
@@ -172,7 +172,7 @@ def _is_product(module: torch.nn.Module, name: str) -> bool:
     return known or name.endswith("_proj") or name in ("weight", "kernel")
 
 
-def clearest_model(model_type: str) -> tuple[PreTrainedModel, Expected]:
+def model_with_margins(model_type: str) -> tuple[PreTrainedModel, Expected]:
     """A tiny causal model whose greedy choices are clear, and what eager PyTorch gives; fixed for a type."""
     return clearest(functools.partial(tiny_model, model_type), expect)
 
@@ -193,7 +193,7 @@ def clearest(
     for seed in seeds:
         model = make(seed)
         expected = expect(model)
-        if expected.is_clear:
+        if expected.has_margins:
             return model, expected
         if best is None or _quality(expected) > _quality(best[1]):
             best = model, expected
@@ -250,11 +250,11 @@ def expect(model: PreTrainedModel) -> Expected:
             gaps.append(gap)
     except Exception as error:
         notes.append(f"eager generate on a padded batch raises {said(error)}; not compared")
-    rounding = rounding_of(model, lambda twin: _forward(twin, rows_of(model, first)), logits)
+    rounding = rounding_error(model, lambda twin: _forward(twin, rows_of(model, first)), logits)
     return Expected(logits, padded, tuple(tokens for tokens, _ in alone), min(gaps), options, tuple(notes), rounding)
 
 
-def rounding_of(model: PreTrainedModel, forward: Callable[[Any], torch.Tensor], logits: torch.Tensor) -> float:
+def rounding_error(model: PreTrainedModel, forward: Callable[[Any], torch.Tensor], logits: torch.Tensor) -> float:
     """Largest difference of `logits` to those in float64.
 
     Where the model's code does not compute in that, or gives no numbers because masks of its smallest number add up to
