@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from scheduling_device import Oracle, make_loop, request, truth
+from scheduler_device import Oracle, make_loop, request, truth
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.scheduler import INVALID_TOKEN, CacheGroup, PlanRow, Request, Status

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_device import make_loop, request, truth
+from scheduler_device import make_loop, request, truth
 
 from torchax_serve.scheduler import CacheGroup, DecodeBatch, PlanRow
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from scheduling_device import Loop, Oracle
+from scheduler_device import Loop, Oracle
 
 from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SchedulerConfig
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduling_device import Loop, Oracle
+from scheduler_device import Loop, Oracle
 
 from torchax_serve import InvalidArgumentError
 from torchax_serve.scheduler import INVALID_TOKEN, CacheGroup, Request, Scheduler, SchedulerConfig

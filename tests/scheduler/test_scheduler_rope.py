@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling_device import VOCAB, FakeDevice, make_config, make_loop
+from scheduler_device import VOCAB, FakeDevice, make_config, make_loop
 
 from model_adapters.program.rope_lengths import RopeLengths
 from torchax_serve.scheduler import CacheGroup, Request

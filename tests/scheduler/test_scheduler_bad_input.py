@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scheduling_device import make_config, make_loop, request, truth
+from scheduler_device import make_config, make_loop, request, truth
 
 from torchax_serve import InvalidArgumentError
 from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SchedulerConfig

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two network namespaces as two hosts with a cable between them: same tokens; then the cable is cut under load.
-# Needs Linux and the right to make namespaces (user namespaces do), so it is run by hand: tests/hosts/in_namespaces.sh
+# Needs Linux and the right to make namespaces (user namespaces do), so it is run by hand: tests/distributed/in_namespaces.sh
 set -euo pipefail
 
 if [ "${INSIDE:-}" != yes ]; then
@@ -23,7 +23,7 @@ done
 export PYTHONPATH=$PWD JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=4 TRANSFORMERS_VERBOSITY=error
 
 host() { # SIDE ACTION HOST_ID
-  ip netns exec "$1" unshare --mount sh -c "mount --bind /run/hosts.$1 /etc/hosts && exec $python tests/hosts/host_checks.py $2 $3 10.77.0.1:8476"
+  ip netns exec "$1" unshare --mount sh -c "mount --bind /run/hosts.$1 /etc/hosts && exec $python tests/distributed/host_checks.py $2 $3 10.77.0.1:8476"
 }
 
 host right tokens 1 > /run/follower 2>&1 &
