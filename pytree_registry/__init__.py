@@ -15,11 +15,11 @@ neither jax nor transformers; importing its modules does.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytree_registry import torchax_import
 from pytree_registry.errors import RegistrationError, TracedCountError
+from pytree_registry.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from pytree_registry.registry import is_registered, owner_of, register, register_all, registered_classes
@@ -39,10 +39,16 @@ __all__ = [
 
 torchax_import.install()  # `import torchax` works from here on, on every torch
 
-
-def __getattr__(name: str) -> Any:
-    # jax takes half a second to import; the command line's help must not wait for it.
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "counts" if name in ("TracedCount", "exact_counts") else "registry"
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+# jax takes half a second to import; the help of the command line must not wait for it.
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "TracedCount": ".traced_counts",
+        "exact_counts": ".traced_counts",
+        "is_registered": ".registry",
+        "owner_of": ".registry",
+        "register": ".registry",
+        "register_all": ".registry",
+        "registered_classes": ".registry",
+    },
+)

@@ -7,8 +7,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from model_adapters.errors import (
     ChatTemplateError,
@@ -22,6 +21,7 @@ from model_adapters.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
+from pytree_registry.lazy_exports import lazy_exports
 from torchax_serve.compilation import gc_pause
 
 if TYPE_CHECKING:
@@ -66,27 +66,23 @@ __all__ = [
     "to_jax",
 ]
 
-_HOME = {
-    "Completion": "torchax_serve.text",
-    "EncoderModel": "torchax_serve.entrypoints.encoder_model",
-    "EngineOptions": "torchax_serve.engine.options",
-    "Hosts": "torchax_serve.distributed.hosts.options",
-    "RequestError": "torchax_serve.engine.request_handle",
-    "SamplingParams": "torchax_serve.sampling_params",
-    "ServedModel": "torchax_serve.entrypoints.served_model",
-    "SpeechModel": "torchax_serve.entrypoints.speech_model",
-    "TextStream": "torchax_serve.text",
-    "extract_jax": "model_adapters.bridge.extract",
-    "follow": "torchax_serve.distributed.hosts.follow",
-    "serve": "torchax_serve.entrypoints.serve",
-    "to_jax": "torchax_serve.generation.jax_model",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # torch, jax and transformers take seconds to import; the command line's help must not wait for them.
-    if name in _HOME:
-        with gc_pause.paused_for_imports():
-            value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# torch, jax and transformers take seconds to import; the help of the command line must not wait for them.
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "Completion": ".text",
+        "EncoderModel": ".entrypoints.encoder_model",
+        "EngineOptions": ".engine.options",
+        "Hosts": ".distributed.hosts.options",
+        "RequestError": ".engine.request_handle",
+        "SamplingParams": ".sampling_params",
+        "ServedModel": ".entrypoints.served_model",
+        "SpeechModel": ".entrypoints.speech_model",
+        "TextStream": ".text",
+        "extract_jax": "model_adapters.bridge.extract",
+        "follow": ".distributed.hosts.follow",
+        "serve": ".entrypoints.serve",
+        "to_jax": ".generation.jax_model",
+    },
+    gc_pause.paused_for_imports,
+)

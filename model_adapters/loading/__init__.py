@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pytree_registry.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from model_adapters.loading.custom_generate import has_own_generate
@@ -28,25 +29,21 @@ __all__ = [
     "resolve",
 ]
 
-_HOME = {
-    "SHORT_NAMES": "short_names",
-    "LoadReport": "loaded_model",
-    "LoadedModel": "loaded_model",
-    "ModelSource": "model_source",
-    "Progress": "progress",
-    "RichProgress": "progress",
-    "ShortName": "short_names",
-    "SilentProgress": "progress",
-    "has_own_generate": "custom_generate",
-    "load_model": "loader",
-    "require_causal_lm": "loaded_model",
-    "resolve": "model_source",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # The command line looks names up before torch, jax and transformers are imported.
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    return value
+# The command line looks names up before torch, jax and transformers are imported.
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "LoadReport": ".loaded_model",
+        "LoadedModel": ".loaded_model",
+        "ModelSource": ".model_source",
+        "Progress": ".progress",
+        "RichProgress": ".progress",
+        "SHORT_NAMES": ".short_names",
+        "ShortName": ".short_names",
+        "SilentProgress": ".progress",
+        "has_own_generate": ".custom_generate",
+        "load_model": ".loader",
+        "require_causal_lm": ".loaded_model",
+        "resolve": ".model_source",
+    },
+)

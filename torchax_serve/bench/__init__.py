@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pytree_registry.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from torchax_serve.bench.compare import bench
@@ -24,23 +25,19 @@ __all__ = [
     "measure_bandwidth",
 ]
 
-_HOME = {
-    "Bandwidth": "machine",
-    "BenchReport": "report",
-    "Case": "report",
-    "Machine": "machine",
-    "Measurement": "report",
-    "ModelFacts": "report",
-    "Settings": "settings",
-    "Timing": "report",
-    "bench": "compare",
-    "measure_bandwidth": "machine",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # The command line checks `BenchSettings` before torch and jax are imported.
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    return value
+# The command line checks `BenchSettings` before torch and jax are imported.
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "Bandwidth": ".machine",
+        "BenchReport": ".report",
+        "BenchSettings": ".settings",
+        "Case": ".report",
+        "Machine": ".machine",
+        "Measurement": ".report",
+        "ModelFacts": ".report",
+        "Timing": ".report",
+        "bench": ".compare",
+        "measure_bandwidth": ".machine",
+    },
+)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pytree_registry.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from torchax_serve.pooling.classification import Classification, RankedDocument, TokenLabel
@@ -12,17 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = ["POOLINGS", "Classification", "RankedDocument", "TokenLabel", "embed"]
 
-_HOME = {
-    "POOLINGS": "torchax_serve.pooling.methods",
-    "Classification": "torchax_serve.pooling.classification",
-    "RankedDocument": "torchax_serve.pooling.classification",
-    "TokenLabel": "torchax_serve.pooling.classification",
-    "embed": "torchax_serve.pooling.embedding",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
-    return value
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "Classification": ".classification",
+        "POOLINGS": ".methods",
+        "RankedDocument": ".classification",
+        "TokenLabel": ".classification",
+        "embed": ".embedding",
+    },
+)
