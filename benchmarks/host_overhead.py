@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from generate import keep_kernels
-from simulated_accelerator import VOCAB_SIZE, Accelerator, Costs, Recorder, Round
+from simulated_accelerator import VOCAB_SIZE, Accelerator, Costs, Round, RoundRecorder
 
 FOLDER = Path(__file__).resolve().parent
 SHAPE = json.loads((FOLDER / "shapes" / "llama-8b.json").read_text())
@@ -85,7 +85,7 @@ def measure(
     from torchax_serve import EngineOptions, serve
     from torchax_serve.compilation import gc_pause
 
-    recorder = Recorder(Accelerator(reached=options.reached), COSTS, holds_prompts=mixed, at_once=options.at_once)
+    recorder = RoundRecorder(Accelerator(reached=options.reached), COSTS, holds_prompts=mixed, at_once=options.at_once)
     layout: dict[str, int] = {} if options.max_num_steps is None else {"max_num_steps": options.max_num_steps}
     layout |= {"max_len": context + 64 + options.new_tokens, "num_slots": batch, "token_budget": batch + 256}
     with (

@@ -64,7 +64,7 @@ class Round:
     has_compiled: bool = False
 
 
-class Recorder:
+class RoundRecorder:
     """Puts clocks on the engine's parts, and a device behind them that takes its time.
 
     Args:

@@ -20,8 +20,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from model_adapters.bridge.views import jax_view, torch_view, views_of
-from model_adapters.caches.layers import CacheWrite
+from model_adapters.bridge.views import as_views, jax_view, torch_view
+from model_adapters.caches.layers import KVWrite
 from model_adapters.caches.paged_cache import NotPackableError, PagedWrite, attend_paged
 from model_adapters.lowerings import constant_folding
 from model_adapters.ops import decode_attention, dense_attention
@@ -170,7 +170,7 @@ def torchax_attention(
     if dropout:
         raise ValueError(f"expected dropout 0 in a served model, got {dropout}; call model.eval() first")
     # Which code may have made on the host.
-    attention_mask, position_bias, alibi_slopes = views_of((attention_mask, position_bias, alibi_slopes))
+    attention_mask, position_bias, alibi_slopes = as_views((attention_mask, position_bias, alibi_slopes))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_mask = getattr(attention_mask, "visible", attention_mask)
     note: CausalMask | None = getattr(attention_mask, "causal_mask", None)
@@ -182,7 +182,7 @@ def torchax_attention(
         return attend_paged(query, key, paged, note.window, **features), None
     alibi = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)
     sinks = None if s_aux is None else jax_view(s_aux)
-    write: CacheWrite | None = getattr(key, "cache_write", None)
+    write: KVWrite | None = getattr(key, "cache_write", None)
     if write is not None and value is not write.values_out:
         write = None  # model code has made other values of those that were written
     q = jax_view(query)
@@ -237,7 +237,7 @@ def _additive(mask: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(mask, 0, jnp.finfo(dtype).min).astype(dtype) if mask.dtype == jnp.bool else mask.astype(dtype)
 
 
-def _decode(q: jax.Array, write: CacheWrite, note: CausalMask, **features: Any) -> jax.Array:
+def _decode(q: jax.Array, write: KVWrite, note: CausalMask, **features: Any) -> jax.Array:
     """One new token per row: writes its keys and values and attends, in one op."""
     assert write.pool_before is not None
     layer, batch = write.layer, q.shape[0]

@@ -67,15 +67,15 @@ class Splitter:
         self.children: list[Any] = []
         self.paths: list[str] = []
 
-    def split(self, value: Any, path: str) -> Skeleton:
+    def flatten_object(self, value: Any, path: str) -> Skeleton:
         """The skeleton of `value`, which stands at `path` (such as ``layers[0]``) of the owner."""
         kind = type(value)
         if kind in _STATIC and path not in self.remembered:
             return kind, value
         if kind is dict or kind is OrderedDict:
-            return kind, tuple((key, self.split(item, f"{path}[{key!r}]")) for key, item in value.items())
+            return kind, tuple((key, self.flatten_object(item, f"{path}[{key!r}]")) for key, item in value.items())
         if kind is list or issubclass(kind, tuple):
-            return kind, tuple(self.split(item, f"{path}[{i}]") for i, item in enumerate(value))
+            return kind, tuple(self.flatten_object(item, f"{path}[{i}]") for i, item in enumerate(value))
         if is_array(value) or path in self.remembered or not jax.tree_util.all_leaves((value,)):
             self.children.append(value)
             self.paths.append(path)
@@ -113,7 +113,7 @@ def _is_configuration(value: Any) -> bool:
     return isinstance(value, PreTrainedConfig)
 
 
-def join(skeleton: Skeleton, children: Iterator[Any]) -> Any:
+def unflatten_object(skeleton: Skeleton, children: Iterator[Any]) -> Any:
     """The value of `skeleton` with the next ones of `children` in its places; containers are new objects."""
     if skeleton is None:
         return next(children)
@@ -121,11 +121,11 @@ def join(skeleton: Skeleton, children: Iterator[Any]) -> Any:
     if kind in _STATIC:
         return payload
     if kind is dict or kind is OrderedDict:
-        return kind((key, join(item, children)) for key, item in payload)
+        return kind((key, unflatten_object(item, children)) for key, item in payload)
     if kind is list:
-        return [join(item, children) for item in payload]
+        return [unflatten_object(item, children) for item in payload]
     if issubclass(kind, tuple):
-        items = [join(item, children) for item in payload]
+        items = [unflatten_object(item, children) for item in payload]
         return kind._make(items) if hasattr(kind, "_make") else kind(items)
     if kind is set:
         return set(payload)
@@ -135,7 +135,9 @@ def join(skeleton: Skeleton, children: Iterator[Any]) -> Any:
 def split_attributes(obj: Any, attributes: Mapping[str, Any]) -> tuple[Splitter, tuple[tuple[str, Skeleton], ...]]:
     """Splits `attributes` of `obj`: the splitter with the children, and ``(name, skeleton)`` of each attribute."""
     splitter = Splitter(type(obj), attributes.get(_REMEMBERED, frozenset()))
-    static = tuple((name, splitter.split(value, name)) for name, value in attributes.items() if name != _REMEMBERED)
+    static = tuple(
+        (name, splitter.flatten_object(value, name)) for name, value in attributes.items() if name != _REMEMBERED
+    )
     return splitter, static
 
 
@@ -152,7 +154,7 @@ def join_attributes(
     Attribute `recognized` needs no memory: its owner takes it for a child whatever it is.
     """
     remaining = iter(children)
-    attributes = {name: join(skeleton, remaining) for name, skeleton in static}
+    attributes = {name: unflatten_object(skeleton, remaining) for name, skeleton in static}
     if not all(_comes_apart(child) for child in children):
         paths = (path for name, skeleton in static for path in _child_paths(skeleton, name))
         pairs = zip(paths, children, strict=True)

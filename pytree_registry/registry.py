@@ -212,7 +212,7 @@ def _functions_for(cls: type) -> tuple[Any, Any, Any]:
             )
         if rule is not None and isinstance(attributes.get(rule.attribute), int | TracedCount):
             count, window = attributes[rule.attribute], attributes[rule.window]
-            attributes[rule.attribute] = rule.settle(count, window)
+            attributes[rule.attribute] = rule.canonicalize(count, window)
         keys: tuple[str, ...] = ()
         if is_dict:
             keys = tuple(OrderedDict.keys(obj))

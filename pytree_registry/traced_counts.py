@@ -176,7 +176,7 @@ class CountRule:
     window: str
     exact_below_window: bool
 
-    def settle(self, count: Any, window: int) -> TracedCount:
+    def canonicalize(self, count: Any, window: int) -> TracedCount:
         """The count as it stands in the pytree of a layer with `window`: over one of the ranges wherever possible.
 
         Args:

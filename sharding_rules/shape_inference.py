@@ -19,7 +19,7 @@ MAX_ROUTES = 1024
 _SOURCE = "shape"
 
 
-def infer(
+def infer_rules(
     shapes: Mapping[str, tuple[int, ...]], hidden_size: int | None, family: str, first: Sequence[Rule] = ()
 ) -> RuleTable:
     """A table of the rules `first`, and of one for each form of a name that they do not match.

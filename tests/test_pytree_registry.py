@@ -329,16 +329,16 @@ def test_a_traced_count_is_no_number():
 @given(st.integers(1, 6), st.integers(0, 12), st.booleans())
 def test_ranges_hold_the_count_and_do_not_move(window, count, exact):
     rule = CountRule("count", "window", exact_below_window=exact)
-    settled = rule.settle(count, window)
+    settled = rule.canonicalize(count, window)
     assert settled.low <= count <= settled.high
     assert int(settled) == count
-    again = rule.settle(TracedCount(jnp.int32(count), settled.low, settled.high), window)
+    again = rule.canonicalize(TracedCount(jnp.int32(count), settled.low, settled.high), window)
     assert (again.low, again.high, again.settled) == (settled.low, settled.high, True)
     if count >= window:
-        after = rule.settle(settled + 1, window)
+        after = rule.canonicalize(settled + 1, window)
         assert (after.low, after.high) == (window, math.inf)
     with pytree_registry.exact_counts():
-        assert rule.settle(settled, window).high == count
+        assert rule.canonicalize(settled, window).high == count
 
 
 def test_a_structure_that_is_not_of_its_count_is_refused():

@@ -18,9 +18,9 @@ from model_adapters.loading.model_class import module_of
 from model_adapters.sharding.model_sharding import head_counts
 from model_adapters.sharding.rule_selection import rules_for
 from sharding_rules import HeadCounts, Rule, RuleTable, ShardingRuleError, place
-from sharding_rules.hf_tp_plans import WORDS, translate
+from sharding_rules.hf_tp_plans import WORDS, rules_from_tp_plan
 from sharding_rules.layout import ZERO, fused_dim, layout_heads, padded_units, take
-from sharding_rules.shape_inference import infer
+from sharding_rules.shape_inference import infer_rules
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
@@ -124,8 +124,8 @@ def test_the_tables_cut_where_the_plans_of_transformers_cut(model_type):
     module = empty(config)
     shapes = shapes_of(module)
     ours = place(rules_for(module, shapes), shapes, {"model": 4}, head_counts(config))
-    plan = translate(config.base_model_tp_plan, {}, model_type, shapes)
-    theirs = place(infer(shapes, 32, model_type, plan), shapes, {"model": 4}, head_counts(config))
+    plan = rules_from_tp_plan(config.base_model_tp_plan, {}, model_type, shapes)
+    theirs = place(infer_rules(shapes, 32, model_type, plan), shapes, {"model": 4}, head_counts(config))
     named = [name for name, each in theirs.items() if each.rule.source == "plan of the model"]
     assert len(named) >= 8
     assert {name: ours[name].spec for name in named} == {name: theirs[name].spec for name in named}
@@ -142,7 +142,7 @@ def test_every_word_of_the_installed_transformers_is_known():
 
 def test_a_word_that_nobody_knows_is_an_error_that_lists_those_that_are():
     with pytest.raises(ShardingRuleError, match=r"has the words 'sideways', expected .*colwise"):
-        translate({"layers.*.mlp": "sideways"}, {}, "toy", {})
+        rules_from_tp_plan({"layers.*.mlp": "sideways"}, {}, "toy", {})
 
 
 def test_a_plan_becomes_rules_for_weights_biases_and_stacked_experts():
@@ -153,7 +153,7 @@ def test_a_plan_becomes_rules_for_weights_biases_and_stacked_experts():
         "l.*.experts": "moe_tp_experts",
         "l.*.gone": "rowwise",
     }
-    rules = translate(plan, {"l.*.experts.down_proj": "grouped_gemm"}, "toy", shapes)
+    rules = rules_from_tp_plan(plan, {"l.*.experts.down_proj": "grouped_gemm"}, "toy", shapes)
     placed = place(RuleTable("toy", rules), shapes, {"model": 2, "expert": 2})
     assert {name: each.spec for name, each in placed.items()} == {
         "m.l.0.up.weight": P("model", None),
@@ -170,7 +170,7 @@ def test_shapes_alone_cut_what_goes_up_by_rows_and_what_comes_down_by_columns():
         "a.1.out_proj.weight": (16, 16),
         "c": (32, 1, 4),
     }
-    placed = place(infer(shapes, 16, "toy"), shapes, {"model": 4})
+    placed = place(infer_rules(shapes, 16, "toy"), shapes, {"model": 4})
     assert {name: each.spec for name, each in placed.items()} == {
         "a.0.up": P("model", None),
         "a.0.back": P(None, "model"),
@@ -301,7 +301,7 @@ def test_the_packages_leaves_do_not_know_each_other_nor_the_bridge():
 
 def test_tensors_of_one_name_and_several_shapes_have_rules_of_their_own():
     shapes = {f"a.{n}.weight": shape for n, shape in enumerate([(64, 16), (16,), (64, 16)])}
-    placed = place(infer(shapes, 16, "toy"), shapes, {"model": 4})
+    placed = place(infer_rules(shapes, 16, "toy"), shapes, {"model": 4})
     assert [each.spec for each in placed.values()] == [P("model", None), P(None), P("model", None)]
 
 

@@ -13,7 +13,7 @@ SMALLEST = 32
 HALF_WAY_FROM = 128
 
 
-def bucket(length: int, limit: int | None = None) -> int:
+def next_bucket(length: int, limit: int | None = None) -> int:
     """The smallest rung that holds `length`, never above `limit`.
 
     Raises:
@@ -28,21 +28,21 @@ def bucket(length: int, limit: int | None = None) -> int:
     return rung if limit is None else min(rung, limit)
 
 
-def ladder(top: int, base: int = 2, start: int = 1) -> tuple[int, ...]:
+def bucket_sizes(largest: int, growth: int = 2, smallest: int = 1) -> tuple[int, ...]:
     """`start` times powers of `base` below `top`, and `top`."""
     rungs = []
-    while start < top:
-        rungs.append(start)
-        start *= base
-    return (*rungs, top)
+    while smallest < largest:
+        rungs.append(smallest)
+        smallest *= growth
+    return (*rungs, largest)
 
 
-def rung(rungs: Sequence[int], size: int) -> int:
+def bucket_for(rungs: Sequence[int], size: int) -> int:
     """The first of `rungs` that holds `size`."""
     return next(r for r in rungs if r >= size)
 
 
-def token_rungs(token_budget: int) -> tuple[int, ...]:
+def token_buckets(token_budget: int) -> tuple[int, ...]:
     """What a step of up to `token_budget` tokens is padded to."""
-    top = bucket(token_budget)
-    return tuple(sorted({min(bucket(size), top) for size in range(1, token_budget + 1)}))
+    top = next_bucket(token_budget)
+    return tuple(sorted({min(next_bucket(size), top) for size in range(1, token_budget + 1)}))

@@ -15,7 +15,7 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.validation.argument_checks import (
     MAX_INT,
     TOKEN_ID,
-    Limits,
+    ValueRange,
     bias_pairs,
     check_bad_words,
     check_logit_bias,
@@ -40,8 +40,8 @@ __all__ = [
     "NEVER_A_TOKEN",
     "REMEDIES",
     "SAMPLING_ONLY",
-    "Limits",
     "SamplingParams",
+    "ValueRange",
     "bias_pairs",
     "check_bad_words",
     "check_logit_bias",
@@ -56,34 +56,34 @@ MAX_STOPS = 64  # stop strings, and ids of end-of-sequence and stop tokens each
 NEVER_A_TOKEN = -1
 """An end-of-sequence id that no token has. Where a config has none, transformers takes the model's own."""
 
-LIMITS: Mapping[str, Limits] = {
-    "max_new_tokens": Limits(1, MAX_INT, whole=True),
-    "min_new_tokens": Limits(0, MAX_INT, whole=True),
-    "max_length": Limits(1, whole=True),
-    "min_length": Limits(0, MAX_INT, whole=True),
-    "num_return_sequences": Limits(1, whole=True),
-    "temperature": Limits(0, low_open=True),
-    "top_k": Limits(0, MAX_INT, whole=True),
-    "top_p": Limits(0, 1, low_open=True),
-    "min_p": Limits(0, 1),
-    "top_h": Limits(0, 1, low_open=True),
-    "typical_p": Limits(0, 1, low_open=True),
-    "epsilon_cutoff": Limits(0, 1, high_open=True),
-    "eta_cutoff": Limits(0, 1, high_open=True),
-    "repetition_penalty": Limits(0, low_open=True),
-    "no_repeat_ngram_size": Limits(0, MAX_INT, whole=True),
-    "num_beams": Limits(1, MAX_INT, whole=True),
-    "forced_bos_token_id": Limits(0, MAX_INT, whole=True),
+LIMITS: Mapping[str, ValueRange] = {
+    "max_new_tokens": ValueRange(1, MAX_INT, whole=True),
+    "min_new_tokens": ValueRange(0, MAX_INT, whole=True),
+    "max_length": ValueRange(1, whole=True),
+    "min_length": ValueRange(0, MAX_INT, whole=True),
+    "num_return_sequences": ValueRange(1, whole=True),
+    "temperature": ValueRange(0, low_open=True),
+    "top_k": ValueRange(0, MAX_INT, whole=True),
+    "top_p": ValueRange(0, 1, low_open=True),
+    "min_p": ValueRange(0, 1),
+    "top_h": ValueRange(0, 1, low_open=True),
+    "typical_p": ValueRange(0, 1, low_open=True),
+    "epsilon_cutoff": ValueRange(0, 1, high_open=True),
+    "eta_cutoff": ValueRange(0, 1, high_open=True),
+    "repetition_penalty": ValueRange(0, low_open=True),
+    "no_repeat_ngram_size": ValueRange(0, MAX_INT, whole=True),
+    "num_beams": ValueRange(1, MAX_INT, whole=True),
+    "forced_bos_token_id": ValueRange(0, MAX_INT, whole=True),
 }
 """Each option that is one number, under transformers' name. Wider than useful, never wider than defined."""
 
-ENGINE_LIMITS: Mapping[str, Limits] = {
-    "presence_penalty": Limits(-2, 2),
-    "frequency_penalty": Limits(-2, 2),
-    "logprobs": Limits(0, 20, whole=True),
-    "prompt_logprobs": Limits(0, 20, whole=True),
-    "priority": Limits(-MAX_INT - 1, MAX_INT, whole=True),
-    "timeout_s": Limits(0, low_open=True),
+ENGINE_LIMITS: Mapping[str, ValueRange] = {
+    "presence_penalty": ValueRange(-2, 2),
+    "frequency_penalty": ValueRange(-2, 2),
+    "logprobs": ValueRange(0, 20, whole=True),
+    "prompt_logprobs": ValueRange(0, 20, whole=True),
+    "priority": ValueRange(-MAX_INT - 1, MAX_INT, whole=True),
+    "timeout_s": ValueRange(0, low_open=True),
 }
 """Each option that is one number and that transformers does not have; ranges of log-probabilities and penalties are
 those of OpenAI's interface."""
@@ -229,9 +229,9 @@ class SamplingParams:
         for name in names:
             if not (name == "temperature" and self.is_greedy):
                 check_number(name, getattr(self, name))
-        if self.n is not None and self.n not in Limits(1, MAX_ANSWERS, whole=True):
-            raise invalid("n", Limits(1, MAX_ANSWERS, whole=True), self.n)
-        if self.seed is not None and self.seed not in Limits(0, MAX_SEED, whole=True):
+        if self.n is not None and self.n not in ValueRange(1, MAX_ANSWERS, whole=True):
+            raise invalid("n", ValueRange(1, MAX_ANSWERS, whole=True), self.n)
+        if self.seed is not None and self.seed not in ValueRange(0, MAX_SEED, whole=True):
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", self.seed, "None draws a fresh one")
 
     def _check_stop_strings(self) -> None:

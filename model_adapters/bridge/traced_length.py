@@ -28,9 +28,9 @@ class TracedLength(TorchTensor):
 
     def __init__(self, elem: jax.Array, env: Any, most: int, base: Any = None, plus: int = 0) -> None:
         super().__init__(elem, env)
-        self.most = most
-        self.base = self if base is None else base
-        self.plus = plus
+        self.upper_bound = most
+        self.root = self if base is None else base
+        self.offset = plus
 
     @classmethod
     def of(cls, length: jax.Array, most: int) -> TracedLength:
@@ -39,20 +39,20 @@ class TracedLength(TorchTensor):
 
     def distance(self, other: Any) -> int | None:
         """`other` less this, where it is known."""
-        return other.plus - self.plus if isinstance(other, TracedLength) and other.base is self.base else None
+        return other.offset - self.offset if isinstance(other, TracedLength) and other.root is self.root else None
 
     def _is_zero(self, other: Any) -> bool:
-        return type(other) is int and other == 0 and self.plus >= 0
+        return type(other) is int and other == 0 and self.offset >= 0
 
     def __add__(self, other: Any) -> Any:
         if type(other) is int:
-            return TracedLength(self._elem + other, self._env, self.most, self.base, self.plus + other)
+            return TracedLength(self._elem + other, self._env, self.upper_bound, self.root, self.offset + other)
         return super().__add__(other)
 
     __radd__ = __add__
 
     def __gt__(self, other: Any) -> Any:
-        if type(other) is int and self.most + self.plus <= other:
+        if type(other) is int and self.upper_bound + self.offset <= other:
             return False
         return True if self._is_zero(other) else super().__gt__(other)
 
@@ -63,6 +63,6 @@ class TracedLength(TorchTensor):
         return False if self._is_zero(other) else super().__eq__(other)
 
     def __bool__(self) -> bool:
-        return True if self.plus >= 0 else super().__bool__()
+        return True if self.offset >= 0 else super().__bool__()
 
     __hash__ = torch.Tensor.__hash__

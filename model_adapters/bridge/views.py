@@ -53,12 +53,12 @@ def accept_host_tensors() -> None:
     theirs = env.t2j_iso
 
     def t2j_iso(tensors: Any) -> Any:
-        return theirs(views_of(tensors))
+        return theirs(as_views(tensors))
 
     env.t2j_iso = t2j_iso
 
 
-def views_of(tensors: Any) -> Any:
+def as_views(tensors: Any) -> Any:
     """`tensors`, any tree, with torch views in the place of PyTorch's own tensors on the host."""
     env = torchax.default_env()
 
@@ -71,7 +71,7 @@ def views_of(tensors: Any) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, taken, tensors)
 
 
-def lower(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool = False) -> None:
+def set_lowering(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool = False) -> None:
     """Makes `torch_op` run `function`, over JAX arrays; with `keep_kind` over whatever the present lowering takes."""
     env = torchax.default_env()
     if keep_kind:
@@ -81,7 +81,7 @@ def lower(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool = Fals
 
 
 def _over_arrays(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = jax_view(views_of((args, kwargs)))
+    args, kwargs = jax_view(as_views((args, kwargs)))
     return torch_view(function(*args, **kwargs))
 
 

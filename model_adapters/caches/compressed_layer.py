@@ -46,7 +46,7 @@ class CompressedLayer(AttentionLayer):
 
     def leave_trace(self) -> None:
         """Forgets what holds for one forward alone."""
-        super().leave_trace()
+        super().clear_trace_state()
         self.num_new = 0
 
     def store_compression_weights(

@@ -85,7 +85,7 @@ class TraceCache(Cache):
                 layer.offset = offset
                 if layer.pool is not None and offset is not None:
                     layer.offset = TracedLength.of(jax_view(offset), layer.capacity)
-                layer.lean_len, layer.has_counted = None if layer.pool is None else lean_len, False
+                layer.right_align_len, layer.counted_new_tokens = None if layer.pool is None else lean_len, False
 
     def mask_len(self, query_len: int) -> int:
         """Length of the attention mask for `query_len` new tokens; 0 where a recurrent state leaves nothing to mask."""
@@ -98,7 +98,7 @@ class TraceCache(Cache):
         """The layers, to be returned from the trace; the offset stays with the host."""
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
-                layer.leave_trace()
+                layer.clear_trace_state()
         return tuple(self.layers)
 
     @property

@@ -20,7 +20,7 @@ from model_adapters.errors import UnsupportedModelError
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheWrite:
+class KVWrite:
     """What one call of ``cache.update`` wrote, attached to the keys it returned.
 
     The attention function that receives those very keys may attend and write in one pass, from the pool as it was
@@ -55,13 +55,13 @@ class AttentionLayer(CacheLayerMixin):
         self.k_dim = 0
         self.pool: Any = None
         self.offset: Any = None
-        self.lean_len: int | None = None  # new tokens of this forward, if the layer leans in it
-        self.first_len: int | None = None  # tokens stored in this forward, if it is the first
-        self.has_counted = False  # the new tokens are among those stored
+        self.right_align_len: int | None = None  # new tokens of this forward, if the layer leans in it
+        self.prefill_len: int | None = None  # tokens stored in this forward, if it is the first
+        self.counted_new_tokens = False  # the new tokens are among those stored
 
-    def leave_trace(self) -> None:
+    def clear_trace_state(self) -> None:
         """Forgets what holds for one forward alone."""
-        self.offset, self.lean_len, self.first_len, self.has_counted = None, None, None, False
+        self.offset, self.right_align_len, self.prefill_len, self.counted_new_tokens = None, None, None, False
 
     @property
     def is_sliding(self) -> bool:
@@ -99,22 +99,22 @@ class AttentionLayer(CacheLayerMixin):
                 raise ValueError(f"expected at most {self.capacity} tokens for this cache, got {num_new}")
             self.k_dim = keys.shape[-1]
             pool = jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - num_new), (0, 0)))
-            self.first_len = num_new
+            self.prefill_len = num_new
             keys_out, values_out = torch_view(keys), torch_view(values)
         else:
             pool = jax.lax.dynamic_update_slice_in_dim(before, new.astype(before.dtype), jax_view(self.offset), axis=2)
-            seen = self._leaning(pool)
-            self.has_counted = True
+            seen = self._right_aligned(pool)
+            self.counted_new_tokens = True
             keys_out, values_out = torch_view(seen[..., : self.k_dim]), torch_view(seen[..., self.k_dim :])
         self.pool = torch_view(pool)
-        keys_out.cache_write = CacheWrite(self, keys, values, values_out, before)
+        keys_out.cache_write = KVWrite(self, keys, values, values_out, before)
         return keys_out, values_out
 
-    def _leaning(self, pool: jax.Array) -> jax.Array:
+    def _right_aligned(self, pool: jax.Array) -> jax.Array:
         """`pool` [batch, heads, capacity, width] as model code sees it."""
-        if self.lean_len is None:
+        if self.right_align_len is None:
             return pool
-        return jnp.roll(pool, self.capacity - self.lean_len - jax_view(self.offset), axis=2)
+        return jnp.roll(pool, self.capacity - self.right_align_len - jax_view(self.offset), axis=2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that ``update`` returns for `query_length` new tokens."""
@@ -124,11 +124,11 @@ class AttentionLayer(CacheLayerMixin):
         """Tokens stored so far: 0 for an empty layer, else a traced scalar."""
         if self.pool is None:
             return 0
-        if self.first_len is not None:
-            return self.first_len
-        if self.lean_len is None:
+        if self.prefill_len is not None:
+            return self.prefill_len
+        if self.right_align_len is None:
             return self.offset
-        return self.capacity - (0 if self.has_counted else self.lean_len)
+        return self.capacity - (0 if self.counted_new_tokens else self.right_align_len)
 
     def get_max_length(self) -> int:
         """Tokens that fit."""
@@ -163,7 +163,7 @@ class IndexedLayer(AttentionLayer):
 
     def leave_trace(self) -> None:
         """Forgets what holds for one forward alone."""
-        super().leave_trace()
+        super().clear_trace_state()
         self.num_indexed = 0
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
@@ -172,12 +172,12 @@ class IndexedLayer(AttentionLayer):
         is_first = self.index_pool is None
         self.num_indexed = 0 if is_first else new.shape[2]
         self.index_pool = self._stored(self.index_pool, new)
-        return indexer_key_states if is_first else torch_view(self._leaning(jax_view(self.index_pool))[:, 0])
+        return indexer_key_states if is_first else torch_view(self._right_aligned(jax_view(self.index_pool))[:, 0])
 
     def get_seq_length(self) -> Any:
         """Tokens stored so far, those of this forward among them once their index keys are, as transformers counts."""
         length = super().get_seq_length()
-        return length + self.num_indexed if self.num_indexed and self.lean_len is None else length
+        return length + self.num_indexed if self.num_indexed and self.right_align_len is None else length
 
     def _stored(self, before: Any, new: jax.Array) -> torch.Tensor:
         """A pool [batch, 1, capacity, width] with `new` [batch, 1, num_new, width] at the offset."""
@@ -193,17 +193,17 @@ class IndexedLayer(AttentionLayer):
         """The positions int[axes, batch, past] before the new tokens, to which model code appends theirs."""
         if self.position_pool is None:
             return None
-        if self.lean_len is None:
+        if self.right_align_len is None:
             raise UnsupportedModelError("an indexer that keeps positions needs a cache that leans")
-        past = self._leaning(jax_view(self.position_pool))[:, 0, : self.capacity - self.lean_len]
+        past = self._right_aligned(jax_view(self.position_pool))[:, 0, : self.capacity - self.right_align_len]
         return torch_view(jnp.moveaxis(past, 2, 0))
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: torch.Tensor) -> None:
         new = jnp.moveaxis(jax_view(positions), 0, 2)[:, None]
         if self.position_pool is not None:
-            assert self.lean_len is not None
-            new = new[:, :, -self.lean_len :]
+            assert self.right_align_len is not None
+            new = new[:, :, -self.right_align_len :]
         self.position_pool = self._stored(self.position_pool, new)
 
 

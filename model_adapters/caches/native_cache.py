@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-TYPES = {
+REASONS = {
     "cpmant": "a prompt of embeddings stands in its cache before the text, which without a cache sees all of it",
     "git": "its cache holds the patches of an image before the text",
     "mllama": "its cross attention stores an image's features beside the tokens",
@@ -33,7 +33,7 @@ def allows_fixed_shapes(module: torch.nn.Module) -> bool:
 def reason(module: torch.nn.Module) -> str | None:
     """Why `module` keeps transformers' own cache; None where it does not."""
     config = getattr(module, "config", None)
-    known = TYPES.get(getattr(config, "model_type", ""))
+    known = REASONS.get(getattr(config, "model_type", ""))
     if known is None and _stores_the_last(module):
         return "its cache holds the last token of a prompt alone"
     if known is None and getattr(config, "is_decoder", False) and _masks_as_an_encoder(module):

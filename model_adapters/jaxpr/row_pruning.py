@@ -25,7 +25,7 @@ GATHER_MODES = (jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS, jax.lax.GatherScatt
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSelection:
     """A part of an array: along `axis`, the rows that `gather` takes."""
 
     axis: int
@@ -41,9 +41,9 @@ class Rows:
         """How many there are."""
         return int(self.indices.aval.shape[0])
 
-    def along(self, axis: int | None) -> Rows | None:
+    def along(self, axis: int | None) -> RowSelection | None:
         """The same rows along another axis; None: all of an array."""
-        return None if axis is None else Rows(axis, self.gather)
+        return None if axis is None else RowSelection(axis, self.gather)
 
     def take(self, array: jax.Array, indices: jax.Array) -> jax.Array:
         """They, of `array`."""
@@ -54,11 +54,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Task:
+class EquationPlan:
     """What of an equation is computed: `rows` of its results, from parts of its operands; None stands for all."""
 
-    rows: Rows | None
-    parts: tuple[Rows | None, ...]
+    rows: RowSelection | None
+    parts: tuple[RowSelection | None, ...]
 
 
 def prune_rows(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,39 +73,39 @@ def prune_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _tasks(program: Program) -> dict[Equation, Task]:
+def _tasks(program: Program) -> dict[Equation, EquationPlan]:
     """For each equation whose results are read, what of it is. A gather that moves is asked for its own rows."""
-    readers: dict[Any, set[Rows | None]] = defaultdict(set)
-    tasks: dict[Equation, Task] = {}
+    readers: dict[Any, set[RowSelection | None]] = defaultdict(set)
+    tasks: dict[Equation, EquationPlan] = {}
     moving = _moving_gathers(program)
 
-    def read(atoms: Iterable[Any], parts: Iterable[Rows | None]) -> None:
+    def read(atoms: Iterable[Any], parts: Iterable[RowSelection | None]) -> None:
         for atom, part in zip(atoms, parts, strict=True):
             if not isinstance(atom, jex.Literal):
                 readers[atom].add(part)
 
     read(program.outputs, [None] * len(program.outputs))
     for equation in reversed(program.equations):
-        wanted = set[Rows | None]().union(*(readers[value] for value in equation.outputs))
+        wanted = set[RowSelection | None]().union(*(readers[value] for value in equation.outputs))
         if not wanted and not equation.has_effects:
             continue
         rows = wanted.pop() if len(wanted) == 1 else None
         axes = None if rows is None else operand_axes(equation, rows.axis)
         if equation in moving:
-            tasks[equation] = Task(moving[equation], (moving[equation], None))
+            tasks[equation] = EquationPlan(moving[equation], (moving[equation], None))
         elif rows is not None and axes is not None:
-            tasks[equation] = Task(rows, tuple(rows.along(axis) for axis in axes))
+            tasks[equation] = EquationPlan(rows, tuple(rows.along(axis) for axis in axes))
         else:
-            tasks[equation] = Task(None, (None,) * len(equation.inputs))
+            tasks[equation] = EquationPlan(None, (None,) * len(equation.inputs))
         read(equation.inputs, tasks[equation].parts)
     return tasks
 
 
-def _evaluate(program: Program, tasks: dict[Equation, Task], args: list[Any]) -> list[Any]:
+def _evaluate(program: Program, tasks: dict[Equation, EquationPlan], args: list[Any]) -> list[Any]:
     arrays = dict(zip(program.inputs, args, strict=True)) | program.constants
-    taken: dict[tuple[Any, Rows], jax.Array] = {}
+    taken: dict[tuple[Any, RowSelection], jax.Array] = {}
 
-    def read(atom: Any, rows: Rows | None = None) -> Any:
+    def read(atom: Any, rows: RowSelection | None = None) -> Any:
         if isinstance(atom, jex.Literal):
             return atom.val
         if rows is None:
@@ -133,10 +133,10 @@ def _evaluate(program: Program, tasks: dict[Equation, Task], args: list[Any]) ->
     return [read(atom) for atom in program.outputs]
 
 
-def _moving_gathers(program: Program) -> dict[Equation, Rows]:
+def _moving_gathers(program: Program) -> dict[Equation, RowSelection]:
     """The gathers that take rows, and those rows; none whose indices come from another one's rows."""
     axes = {equation: _gathered_axis(equation) for equation in program.equations}
-    rows = {equation: Rows(axis, equation) for equation, axis in axes.items() if axis is not None}
+    rows = {equation: RowSelection(axis, equation) for equation, axis in axes.items() if axis is not None}
     depends = [gather for gather in rows if rows.keys() & program.ancestors(gather.inputs[1:])]
     return {gather: each for gather, each in rows.items() if gather not in depends}
 

@@ -72,7 +72,7 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
         layers = [name for name in names if name in linear]
         array = weights[names[0]]
         assert not isinstance(array, CompressedWeight)
-        packed = compressed_weight.pack(array, place, keeps_plain=len(layers) < len(names))
+        packed = compressed_weight.compress_weight(array, place, keeps_plain=len(layers) < len(names))
         weights.update(dict.fromkeys(layers, packed) if packed is not None else {})
         return packed is not None
 

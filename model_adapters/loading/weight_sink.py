@@ -76,7 +76,7 @@ class WeightSink:
         self._since_trim = 0
         self.info: LoadStateDictInfo | None = None
 
-    def land(self, model: PreTrainedModel, target_name: str, tensor_bytes: int) -> None:
+    def accept(self, model: PreTrainedModel, target_name: str, tensor_bytes: int) -> None:
         """Takes the tensor that the loader has just set as `target_name`, unless it may be tied to another.
 
         Which of two tied names a checkpoint holds, and whether both are equal, transformers finds out at the end and
@@ -125,7 +125,7 @@ class WeightSink:
             num_bytes = param_value.numel() * param_value.element_size()
             del param_value
             if all(target_name != mismatch[0] for mismatch in info.mismatched_keys):
-                self.land(model, target_name, num_bytes)
+                self.accept(model, target_name, num_bytes)
 
         def keep_report(*, loading_info: LoadStateDictInfo, **ignored: Any) -> None:
             self.info = loading_info

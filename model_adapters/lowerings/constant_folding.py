@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import torch
 
-from model_adapters.bridge.views import TorchTensor, TorchView, default_env, jax_view, views_of
+from model_adapters.bridge.views import TorchTensor, TorchView, as_views, default_env, jax_view
 from model_adapters.errors import UnsupportedModelError
 
 LARGEST_BYTES = 1 << 22
@@ -35,7 +35,7 @@ def is_enabled() -> bool:
 
 
 @contextlib.contextmanager
-def known_values() -> Iterator[None]:
+def enabled() -> Iterator[None]:
     """Operators on known values run at once inside."""
     _STATE.depth = getattr(_STATE, "depth", 0) + 1
     try:
@@ -69,7 +69,7 @@ def _assignment(theirs: Callable[..., None]) -> Callable[..., None]:
             mask = key.reshape(*key.shape, *[1] * (self.ndim - key.ndim))
             key, value = (slice(None),) * self.ndim, torch.where(mask, value, self)
         elif isinstance(self, TorchView):
-            key = jax_view(views_of(key))  # torchax 0.0.13 hands tensors on to JAX as they are
+            key = jax_view(as_views(key))  # torchax 0.0.13 hands tensors on to JAX as they are
         with jax.ensure_compile_time_eval() if is_known else contextlib.nullcontext():
             theirs(self, key, value)
 
@@ -89,7 +89,7 @@ def _dispatch(theirs: _Dispatch, func: Any, types: Any, args: Any, kwargs: Any) 
         return theirs(func, types, args, kwargs)
     with jax.ensure_compile_time_eval():
         result = theirs(func, types, args, kwargs)
-    if in_place(func) or all(_num_bytes(x) <= LARGEST_BYTES for x in torch.utils._pytree.tree_leaves(result)):
+    if writes_in_place(func) or all(_num_bytes(x) <= LARGEST_BYTES for x in torch.utils._pytree.tree_leaves(result)):
         return result
     return theirs(func, types, args, kwargs)
 
@@ -110,7 +110,7 @@ def _num_bytes(x: Any) -> int:
     return x._elem.nbytes if isinstance(x, TorchTensor) else 0
 
 
-def in_place(func: Any) -> bool:
+def writes_in_place(func: Any) -> bool:
     """Whether the torch function `func` writes into its first argument."""
     name = _name(func)
     return is_assignment(func) or (name.endswith("_") and not name.endswith("__"))
@@ -128,7 +128,7 @@ def _name(func: Any) -> str:
 def _check_kept(func: Any, args: Any) -> None:
     """Raises UnsupportedModelError where traced values would be written into a tensor that cannot hold them."""
     target = args[0] if args else None
-    if in_place(func) and type(target) is torch.Tensor:
+    if writes_in_place(func) and type(target) is torch.Tensor:
         raise UnsupportedModelError(
             f"the model's code writes computed values into a tensor on the host ({getattr(func, '__name__', func)}); "
             "it would have to make that tensor on the device of its inputs"

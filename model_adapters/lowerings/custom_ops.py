@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from model_adapters import ops
-from model_adapters.bridge.views import lower
+from model_adapters.bridge.views import set_lowering
 
 _FEATURES = (
     "*, float scale, int? window=None, float? softcap=None, Tensor? alibi=None, Tensor? k_scale=None, "
@@ -67,6 +67,6 @@ def install() -> torch.library.Library:
     library = torch.library.Library("torchax_serve", "DEF")
     for schema in _SCHEMAS:
         library.define(schema)
-    lower(torch.ops.torchax_serve.decode_attention.default, _decode_attention)
-    lower(torch.ops.torchax_serve.paged_attention.default, ops.paged_attention)
+    set_lowering(torch.ops.torchax_serve.decode_attention.default, _decode_attention)
+    set_lowering(torch.ops.torchax_serve.paged_attention.default, ops.paged_attention)
     return library

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from model_adapters.bridge.views import TorchTensor, TorchView, default_env, jax_view, lower, torch_view
+from model_adapters.bridge.views import TorchTensor, TorchView, default_env, jax_view, set_lowering, torch_view
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import constant_folding
 
@@ -25,7 +25,7 @@ _STATE = threading.local()
 
 
 @contextlib.contextmanager
-def collected() -> Iterator[list[jax.Array]]:
+def collect() -> Iterator[list[jax.Array]]:
     """Conditions bool[] of unknown value that model code makes inside are taken for met, and yielded."""
     before, _STATE.conditions = getattr(_STATE, "conditions", None), []
     try:
@@ -36,7 +36,7 @@ def collected() -> Iterator[list[jax.Array]]:
 
 def install() -> None:
     """Puts our lowering into torchax's table."""
-    lower(torch.ops.aten._is_all_true, _is_all_true)
+    set_lowering(torch.ops.aten._is_all_true, _is_all_true)
     for kind in (TorchTensor, TorchView):
         kind.item = _item(kind.item)
 

@@ -17,14 +17,14 @@ from model_adapters.bridge.traced_length import TracedLength
 from model_adapters.bridge.views import (
     TorchTensor,
     TorchView,
+    as_views,
     get_lowering,
     is_view,
     jax_view,
-    lower,
+    set_lowering,
     set_raw_lowering,
     to_jax_array,
     torch_view,
-    views_of,
 )
 from model_adapters.lowerings import constant_folding, index_checks
 from model_adapters.lowerings.deferred_checks import TracedMaskSelection
@@ -61,9 +61,9 @@ def _check_lookups() -> None:
 
     set_raw_lowering(torch.Tensor.__getitem__, checked_getitem)
     for op in (torch.ops.aten.index, torch.ops.aten.index.Tensor):
-        lower(op, checked_index, keep_kind=True)
-    lower(torch.ops.aten.index_select, checked_select, keep_kind=True)
-    lower(torch.ops.aten.gather, checked_gather, keep_kind=True)
+        set_lowering(op, checked_index, keep_kind=True)
+    set_lowering(torch.ops.aten.index_select, checked_select, keep_kind=True)
+    set_lowering(torch.ops.aten.gather, checked_gather, keep_kind=True)
 
 
 def _keep_tables_short() -> None:
@@ -82,7 +82,7 @@ def _keep_tables_short() -> None:
             weight, indices = jax.lax.optimization_barrier((weight, indices))
         return theirs(weight, indices, *args, **kwargs)
 
-    lower(torch.ops.aten.embedding, embedding)
+    set_lowering(torch.ops.aten.embedding, embedding)
 
 
 def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
@@ -135,7 +135,7 @@ def _pad_by_known_widths() -> None:
 
     def pad(x: torch.Tensor, pad: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = jax_view((args, kwargs))
-        return torch_view(theirs(jax_view(views_of(x)), [number(width) for width in pad], *args, **kwargs))
+        return torch_view(theirs(jax_view(as_views(x)), [number(width) for width in pad], *args, **kwargs))
 
     set_raw_lowering(torch.nn.functional.pad, pad)
 

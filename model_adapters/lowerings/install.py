@@ -12,7 +12,7 @@ import torch
 from model_adapters import ops
 from model_adapters.bridge.views import (
     accept_host_tensors,
-    lower,
+    set_lowering,
 )
 from model_adapters.lowerings import constant_folding, custom_ops, deferred_checks, resize
 from model_adapters.lowerings.indexing import (
@@ -31,26 +31,26 @@ from model_adapters.lowerings.torchax_fixes import _mend_copy, _mend_type_as, _s
 @functools.cache
 def install() -> None:
     """Puts our lowerings into torchax's table."""
-    lower(torch.nn.functional.linear, _linear)
-    lower(torch.ops.aten.linear, _linear)
-    lower(torch.ops.aten.mm, ops.matmul)
-    lower(torch.ops.aten.bmm, ops.bmm)
-    lower(torch.ops.aten.addmm, _addmm)
-    lower(torch.ops.aten.baddbmm, ops.baddbmm)
-    lower(torch.ops.aten._grouped_mm, _grouped_mm)
-    lower(torch.ops.aten.silu, ops.silu)
-    lower(torch.ops.aten.silu.default, ops.silu)  # torchax has both names and looks for this one first
-    lower(torch.ops.aten.gelu, ops.gelu)
+    set_lowering(torch.nn.functional.linear, _linear)
+    set_lowering(torch.ops.aten.linear, _linear)
+    set_lowering(torch.ops.aten.mm, ops.matmul)
+    set_lowering(torch.ops.aten.bmm, ops.bmm)
+    set_lowering(torch.ops.aten.addmm, _addmm)
+    set_lowering(torch.ops.aten.baddbmm, ops.baddbmm)
+    set_lowering(torch.ops.aten._grouped_mm, _grouped_mm)
+    set_lowering(torch.ops.aten.silu, ops.silu)
+    set_lowering(torch.ops.aten.silu.default, ops.silu)  # torchax has both names and looks for this one first
+    set_lowering(torch.ops.aten.gelu, ops.gelu)
     _keep_tables_short()
     _check_lookups()
-    lower(torch.ops.aten.cat, _cat)
-    lower(torch.ops.aten.mean, _mean)
-    lower(torch.ops.aten.sum, _sum)
-    lower(torch.ops.aten.native_layer_norm, _layer_norm)
+    set_lowering(torch.ops.aten.cat, _cat)
+    set_lowering(torch.ops.aten.mean, _mean)
+    set_lowering(torch.ops.aten.sum, _sum)
+    set_lowering(torch.ops.aten.native_layer_norm, _layer_norm)
     for softmax in (torch.ops.aten._softmax, torch.ops.aten.softmax, torch.ops.aten.softmax.int):
-        lower(softmax, _softmax)
-    lower(torch.nn.functional.scaled_dot_product_attention, _attention)
-    lower(torch.ops.aten.scaled_dot_product_attention, _attention)
+        set_lowering(softmax, _softmax)
+    set_lowering(torch.nn.functional.scaled_dot_product_attention, _attention)
+    set_lowering(torch.ops.aten.scaled_dot_product_attention, _attention)
     accept_host_tensors()
     _mend_copy()
     _mend_type_as()
@@ -59,7 +59,7 @@ def install() -> None:
     deferred_checks.install()
     constant_folding.install()
     resize.install()
-    lower(torch.nn.functional.embedding_bag, _embedding_bag)
+    set_lowering(torch.nn.functional.embedding_bag, _embedding_bag)
     _pad_by_known_widths()
     _stay_on_device()
     _write_through_views()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from model_adapters.bridge.views import lower
+from model_adapters.bridge.views import set_lowering
 
 SMOOTHED = (torch.ops.aten._upsample_bicubic2d_aa, torch.ops.aten._upsample_bilinear2d_aa)
 """Operators of ``interpolate(…, antialias=True)``; torchax 0.0.13 calls a function of JAX that is no longer one."""
@@ -24,8 +24,8 @@ SMOOTHED = (torch.ops.aten._upsample_bicubic2d_aa, torch.ops.aten._upsample_bili
 def install() -> None:
     """Puts our lowerings into torchax's table."""
     for operator in SMOOTHED:
-        lower(operator, functools.partial(_resampled, operator.default))
-        lower(operator.default, functools.partial(_resampled, operator.default))
+        set_lowering(operator, functools.partial(_resampled, operator.default))
+        set_lowering(operator.default, functools.partial(_resampled, operator.default))
 
 
 def _resampled(

@@ -15,7 +15,7 @@ from model_adapters.bridge.views import (
     default_env,
     get_lowering,
     jax_view,
-    lower,
+    set_lowering,
     torch_view,
 )
 from model_adapters.lowerings import constant_folding
@@ -28,7 +28,7 @@ def _mend_copy() -> None:
     def copy(x: torch.Tensor, y: torch.Tensor, memory_format: Any = None, env: Any = None) -> torch.Tensor:
         return theirs(x, torch_view(jax_view(y)) if isinstance(y, TorchView) else y, memory_format, env)
 
-    lower(torch.ops.aten.copy_, copy, keep_kind=True)
+    set_lowering(torch.ops.aten.copy_, copy, keep_kind=True)
 
 
 def _mend_type_as() -> None:
@@ -50,7 +50,7 @@ def _stay_on_device() -> None:
         return theirs(x, dtype, None if constant_folding.is_traced(x) else device)
 
     env._to_copy = to_copy
-    lower(torch.Tensor.cpu, lambda x, *args, **kwargs: x)
+    set_lowering(torch.Tensor.cpu, lambda x, *args, **kwargs: x)
 
 
 def _write_through_views() -> None:
@@ -62,7 +62,7 @@ def _write_through_views() -> None:
         target = args[0] if args else None
         if (
             not isinstance(target, TorchView)
-            or not constant_folding.in_place(func)
+            or not constant_folding.writes_in_place(func)
             or constant_folding.is_assignment(func)
         ):
             return theirs(func, types, args, kwargs)

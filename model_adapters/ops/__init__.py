@@ -7,12 +7,12 @@ from model_adapters.ops.grouped_matmul import grouped_matmul
 from model_adapters.ops.linear import addmm, baddbmm, bmm, einsum, linear, matmul
 from model_adapters.ops.paged_attention import paged_attention
 from model_adapters.ops.reductions import layer_norm, row_sum, softmax
-from model_adapters.ops.registry import list_ops, on_platform, provide, use
+from model_adapters.ops.registry import list_ops, on_platform, register_module, use
 from model_adapters.ops.rms_norm import rms_norm
 
 for op in ("decode_attention", "paged_attention"):
-    provide(op, "gpu", "model_adapters.ops.gpu")
-    provide(op, "tpu", "model_adapters.ops.tpu")
+    register_module(op, "gpu", "model_adapters.ops.gpu")
+    register_module(op, "tpu", "model_adapters.ops.tpu")
 
 from model_adapters.ops import spmd  # isort: skip  # noqa: E402, F401  stands before all others on a mesh
 

@@ -66,7 +66,9 @@ Weights = Mapping[str, Weight]
 """Of a model, by qualified name."""
 
 
-def pack(weight: jax.Array, place: np.ndarray | None = None, *, keeps_plain: bool = False) -> CompressedWeight | None:
+def compress_weight(
+    weight: jax.Array, place: np.ndarray | None = None, *, keeps_plain: bool = False
+) -> CompressedWeight | None:
     """`weight` packed, or None where it is left as it is: see `packing.refuses`, or little would be gained."""
     if compress.refuses(weight) is not None or (packed := compress.pack(np.asarray(weight), place)) is None:
         return None
@@ -83,7 +85,7 @@ _IN_TRACE: contextvars.ContextVar[dict[int, CompressedWeight]] = contextvars.Con
 
 
 @contextlib.contextmanager
-def in_place(weights: Weights) -> Iterator[dict[str, jax.Array]]:
+def substituted(weights: Weights) -> Iterator[dict[str, jax.Array]]:
     """`weights` as arrays; inside, :func:`compressed_of` knows those that lie packed."""
     arrays = {name: unpacked(weight) for name, weight in weights.items()}
     known = {id(arrays[name]): weight for name, weight in weights.items() if isinstance(weight, CompressedWeight)}

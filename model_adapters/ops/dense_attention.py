@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
-from model_adapters.ops.linear import HALF, MIN_ROWS, at_least, precision
+from model_adapters.ops.linear import HALF, MIN_ROWS, pad_rows_to, precision
 
 OP = "dense_attention"
 MAX_BLOCK = 256  # queries at a time; measured best on CPU among 128, 256 and all, from 512 queries on
@@ -133,7 +133,7 @@ def _attend(
     # The query heads of a group are further rows of one product with their kv head.
     rows = q.reshape(batch, heads, group * num_queries, dim)
     if q.dtype in HALF and registry.platform() == "cpu":
-        rows = at_least(rows, 2, MIN_ROWS)
+        rows = pad_rows_to(rows, 2, MIN_ROWS)
     scores = jnp.einsum("bhrd,bhsd->bhrs", rows, k, precision=exact, preferred_element_type=accumulate) * scale
     scores = scores[:, :, : group * num_queries].reshape(batch, heads, group, num_queries, num_keys)
     if softcap is not None:
@@ -146,7 +146,7 @@ def _attend(
     weights = _softmax(scores, sinks).astype(q.dtype)
     rows = weights.reshape(batch, heads, group * num_queries, num_keys)
     if q.dtype in HALF and registry.platform() == "cpu":
-        rows = at_least(rows, 2, MIN_ROWS)
+        rows = pad_rows_to(rows, 2, MIN_ROWS)
     out = jnp.einsum("bhrs,bhsd->bhrd", rows, v, precision=exact, preferred_element_type=accumulate)
     out = out[:, :, : group * num_queries].astype(q.dtype)
     return out.reshape(batch, num_heads, num_queries, -1), weights.reshape(batch, num_heads, num_queries, num_keys)

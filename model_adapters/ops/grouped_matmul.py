@@ -76,7 +76,7 @@ def _tile_len(num_rows: int, num_groups: int) -> int:
 
 
 @registry.register(OP, "tiled", ("cpu",))
-def tiled(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
+def loop_over_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
     """One product per tile of rows, over the groups that have any: reads the weights of those alone.
 
     Tiles go upwards and a group's last one may run over its end; what it writes there the next group overwrites.

@@ -93,7 +93,7 @@ def _padding_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = N
 def padded(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """XLA's own product of at least four rows."""
     num_rows = x.shape[0]
-    return reference(at_least(x, 0, MIN_ROWS), weight, bias)[:num_rows]
+    return reference(pad_rows_to(x, 0, MIN_ROWS), weight, bias)[:num_rows]
 
 
 def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
@@ -106,7 +106,7 @@ def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = No
 
 
 @registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
-def streamed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def weight_streaming(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """The C++ product."""
     return _differentiable(x, weight, bias)
 
@@ -139,7 +139,7 @@ def not_invariant_reason() -> str | None:
     return None
 
 
-def at_least(x: jax.Array, axis: int, size: int) -> jax.Array:
+def pad_rows_to(x: jax.Array, axis: int, size: int) -> jax.Array:
     """`x` with zeros behind `axis` where that is shorter than `size`."""
     missing = size - x.shape[axis]
     if missing <= 0:
@@ -161,7 +161,7 @@ def _matmul_sums(a: jax.Array, b: jax.Array, name: str) -> jax.Array:
     right = b[:, None] if b.ndim == 1 else b
     num_rows, num_columns = left.shape[-2], right.shape[-1]
     if a.dtype in HALF and registry.platform() == "cpu":
-        left, right = at_least(left, -2, MIN_ROWS), at_least(right, -1, MIN_ROWS)
+        left, right = pad_rows_to(left, -2, MIN_ROWS), pad_rows_to(right, -1, MIN_ROWS)
     sums = jnp.matmul(left, right, precision=precision(a.dtype), preferred_element_type=accumulator(a.dtype))
     sums = sums[..., :num_rows, :num_columns]
     if b.ndim == 1:

@@ -52,7 +52,7 @@ def reference(x: jax.Array) -> jax.Array:
 
 
 @registry.register(OP, "cpu-ffi", ("cpu",), refuses=ffi.refuses)
-def ordered(x: jax.Array) -> jax.Array:
+def fixed_order(x: jax.Array) -> jax.Array:
     """The C++ sum, in one order."""
     out: jax.Array = _differentiable(x.reshape(-1, x.shape[-1]))
     return out.reshape(x.shape[:-1])

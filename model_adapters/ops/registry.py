@@ -40,8 +40,8 @@ class Implementation:
     name: str
     platforms: tuple[str, ...]
     function: Callable[..., Any]
-    refuses: Refusal = _never_refuses
-    before_all: bool = False
+    unsupported_reason: Refusal = _never_refuses
+    takes_precedence: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def register(
     return add
 
 
-def provide(op: str, platform: str, module: str) -> None:
+def register_module(op: str, platform: str, module: str) -> None:
     """Names the module whose import registers implementations of `op` for `platform`; imported when they are needed.
 
     Kernels bring compilers along that take their time to import, and a process runs on one platform.
@@ -162,7 +162,7 @@ def is_overridden() -> bool:
     return bool(_CHOSEN.get()) or _PLATFORM.get() is not None
 
 
-def traced_for() -> tuple[Any, ...]:
+def selection_key() -> tuple[Any, ...]:
     """All that decides here which implementations are traced: equal for two calls that are traced alike."""
     return platform(), tuple(sorted(_CHOSEN.get().items()))
 
@@ -182,7 +182,7 @@ _RECORDS: list[set[tuple[str, str]]] = []
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[set[tuple[str, str]]]:
+def record_calls() -> Iterator[set[tuple[str, str]]]:
     """Collects (op, implementation) of what is traced meanwhile, in any thread."""
     record: set[tuple[str, str]] = set()
     _RECORDS.append(record)
@@ -216,7 +216,7 @@ def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
     _import_providers(found, (here,))
     if (name := _CHOSEN.get().get(op)) is not None:
         chosen = found.find(name)
-        if (reason := chosen.refuses(*args, **kwargs)) is not None:
+        if (reason := chosen.unsupported_reason(*args, **kwargs)) is not None:
             raise InvalidArgumentError(
                 f"implementation {name!r} of op {op!r} was asked for and cannot serve: {reason}; "
                 f"drop `use({op!r}, {name!r})`"
@@ -224,13 +224,13 @@ def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
         return chosen
     newest_first = found.implementations[::-1]
     refusals = []
-    for candidate in sorted(newest_first, key=lambda each: not each.before_all):
+    for candidate in sorted(newest_first, key=lambda each: not each.takes_precedence):
         if here in candidate.platforms:
-            if (reason := candidate.refuses(*args, **kwargs)) is None:
+            if (reason := candidate.unsupported_reason(*args, **kwargs)) is None:
                 if candidate.name == REFERENCE:
                     break
                 return candidate
-            if not candidate.before_all:  # which hand on to another one
+            if not candidate.takes_precedence:  # which hand on to another one
                 refusals.append(f"{op}, {candidate.name}: {reason}")
     for record in _FALLBACKS:
         record += refusals

@@ -167,7 +167,7 @@ def _by_heads(op: str, function: Callable[..., Any], specs: Mapping[str, Partiti
         mesh, results = mesh_in_use(), out_specs
         if not divides_heads(given["q"].shape[1], given["k"].shape[1], mesh):
             lying, results = (_WHOLE,) * len(lying), _WHOLE
-        call = _Call(op, signature, tuple(arrays), lying, results, features, mesh, registry.traced_for())
+        call = _Call(op, signature, tuple(arrays), lying, results, features, mesh, registry.selection_key())
         if op != PAGED or mesh is None or not _TOKENS_DIVIDED.get():
             return _layer(call, *arrays.values())
         out, pool = _layer(call, *(by_token(x, mesh) if name in _NEW_TOKENS else x for name, x in arrays.items()))

@@ -19,7 +19,7 @@ class CallSignature:
     positions: str
 
     @property
-    def sequence(self) -> frozenset[str]:
+    def per_token_args(self) -> frozenset[str]:
         """All of them; they may be padded along the sequence."""
         return frozenset({self.ids, self.embeds, self.mask, self.positions})
 
@@ -35,7 +35,7 @@ ENCODER_DECODER = CallSignature(
 )
 
 
-def names_of(config: Any, parameters: Collection[str]) -> CallSignature:
+def signature_of(config: Any, parameters: Collection[str]) -> CallSignature:
     """The names that a forward with `parameters` has for what it decodes."""
     has_encoder = bool(getattr(config, "is_encoder_decoder", False)) and ENCODER_DECODER.ids in parameters
     return ENCODER_DECODER if has_encoder else DECODER_ONLY

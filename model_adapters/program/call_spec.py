@@ -19,8 +19,8 @@ class CallSpec:
 
     output_hidden_states: bool = False
     output_attentions: bool = False
-    padded: bool = False
-    extra: tuple[tuple[str, Any], ...] = ()
+    left_padded: bool = False
+    static_args: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

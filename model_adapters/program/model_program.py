@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 import pytree_registry
 from model_adapters import quirks
 from model_adapters.attention import attention_name, padding_mask, uses_attention_interface
-from model_adapters.bridge.views import jax_view, torch_mode, torch_view, views_of
+from model_adapters.bridge.views import as_views, jax_view, torch_mode, torch_view
 from model_adapters.caches.device_cache import LayerStates, check_layers_keep_all, shortest_window, trace_cache
 from model_adapters.caches.layers import AttentionLayer
 from model_adapters.caches.native_cache import generates_as_encoder
@@ -34,17 +34,17 @@ from model_adapters.errors import UnsupportedModelError
 from model_adapters.jaxpr.row_pruning import prune_rows
 from model_adapters.jaxpr.split_concats import split_concats
 from model_adapters.lowerings import constant_folding, deferred_checks, index_checks, install
-from model_adapters.ops.compressed_weight import Weights, in_place
+from model_adapters.ops.compressed_weight import Weights, substituted
 from model_adapters.ops.spmd import by_token, tokens_divided
 from model_adapters.program import moe, rms_norm
-from model_adapters.program.call_signature import forward_of, names_of
+from model_adapters.program.call_signature import forward_of, signature_of
 from model_adapters.program.call_spec import CallSpec as CallSpec
 from model_adapters.program.call_spec import MethodSpec as MethodSpec
 from model_adapters.program.module_hooks import on_torch_tensors
 from model_adapters.program.module_watch import ModuleWatch
 from model_adapters.program.rope import LengthDependentRope, lengths_told
 from model_adapters.program.static_tensors import StaticTensor, as_tensors, without_constants
-from model_adapters.program.trace_context import implementations, restored_attributes, torch_promotion
+from model_adapters.program.trace_context import config_overrides, restored_attributes, torch_promotion
 from model_adapters.sharding.model_sharding import ModelSharding
 
 Arrays = dict[str, Any]
@@ -54,7 +54,7 @@ INDICES = "indices"
 """Beside the fields of an output: whether indices were rows of the tables they were looked up in, bool[n]."""
 
 
-CONDITIONS = "conditions"
+CHECKS = "conditions"
 """Beside the fields of an output: what the model's code checks of values, bool[n], all True where they are met."""
 
 
@@ -87,45 +87,51 @@ class ModelProgram:
         self.sharding = sharding
         pytree_registry.register_all()  # the modeling file is loaded, with the outputs and caches it defines
         self.module = module
-        self.part = part
-        self.called: Any = module.get_submodule(part)
-        self._forward_of_class, signature = forward_of(self.called)
+        self.submodule = part
+        self.target: Any = module.get_submodule(part)
+        self._forward_of_class, signature = forward_of(self.target)
         parameters = signature.parameters
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.parameters = frozenset(parameters)
-        self.names = names_of(getattr(self.called, "config", None), parameters)
+        self.names = signature_of(getattr(self.target, "config", None), parameters)
         self.cache_name = next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
         self.output_class: type[ModelOutput] = ModelOutput  # known after the first trace
         self.needs_mask = False  # found out at the first trace of a decode step
-        self.forgets = quirks.forgets(module)
-        self.leans = quirks.leans(module)  # likewise, where it does not stand written
-        self.folds = False  # what is computed of known values stays known: found out where nothing else lets it trace
-        self.kept_in_module: set[str] = set()  # tensors that the code has left on the module in some trace
+        self.sliding_cache_unmasked = quirks.sliding_cache_unmasked(module)
+        self.needs_right_aligned_cache = quirks.needs_right_aligned_cache(
+            module
+        )  # likewise, where it does not stand written
+        self.folds_constants = (
+            False  # what is computed of known values stays known: found out where nothing else lets it trace
+        )
+        self.leaked_tensors: set[str] = set()  # tensors that the code has left on the module in some trace
         self.is_float32 = module.dtype == torch.float32
         self.rope = LengthDependentRope.of(module)
         self.watch = watch or ModuleWatch(module)
-        self.sizes: dict[str, int] = {}  # tensors of one whole number by name, such as strides, known in methods
+        self.static_scalars: dict[
+            str, int
+        ] = {}  # tensors of one whole number by name, such as strides, known in methods
 
     def trace_facts(self) -> dict[str, Any]:
         """What tracing has shown about the model, for `recall` in a process that need not trace."""
         return {
             "output_class": self.output_class,
             "needs_mask": self.needs_mask,
-            "leans": self.leans,
-            "folds": self.folds,
+            "leans": self.needs_right_aligned_cache,
+            "folds": self.folds_constants,
         }
 
-    def recall(self, facts: dict[str, Any]) -> None:
+    def restore_facts(self, facts: dict[str, Any]) -> None:
         """Takes over what `trace_facts` answered."""
         self.output_class = facts["output_class"]
         self.needs_mask = self.needs_mask or facts["needs_mask"]
-        self.leans = self.leans or facts["leans"]
-        self.folds = self.folds or facts["folds"]
+        self.needs_right_aligned_cache = self.needs_right_aligned_cache or facts["leans"]
+        self.folds_constants = self.folds_constants or facts["folds"]
 
     def check_no_leaked_tensors(self) -> None:
         """Raises UnsupportedModelError if a trace has shown that the code keeps tensors on the module."""
-        if self.kept_in_module:
-            one, *others = sorted(self.kept_in_module)
+        if self.leaked_tensors:
+            one, *others = sorted(self.leaked_tensors)
             raise UnsupportedModelError(
                 f"expected a model that keeps its state in a cache, got one that keeps it in itself ({one} and "
                 f"{len(others)} more), where requests would share it"
@@ -159,9 +165,9 @@ class ModelProgram:
             The fields of the model's output by name, without its cache, and the new cache layers.
         """
         run = functools.partial(self._forward, spec=spec)
-        return self._in_parts(run)(weights, states, offset, dict(inputs))
+        return self._with_split_concats(run)(weights, states, offset, dict(inputs))
 
-    def _in_parts(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_split_concats(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, with the results of fused products kept in parts where they lie on several devices."""
         return split_concats(function) if self.sharding is not None and self.sharding.has_fused_weights else function
 
@@ -176,22 +182,25 @@ class ModelProgram:
         inputs = dict(inputs)
         starts, last, rope_lens = (inputs.pop(name, None) for name in ("starts", "last", "rope_lens"))
         first_error: Exception | None = None
-        folds = (True,) if self.folds else (False, True)
-        for fold, (masked, leaning) in itertools.product(folds, self._ways(states, starts, spec)):
+        folds = (True,) if self.folds_constants else (False, True)
+        for fold, (masked, leaning) in itertools.product(folds, self._trace_modes(states, starts, spec)):
             given = starts if masked else None
-            before, self.folds = self.folds, fold
+            before, self.folds_constants = self.folds_constants, fold
             try:
                 with lengths_told(rope_lens):
-                    result = self._attempt(weights, states, offset, inputs, spec, given, last, leaning)
+                    result = self._trace(weights, states, offset, inputs, spec, given, last, leaning)
             except Exception as error:
-                first_error, self.folds = first_error or error, before
+                first_error, self.folds_constants = first_error or error, before
                 continue
-            self.needs_mask, self.leans = self.needs_mask or (masked and not spec.padded), leaning or self.leans
+            self.needs_mask, self.needs_right_aligned_cache = (
+                self.needs_mask or (masked and not spec.left_padded),
+                leaning or self.needs_right_aligned_cache,
+            )
             return result
         assert first_error is not None
         raise first_error
 
-    def _ways(
+    def _trace_modes(
         self, states: LayerStates | None, starts: jax.Array | None, spec: CallSpec
     ) -> tuple[tuple[bool, bool], ...]:
         """How a forward may be called, with a mask or without and on a cache that leans or not, the cheapest first.
@@ -203,15 +212,17 @@ class ModelProgram:
         if starts is None:
             return ((False, False),)
         # A model that counts positions by the length of its cache would count what is not there.
-        may_lean = self.leans or (self.accepts(self.names.positions) and self.accepts(self.names.mask))
+        may_lean = self.needs_right_aligned_cache or (
+            self.accepts(self.names.positions) and self.accepts(self.names.mask)
+        )
         leaning = ((True, True),) if holds and may_lean else ()
-        if self.leans and leaning:
+        if self.needs_right_aligned_cache and leaning:
             return leaning
-        if spec.padded or self.needs_mask or (holds and self.forgets):
+        if spec.left_padded or self.needs_mask or (holds and self.sliding_cache_unmasked):
             return ((True, False), *leaning)
         return ((False, False), (True, False), *leaning)
 
-    def _attempt(
+    def _trace(
         self,
         weights: Weights,
         states: LayerStates | None,
@@ -224,7 +235,7 @@ class ModelProgram:
     ) -> tuple[Arrays, LayerStates | None]:
         """One trace of the forward; `starts` is None for no attention mask."""
         kwargs = without_constants(torch_view(inputs))
-        rest = as_tensors(dict(spec.extra))
+        rest = as_tensors(dict(spec.static_args))
         text = {**inputs, **rest}
         query = next((text[name] for name in (self.names.ids, self.names.embeds) if name in text), None)
         query_len = 0 if query is None else query.shape[1]
@@ -236,7 +247,7 @@ class ModelProgram:
             kwargs[self.cache_name] = cache
         if starts is not None and self.accepts(self.names.mask):
             length = query_len if cache is None else cache.mask_len(query_len)
-            if self.forgets and offset is not None:
+            if self.sliding_cache_unmasked and offset is not None:
                 starts = jnp.maximum(starts, offset - shortest_window(states) + 1)
             if leaning:
                 assert offset is not None
@@ -245,20 +256,20 @@ class ModelProgram:
                 kwargs[self.names.mask] = padding_mask(starts, length)
         if self.accepts("use_cache"):
             kwargs["use_cache"] = cache is not None
-        keeps_own = dict(spec.extra).get("use_cache", False)  # transformers' cache, a field as any other
-        fills_cache = keeps_own and generates_as_encoder(self.called)
+        keeps_own = dict(spec.static_args).get("use_cache", False)  # transformers' cache, a field as any other
+        fills_cache = keeps_own and generates_as_encoder(self.target)
         if fills_cache:
-            kwargs.setdefault(self.cache_name, DynamicCache(config=self.called.config))
+            kwargs.setdefault(self.cache_name, DynamicCache(config=self.target.config))
         keep_one = self.accepts("logits_to_keep")
         if last is not None and keep_one:
             kwargs["logits_to_keep"] = torch_view(last[None])
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
-        with self._knowing(spec), deferred_checks.collected() as met, index_checks.collected() as in_range:
+        with self._folding(spec), deferred_checks.collect() as met, index_checks.collected() as in_range:
             output = self._run(weights, {**kwargs, **rest}, self._attention(spec))
         if cache is not None:
-            check_layers_keep_all(cache, self.cache_name, self.called)
+            check_layers_keep_all(cache, self.cache_name, self.target)
         fields = {
-            name: jax_view(views_of(value))  # some hand an argument of known values back as it came
+            name: jax_view(as_views(value))  # some hand an argument of known values back as it came
             for name, value in output.items()
             if value is not cache and (keeps_own or name != self.cache_name)
         }
@@ -266,7 +277,7 @@ class ModelProgram:
             assert self.cache_name is not None
             fields[self.cache_name] = jax_view(kwargs[self.cache_name])
         if met:
-            fields[CONDITIONS] = jnp.stack(met)
+            fields[CHECKS] = jnp.stack(met)
         if in_range:
             fields[INDICES] = jnp.stack(in_range)
         if last is not None and not keep_one:
@@ -302,7 +313,7 @@ class ModelProgram:
             raise NotPackableError("there is an encoder beside the decoder")
         if not (self.cache_name and self.accepts("position_ids") and uses_attention_interface(self.module)):
             raise NotPackableError("the forward takes no positions, or attends past transformers' attention interface")
-        run = self._in_parts(functools.partial(self._forward_packed, layout=layout))
+        run = self._with_split_concats(functools.partial(self._forward_packed, layout=layout))
         return (run if layout.is_decode or layout.all_logits else prune_rows(run))(weights, pools, batch)
 
     def _forward_packed(
@@ -331,9 +342,9 @@ class ModelProgram:
             kwargs["logits_to_keep"] = torch_view(batch.last)
         rope_lens = batch.positions + 1 if layout.is_decode else batch.rope_lens
         assert self.rope is None or rope_lens is not None
-        with divided, self._knowing(CallSpec()), lengths_told(rope_lens):
+        with divided, self._folding(CallSpec()), lengths_told(rope_lens):
             output = self._run(weights, kwargs, attention_name(self.module))
-        check_layers_keep_all(cache, self.cache_name, self.called)
+        check_layers_keep_all(cache, self.cache_name, self.target)
         logits = jax_view(output["logits"])[0]
         if not keep_last and not layout.all_logits:
             logits = logits[batch.last]
@@ -345,9 +356,9 @@ class ModelProgram:
     def _run(self, weights: Weights, kwargs: dict[str, Any], attention: str | None) -> ModelOutput:
         """The unmodified forward, with `weights` in the place of the module's own tensors."""
         # What a script has put on the model itself calls this; what it has put on a part is the part's forward.
-        scripts = None if self.part else vars(self.module).get("forward")
+        scripts = None if self.submodule else vars(self.module).get("forward")
         with self._in_place(weights, attention):
-            replaced = vars(self.called).get("forward")  # by a quirk, or a script
+            replaced = vars(self.target).get("forward")  # by a quirk, or a script
             forward: Any = self._forward_of_class if replaced is scripts or replaced is None else replaced
             output = forward(**kwargs, return_dict=True)
         self.output_class = type(output)
@@ -361,9 +372,9 @@ class ModelProgram:
         """
         owner, _, name = spec.path.rpartition(".")
         with (
-            self._in_place(weights, self._attention(CallSpec()), self.sizes),
-            constant_folding.known_values(),
-            deferred_checks.collected() as met,
+            self._in_place(weights, self._attention(CallSpec()), self.static_scalars),
+            constant_folding.enabled(),
+            deferred_checks.collect() as met,
         ):
             function = getattr(self.module.get_submodule(owner), name)
             kwargs = {**without_constants(torch_view(inputs)), **as_tensors(dict(spec.extra))}
@@ -378,33 +389,35 @@ class ModelProgram:
 
         Those that are `known` are constants.
         """
-        with in_place(weights) as arrays:
+        with substituted(weights) as arrays:
             yield from self._with_arrays(arrays, attention, known or {})
 
     def _with_arrays(
         self, arrays: Mapping[str, jax.Array], attention: str | None, known: Mapping[str, int]
     ) -> Iterator[None]:
         state = torch_view({name: array for name, array in arrays.items() if name not in known})
-        state |= {name: views_of(torch.tensor(value)) for name, value in known.items()}
-        on_devices = contextlib.nullcontext() if self.sharding is None else self.sharding.tracing(self.module, arrays)
+        state |= {name: as_views(torch.tensor(value)) for name, value in known.items()}
+        on_devices = (
+            contextlib.nullcontext() if self.sharding is None else self.sharding.trace_context(self.module, arrays)
+        )
         grouped = moe.GROUPED_MM if self.sharding is None else moe.IMPLEMENTATION
         hooked = on_torch_tensors(self.module) if self.watch.hooked else contextlib.nullcontext()
         with (
             self.watch.running(),
             torch_promotion(),
             hooked,
-            implementations(self.module, attention=attention, experts=grouped),  # one trace at a time from here on
+            config_overrides(self.module, attention=attention, experts=grouped),  # one trace at a time from here on
             restored_attributes(self.module) as kept,
             on_devices,
             torch_mode(self.module, state),
             index_checks.named(arrays),
-            quirks.applied(self.module),
+            quirks.apply_methods(self.module),
             rms_norm.intercepted(self.module),
             contextlib.nullcontext() if self.rope is None else self.rope.intercepted(),
             jax.default_matmul_precision("highest") if self.is_float32 else contextlib.nullcontext(),
         ):
             yield
-        self.kept_in_module.update(kept)
+        self.leaked_tensors.update(kept)
         is_own = {name: jax_view(tensor) is arrays[name] for name, tensor in state.items() if name not in known}
         written = [name for name, is_so in is_own.items() if not is_so]
         if written:
@@ -413,10 +426,10 @@ class ModelProgram:
                 "a compiled forward cannot"
             )
 
-    def _knowing(self, spec: CallSpec) -> contextlib.AbstractContextManager[None]:
+    def _folding(self, spec: CallSpec) -> contextlib.AbstractContextManager[None]:
         """Where some arguments are known, or code needs it, what is computed of known values alone stays known."""
-        knows = self.folds or any(isinstance(value, StaticTensor) for _, value in spec.extra)
-        return constant_folding.known_values() if knows else contextlib.nullcontext()
+        knows = self.folds_constants or any(isinstance(value, StaticTensor) for _, value in spec.static_args)
+        return constant_folding.enabled() if knows else contextlib.nullcontext()
 
     def _attention(self, spec: CallSpec) -> str | None:
         return "eager" if spec.output_attentions else attention_name(self.module)

@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree
 
-from model_adapters.bridge.views import is_view, jax_view, outside_torch_mode, to_torch_tensor, views_of
+from model_adapters.bridge.views import as_views, is_view, jax_view, outside_torch_mode, to_torch_tensor
 
 Hook = Callable[..., Any]
 Tables = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -108,9 +108,11 @@ def _call(hook: Hook, own: dict[torch.nn.Module, Tables], module: torch.nn.Modul
         raise HookError(error) from error
     for key, (view, tensor) in pairs.items():
         if tensor._version != versions[key]:
-            view.copy_(views_of(tensor))  # also seen by whoever else holds it, such as a residual connection
-    as_views = {id(tensor): view for view, tensor in pairs.values()}
-    return _pytree.tree_map_only(torch.Tensor, lambda t: as_views[id(t)] if id(t) in as_views else views_of(t), result)
+            view.copy_(as_views(tensor))  # also seen by whoever else holds it, such as a residual connection
+    originals = {id(tensor): view for view, tensor in pairs.values()}
+    return _pytree.tree_map_only(
+        torch.Tensor, lambda t: originals[id(t)] if id(t) in originals else as_views(t), result
+    )
 
 
 def _as_in_torch(tensor: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ def install() -> None:
     ExpertsInterface.register(IMPLEMENTATION, sharded_experts)
 
 
-def routed(
+def route_and_combine(
     hidden: torch.Tensor,
     expert_ids: torch.Tensor,
     weights: torch.Tensor,

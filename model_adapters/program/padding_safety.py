@@ -7,9 +7,9 @@ import sys
 import torch
 from transformers import PreTrainedModel
 
-SAID = {"is_decoder": False, "causal": False, "attn_type": "bi"}
+ENCODER_CONFIG_VALUES = {"is_decoder": False, "causal": False, "attn_type": "bi"}
 """Values of a configuration that make it an encoder, or a decoder used as one."""
-BY_THEMSELVES = frozenset({"openai-gpt", "rwkv"})
+CAUSAL_WITHOUT_MASK = frozenset({"openai-gpt", "rwkv"})
 """Types whose code makes a causal mask, or a recurrence, by itself."""
 IMAGE_SHIFTED_MASK = frozenset({"git"})
 """Types that shift the mask of later tokens, by the number of an image's patches: these see what padding on the left
@@ -22,7 +22,7 @@ READS_MASK_ON_HOST = frozenset({"led"})
 """Types whose encoder asks on the host what its mask hides: a program knows its mask, and is of one input's length."""
 
 
-def is_causal(module: torch.nn.Module) -> bool:
+def right_padding_is_safe(module: torch.nn.Module) -> bool:
     """Whether padding on the right of `module`'s input changes nothing before it.
 
     A model that its configuration does not make an encoder, and whose code makes masks by transformers' function for
@@ -32,21 +32,21 @@ def is_causal(module: torch.nn.Module) -> bool:
         return False
     config = module.config.get_text_config(decoder=True)
     if config.model_type in IMAGE_SHIFTED_MASK or any(
-        getattr(config, name, None) == value for name, value in SAID.items()
+        getattr(config, name, None) == value for name, value in ENCODER_CONFIG_VALUES.items()
     ):
         return False
     makes_masks = any(
         getattr(sys.modules.get(type(child).__module__), "create_causal_mask", None) is not None
         for child in module.modules()
     )
-    return makes_masks or config.model_type in BY_THEMSELVES
+    return makes_masks or config.model_type in CAUSAL_WITHOUT_MASK
 
 
 def can_batch_padded(module: PreTrainedModel) -> bool:
     """Whether texts of different lengths, padded behind their ends, give what each gives alone."""
     if module.config.get_text_config().model_type in MIXES_NEIGHBOURS:
         return False
-    return masked_tokens_are_ignored(module) or is_causal(module)
+    return masked_tokens_are_ignored(module) or right_padding_is_safe(module)
 
 
 def masked_tokens_are_ignored(module: torch.nn.Module) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import modeling_rope_utils
 
-from model_adapters.bridge.views import jax_view, torch_view, views_of
+from model_adapters.bridge.views import as_views, jax_view, torch_view
 from model_adapters.program.rope_lengths import RopeLengths
 from model_adapters.program.trace_context import replaced_methods
 
@@ -42,7 +42,7 @@ def lengths_told(lengths: jax.Array | None) -> Iterator[None]:
 def lengths_of(position_ids: torch.Tensor) -> torch.Tensor:
     """The lengths whose frequencies `position_ids` [..., T] have, in a trace: int32[], or int32[T] for each token."""
     told = _TOLD.get()
-    lengths = jnp.max(jax_view(views_of(position_ids))) + 1 if told is None else told
+    lengths = jnp.max(jax_view(as_views(position_ids))) + 1 if told is None else told
     result: torch.Tensor = torch_view(lengths)
     return result
 
@@ -76,11 +76,11 @@ class _Frequencies:
 
     def at(self, rotary: Any, length: jax.Array, layer_type: str | None, device: Any) -> jax.Array:
         """float32[dim / 2] for a sequence of `length` int32[] tokens."""
-        short = jax_view(views_of(getattr(rotary, f"{_prefix(layer_type)}original_inv_freq")))
+        short = jax_view(as_views(getattr(rotary, f"{_prefix(layer_type)}original_inv_freq")))
         if self.long is not None:
             long = jnp.asarray(self.long)
         else:
-            long = jax_view(views_of(_initial(self.kind, rotary.config, device, torch_view(length), layer_type)))
+            long = jax_view(as_views(_initial(self.kind, rotary.config, device, torch_view(length), layer_type)))
         return jnp.where(length > self.border, long, short)
 
 
@@ -148,7 +148,7 @@ class LengthDependentRope:
             with _in_place(rotary, layer_type, frequencies.at(rotary, length, layer_type, x.device)):
                 return jax_view(own(rotary, x, torch_view(positions), **given))
 
-        lengths, positions = jax_view(lengths_of(position_ids)), jax_view(views_of(position_ids))
+        lengths, positions = jax_view(lengths_of(position_ids)), jax_view(as_views(position_ids))
         return torch_view(at(lengths, positions) if lengths.ndim == 0 else _by_token(at, lengths, positions))
 
 

@@ -16,7 +16,7 @@ import jax
 import torch
 
 STATIC_DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-SMALL = 1 << 16
+MAX_STATIC_ELEMENTS = 1 << 16
 """Elements of a tensor that may be taken for a constant: a grid, a mask of patches; no image."""
 
 
@@ -60,7 +60,7 @@ def without_constants(tree: Any) -> Any:
 
 def can_be_static(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is of a kind whose values model code reads: integers and booleans, and not many."""
-    return tensor.dtype in STATIC_DTYPES and tensor.numel() <= SMALL
+    return tensor.dtype in STATIC_DTYPES and tensor.numel() <= MAX_STATIC_ELEMENTS
 
 
 def as_tensors(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def trace_lock() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def implementations(module: PreTrainedModel, *, attention: str | None, experts: str) -> Iterator[None]:
+def config_overrides(module: PreTrainedModel, *, attention: str | None, experts: str) -> Iterator[None]:
     """Every configuration of `module` names these implementations inside; as it was before, afterwards.
 
     Args:

@@ -32,7 +32,7 @@ from model_adapters.bridge.views import in_torch_mode
 from model_adapters.program.trace_context import replaced_methods
 
 _MODELS = "transformers.models."
-SHARED = {
+SAME_AS = {
     "kyutai_speech_to_text": "moshi",
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "idefics"),
     **dict.fromkeys(("gpt_neo", "mpt"), "counts_keys"),
@@ -57,22 +57,22 @@ def _module(architecture: str) -> types.ModuleType | None:
     return importlib.import_module(f"{__name__}.{architecture}") if architecture in names() else None
 
 
-def leans(module: torch.nn.Module) -> bool:
+def needs_right_aligned_cache(module: torch.nn.Module) -> bool:
     """Whether a quirk says that the cache of `module` must lean."""
     return bool(getattr(_module(_architecture(module)), "LEANS", False))
 
 
-def forgets(module: torch.nn.Module) -> bool:
+def sliding_cache_unmasked(module: torch.nn.Module) -> bool:
     """Whether a quirk says that what the cache of `module` has forgotten is not masked otherwise."""
     return bool(getattr(_module(_architecture(module)), "UNMASKED_SLIDING_CACHE", False))
 
 
-def one_by_one(module: torch.nn.Module) -> bool:
+def needs_token_by_token(module: torch.nn.Module) -> bool:
     """Whether a quirk says that tokens of one forward see those behind them."""
     return _folder(module) in getattr(_module(_architecture(module)), "TOKEN_BY_TOKEN", ())
 
 
-def unread(module: torch.nn.Module) -> frozenset[str]:
+def ignored_arguments(module: torch.nn.Module) -> frozenset[str]:
     """Arguments that the forward of `module` does not read."""
     return frozenset(getattr(_module(_architecture(module)), "UNREAD", ()))
 
@@ -84,10 +84,10 @@ def _folder(module: torch.nn.Module) -> str:
 
 def _architecture(module: torch.nn.Module) -> str:
     name = _folder(module)
-    return SHARED.get(name, name)
+    return SAME_AS.get(name, name)
 
 
-def applied(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+def apply_methods(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """The methods of quirks stand in the place of those of `module` and its parts inside, and their functions."""
     for child in module.modules():
         _install_functions(type(child).__module__, _architecture(child))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.program.moe import routed
+from model_adapters.program.moe import route_and_combine
 
 
 def _forward(
@@ -19,7 +19,7 @@ def _forward(
         return torch._grouped_mm(gate * torch._grouped_mm(x, v1.transpose(1, 2), offs=ends), w2, offs=ends)
 
     flat = hidden_states.reshape(-1, self.hidden_size)
-    out = routed(flat, top_k_index, top_k_weights, self.num_experts, experts)
+    out = route_and_combine(flat, top_k_index, top_k_weights, self.num_experts, experts)
     return out.view(hidden_states.shape[0], -1, self.hidden_size)
 
 

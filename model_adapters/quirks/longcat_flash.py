@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.program.moe import routed
+from model_adapters.program.moe import route_and_combine
 
 
 def _forward(
@@ -22,7 +22,7 @@ def _forward(
         down = torch._grouped_mm(self.act_fn(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
         return torch.where((ids >= num_routed)[:, None], x, down)
 
-    return routed(hidden_states, top_k_index, top_k_weights, num_routed, experts).to(hidden_states.dtype)
+    return route_and_combine(hidden_states, top_k_index, top_k_weights, num_routed, experts).to(hidden_states.dtype)
 
 
 REPLACED = {"LongcatFlashExperts.forward": _forward}

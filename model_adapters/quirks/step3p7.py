@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.program.moe import routed
+from model_adapters.program.moe import route_and_combine
 
 
 def _forward(
@@ -16,7 +16,9 @@ def _forward(
         hidden = self._apply_gate(torch._grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
         return torch._grouped_mm(hidden, self.down_proj.transpose(1, 2), offs=ends)
 
-    return routed(hidden_states, top_k_index, top_k_weights, self.num_experts, experts).to(hidden_states.dtype)
+    return route_and_combine(hidden_states, top_k_index, top_k_weights, self.num_experts, experts).to(
+        hidden_states.dtype
+    )
 
 
 REPLACED = {"Step3p7Experts.forward": _forward}

@@ -180,7 +180,7 @@ class ModelSharding:
         return jax.make_array_from_callback(placed.laid_out_shape, self.sharding_of(name), part)
 
     @contextlib.contextmanager
-    def tracing(self, module: PreTrainedModel, weights: Mapping[str, jax.Array]) -> Iterator[None]:
+    def trace_context(self, module: PreTrainedModel, weights: Mapping[str, jax.Array]) -> Iterator[None]:
         """While this is open, `module` computes as it must with `weights` on the mesh."""
         token = _IN_USE.set(_Trace(self, {id(weights[name]): placed for name, placed in self.placed.items()}))
         config = module.config.get_text_config(decoder=True)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from transformers import PreTrainedModel
 
 from sharding_rules import TABLES, Rule, RuleTable
-from sharding_rules.hf_tp_plans import translate
-from sharding_rules.shape_inference import infer
+from sharding_rules.hf_tp_plans import rules_from_tp_plan
+from sharding_rules.shape_inference import infer_rules
 
 
 def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> RuleTable:
@@ -23,9 +23,9 @@ def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
         return table
     tp_plan = getattr(config, "base_model_tp_plan", None) or {}
     ep_plan = getattr(config, "base_model_ep_plan", None) or {}
-    plan = translate(tp_plan, ep_plan, config.model_type, shapes)
+    plan = rules_from_tp_plan(tp_plan, ep_plan, config.model_type, shapes)
     first = (*_vocabulary(module, shapes), *plan)
-    return infer(shapes, getattr(config, "hidden_size", None), config.model_type, first)
+    return infer_rules(shapes, getattr(config, "hidden_size", None), config.model_type, first)
 
 
 def _vocabulary(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[Rule]:

@@ -19,7 +19,7 @@ from model_adapters.loading import load_model
 from torchax_serve.bench import Bandwidth, BenchSettings, Case, Measurement, Timing, bench, measure_bandwidth
 from torchax_serve.bench.memory_traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
 from torchax_serve.bench.report import CompileCache, same_part
-from torchax_serve.bench.timed_model import Engine, JaxMemory, count_programs
+from torchax_serve.bench.timed_model import JaxMemory, TimedModel, count_programs
 from torchax_serve.cli.main import app
 from torchax_serve.runtime.eager import EagerReference
 
@@ -228,7 +228,7 @@ def test_time_to_first_token_is_that_of_the_first_new_token():
                 time.sleep(0.02)
             return torch.cat([ids, ids[:, :max_new_tokens]], 1)
 
-    found = Engine("x", "y", Model(), JaxMemory()).call(torch.tensor([[4, 5, 6]]), 3)
+    found = TimedModel("x", "y", Model(), JaxMemory()).call(torch.tensor([[4, 5, 6]]), 3)
     assert found.timing.ttft_s >= 0.05
     assert found.timing.total_s - found.timing.ttft_s >= 0.06
     assert found.tokens.tolist() == [[4, 5, 6]]

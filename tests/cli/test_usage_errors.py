@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from torchax_serve.cli.main import COMMANDS, app
-from torchax_serve.cli.shared.errors import reported
+from torchax_serve.cli.shared.errors import with_exit_status
 from torchax_serve.cli.shared.flag_names import HINTS, flags_of, in_flags
 
 PROGRAM = "from torchax_serve.cli.main import main; main()"
@@ -172,7 +172,7 @@ def test_a_hint_is_for_a_flag_that_the_command_does_not_have():
 )
 def test_messages_name_flags(message, expected):
     command = dict(COMMANDS)["run"]
-    parameters = reported(command).__signature__.parameters.values()
+    parameters = with_exit_status(command).__signature__.parameters.values()
     assert in_flags(message, flags_of(parameters)) == expected
 
 

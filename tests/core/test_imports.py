@@ -82,7 +82,7 @@ def provider(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_OPS", {})
     registry.define("twice", "twice")(lambda x: x + x)
-    registry.provide("twice", "tpu", "kernels_of_a_test")
+    registry.register_module("twice", "tpu", "kernels_of_a_test")
     yield "kernels_of_a_test"
     sys.modules.pop("kernels_of_a_test", None)
 

@@ -11,7 +11,7 @@ from model_adapters.bridge.traced_length import TracedLength
 from model_adapters.bridge.views import jax_view, to_jax_array, to_torch_tensor, torch_mode, torch_view
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import install
-from model_adapters.program.moe import group_ends, routed
+from model_adapters.program.moe import group_ends, route_and_combine
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
 
@@ -155,7 +155,7 @@ def test_routed_experts(num_tokens):
         def experts(rows, ends, of):
             return torch.where((of >= 3)[:, None], rows, torch._grouped_mm(rows, matrices, offs=ends))
 
-        return routed(x, ids, weights, 3, experts)
+        return route_and_combine(x, ids, weights, 3, experts)
 
     found = traced(run, *(jnp.asarray(y.numpy()) for y in (x, ids.int(), weights, matrices)))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

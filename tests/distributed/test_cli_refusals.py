@@ -14,7 +14,7 @@ from model_adapters.errors import HostsError
 from torchax_serve import Hosts
 from torchax_serve.cli.main import app
 from torchax_serve.cli.shared import load_model
-from torchax_serve.distributed.hosts.rendezvous import join
+from torchax_serve.distributed.hosts.rendezvous import rendezvous
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_follower_with_another_version_or_configuration(refused, name, value):
     def follow():
         hosts = Hosts(coordinator=f"127.0.0.1:{port}", num_hosts=2, host_id=1, join_timeout_s=60)
         try:
-            join(hosts, {"model": "the embedded one", "dtype": "auto", name: value})
+            rendezvous(hosts, {"model": "the embedded one", "dtype": "auto", name: value})
         except HostsError as error:
             told.append(str(error))
 

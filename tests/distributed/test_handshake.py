@@ -15,7 +15,7 @@ from model_adapters.errors import HostsError, InvalidArgumentError
 from torchax_serve import Hosts
 from torchax_serve.cli.shared.load_options import DeviceOptions
 from torchax_serve.distributed.hosts import acceptor as accepting
-from torchax_serve.distributed.hosts.connection import HEAD, ORDER, SAID, Wire
+from torchax_serve.distributed.hosts.connection import HEAD, ORDER, SAID, Connection
 from torchax_serve.distributed.hosts.handshake import (
     GREETING_BYTES,
     MAGIC,
@@ -24,7 +24,7 @@ from torchax_serve.distributed.hosts.handshake import (
     greet_follower,
     greet_leader,
 )
-from torchax_serve.distributed.hosts.rendezvous import join
+from torchax_serve.distributed.hosts.rendezvous import rendezvous
 
 SECRET = "0123456789abcdef0123456789abcdef"
 ASKED = {"model": "tiny"}
@@ -46,13 +46,13 @@ def hosts_of(port, host_id, num_hosts=2, **options):
 def met(*hosts, before_the_last=lambda: None):
     """What `join` answers or raises for each of several hosts, side by side."""
     with ThreadPoolExecutor(len(hosts)) as pool:
-        futures = [pool.submit(join, each, ASKED) for each in hosts[:-1]]
+        futures = [pool.submit(rendezvous, each, ASKED) for each in hosts[:-1]]
         before_the_last()
-        futures.append(pool.submit(join, hosts[-1], ASKED))
+        futures.append(pool.submit(rendezvous, hosts[-1], ASKED))
         results = [future.exception() or future.result() for future in futures]
     watches = [watch for result in results if isinstance(result, list) for watch in result]
     for watch in watches:
-        watch.over()
+        watch.stop()
     for watch in watches:
         watch.close()
     return results
@@ -102,7 +102,7 @@ def test_hosts_of_one_secret_meet_on_the_address_given_alone(initialized, secret
 def test_the_leader_listens_on_no_other_address():
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(join, hosts_of(port, 0, join_timeout_s=2), ASKED)
+        joining = pool.submit(rendezvous, hosts_of(port, 0, join_timeout_s=2), ASKED)
         call(port)[0].close()
         with pytest.raises(OSError, match="refused"):  # as if by another network card
             socket.create_connection(("127.0.0.2", port), timeout=5)
@@ -166,7 +166,7 @@ def test_what_follows_a_handshake_without_a_secret_is_bounded_too(meet_among):
     def strangers(port):
         for content in (b"[" * 200_000, b"[" * 60_000, json.dumps({"program": "other"}).encode(), b"[]", b"\xff"):
             (caller,) = call(port)
-            wire = Wire(caller, session=greet_leader(caller, None, time.monotonic() + 10))
+            wire = Connection(caller, session=greet_leader(caller, None, time.monotonic() + 10))
             wire.send(SAID, content)
             with pytest.raises(OSError, match=r"closed|reset"):
                 wire.receive(20)
@@ -197,14 +197,14 @@ def test_another_secret_is_one_line_on_both_sides(secret, said, noted, caplog):
 
 
 def test_a_host_that_goes_while_others_are_awaited_is_named(monkeypatch):
-    port, say = free_port(), Wire.say
+    port, say = free_port(), Connection.send_status
 
     def unheard(wire, **said):
         if "go" in said:
             raise ConnectionResetError(104, "Connection reset by peer")
         say(wire, **said)
 
-    monkeypatch.setattr(Wire, "say", unheard)
+    monkeypatch.setattr(Connection, "say", unheard)
     leader, follower = met(hosts_of(port, 0), hosts_of(port, 1))
     assert str(leader).startswith("host 1 is gone (")
     assert str(leader).endswith("; start all hosts again")
@@ -296,7 +296,7 @@ def test_a_greeting_has_a_deadline_however_slowly_bytes_come():
 def wires():
     """A follower's and a leader's end behind a handshake, with their sockets."""
     one, other, follower, leader = greeted(SECRET.encode(), SECRET.encode())
-    made = Wire(follower, takes_orders=True, session=one), Wire(leader, session=other)
+    made = Connection(follower, takes_orders=True, session=one), Connection(leader, session=other)
     yield *made, follower, leader
     for wire in made:
         wire.close()
@@ -357,6 +357,6 @@ def test_an_address_that_others_reach_without_a_secret_is_told(caplog, monkeypat
             "torchax_serve.distributed.hosts.rendezvous._resolved", lambda hosts: (socket.AF_INET, hosts.address[0])
         )
         with caplog.at_level(logging.WARNING, "torchax_serve"):
-            join(hosts, ASKED)
+            rendezvous(hosts, ASKED)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("hosts: no secret is given, so whoever reaches 10.0.0.1:8476 can join")

@@ -14,7 +14,7 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from torchax_serve.distributed.ray.http_requests import (
-    RequestError,
+    BadHttpRequest,
     answer_to,
     check_head,
     params_of,
@@ -33,7 +33,7 @@ def scope(path="/", method="POST", root_path="", headers=JSON):
 
 
 def refused(run, *args, **kwargs):
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(BadHttpRequest) as caught:
         run(*args, **kwargs)
     return caught.value
 
@@ -200,7 +200,7 @@ def test_an_answer_that_stalls_is_given_up_and_ended():
         try:
             async for piece in within(pieces(), 0.05):
                 found.append(piece)
-        except RequestError as error:
+        except BadHttpRequest as error:
             return found, error.status, error.content()["error"]["type"]
 
     assert asyncio.run(read()) == (["one"], 504, "server_error")

@@ -19,8 +19,8 @@ from model_adapters.errors import UnsupportedArgumentError
 from model_adapters.program.model_program import CallSpec
 from model_adapters.program.static_tensors import StaticTensor
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode, encode
-from torchax_serve.distributed.hosts.messages import ArrayRef, Compile, End, Kind, Run
-from torchax_serve.executors.packed import DecodeSpec, PackedStepSpec
+from torchax_serve.distributed.hosts.messages import ArrayRef, ArraySpec, Compile, End, Run
+from torchax_serve.executors.packed import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.runtime.static_args import StaticArgs
 from torchax_serve.validation.bounded_json import parse_json
 
@@ -32,19 +32,21 @@ MESSAGES = [
     End(),
     End("why"),
     Run(3, (ArrayRef(1), np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 4), np.float32)), 7, (1, 2)),
-    Kind((2, 3), np.dtype("float32")),
-    Kind((), jnp.dtype("bfloat16")),
+    ArraySpec((2, 3), np.dtype("float32")),
+    ArraySpec((), jnp.dtype("bfloat16")),
     [torch.bfloat16, np.float32(1.5), StaticArgs.MASKS, CausalLMOutputWithPast],
     Compile(
         1,
         "packed",
-        DecodeSpec(PackedStepSpec(16, 4, 2, LAYOUT, batch_invariant=False), 4),
+        FusedDecodeSpec(PackedStepSpec(16, 4, 2, LAYOUT, batch_invariant=False), 4),
         "highest",
         has_weights=True,
-        args=({"x": ArrayRef(4)}, [Kind((1,), np.dtype("int32"))], None),
+        args=({"x": ArrayRef(4)}, [ArraySpec((1,), np.dtype("int32"))], None),
         facts={"output_class": CausalLMOutputWithPast, "needs_mask": False},
     ),
-    CallSpec(padded=True, extra=(("grid", StaticTensor.of(torch.tensor([[1, 2], [3, 4]]))), ("use_cache", False))),
+    CallSpec(
+        left_padded=True, static_args=(("grid", StaticTensor.of(torch.tensor([[1, 2], [3, 4]]))), ("use_cache", False))
+    ),
 ]
 
 

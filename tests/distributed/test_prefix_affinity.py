@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.cli import deploy as command
 from torchax_serve.distributed.ray.options import DeployOptions
-from torchax_serve.distributed.ray.prefix_affinity import BLOCK_CHARS, PrefixTable, choose, prefix_key
+from torchax_serve.distributed.ray.prefix_affinity import BLOCK_CHARS, PrefixAffinity, choose_replica, prefix_key
 
 
 def text_of(*letters):
@@ -15,43 +15,43 @@ def text_of(*letters):
 
 
 def test_the_longest_beginning_counts():
-    table = PrefixTable()
-    table.remember(text_of("a", "b"), "one")
-    table.remember(text_of("a", "c"), "two")
-    assert table.owner(text_of("a", "b", "z"), ["one", "two"]) == "one"
-    assert table.owner(text_of("a", "c", "z"), ["one", "two"]) == "two"
-    assert table.owner(text_of("a", "z"), ["one", "two"]) == "two"  # who had it last
-    assert table.owner(text_of("b"), ["one", "two"]) is None
+    table = PrefixAffinity()
+    table.record(text_of("a", "b"), "one")
+    table.record(text_of("a", "c"), "two")
+    assert table.replica_for(text_of("a", "b", "z"), ["one", "two"]) == "one"
+    assert table.replica_for(text_of("a", "c", "z"), ["one", "two"]) == "two"
+    assert table.replica_for(text_of("a", "z"), ["one", "two"]) == "two"  # who had it last
+    assert table.replica_for(text_of("b"), ["one", "two"]) is None
 
 
 def test_a_replica_that_is_gone_owns_nothing():
-    table = PrefixTable()
-    table.remember(text_of("a"), "one")
-    table.remember(text_of("a", "b"), "two")
-    assert table.owner(text_of("a", "b"), ["one"]) is None
-    table.remember(text_of("a"), "one")
-    assert table.owner(text_of("a", "b"), ["one"]) == "one"
+    table = PrefixAffinity()
+    table.record(text_of("a"), "one")
+    table.record(text_of("a", "b"), "two")
+    assert table.replica_for(text_of("a", "b"), ["one"]) is None
+    table.record(text_of("a"), "one")
+    assert table.replica_for(text_of("a", "b"), ["one"]) == "one"
 
 
 def test_short_prompts_are_known_too():
-    table = PrefixTable()
-    table.remember("Hello", "one")
-    assert table.owner("Hello", ["one"]) == "one"
-    assert table.owner("Hello!", ["one"]) is None
+    table = PrefixAffinity()
+    table.record("Hello", "one")
+    assert table.replica_for("Hello", ["one"]) == "one"
+    assert table.replica_for("Hello!", ["one"]) is None
 
 
 def test_the_oldest_are_forgotten():
-    table = PrefixTable(most_known=3)
+    table = PrefixAffinity(most_known=3)
     for letter in "abcd":
-        table.remember(text_of(letter), letter)
+        table.record(text_of(letter), letter)
     assert len(table) == 3
-    assert [table.owner(text_of(letter), "abcd") for letter in "abcd"] == [None, "b", "c", "d"]
+    assert [table.replica_for(text_of(letter), "abcd") for letter in "abcd"] == [None, "b", "c", "d"]
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 20), min_size=1), st.data())
 def test_every_replica_is_tried_and_the_idlest_first(loads, data):
     owner = data.draw(st.sampled_from([None, *loads]))
-    order = choose(owner, loads, 4)
+    order = choose_replica(owner, loads, 4)
     assert sorted(order) == sorted(loads)
     if owner is not None and loads[owner] - min(loads.values()) <= 4:
         assert order[0] == owner
@@ -62,9 +62,9 @@ def test_every_replica_is_tried_and_the_idlest_first(loads, data):
 def test_a_conversation_begins_as_its_messages():
     first = {"messages": [{"role": "user", "content": "a" * 500}]}
     second = {"messages": [*first["messages"], {"role": "assistant", "content": "b"}]}
-    table = PrefixTable()
-    table.remember(prefix_key(first), "one")
-    assert table.owner(prefix_key(second), ["one", "two"]) == "one"
+    table = PrefixAffinity()
+    table.record(prefix_key(first), "one")
+    assert table.replica_for(prefix_key(second), ["one", "two"]) == "one"
     assert prefix_key({"prompt": "a"}) == "a"
 
 

@@ -11,9 +11,9 @@ from ports import free_port
 from model_adapters.errors import HostsError, InvalidArgumentError
 from torchax_serve import Hosts, follow, serve
 from torchax_serve.distributed.hosts import heartbeat as watching
-from torchax_serve.distributed.hosts.connection import Wire
-from torchax_serve.distributed.hosts.heartbeat import Watch
-from torchax_serve.distributed.hosts.rendezvous import join
+from torchax_serve.distributed.hosts.connection import Connection
+from torchax_serve.distributed.hosts.heartbeat import Heartbeat
+from torchax_serve.distributed.hosts.rendezvous import rendezvous
 
 ASKED = {"model": "tiny", "dtype": "auto"}
 
@@ -33,11 +33,11 @@ def hosts_of(port, host_id, num_hosts=2, join_timeout_s=20, host="127.0.0.1"):
 def met(*calls):
     """What each of several calls of `join` answers or raises, side by side."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        futures = [pool.submit(join, *call) for call in calls]
+        futures = [pool.submit(rendezvous, *call) for call in calls]
         results = [future.exception() or future.result() for future in futures]
     watches = [watch for result in results if isinstance(result, list) for watch in result]
     for watch in watches:
-        watch.over()
+        watch.stop()
     for watch in watches:
         watch.close()
     return results
@@ -109,9 +109,9 @@ def connection():
 def test_a_leader_takes_no_orders():
     ours, theirs = connection()
     with ours, theirs:
-        Wire(ours).order("anything that would be unpickled")
+        Connection(ours).send_command("anything that would be unpickled")
         with pytest.raises(OSError, match="not of this program"):
-            Wire(theirs).receive(5)
+            Connection(theirs).receive(5)
 
 
 @pytest.fixture
@@ -125,9 +125,9 @@ def watched(monkeypatch):
         reports.append(message)
         came.set()
 
-    watch = Watch(Wire(ours), "host 1", "start again", report)
+    watch = Heartbeat(Connection(ours), "host 1", "start again", report)
     with theirs:
-        yield watch, Wire(theirs), lambda wait_s=20: came.wait(wait_s) and reports
+        yield watch, Connection(theirs), lambda wait_s=20: came.wait(wait_s) and reports
     watch.close()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model_adapters.errors import InvalidArgumentError, QueueFullError, TorchaxServeError, UnsupportedArgumentError
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.sampling.history_sampler import LoneSampler
+from torchax_serve.sampling.history_sampler import HistorySampler
 
 SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32, max_num_waiting=6)
 INNOCENT = [5, 6, 7, 8, 9]
@@ -202,7 +202,7 @@ def test_arrays_that_cannot_be_made_end_their_request_alone(llama, monkeypatch, 
     def fails(*args):
         raise ValueError("no room for it\nat all")
 
-    monkeypatch.setattr(LoneSampler, failing, fails)
+    monkeypatch.setattr(HistorySampler, failing, fails)
     others = [
         request(INNOCENT, max_new_tokens=NEW),
         request([7, 8], no_repeat_ngram_size=2),

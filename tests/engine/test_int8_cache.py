@@ -18,8 +18,8 @@ from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.packed_factory import packed_executor
-from torchax_serve.kv_cache.int8_scales import MARGIN, TRIAL_LEN, TRIAL_ROWS
-from torchax_serve.kv_cache.memory import Sizes
+from torchax_serve.kv_cache.int8_scales import HEADROOM, TRIAL_LEN, TRIAL_ROWS
+from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.scheduler import PlanRow
 
 LAYOUT = {"max_len": 64, "num_slots": 4, "page_len": 8, "token_budget": 32}
@@ -91,12 +91,12 @@ def test_scales_are_the_largest_numbers_of_a_prompt_with_a_margin(llama):
     layers = tiny_model("llama")(ids, use_cache=True).past_key_values.layers
     for layer, scales in zip(layers, llama.engine._runner._cache._scales, strict=True):
         for numbers, scale in zip((layer.keys, layer.values), scales, strict=True):
-            np.testing.assert_allclose(scale, numbers.abs().amax((0, 2, 3)).numpy() * MARGIN / 127, rtol=1e-5)
+            np.testing.assert_allclose(scale, numbers.abs().amax((0, 2, 3)).numpy() * HEADROOM / 127, rtol=1e-5)
 
 
 def run_by_hand(model, ids, num_decoded):
     """Logits [n, vocab] of a prompt in two chunks and of tokens decoded one by one, and the pools behind them."""
-    sizes = Sizes(**LAYOUT, kv_cache_bytes=1 << 18, kv_cache_dtype="int8")
+    sizes = MemoryBudget(**LAYOUT, kv_cache_bytes=1 << 18, kv_cache_dtype="int8")
     road = packed_executor(model._generator()._jax_runtime, sizes)
     table = np.zeros((4, 8), np.int32)
     table[1] = [5, 3, 7, 1, 2, 4, 6, 8]

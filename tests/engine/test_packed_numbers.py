@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_adapters.caches.paged_cache import PagedLayout
-from torchax_serve.executors.packed import DecodeSpec, PackedExecutor, PackedStepSpec
+from torchax_serve.executors.packed import FusedDecodeSpec, PackedExecutor, PackedStepSpec
 from torchax_serve.scheduler import PlanRow
 
 NUM_SLOTS, PAGES = 8, 3
@@ -32,7 +32,7 @@ def test_a_decode_call_says_the_same_batch(seats, data, num_groups, num_steps, d
     packed = PackedStepSpec(num_rows, num_rows, PAGES, layout, False)
     last_tokens = jnp.arange(100, 100 + NUM_SLOTS)
     whole = packed.unpack(jnp.asarray(PackedExecutor._numbers(packed, rows, tables, 0)), last_tokens)
-    spec = DecodeSpec(packed, 16)
+    spec = FusedDecodeSpec(packed, 16)
     numbers = spec.pack(rows, tables, num_steps, draws)
     assert len(numbers) == spec.size
     batch, slots, told_steps, told_draws = spec.unpack(jnp.asarray(numbers))

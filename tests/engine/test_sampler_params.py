@@ -147,7 +147,7 @@ def test_a_token_of_number_zero_is_one(name):
 
 def test_a_first_token_alone_needs_the_tables():
     params = params_of(GenerationConfig(max_new_tokens=8, begin_suppress_tokens=[0]))
-    assert (params.level, params.lone, params.not_first) == ("greedy", None, (0,))
+    assert (params.level, params.lone, params.forbidden_first) == ("greedy", None, (0,))
     assert params.needs_tables(prompt_len=3)
     assert params_of(GenerationConfig(max_new_tokens=8, begin_suppress_tokens=[0], no_repeat_ngram_size=2)).lone
 

@@ -13,9 +13,9 @@ from scipy.stats import chisquare
 from transformers import GenerationConfig
 
 from torchax_serve import sampling
-from torchax_serve.sampling.sample import adjust, sample
+from torchax_serve.sampling.sample import apply_penalties, sample
 from torchax_serve.sampling.sampler import Sampler
-from torchax_serve.sampling.truncation import best_columns, cut
+from torchax_serve.sampling.truncation import top_candidates, truncate
 from torchax_serve.sampling.types import NUM_TOP_RUNGS, SamplerSpec
 from torchax_serve.scheduler import INVALID_TOKEN, PlanRow
 
@@ -84,7 +84,7 @@ def choose(sampler, plan_rows, logits, **kwargs):
 
 @jax.jit
 def all_scores(options, tables, logits):
-    return cut(options, adjust(options, tables, logits), full=True)
+    return truncate(options, apply_penalties(options, tables, logits), full=True)
 
 
 def check_scores(cases, vocab_size, round_to=None):
@@ -95,7 +95,7 @@ def check_scores(cases, vocab_size, round_to=None):
         for case in cases
     ]
     for slot, row in enumerate(rows):
-        sampler.set(slot, row.params(vocab_size), row.prompt, row.outputs)
+        sampler.assign_slot(slot, row.params(vocab_size), row.prompt, row.outputs)
     options, _ = sampler.slots.rows([row.plan_row(slot) for slot, row in enumerate(rows)], len(rows))
     logits = rng.normal(size=(len(rows), vocab_size), scale=3).astype(np.float32)
     logits = logits if round_to is None else np.round(logits / round_to) * np.float32(round_to)
@@ -134,7 +134,7 @@ def test_tokens_that_may_not_come_first(sampler, options):
 def test_the_best_columns_are_found_in_two_levels(num_values):
     scores = np.random.default_rng(0).integers(0, num_values, (8, 9001)).astype(np.float32)
     scores[1, 50:] = -np.inf
-    by_id, ids, descending = map(np.asarray, jax.jit(best_columns, static_argnums=1)(scores, 128))
+    by_id, ids, descending = map(np.asarray, jax.jit(top_candidates, static_argnums=1)(scores, 128))
     order = np.argsort(-scores, axis=-1, kind="stable")[:, :128]
     np.testing.assert_array_equal(descending, np.take_along_axis(scores, order, 1))
     finite = np.isfinite(by_id)
@@ -256,8 +256,8 @@ def test_a_seed_draws_what_it_draws_in_generate(sampler, options):
     row = Row(options, tuple(prompt), seed=seed)
     config = GenerationConfig(do_sample=True, max_new_tokens=num_steps, **options)
     plan = sampling.GenerationSampling.build(config, prompt_len=5, vocab_size=VOCAB_SIZE)
-    state = sampling.start(plan, np.array([prompt]), seed=seed)
-    step = jax.jit(sampling.step)
+    state = sampling.init_history(plan, np.array([prompt]), seed=seed)
+    step = jax.jit(sampling.sample_step)
     expected = []
     for logits in all_logits:
         token, state, _ = step(plan, state, logits[None])
@@ -359,10 +359,10 @@ def test_warm_up_compiles_all_that_traffic_needs(caplog):
         num_rows = int(rng.choice(shapes))
         rows = [Row({**CASES[rng.integers(len(CASES))], "logprobs": int(rng.integers(21))}) for _ in range(num_rows)]
         for slot, row in enumerate(rows):
-            sampler.set(slot, row.params(vocab_size), row.prompt)
+            sampler.assign_slot(slot, row.params(vocab_size), row.prompt)
         plan_rows = [row.plan_row(slot) for slot, row in enumerate(rows)]
         logits = rng.normal(size=(num_rows, vocab_size)).astype(np.float32)
-        sampler.choose(plan_rows, jax.device_put(logits, device))
+        sampler.sample(plan_rows, jax.device_put(logits, device))
 
     with jax.log_compiles():
         for _ in range(20):
@@ -401,7 +401,7 @@ def test_steps_in_one_program_are_the_steps_one_by_one(sampler):
             sampled, state = sample(SamplerSpec("sampled"), options.after(lengths), state, logits)
             return (lengths + 1, state), sampled.tokens
 
-        lengths = jnp.array([row.start + row.num_tokens for row in plan_rows] + [0] * (NUM_ROWS - len(plan_rows)))
+        lengths = jnp.array([row.context_len + row.num_tokens for row in plan_rows] + [0] * (NUM_ROWS - len(plan_rows)))
         (_, state), tokens = jax.lax.scan(step, (lengths, state), all_logits)
         return tokens, state
 
@@ -418,7 +418,7 @@ def test_the_lowest_level_that_covers_every_row():
     sampler = Sampler(4, 40)
     cases = [{}, {"top_k": 3}, {"presence_penalty": 1}, {"min_new_tokens": 2}]
     for slot, options in enumerate(cases):
-        sampler.set(slot, Row(options, stop_ids=STOPS).params(40), (7, 8))
+        sampler.assign_slot(slot, Row(options, stop_ids=STOPS).params(40), (7, 8))
 
     def level(*slots, ahead=0):
         return sampler.slots.rows([Row({}).plan_row(slot) for slot in slots], 8, ahead)[1].level
@@ -433,7 +433,7 @@ def test_several_steps_ahead_are_the_steps_one_by_one(sampler):
     all_logits = np.random.default_rng(0).normal(size=(5, 1, VOCAB_SIZE)).astype(np.float32)
     first = row.plan_row(0)
     one_by_one = [
-        int(choose(sampler, [first._replace(start=first.start + index)], logits).tokens[0])
+        int(choose(sampler, [first._replace(start=first.context_len + index)], logits).tokens[0])
         for index, logits in enumerate(all_logits)
     ]
     ahead = [int(choose(sampler, [first], logits, ahead=index).tokens[0]) for index, logits in enumerate(all_logits)]
@@ -450,9 +450,9 @@ def test_options_kept_on_the_device_are_those_of_each_step(sampler):
     plan_rows = [row.plan_row(slot) for slot, row in enumerate(rows)]
     kept, draws = sampler.ahead(plan_rows, NUM_ROWS)
     for step in range(3):
-        now = [row._replace(start=row.start + step) for row in plan_rows]
+        now = [row._replace(start=row.context_len + step) for row in plan_rows]
         assert sampler.ahead(now, NUM_ROWS)[0] is kept
-        lengths = np.array([row.start + 1 for row in now] + [0] * (NUM_ROWS - len(now)))
+        lengths = np.array([row.context_len + 1 for row in now] + [0] * (NUM_ROWS - len(now)))
         expected, spec = sampler.slots.rows(now, NUM_ROWS)
         jax.tree.map(np.testing.assert_array_equal, kept.after(lengths), expected)
         assert draws == (spec.level == "sampled")

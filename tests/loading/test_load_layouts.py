@@ -177,7 +177,7 @@ def test_weights_are_those_of_from_pretrained_and_embed_needs_no_head(layout, tm
     name = PARTS.get(layout) or LAYOUTS[layout][2]
     reference, info = getattr(tf, name).from_pretrained(tmp_path, output_loading_info=True)
     with serve(tmp_path) as served:
-        loaded = served._open()
+        loaded = served._loaded_or_raise()
         assert type(loaded.module).__name__ == name
         report = served.load_report
         expected = named_tensors(reference)

@@ -22,7 +22,7 @@ def traced(function, *arrays):
     """`function` over torch views under ``jax.jit``, values known."""
 
     def run(*arrays):
-        with default_env(), constant_folding.known_values():
+        with default_env(), constant_folding.enabled():
             return jax_view(function(*torch_view(arrays)))
 
     return jax.jit(run)(*arrays)
@@ -87,7 +87,7 @@ def test_a_table_on_the_host_is_looked_up_by_computed_indices():
 @pytest.mark.parametrize("count", [2, 3])
 def test_checks_are_answered_afterwards(count):
     def run(ids, x):
-        with default_env(), deferred_checks.collected() as met:
+        with default_env(), deferred_checks.collect() as met:
             selected = torch_view(x)[torch_view(ids) == 1]
             torch._check_tensor_all(selected.numel() == count * 2, lambda: "never seen in a trace")
         return jnp.stack(met)
@@ -98,7 +98,7 @@ def test_checks_are_answered_afterwards(count):
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_selection_that_is_computed_with_must_be_all(zero):
     def run(x):
-        with default_env(), constant_folding.known_values(), deferred_checks.collected() as met:
+        with default_env(), constant_folding.enabled(), deferred_checks.collect() as met:
             real = torch_view(x)[(torch_view(x) != 0).any(-1)]
             return jax_view(real * 2), jnp.stack(met)
 

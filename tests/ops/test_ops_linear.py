@@ -50,7 +50,7 @@ def test_kernel(rows, n, k, dtype):
 def test_linear(rows, dtype):
     x, weight, bias = normal(1, rows, 48, dtype=dtype), normal(2, 20, 48, dtype=dtype) / 7, normal(3, 20, dtype=dtype)
     expected = exact(x) @ exact(weight).T + exact(bias)
-    names = [i.name for i in registry.find("linear").implementations if i.refuses(x, weight, bias) is None]
+    names = [i.name for i in registry.find("linear").implementations if i.unsupported_reason(x, weight, bias) is None]
     assert "reference" in names
     for name in names:
         with use("linear", name):
@@ -86,7 +86,7 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(dtype, in_order
         return exact(ffi.linear(x, weight, None, jnp.dtype("float32")))
 
     few = 0 if in_order or dtype == jnp.float32 else 4  # as many rows of a 16-bit type have an order of their own
-    with ffi.one_order(in_order):
+    with ffi.batch_invariant(in_order):
         all_rows, alone = product(x), np.concatenate([product(x[i : i + 1]) for i in range(67)])
         for rows in (1, 2, 3, 4, 5, 6, 8, 11, 16, 17, 33):
             for begin in (0, 67 - rows):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ops_oracle import assert_close
 
 from model_adapters.ops import linear, registry, use
-from model_adapters.ops.compressed_weight import compressed_of, in_place, pack
+from model_adapters.ops.compressed_weight import compress_weight, compressed_of, substituted
 from model_adapters.ops.cpu import compress, ffi
 
 pytestmark = pytest.mark.skipif(
@@ -73,7 +73,7 @@ def test_numbers_of_any_kind_come_back_or_are_left_as_they_are(seed, blocks, col
 
 def test_weights_without_common_exponents_are_left_as_they_are():
     anything = np.random.default_rng(0).integers(0, 1 << 16, (64, 64)).astype(np.uint16).view(BF16)
-    assert pack(jnp.asarray(anything)) is None
+    assert compress_weight(jnp.asarray(anything)) is None
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_weights_without_common_exponents_are_left_as_they_are():
     ],
 )
 def test_what_cannot_be_packed_is_left_as_it_is(weight, reason):
-    assert pack(jnp.asarray(weight)) is None
+    assert compress_weight(jnp.asarray(weight)) is None
     assert re.search(reason, compress.refuses(jnp.asarray(weight)))
 
 
@@ -96,51 +96,51 @@ def test_what_cannot_be_packed_is_left_as_it_is(weight, reason):
 def test_products_are_those_with_the_weight_as_it_was_to_the_last_bit(n, k, with_bias):
     weight = normal(1, n, k)
     weight[::16, [0, 128, k - 1]] = 1e-30  # so some groups of every block lie in the list
-    packed = pack(jnp.asarray(weight))
+    packed = compress_weight(jnp.asarray(weight))
     assert packed.index.size > 4 + n // 16 + 1
     bias = jnp.asarray(normal(2, n)) if with_bias else None
     for rows in (*range(1, 20), 32, 33, 64, 75):
         x = jnp.asarray(normal(rows, rows, k))
         out = ffi.packed_linear(x, packed.groups, packed.index, bias)
-        with ffi.one_order():
+        with ffi.batch_invariant():
             np.testing.assert_array_equal(bits(out), bits(ffi.linear(x, jnp.asarray(weight), bias, x.dtype)))
     expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     assert_close(out, expected + (0 if bias is None else np.asarray(bias, np.float64)))
 
 
 def products(weights, x):
-    with in_place(weights) as arrays:
+    with substituted(weights) as arrays:
         return linear(x, arrays["a"]), x @ arrays["b"].T
 
 
 def test_code_that_multiplies_gets_the_packed_weight_and_other_code_the_whole():
     plain = {"a": jnp.asarray(normal(1, 64, 48)), "b": jnp.asarray(normal(2, 32, 48))}
-    weights = {name: pack(array) for name, array in plain.items()}
+    weights = {name: compress_weight(array) for name, array in plain.items()}
     x = jnp.asarray(normal(3, 5, 48))
-    with registry.recorded() as record:
+    with registry.record_calls() as record:
         program = jax.jit(products).lower(weights, x).compile()
     assert record == {("linear", "cpu-packed")}
     calls = [line for line in program.as_text().splitlines() if "custom-call(" in line]
     assert sum("tas_packed_linear" in line for line in calls) == 1
     assert sum("tas_unpack" in line for line in calls) == 1  # for b alone
     got = program(weights, x)
-    with ffi.one_order():
+    with ffi.batch_invariant():
         np.testing.assert_array_equal(bits(got[0]), bits(linear(x, plain["a"])))
     assert_close(got[1], np.asarray(x, np.float64) @ np.asarray(plain["b"], np.float64).T)
 
 
 def test_another_implementation_can_be_asked_for():
-    weights = {"a": pack(jnp.asarray(normal(1, 64, 48))), "b": jnp.asarray(normal(2, 32, 48))}
+    weights = {"a": compress_weight(jnp.asarray(normal(1, 64, 48))), "b": jnp.asarray(normal(2, 32, 48))}
     x = jnp.asarray(normal(3, 5, 48))
-    with use("linear", "reference"), registry.recorded() as record:
+    with use("linear", "reference"), registry.record_calls() as record:
         got = jax.jit(products)(weights, x)
     assert record == {("linear", "reference")}
     assert_close(got[0], np.asarray(x, np.float64) @ np.asarray(weights["a"].unpacked(), np.float64).T)
 
 
 def test_a_weight_is_known_by_itself_and_in_its_trace_alone():
-    weights = {"a": pack(jnp.asarray(normal(1, 64, 48)))}
-    with in_place(weights) as arrays:
+    weights = {"a": compress_weight(jnp.asarray(normal(1, 64, 48)))}
+    with substituted(weights) as arrays:
         assert compressed_of(arrays["a"]) is weights["a"]
         assert compressed_of(arrays["a"] + 0) is None
     assert compressed_of(arrays["a"]) is None
@@ -150,5 +150,5 @@ def test_a_weight_is_known_by_itself_and_in_its_trace_alone():
 
 
 def test_no_rows_are_no_rows():
-    weights = {"a": pack(jnp.asarray(normal(1, 64, 48))), "b": jnp.asarray(normal(2, 32, 48))}
+    weights = {"a": compress_weight(jnp.asarray(normal(1, 64, 48))), "b": jnp.asarray(normal(2, 32, 48))}
     assert products(weights, jnp.zeros((0, 48), jnp.bfloat16))[0].shape == (0, 64)

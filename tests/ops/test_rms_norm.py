@@ -92,7 +92,7 @@ def test_weights_of_another_16_bit_type_are_refused():
 def run_in_jax(norm, x):
     """What `norm` makes of `x` by JAX, as a model's part, and the implementations that were traced."""
     weights, call = views.extract_jax(norm)
-    with rms_norm.intercepted(norm), registry.recorded() as record:
+    with rms_norm.intercepted(norm), registry.record_calls() as record:
         out = jax.jit(call)(weights, (to_jax_zero_copy(x),))
     return torch.from_dlpack(out), record
 

@@ -141,7 +141,7 @@ def test_absurd_values_are_refused_by_name(name, value):
     config = GenerationConfig(do_sample=True)
     setattr(config, name, value)
     with pytest.raises(ValueError, match=rf"^{name}: expected .*, got .*; .+") as error:
-        sampling.validate(config)
+        sampling.validate_options(config)
     assert "\n" not in str(error.value)
 
 
@@ -149,10 +149,10 @@ def test_absurd_values_are_refused_by_name(name, value):
 def test_greedy_configs_may_switch_sampling_options_off_with_zero(name):
     config = GenerationConfig(do_sample=False)
     setattr(config, name, 0.0)
-    sampling.validate(config)
+    sampling.validate_options(config)
     setattr(config, name, -1.0)
     with pytest.raises(ValueError, match=name):
-        sampling.validate(config)
+        sampling.validate_options(config)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def check_steps(options, vocab_size, seed, *, prompt_len=PROMPT_LEN, round_to=No
     config = prepared_config(vocab_size, prompt_len, options)
     processors = processors_of(config, vocab_size, prompt, mask)
     plan = sampling.GenerationSampling.build(config, prompt_len=prompt_len, vocab_size=vocab_size)
-    state = sampling.start(plan, prompt, seed=seed, attention_mask=mask, capacity=prompt_len + 8)
+    state = sampling.init_history(plan, prompt, seed=seed, attention_mask=mask, capacity=prompt_len + 8)
     tokens, all_scores = prompt, []
     for _ in range(num_steps):
         logits = rng.normal(size=(BATCH, vocab_size), scale=3).astype(np.float32)
@@ -154,7 +154,7 @@ def test_top_k_sorts_no_whole_row():
     """XLA's CPU backend has a top-k kernel, and falls back to sorting the row where it does not see the pattern."""
     config = prepared_config(LARGE, 2, {"do_sample": True, "top_k": 50, "top_p": 0.9, "typical_p": 0.9, "top_h": 0.9})
     plan = sampling.GenerationSampling.build(config, prompt_len=2, vocab_size=LARGE)
-    state = sampling.start(plan, np.zeros((1, 2), np.int32), seed=0)
+    state = sampling.init_history(plan, np.zeros((1, 2), np.int32), seed=0)
     program = compiled_process.lower(plan, state, jnp.zeros((1, LARGE))).compile().as_text()
     sorts = [line for line in program.splitlines() if " sort(" in line]
     assert all(f",{LARGE}]" not in line for line in sorts)
@@ -164,7 +164,7 @@ def test_top_k_sorts_no_whole_row():
 def test_bfloat16_logits_are_processed_in_float32():
     config = prepared_config(SMALL, 2, {"do_sample": True, "temperature": 0.3})
     plan = sampling.GenerationSampling.build(config, prompt_len=2, vocab_size=SMALL)
-    state = sampling.start(plan, np.zeros((1, 2), np.int32), seed=0)
+    state = sampling.init_history(plan, np.zeros((1, 2), np.int32), seed=0)
     logits = jnp.linspace(-3, 3, SMALL, dtype=jnp.bfloat16)[None]
     scores = compiled_process(plan, state, logits)
     assert scores.dtype == jnp.float32

@@ -14,7 +14,9 @@ from scipy.stats import chisquare
 from torchax_serve import sampling
 from torchax_serve.sampling.selection import draw, first_argmax
 
-compiled_process, compiled_select, compiled_step = map(jax.jit, (sampling.process, sampling.select, sampling.step))
+compiled_process, compiled_select, compiled_step = map(
+    jax.jit, (sampling.process, sampling.select, sampling.sample_step)
+)
 
 SIZES = [1, 7, 64, 100, 503, 4000, 4099]  # divisible into blocks or padded to them
 
@@ -64,9 +66,9 @@ def test_draws_follow_the_distribution_of_transformers_scores(options, over):
     config = prepared_config(vocab_size, 2, {"do_sample": True, **options})
     expected = reference_scores(processors_of(config, vocab_size, prompt, np.ones((1, 2))), prompt, logits)
     plan = sampling.GenerationSampling.build(config, prompt_len=2, vocab_size=vocab_size)
-    state = sampling.start(plan, np.repeat(prompt, num_draws if over == "rows" else 1, axis=0), seed=11)
+    state = sampling.init_history(plan, np.repeat(prompt, num_draws if over == "rows" else 1, axis=0), seed=11)
     scores = jnp.broadcast_to(
-        compiled_process(plan, sampling.start(plan, prompt, seed=0), jnp.asarray(logits)),
+        compiled_process(plan, sampling.init_history(plan, prompt, seed=0), jnp.asarray(logits)),
         (len(state.ended), vocab_size),
     )
     if over == "rows":
@@ -110,7 +112,7 @@ def test_draws_of_a_large_vocabulary_reach_all_blocks():
 def test_top_k_of_one_is_greedy():
     plan = plan_of(300, do_sample=True, top_k=1, temperature=3.0)
     logits = np.random.default_rng(0).normal(size=(50, 300)).astype(np.float32)
-    state = sampling.start(plan, np.zeros((50, 2), int), seed=5)
+    state = sampling.init_history(plan, np.zeros((50, 2), int), seed=5)
     tokens = compiled_select(plan, state, compiled_process(plan, state, jnp.asarray(logits)))
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
@@ -119,9 +121,9 @@ def test_a_row_without_a_distribution_is_told():
     plan = plan_of(300, do_sample=True)
     scores = np.zeros((4, 300), np.float32)
     scores[0], scores[1, 3], scores[2, 299] = -np.inf, np.nan, np.inf
-    state = sampling.start(plan, np.zeros((4, 2), int), seed=5)
+    state = sampling.init_history(plan, np.zeros((4, 2), int), seed=5)
     tokens = np.asarray(compiled_select(plan, state, jnp.asarray(scores)))
-    assert (tokens[:3] == sampling.NO_VALID_TOKEN).all()
+    assert (tokens[:3] == sampling.INVALID_TOKEN).all()
     assert 0 <= tokens[3] < 300
 
 
@@ -140,7 +142,7 @@ def test_seeds_rows_and_positions_all_matter_and_repeat():
     scores = jnp.zeros((3, 4000))
 
     def tokens_of(seed, num_new=0):
-        state = sampling.start(plan, np.zeros((3, 2), int), seed=seed)
+        state = sampling.init_history(plan, np.zeros((3, 2), int), seed=seed)
         return compiled_select(plan, dataclasses.replace(state, num_new=jnp.int32(num_new)), scores).tolist()
 
     assert tokens_of(1) == tokens_of(1)
@@ -151,13 +153,13 @@ def test_a_row_draws_the_same_whatever_runs_beside_it():
     plan = plan_of(600, do_sample=True, prompt_len=5)
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 600)).astype(np.float32))
     prompts = np.random.default_rng(1).integers(0, 600, (4, 5))
-    together, state, _ = compiled_step(plan, sampling.start(plan, prompts, seed=[4, 9, 4, 7]), logits)
+    together, state, _ = compiled_step(plan, sampling.init_history(plan, prompts, seed=[4, 9, 4, 7]), logits)
     together_next, _, _ = compiled_step(plan, state, logits)
     shorter_plan = plan_of(600, do_sample=True, prompt_len=3)  # less left padding
     for row, seed in enumerate([4, 9, 4, 7]):
-        state = sampling.start(shorter_plan, prompts[row : row + 1, 2:], seed=[seed])
+        state = sampling.init_history(shorter_plan, prompts[row : row + 1, 2:], seed=[seed])
         alone, state, _ = compiled_step(shorter_plan, state, logits[row : row + 1])
         alone_next, _, _ = compiled_step(shorter_plan, state, logits[row : row + 1])
         assert (alone[0], alone_next[0]) == (together[row], together_next[row])
-    first_row = sampling.start(plan, prompts, seed=9).keys[0]
-    assert first_row == sampling.start(plan, prompts, seed=[4, 9, 4, 7]).keys[1]
+    first_row = sampling.init_history(plan, prompts, seed=9).keys[0]
+    assert first_row == sampling.init_history(plan, prompts, seed=[4, 9, 4, 7]).keys[1]

@@ -10,13 +10,13 @@ from sampling_reference import EOS, PAD, left_padded_prompts, prepared_config, t
 from torchax_serve import sampling
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour, installed_rules
 
-compiled_step = jax.jit(sampling.step)
+compiled_step = jax.jit(sampling.sample_step)
 VOCAB_SIZE, BATCH, PROMPT_LEN, NUM_NEW = 40, 3, 5, 12
 
 
 def decode(model, plan, prompt, mask, seed=0):
     """The loop of `generate` with torch's forward and our step; (tokens, scores, whether every row ended)."""
-    state = sampling.start(plan, prompt, seed=seed, attention_mask=mask)
+    state = sampling.init_history(plan, prompt, seed=seed, attention_mask=mask)
     all_scores = []
     while not bool(state.ended.all()):
         length = int(state.length)
@@ -67,7 +67,7 @@ def test_rows_without_eos_end_by_length_and_go_on_choosing():
     config = prepared_config(VOCAB_SIZE, PROMPT_LEN, {"max_new_tokens": 3})
     config.eos_token_id = None
     plan = sampling.GenerationSampling.build(config, prompt_len=PROMPT_LEN, vocab_size=VOCAB_SIZE)
-    state = sampling.start(plan, np.zeros((2, PROMPT_LEN), int), seed=0)
+    state = sampling.init_history(plan, np.zeros((2, PROMPT_LEN), int), seed=0)
     for num_new in (1, 2, 3):
         tokens, state, _ = compiled_step(plan, state, jnp.eye(2, VOCAB_SIZE, k=EOS[0]))
         assert tokens.tolist() == [2, 3]
@@ -77,7 +77,7 @@ def test_rows_without_eos_end_by_length_and_go_on_choosing():
 def test_ended_rows_are_padded():
     config = prepared_config(VOCAB_SIZE, PROMPT_LEN, {})
     plan = sampling.GenerationSampling.build(config, prompt_len=PROMPT_LEN, vocab_size=VOCAB_SIZE)
-    state = sampling.start(plan, np.zeros((2, PROMPT_LEN), int), seed=0)
+    state = sampling.init_history(plan, np.zeros((2, PROMPT_LEN), int), seed=0)
     tokens, state, _ = compiled_step(plan, state, jnp.eye(2, VOCAB_SIZE, k=EOS[0]))
     assert (tokens.tolist(), state.ended.tolist()) == ([2, 3], [True, False])
     tokens, state, _ = compiled_step(plan, state, jnp.eye(2, VOCAB_SIZE, k=8))
@@ -91,12 +91,12 @@ def test_new_numbers_compile_nothing_and_new_steps_do():
     def counted_step(plan, state, logits):
         nonlocal num_traces
         num_traces += 1
-        return sampling.step(plan, state, logits)
+        return sampling.sample_step(plan, state, logits)
 
     def run(prompt_len, **options):
         config = prepared_config(VOCAB_SIZE, prompt_len, {"do_sample": True, "max_new_tokens": 6, **options})
         plan = sampling.GenerationSampling.build(config, prompt_len=prompt_len, vocab_size=VOCAB_SIZE)
-        state = sampling.start(plan, np.zeros((2, prompt_len), int), seed=prompt_len, capacity=32)
+        state = sampling.init_history(plan, np.zeros((2, prompt_len), int), seed=prompt_len, capacity=32)
         for _ in range(3):
             _, state, _ = counted_step(plan, state, jnp.zeros((2, VOCAB_SIZE)))
 
@@ -122,7 +122,7 @@ def test_each_rule_of_a_release_changes_what_it_names(flipped, monkeypatch):
         plan = sampling.GenerationSampling.build(
             prepared_config(VOCAB_SIZE, 2, options), prompt_len=2, vocab_size=VOCAB_SIZE
         )
-        state = sampling.start(plan, prompt, seed=0, attention_mask=mask)
+        state = sampling.init_history(plan, prompt, seed=0, attention_mask=mask)
         state = state if flipped != "decay_skips_infinite" else sampling.append(state, jnp.array([8, 8]))
         return np.asarray(jax.jit(sampling.process)(plan, state, logits))
 
@@ -140,7 +140,7 @@ def test_tokens_beyond_the_columns_are_left_alone():
     options = {"repetition_penalty": 2.0, "no_repeat_ngram_size": 1}
     config = prepared_config(VOCAB_SIZE, 3, options)
     plan = sampling.GenerationSampling.build(config, prompt_len=3, vocab_size=VOCAB_SIZE)
-    state = sampling.start(plan, np.array([[VOCAB_SIZE, VOCAB_SIZE + 7, 4]]), seed=0)
+    state = sampling.init_history(plan, np.array([[VOCAB_SIZE, VOCAB_SIZE + 7, 4]]), seed=0)
     scores = sampling.process(plan, state, jnp.ones((1, VOCAB_SIZE)))
     assert np.argwhere(np.asarray(scores) != 1).tolist() == [[0, 4]]
 
@@ -161,4 +161,4 @@ def test_bad_starts_are_refused(arguments, words):
     config = prepared_config(VOCAB_SIZE, 2, {})
     plan = sampling.GenerationSampling.build(config, prompt_len=2, vocab_size=VOCAB_SIZE)
     with pytest.raises(ValueError, match=words):
-        sampling.start(plan, **{"prompt_ids": np.zeros((2, 2), int), **arguments})
+        sampling.init_history(plan, **{"prompt_ids": np.zeros((2, 2), int), **arguments})

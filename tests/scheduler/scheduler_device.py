@@ -13,7 +13,15 @@ from collections import deque
 
 import numpy as np
 
-from torchax_serve.scheduler import CacheGroup, PlanRow, Request, RowResult, Scheduler, SchedulerConfig, StepPlan
+from torchax_serve.scheduler import (
+    CacheGroup,
+    PlanRow,
+    RowResult,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerRequest,
+    StepPlan,
+)
 
 VOCAB = 50
 PRIME = 1_000_003
@@ -77,8 +85,8 @@ class FakeDevice:
                 ids = (self.last[row.slot],) if row.token_ids is None else row.token_ids
                 assert len(ids) == row.num_tokens
                 for i, token in enumerate(ids):
-                    value = self._compute(row, row.start + step + i, token, tables)
-                if row.samples:
+                    value = self._compute(row, row.context_len + step + i, token, tables)
+                if row.samples_token:
                     sampled[index, step] = self.last[row.slot] = value % VOCAB
         return sampled
 
@@ -95,9 +103,9 @@ class FakeDevice:
     def _note_writers(self, plan: StepPlan, tables: list[np.ndarray]) -> None:
         writers: dict = {}
         for row in plan.rows:
-            last = row.start + row.num_tokens + plan.num_steps - 2
+            last = row.context_len + row.num_tokens + plan.num_steps - 2
             for group, table in enumerate(tables):
-                for page in table[row.slot, row.start // self.page_len : last // self.page_len + 1].tolist():
+                for page in table[row.slot, row.context_len // self.page_len : last // self.page_len + 1].tolist():
                     others = [other.get((group, page), row.request_id) for other in (*self.writers, writers)]
                     assert set(others) <= {row.request_id}, f"page {page} of group {group} has two writers"
                     writers[group, page] = row.request_id
@@ -177,7 +185,7 @@ def make_loop(*groups, depth=0, **options):
 
 
 def request(request_id, prompt_len=6, max_new=5, **options):
-    return Request(
+    return SchedulerRequest(
         request_id=request_id,
         prompt_ids=[request_id] * prompt_len,
         max_new_tokens=max_new,

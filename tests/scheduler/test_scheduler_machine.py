@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_device import Loop, Oracle
 
 from torchax_serve import InvalidArgumentError
-from torchax_serve.scheduler import INVALID_TOKEN, CacheGroup, Request, Scheduler, SchedulerConfig
+from torchax_serve.scheduler import INVALID_TOKEN, CacheGroup, Scheduler, SchedulerConfig, SchedulerRequest
 
 GROUPS = [
     (CacheGroup("full", None, 9),),
@@ -31,8 +31,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(config)
         self.loop = Loop(self.scheduler)
         self.truth = Oracle(self.loop.device.windows).answer
-        self.live: dict[int, Request] = {}  # the model
-        self.all: dict[int, Request] = {}
+        self.live: dict[int, SchedulerRequest] = {}  # the model
+        self.all: dict[int, SchedulerRequest] = {}
         self.dead: set[int] = set()  # ended by the test
 
     def settle(self):
@@ -66,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.enter(prompt_ids=parent.prompt_ids, max_new_tokens=max_new, fork_of=parent.request_id)
 
     def enter(self, **options):
-        request = Request(request_id=len(self.all), **options)
+        request = SchedulerRequest(request_id=len(self.all), **options)
         self.scheduler.add(request)
         with pytest.raises(InvalidArgumentError, match="no live request"):
             self.scheduler.add(request)

@@ -101,9 +101,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.num_prefixes += 1
         if page in self.prefixes:
             with pytest.raises(InvalidArgumentError, match="without a prefix"):
-                self.pool.remember(page, self.num_prefixes)
+                self.pool.set_prefix(page, self.num_prefixes)
             return
-        self.pool.remember(page, self.num_prefixes)
+        self.pool.set_prefix(page, self.num_prefixes)
         self.prefixes[page] = self.num_prefixes
 
     @rule(chance=st.integers(0, 9))
@@ -121,7 +121,7 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees(self):
         self.pool.check_integrity([page for page, num in self.refs.items() for _ in range(num)])
         assert self.pool.num_available == NUM_PAGES - 1 - len(self.refs)
-        assert self.pool.num_idle == len(self.idle)
+        assert self.pool.num_cached == len(self.idle)
         assert self.pool.prefixes() == self.prefixes
 
     def teardown(self):
@@ -182,8 +182,8 @@ def test_a_prefix_is_found_while_it_is_used_and_after():
     tokens = list(range(10))
     first, hit = compute(book, tokens)
     assert hit == 0
-    match = book.match([*tokens, 11], "", True)
-    second = book.open(match, "", True)
+    match = book.match_prefix([*tokens, 11], "", True)
+    second = book.allocate_slot(match, "", True)
     assert table(book, second) == table(book, first)[:2]
     book.check_integrity([first, second])
     kept = table(book, first)
@@ -202,25 +202,25 @@ def test_the_last_token_is_never_found(length, expected):
     book = make_book()
     first, _ = compute(book, list(range(20)))
     book.release(first)
-    assert len(book.match(list(range(length)), "", True).nodes) * 4 == expected
+    assert len(book.match_prefix(list(range(length)), "", True).nodes) * 4 == expected
 
 
 def test_only_computed_tokens_are_found():
     book = make_book()
     tokens = list(range(13))
-    pages = book.open(book.match(tokens, "", True), "", True)
+    pages = book.allocate_slot(book.match_prefix(tokens, "", True), "", True)
     book.grow(pages, 13)
     for computed, expected in ((0, 0), (3, 0), (4, 1), (7, 1), (11, 2), (13, 3)):
-        book.publish(pages, tokens, computed)
-        assert len(book.match(tokens, "", True).nodes) == expected
+        book.publish_prefix(pages, tokens, computed)
+        assert len(book.match_prefix(tokens, "", True).nodes) == expected
 
 
 def test_what_follows_another_beginning_is_not_found():
     book = make_book()
     compute(book, [1, 1, 1, 1, 2, 2, 2, 2, 9])
-    assert not book.match([3, 3, 3, 3, 2, 2, 2, 2, 9], "", True).nodes
-    assert not book.match([2, 2, 2, 2, 9], "", True).nodes
-    assert len(book.match([1, 1, 1, 1, 3, 3, 3, 3, 9], "", True).nodes) == 1
+    assert not book.match_prefix([3, 3, 3, 3, 2, 2, 2, 2, 9], "", True).nodes
+    assert not book.match_prefix([2, 2, 2, 2, 9], "", True).nodes
+    assert len(book.match_prefix([1, 1, 1, 1, 3, 3, 3, 3, 9], "", True).nodes) == 1
 
 
 def test_salts_do_not_share_and_neither_do_those_who_must_not():
@@ -228,16 +228,16 @@ def test_salts_do_not_share_and_neither_do_those_who_must_not():
     tokens = list(range(9))
     compute_only = [compute(book, tokens, salt="a")[0], compute(book, tokens, salt="b", shares=False)[0]]
     assert book.usage()[0].num_used == 6
-    assert len(book.match(tokens, "a", True).nodes) == 2
-    assert not book.match(tokens, "a", False).nodes
-    assert not book.match(tokens, "", True).nodes
-    assert not book.match(tokens, "b", True).nodes
+    assert len(book.match_prefix(tokens, "a", True).nodes) == 2
+    assert not book.match_prefix(tokens, "a", False).nodes
+    assert not book.match_prefix(tokens, "", True).nodes
+    assert not book.match_prefix(tokens, "b", True).nodes
     for pages in compute_only:
         book.release(pages)
     assert book.usage()[0].num_cached == 2
     off = make_book(prefix_caching=False)
     compute(off, tokens)
-    assert not off.match(tokens, "", True).nodes
+    assert not off.match_prefix(tokens, "", True).nodes
 
 
 @pytest.mark.parametrize("hash_function", [lambda parent, tokens, salt: 0, lambda parent, tokens, salt: sum(tokens)])
@@ -248,7 +248,7 @@ def test_colliding_hashes_never_mix_prefixes(hash_function):
     num_found = 0
     for _ in range(300):
         tokens, salt = [rng.randrange(2) for _ in range(rng.randrange(1, 20))], rng.choice(["", "a"])
-        match = book.match(tokens, salt, True)
+        match = book.match_prefix(tokens, salt, True)
         for i, node in enumerate(match.nodes):
             assert content[node.pages[0]] == (tokens[: i * 4 + 4], salt)
             num_found += 1
@@ -268,12 +268,12 @@ def test_the_page_longest_idle_goes_first_and_of_a_chain_its_end():
     new, _ = compute(book, [2] * 9)
     book.release(new)
     filler, _ = compute(book, [3] * 13, shares=False)
-    assert len(book.match([1] * 9, "", True).nodes) == 1
-    assert len(book.match([2] * 9, "", True).nodes) == 2
+    assert len(book.match_prefix([1] * 9, "", True).nodes) == 1
+    assert len(book.match_prefix([2] * 9, "", True).nodes) == 2
     book.release(filler)
     filler, _ = compute(book, [3] * 21, shares=False)
-    assert not book.match([1] * 9, "", True).nodes
-    assert len(book.match([2] * 9, "", True).nodes) == 1
+    assert not book.match_prefix([1] * 9, "", True).nodes
+    assert len(book.match_prefix([2] * 9, "", True).nodes) == 1
     book.release(filler)
     book.check_integrity([])
 
@@ -281,10 +281,10 @@ def test_the_page_longest_idle_goes_first_and_of_a_chain_its_end():
 def test_pages_behind_the_window_are_freed_and_only_its_end_must_be_found():
     book = make_book(CacheGroup("full", None, 20), CacheGroup("window", 6, 20))
     tokens = list(range(30))
-    pages = book.open(book.match(tokens, "", True), "", True)
+    pages = book.allocate_slot(book.match_prefix(tokens, "", True), "", True)
     book.grow(pages, 30)
     for computed in range(31):
-        book.publish(pages, tokens, computed)
+        book.publish_prefix(pages, tokens, computed)
         book.check_integrity([pages])
         gone = max(0, computed - 5) // 4  # the next query sees 6 positions, its own among them
         window = table(book, pages, 1)
@@ -292,9 +292,9 @@ def test_pages_behind_the_window_are_freed_and_only_its_end_must_be_found():
         assert 0 not in window[gone:]
         assert 0 not in table(book, pages, 0)
     book.release(pages)
-    match = book.match(tokens[:18], "", True)
+    match = book.match_prefix(tokens[:18], "", True)
     assert (len(match.nodes), match.first_live) == (4, [0, 2])
-    found = book.open(match, "", True)
+    found = book.allocate_slot(match, "", True)
     book.check_integrity([found])
     assert table(book, found, 1)[:2] == [0, 0]
     assert 0 not in table(book, found, 1)[2:]
@@ -304,16 +304,18 @@ def test_pages_behind_the_window_are_freed_and_only_its_end_must_be_found():
 def test_without_the_end_of_the_window_a_shorter_prefix_is_found():
     book = make_book(CacheGroup("full", None, 40), CacheGroup("window", 6, 9))
     tokens = list(range(30))
-    pages = book.open(book.match(tokens, "", True), "", True)
+    pages = book.allocate_slot(book.match_prefix(tokens, "", True), "", True)
     book.grow(pages, 30)
     for computed in range(31):
-        book.publish(pages, tokens, computed)
+        book.publish_prefix(pages, tokens, computed)
     book.release(pages)
-    book.release(book.open(book.match(tokens[:13], "", True), "", True))  # its window's pages, 1 and 2, are fresh again
+    book.release(
+        book.allocate_slot(book.match_prefix(tokens[:13], "", True), "", True)
+    )  # its window's pages, 1 and 2, are fresh again
     filler, _ = compute(book, [40] * 16, shares=False)  # drives pages 0, 3 and 4 out
-    assert len(book.match(tokens[:18], "", True).nodes) == 3
-    assert len(book.match(tokens[:9], "", True).nodes) == 0
-    assert len(book.match(tokens, "", True).nodes) == 7  # its own window does not reach back to the gap
+    assert len(book.match_prefix(tokens[:18], "", True).nodes) == 3
+    assert len(book.match_prefix(tokens[:9], "", True).nodes) == 0
+    assert len(book.match_prefix(tokens, "", True).nodes) == 7  # its own window does not reach back to the gap
     book.check_integrity([filler])
 
 
@@ -337,8 +339,8 @@ def test_a_fork_shares_full_pages_and_copies_the_last(length, num_shared, has_co
     book.check_integrity([source, pages])
     other = [*range(length), *[40] * (16 - length)]  # what the fork goes on with is found under its own tokens only
     book.grow(pages, 16)
-    book.publish(pages, other, 16)
-    assert len(book.match([*other, 1], "", True).nodes) == 4
+    book.publish_prefix(pages, other, 16)
+    assert len(book.match_prefix([*other, 1], "", True).nodes) == 4
     book.check_integrity([source, pages])
     book.release(source)
     book.release(pages)
@@ -360,7 +362,7 @@ def test_idle_pages_that_are_found_are_not_available_twice():
     idle, _ = compute(book, [1] * 9)
     book.release(idle)
     filler, _ = compute(book, [2] * 12, shares=False)
-    match = book.match([1] * 9, "", True)
+    match = book.match_prefix([1] * 9, "", True)
     assert len(match.nodes) == 2
     assert book.has_pages([1])  # two are available: the very pages that were found
     assert not book.can_allocate(match, 9, [0])
@@ -374,9 +376,9 @@ def test_forgotten_prefixes_are_not_found():
     used, _ = compute(book, [1] * 9)
     idle, _ = compute(book, [2] * 9)
     book.release(idle)
-    book.forget_prefixes()
-    assert not book.match([1] * 9, "", True).nodes
-    assert not book.match([2] * 9, "", True).nodes
+    book.clear_prefix_cache()
+    assert not book.match_prefix([1] * 9, "", True).nodes
+    assert not book.match_prefix([2] * 9, "", True).nodes
     book.check_integrity([used])
     book.release(used)
     book.check_integrity([])

@@ -9,7 +9,7 @@ import pytest
 from scheduler_device import Oracle, make_loop, request, truth
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.scheduler import INVALID_TOKEN, CacheGroup, PlanRow, Request, Status
+from torchax_serve.scheduler import INVALID_TOKEN, CacheGroup, PlanRow, SchedulerRequest, Status
 from torchax_serve.scheduler.step_planner import BURST_DECODE_DELAY
 
 
@@ -31,11 +31,11 @@ def test_the_first_plans_of_one_request():
     first = loop.step()
     assert [row[:4] for row in first.rows] == [(7, 0, 0, 8)]
     assert first.rows[0].token_ids == (7,) * 8
-    assert not first.rows[0].samples
+    assert not first.rows[0].samples_token
     assert first.fresh_slots == (0,)
     second = loop.step()
     assert second.rows[0][:4] == (7, 0, 8, 2)
-    assert second.rows[0].samples
+    assert second.rows[0].samples_token
     assert second.fresh_slots == ()
     third = loop.step()
     assert third.rows == (PlanRow(7, 0, 10, 1, None, True),)
@@ -53,7 +53,7 @@ def test_more_requests_than_slots_wait_and_come_first_come_first_served():
     assert loop.scheduler.stats().num_waiting == 9
     loop.drain()
     assert loop.tokens == {each.request_id: truth(loop, each) for each in asked}
-    begun = [row.request_id for plan in loop.plans for row in plan.rows if row.start == 0]
+    begun = [row.request_id for plan in loop.plans for row in plan.rows if row.context_len == 0]
     assert begun == sorted(begun)
     assert max(len(plan.rows) for plan in loop.plans) == 2
 
@@ -85,7 +85,9 @@ def test_prefill_is_cut_into_chunks_beside_decode_rows_under_the_budget():
     mixed = [plan for plan in loop.plans if plan.decode_rows and plan.prefill_rows]
     assert mixed
     assert all(plan.num_decode + plan.num_prefill_tokens <= 12 for plan in loop.plans)
-    chunks = [(row.start, row.num_tokens) for plan in loop.plans for row in plan.prefill_rows if row.request_id == 1]
+    chunks = [
+        (row.context_len, row.num_tokens) for plan in loop.plans for row in plan.prefill_rows if row.request_id == 1
+    ]
     assert len(chunks) > 1
     assert [start for start, _ in chunks] == [sum(num for _, num in chunks[:i]) for i in range(len(chunks))]
     assert sum(num for _, num in chunks) == 25
@@ -230,14 +232,14 @@ def test_a_stop_in_flight_discards_the_next_token():
     output = truth(loop, asked)
     assert loop.tokens[2] == output[: output.index(stop) + 1]
     assert loop.scheduler.stats().num_new_tokens == len(loop.tokens[2])
-    assert sum(row.samples for plan in loop.plans for row in plan.rows) == len(loop.tokens[2]) + 1
+    assert sum(row.samples_token for plan in loop.plans for row in plan.rows) == len(loop.tokens[2]) + 1
 
 
 def test_known_ends_are_not_planned_beyond():
     loop = make_loop(depth=2)
     loop.scheduler.add(request(0, max_new=3))
     loop.drain()
-    assert sum(row.samples for plan in loop.plans for row in plan.rows) == 3
+    assert sum(row.samples_token for plan in loop.plans for row in plan.rows) == 3
 
 
 def test_deadlines_end_waiting_and_running_requests():
@@ -302,24 +304,24 @@ def test_a_row_that_cannot_sample_fails_alone():
 
 def test_what_could_not_be_sampled_from_is_not_found_by_others():
     loop = make_loop()
-    asked = Request(request_id=0, prompt_ids=[1] * 9, max_new_tokens=2)
+    asked = SchedulerRequest(request_id=0, prompt_ids=[1] * 9, max_new_tokens=2)
     loop.scheduler.add(asked)
     loop.schedule()
     loop.flights[0][1][0, 0] = INVALID_TOKEN
     loop.commit()
     loop.scheduler.add(asked)
-    assert loop.schedule().rows[0].start == 0
+    assert loop.schedule().rows[0].context_len == 0
 
 
 def test_who_must_not_share_neither_finds_nor_is_found():
     loop = make_loop()
     for i, shares in enumerate([False, True, False, True]):
-        loop.scheduler.add(Request(request_id=i, prompt_ids=[1] * 9, max_new_tokens=2, cache_prompt=shares))
+        loop.scheduler.add(SchedulerRequest(request_id=i, prompt_ids=[1] * 9, max_new_tokens=2, cache_prompt=shares))
         loop.drain()
-    loop.scheduler.add(Request(request_id=4, prompt_ids=[2] * 9, max_new_tokens=2, cache_prompt=False))
-    loop.scheduler.add(Request(request_id=5, prompt_ids=[2] * 9, max_new_tokens=2, fork_of=4))
+    loop.scheduler.add(SchedulerRequest(request_id=4, prompt_ids=[2] * 9, max_new_tokens=2, cache_prompt=False))
+    loop.scheduler.add(SchedulerRequest(request_id=5, prompt_ids=[2] * 9, max_new_tokens=2, fork_of=4))
     loop.drain()
-    first = [next(row.start for plan in loop.plans for row in plan.rows if row.request_id == i) for i in range(6)]
+    first = [next(row.context_len for plan in loop.plans for row in plan.rows if row.request_id == i) for i in range(6)]
     assert first == [0, 0, 0, 8, 0, 0]
     begins = [next(plan.step for plan in loop.plans for row in plan.rows if row.request_id == i) for i in (4, 5)]
     assert begins[0] == begins[1]  # there is nothing to wait for
@@ -349,14 +351,14 @@ def test_the_last_of_the_lowest_priority_makes_room_and_loses_nothing():
 def test_what_a_preempted_request_had_published_is_found_again():
     loop = make_loop(CacheGroup("full", None, 9), num_slots=2)
     for i in range(2):
-        loop.scheduler.add(Request(request_id=i, prompt_ids=[i] * 9, max_new_tokens=12))
+        loop.scheduler.add(SchedulerRequest(request_id=i, prompt_ids=[i] * 9, max_new_tokens=12))
     loop.drain()
     stats = loop.scheduler.stats()
     assert stats.num_preemptions > 0
     assert stats.num_hit_tokens > 0
     again = [row for plan in loop.plans for row in plan.prefill_rows if row.request_id == 1][-1]
-    assert again.start > 0
-    assert again.start + again.num_tokens > 9  # outputs so far are computed as prompt
+    assert again.context_len > 0
+    assert again.context_len + again.num_tokens > 9  # outputs so far are computed as prompt
 
 
 def test_who_alone_outgrows_all_pages_ends_with_length():
@@ -376,7 +378,7 @@ def test_who_alone_outgrows_all_pages_ends_with_length():
 def test_a_prefix_is_computed_once():
     loop = make_loop()
     for i in range(3):
-        loop.scheduler.add(Request(request_id=i, prompt_ids=[9] * 20 + [i], max_new_tokens=2))
+        loop.scheduler.add(SchedulerRequest(request_id=i, prompt_ids=[9] * 20 + [i], max_new_tokens=2))
         loop.drain()
     computed = [
         sum(row.num_tokens for plan in loop.plans for row in plan.prefill_rows if row.request_id == i) for i in range(3)
@@ -387,8 +389,8 @@ def test_a_prefix_is_computed_once():
 
 def test_forks_share_the_prompt_and_copy_its_last_page():
     loop = make_loop(depth=1)
-    asked = [Request(request_id=0, prompt_ids=[3] * 11, max_new_tokens=9)]
-    asked += [Request(request_id=i, prompt_ids=[3] * 11, max_new_tokens=9, fork_of=0) for i in (1, 2)]
+    asked = [SchedulerRequest(request_id=0, prompt_ids=[3] * 11, max_new_tokens=9)]
+    asked += [SchedulerRequest(request_id=i, prompt_ids=[3] * 11, max_new_tokens=9, fork_of=0) for i in (1, 2)]
     for each in asked:
         loop.scheduler.add(each)
     loop.drain()
@@ -404,7 +406,7 @@ def test_forks_of_forks_copy_pages_that_are_there():
     loop = make_loop(depth=1)
     for i in range(4):
         fork_of = i - 1 if i else None
-        loop.scheduler.add(Request(request_id=i, prompt_ids=[3] * 11, max_new_tokens=9, fork_of=fork_of))
+        loop.scheduler.add(SchedulerRequest(request_id=i, prompt_ids=[3] * 11, max_new_tokens=9, fork_of=fork_of))
     loop.drain()
     assert loop.tokens == dict.fromkeys(range(4), Oracle((None,)).answer([3] * 11, 9))
     assert loop.device.num_copies == 3
@@ -412,8 +414,8 @@ def test_forks_of_forks_copy_pages_that_are_there():
 
 def test_forks_do_not_hold_up_those_behind_them():
     loop = make_loop(token_budget=8)
-    loop.scheduler.add(Request(request_id=0, prompt_ids=[3] * 30, max_new_tokens=2))
-    loop.scheduler.add(Request(request_id=1, prompt_ids=[3] * 30, max_new_tokens=2, fork_of=0))
+    loop.scheduler.add(SchedulerRequest(request_id=0, prompt_ids=[3] * 30, max_new_tokens=2))
+    loop.scheduler.add(SchedulerRequest(request_id=1, prompt_ids=[3] * 30, max_new_tokens=2, fork_of=0))
     loop.scheduler.add(request(2, prompt_len=2))
     loop.drain()
     first = {

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from torchax_serve.scheduler import CacheGroup, PrefillBudget, Request, Scheduler, SchedulerConfig
+from torchax_serve.scheduler import CacheGroup, PrefillBudget, Scheduler, SchedulerConfig, SchedulerRequest
 
 COSTS = {  # seconds of a step with so many decode rows and prefill tokens
     "linear": lambda rows, tokens: 10e-3 + 20e-6 * rows + 50e-6 * tokens,
@@ -29,14 +29,16 @@ def run(cost, num_running, flood, seed=0, spikes=False):
     )
     scheduler = Scheduler(config)
     for i in range(num_running):
-        scheduler.add(Request(request_id=i, prompt_ids=[1] * 20, max_new_tokens=400))
+        scheduler.add(SchedulerRequest(request_id=i, prompt_ids=[1] * 20, max_new_tokens=400))
     now, begun, times, flights, done = 0.0, False, {}, [], 0
     while any(scheduler.find(i) for i in range(num_running)):
         decoding = all(len(scheduler.find(i).output_ids) > 40 for i in range(num_running) if scheduler.find(i))
         begun = begun or decoding
         if flood and begun:
             for _ in range(4 - scheduler.stats().num_waiting):
-                scheduler.add(Request(request_id=f"flood {rng.random()}", prompt_ids=[2] * 3000, max_new_tokens=4))
+                scheduler.add(
+                    SchedulerRequest(request_id=f"flood {rng.random()}", prompt_ids=[2] * 3000, max_new_tokens=4)
+                )
         flights.append(scheduler.schedule(now))
         if len(flights) < 2:
             continue  # the host is a step ahead
@@ -86,8 +88,8 @@ def test_what_is_not_measured_still_advances():
 def test_a_quiet_time_buys_no_burst():
     pacer = PrefillBudget(16, 2.0)
     for step in range(40):
-        pacer.observe(step, 4, 0, 1, 0.010)
-        pacer.observe(step, 4, 100, 1, 0.015)  # 50 microseconds a token
+        pacer.record(step, 4, 0, 1, 0.010)
+        pacer.record(step, 4, 100, 1, 0.015)  # 50 microseconds a token
     limits = [pacer.limit(4, 10_000) for _ in range(50)]
     assert max(limits) == 180  # 9 ms, of the 10 that are allowed
 
@@ -96,6 +98,6 @@ def test_steps_that_fit_a_time():
     pacer = PrefillBudget(16, 2.0)
     assert pacer.steps_within(0.1, 4) == 1, "nothing is known"
     assert pacer.steps_within(math.inf, 4) == math.inf, "nothing need be"
-    pacer.observe(0, 4, 0, 2, 0.050)
+    pacer.record(0, 4, 0, 2, 0.050)
     assert pacer.steps_within(0.1, 4) == pytest.approx(4)
     assert pacer.steps_within(0.01, 4) == 1

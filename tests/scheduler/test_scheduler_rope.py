@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scheduler_device import VOCAB, FakeDevice, make_config, make_loop
 
 from model_adapters.program.rope_lengths import RopeLengths
-from torchax_serve.scheduler import CacheGroup, Request
+from torchax_serve.scheduler import CacheGroup, SchedulerRequest
 
 BORDER = 10
 DYNAMIC = RopeLengths(BORDER, has_one_long=False)
@@ -73,7 +73,7 @@ def run(asked, rope, *groups, **options):
 
 
 def request(request_id, prompt, max_new, **options):
-    return Request(request_id=request_id, prompt_ids=prompt, max_new_tokens=max_new, **options)
+    return SchedulerRequest(request_id=request_id, prompt_ids=prompt, max_new_tokens=max_new, **options)
 
 
 def truth(loop, rope, asked):
@@ -120,7 +120,7 @@ def test_a_sequence_that_grows_past_the_border_is_computed_anew_once():
     loop = run([request(0, [7] * 6, 12)], COMPUTED_ANEW, max_num_steps=4)
     assert loop.scheduler.stats().num_preemptions == 1
     anew = [row for plan in loop.plans for row in plan.prefill_rows if row.rope_len > BORDER]
-    assert [(row.start, row.num_tokens) for row in anew] == [(0, BORDER + 1)]
+    assert [(row.context_len, row.num_tokens) for row in anew] == [(0, BORDER + 1)]
     assert run([request(0, [7] * 6, 5)], COMPUTED_ANEW).scheduler.stats().num_preemptions == 0  # its last token is fed
 
 

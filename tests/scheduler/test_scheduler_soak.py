@@ -5,16 +5,16 @@ import random
 import pytest
 from scheduler_device import Loop, Oracle
 
-from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SchedulerConfig
+from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerConfig, SchedulerRequest
 
 PREFIXES = [[7, 3] * 7, [7, 3] * 5 + [1, 1], [5] * 19]
 
 
-def random_request(rng: random.Random, request_id: int) -> Request:
+def random_request(rng: random.Random, request_id: int) -> SchedulerRequest:
     """Some begin alike, some stop early, some keep to themselves. At most 30 + 30 tokens."""
     prompt = rng.choice([[], *PREFIXES]) + [rng.randrange(4) for _ in range(rng.randrange(1, 12))]
     max_new = rng.randrange(1, 31)
-    return Request(
+    return SchedulerRequest(
         request_id=request_id,
         prompt_ids=prompt,
         max_new_tokens=max_new,
@@ -47,7 +47,7 @@ def test_every_finished_request_is_token_exact(name: str, num_requests: int) -> 
     config = SchedulerConfig(page_len=4, num_slots=8, max_len=64, token_budget=40, min_prefill_chunk=8, **CONFIGS[name])
     scheduler = Scheduler(config)
     loop = Loop(scheduler)
-    requests: dict[int, Request] = {}
+    requests: dict[int, SchedulerRequest] = {}
     doomed: set[int] = set()
     aborted: set[int] = set()
     while len(requests) < num_requests or len(scheduler):
@@ -56,7 +56,7 @@ def test_every_finished_request_is_token_exact(name: str, num_requests: int) -> 
             siblings = [request]
             if rng.random() < 0.15:
                 siblings += [
-                    Request(
+                    SchedulerRequest(
                         request_id=request.request_id + i,
                         prompt_ids=request.prompt_ids,
                         max_new_tokens=rng.randrange(1, 31),

@@ -21,7 +21,7 @@ def run(asked, aborts, again, *groups, **options):
     """All plans, with the page tables of their moment, and what requests have received."""
     loop = make_loop(*groups, depth=1, **options)
     if not again:
-        loop.scheduler._planner._plan_again = lambda: None
+        loop.scheduler._planner._repeat_last_plan = lambda: None
     plans, turn = [], 0
     while turn < 40 or len(loop.scheduler) or loop.flights:
         for when, each in asked:

@@ -20,7 +20,7 @@ from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth, n
 from torchax_serve.bench.memory_traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
 from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, same_part
 from torchax_serve.bench.settings import BenchSettings
-from torchax_serve.bench.timed_model import Call, Engine, JaxMemory, TorchMemory
+from torchax_serve.bench.timed_model import Call, JaxMemory, TimedModel, TorchMemory
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.runtime.eager import EagerReference
@@ -116,7 +116,7 @@ class _Run:
     def __init__(self, loaded: LoadedModel, settings: BenchSettings, say: Note, *, has_compile_cache: bool) -> None:
         self._loaded, self._settings, self._say = loaded, settings, say
         self._twin: EagerReference | None = None
-        self.peer: Engine | None = None
+        self.peer: TimedModel | None = None
         if settings.against == "hf":
             self._twin = EagerReference(loaded)
             self.peer = _hf(self._twin.module)
@@ -125,7 +125,7 @@ class _Run:
         self._served = ServedModel(loaded)
         runtime: Any = self._served.torch_model._jax_runtime
         self._has_cache = runtime.caches.is_supported
-        self.ours = Engine(
+        self.ours = TimedModel(
             OURS, "this project", self._served.torch_model, JaxMemory(), has_compile_cache=has_compile_cache
         )
         self._layers: tuple[CacheLayer, ...] | None = None
@@ -163,12 +163,12 @@ class _Run:
         peer = self._measurement(self.peer, batch, sides[1], bandwidth)
         return Case(batch, ours, peer, same_part(sides[0][0].tokens, sides[1][0].tokens))
 
-    def _measurement(self, engine: Engine, batch: int, calls: list[Call], bandwidth: Bandwidth) -> Measurement:
+    def _measurement(self, engine: TimedModel, batch: int, calls: list[Call], bandwidth: Bandwidth) -> Measurement:
         settings, first = self._settings, calls[0]
-        traffic = None
+        memory_traffic = None
         if self._layers is not None:
             weights = weight_bytes_per_step(self._loaded.module, self._weights[engine.name], batch)
-            traffic = step_bytes(
+            memory_traffic = step_bytes(
                 weights, self._layers, batch=batch, prompt_len=settings.prompt_len, new_tokens=settings.new_tokens
             )
         return Measurement(
@@ -180,19 +180,19 @@ class _Run:
             timings=tuple(call.timing for call in calls[1:]),
             growth_bytes=first.growth_bytes,
             peak_bytes=first.growth_bytes + self._loaded.report.weights_bytes,
-            step_bytes=traffic,
+            step_bytes=memory_traffic,
             bandwidth_bytes_per_s=bandwidth.bytes_per_s,
             compile_cache=first.compile_cache,
         )
 
 
-def _hf(module: PreTrainedModel) -> Engine:
+def _hf(module: PreTrainedModel) -> TimedModel:
     """transformers' ``generate``: eager on a CPU, with its static cache and ``torch.compile`` on a GPU."""
     platform = jax.default_backend()
     if platform == "cpu":
         torch.set_num_threads(num_cores())
         words = f"transformers generate, eager PyTorch in {num_cores()} threads, {module.config._attn_implementation}"
-        return Engine("hf", words, module, JaxMemory())
+        return TimedModel("hf", words, module, JaxMemory())
     if platform != "gpu" or not torch.cuda.is_available():
         raise InvalidArgumentError(
             f"against='hf' needs a torch for the device that JAX has ({jax.devices()[0].device_kind}); "
@@ -200,4 +200,4 @@ def _hf(module: PreTrainedModel) -> Engine:
         )
     words = f"transformers generate, static cache, torch.compile, {module.config._attn_implementation}"
     on_gpu: Any = module.to("cuda")  # type: ignore[arg-type]
-    return Engine("hf", words, on_gpu, TorchMemory(), options={"cache_implementation": "static"})
+    return TimedModel("hf", words, on_gpu, TorchMemory(), options={"cache_implementation": "static"})

@@ -77,7 +77,7 @@ class Call:
     compile_cache: CompileCache | None = None
 
 
-class Engine:
+class TimedModel:
     """A transformers model object, on JAX or not; its generation settings are set to greedy without an end.
 
     Args:

@@ -14,7 +14,7 @@ import typer
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
 from torchax_serve.cli.shared.tables import console
-from torchax_serve.cli.shared.terminal import note
+from torchax_serve.cli.shared.terminal import print_note
 
 if TYPE_CHECKING:
     from torchax_serve.bench import BenchSettings
@@ -107,7 +107,7 @@ def bench(
             settings,
             random_weights=random_weights is not None,
             command=shlex.join(["torchax-serve", *sys.argv[1:]]),
-            note=note,
+            note=print_note,
             **load.serve_kwargs(),
         )
         if plot is not None:

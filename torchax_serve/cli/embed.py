@@ -99,7 +99,7 @@ def embed(
     asked = list(texts) if texts else _lines()
     from torchax_serve.cli.chat.interrupts import prompt_interrupts
     from torchax_serve.cli.shared.load_model import loaded_model
-    from torchax_serve.cli.shared.terminal import note
+    from torchax_serve.cli.shared.terminal import print_note
 
     with loaded_model(model, load) as served, prompt_interrupts(leave_at=1):
         vectors = served.embed(asked, **dataclasses.asdict(embedding))
@@ -108,7 +108,7 @@ def embed(
         _print(name, asked, vectors, as_json=as_json)
         return
     _write(output, name, asked, vectors)
-    note(f"{len(asked)} embeddings of {vectors.shape[1]} numbers in {output}")
+    print_note(f"{len(asked)} embeddings of {vectors.shape[1]} numbers in {output}")
 
 
 def _check_output(output: Path | None, *, as_json: bool) -> None:

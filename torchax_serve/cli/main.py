@@ -29,7 +29,7 @@ from torchax_serve.cli.plan import plan
 from torchax_serve.cli.pull import pull
 from torchax_serve.cli.rm import rm
 from torchax_serve.cli.run import run
-from torchax_serve.cli.shared.errors import EXIT_INTERRUPTED, EXIT_STATUS_HELP, reported
+from torchax_serve.cli.shared.errors import EXIT_INTERRUPTED, EXIT_STATUS_HELP, with_exit_status
 from torchax_serve.cli.shared.usage import CommandGroup
 from torchax_serve.cli.verify import verify
 
@@ -99,7 +99,7 @@ def first_screen(
 
 
 for _name, _function in COMMANDS:
-    app.command(_name, epilog=EXIT_STATUS_HELP)(reported(_function))
+    app.command(_name, epilog=EXIT_STATUS_HELP)(with_exit_status(_function))
 
 
 def main() -> None:

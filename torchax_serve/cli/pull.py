@@ -13,7 +13,7 @@ from model_adapters.loading.model_source import parse_name
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.downloads import size_of
 from torchax_serve.cli.shared.model_name import complete_model
-from torchax_serve.cli.shared.terminal import hidden_keys, may_style, note, passing_note
+from torchax_serve.cli.shared.terminal import hidden_keys, may_style, passing_note, print_note
 
 if TYPE_CHECKING:
     from model_adapters.loading.model_source import ModelSource
@@ -78,9 +78,9 @@ def pull(
             cache_dir=cache_dir,
         )
     if found.download_bytes:
-        note(f"{size_of(found.download_bytes)} in {found.download_s:.1f} s")
+        print_note(f"{size_of(found.download_bytes)} in {found.download_s:.1f} s")
     else:
-        note("nothing to download: all of it is here")
+        print_note("nothing to download: all of it is here")
     print(found.path)
 
 

@@ -11,7 +11,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.model_source import parse_name
 from torchax_serve.cli.shared.downloads import CacheDir, ago, delete_download, find_download, find_revision, size_of
 from torchax_serve.cli.shared.model_name import complete_downloaded
-from torchax_serve.cli.shared.terminal import is_terminal, note
+from torchax_serve.cli.shared.terminal import is_terminal, print_note
 
 
 def rm(
@@ -43,8 +43,8 @@ def rm(
             raise InvalidArgumentError("rm: expected --yes where nobody can be asked, got none; add it")
         question = f"delete {what}, {size_of(size)}, last used {ago(download.last_used)}?"
         if not typer.confirm(question, err=True):
-            note("nothing deleted")
+            print_note("nothing deleted")
             return 1
     delete_download(download, chosen, cache_dir)
-    note(f"{what} deleted, {size_of(size)}")
+    print_note(f"{what} deleted, {size_of(size)}")
     return 0

@@ -11,11 +11,11 @@ import typer
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
-from torchax_serve.cli.shared.load_model import followed, loaded_model
+from torchax_serve.cli.shared.load_model import loaded_model, run_as_follower
 from torchax_serve.cli.shared.load_options import DeviceOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.sampling_options import DecodingOptions
-from torchax_serve.cli.shared.terminal import hidden_keys, is_terminal, note
+from torchax_serve.cli.shared.terminal import hidden_keys, is_terminal, print_note
 
 if TYPE_CHECKING:
     from torchax_serve.cli.chat.conversation import Conversation
@@ -25,7 +25,7 @@ STDIN = "-"
 
 
 @dataclass(frozen=True)
-class ChatOptions:
+class RunOptions:
     """What an answer is given to beside the prompt, and how it is printed."""
 
     system: Annotated[
@@ -76,7 +76,7 @@ def run(
         typer.Option("--prompt", "-p", show_default=False, help="PROMPT; with - as PROMPT it stands before stdin."),
     ] = None,
     *,
-    chat: ChatOptions,
+    chat: RunOptions,
     decoding: DecodingOptions,
     load: DeviceOptions,
 ) -> None:
@@ -95,7 +95,7 @@ def run(
     """
     model, prompt = _model_first(model, prompt)
     _check_name(model, load.revision)
-    if followed(model, load):
+    if run_as_follower(model, load):
         return
     text = _text(prompt, prompt_option)
     with loaded_model(model, load, num_slots=1, starts_chat=not chat.raw) as served:  # one conversation
@@ -112,7 +112,7 @@ def run(
 # What follows is imported behind the loading, so that importing torch counts as loading and Ctrl-C ends it as well.
 
 
-def _conversation(model: Any, params: SamplingParams, options: ChatOptions) -> Conversation:
+def _conversation(model: Any, params: SamplingParams, options: RunOptions) -> Conversation:
     """A conversation in which nothing has been said."""
     from torchax_serve.cli.chat.conversation import Conversation
     from torchax_serve.entrypoints.encoder_model import EncoderModel
@@ -125,7 +125,7 @@ def _conversation(model: Any, params: SamplingParams, options: ChatOptions) -> C
         )
     is_raw = options.raw
     if not is_raw and model.tokenizer is not None and not has_chat_template(model):
-        note(f"{model.name} has no chat template: it continues your text (--raw, without this note)")
+        print_note(f"{model.name} has no chat template: it continues your text (--raw, without this note)")
         is_raw = True
     conversation = Conversation(model, params, raw=is_raw)
     conversation.set_system(options.system)
@@ -134,7 +134,7 @@ def _conversation(model: Any, params: SamplingParams, options: ChatOptions) -> C
     return conversation
 
 
-def _talk(conversation: Conversation, options: ChatOptions) -> None:
+def _talk(conversation: Conversation, options: RunOptions) -> None:
     """A chat at the terminal."""
     from torchax_serve.cli.chat.input import terminal_reader
     from torchax_serve.cli.chat.repl import COMMANDS, InteractiveChat
@@ -153,9 +153,9 @@ def _answer(conversation: Conversation, text: str, *, as_json: bool) -> None:
 
 def _say_what_fits(model: Any) -> None:
     try:
-        note(model.engine.description)
+        print_note(model.engine.description)
     except UnsupportedModelError as error:
-        note(f"one request at a time: {error}")
+        print_note(f"one request at a time: {error}")
 
 
 def _check_name(model: str | None, revision: str | None) -> None:

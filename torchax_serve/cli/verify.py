@@ -13,7 +13,7 @@ from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.shared.load_options import LoadOptions, complete_dtype, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
 from torchax_serve.cli.shared.tables import console
-from torchax_serve.cli.shared.terminal import note
+from torchax_serve.cli.shared.terminal import print_note
 
 DIFFERENT = 1
 
@@ -86,7 +86,7 @@ def verify(
         from torchax_serve.parity.verify import verify as compare
 
         load.show_details()
-        note("running both sides; the first time, compiling takes a while")
+        print_note("running both sides; the first time, compiling takes a while")
         result = compare(
             model if random_weights is None else str(random_weights),
             prompt=prompt,

@@ -162,7 +162,7 @@ class ExecutableCache:
         self._files.write(name, content)
         EVICTOR.wrote(len(content), self._files)
 
-    def remembered(self, name: str, described: str, compute: Callable[[], Value]) -> Value:
+    def memoize(self, name: str, described: str, compute: Callable[[], Value]) -> Value:
         """What `compute` answers, from the folder where an earlier process has asked the same of this model."""
         if self._files is None or registry.is_overridden():
             return compute()
@@ -179,7 +179,7 @@ class ExecutableCache:
             self._write(file, value)
         return value
 
-    def flush(self) -> None:
+    def wait_for_writes(self) -> None:
         """Waits until everything is written."""
         for writer in self._writers:
             writer.join()
@@ -210,7 +210,7 @@ class CachedFunction:
         is_uncompiled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._cache, self.name, self._function = cache, name, function
-        self._donate, self.facts, self.recall = tuple(donate), facts, recall
+        self._donate, self.facts, self.restore_facts = tuple(donate), facts, recall
         self._programs: dict[_Signature, Any] = {}
         self._is_uncompiled = is_uncompiled
         self._lock = CompileLock()
@@ -243,11 +243,11 @@ class CachedFunction:
                 program = self._programs.get(signature)
                 if program is None:
                     with gc_pause.paused():
-                        program = self._obtain(signature, weights, args)
+                        program = self._load_or_compile(signature, weights, args)
                     self._programs[signature] = program
         return program
 
-    def _obtain(self, signature: _Signature, weights: Weights, args: tuple[Any, ...]) -> Any:
+    def _load_or_compile(self, signature: _Signature, weights: Weights, args: tuple[Any, ...]) -> Any:
         mesh, mirror = self._cache.mesh, self._cache.mirror
         if mirror is not None:
             return mirror.program(self, weights, args, signature.spec, signature.precision)
@@ -255,7 +255,7 @@ class CachedFunction:
             args = on_mesh(args, mesh)
         path = self._cache.path_of(self.name, signature)
         if path is not None and (kept := self._cache.read(path)) is not None:
-            self.recall(kept[1])
+            self.restore_facts(kept[1])
             return kept[0]
         # A program that is kept here as a whole does not lie in JAX's own cache as well, unless the user has chosen
         # that one's folder: then the name tells it apart what this cache does.

@@ -28,7 +28,7 @@ _ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """A call of an op.
 
     Attributes:
@@ -42,7 +42,7 @@ class Case:
     read_bytes: int | None = field(default=None)
 
 
-def _untraced(case: Case) -> Callable[..., Any]:
+def _untraced(case: KernelCase) -> Callable[..., Any]:
     """The call as a function of its own: JAX remembers what it has traced, and with it which kernel that took."""
     return lambda *args: case.call(*args)
 
@@ -52,36 +52,36 @@ def _normal(dtype: Any, *shape: int, seed: int = 0, scale: float = 1.0) -> jax.A
     return jnp.asarray(values, dtype)
 
 
-def _activation(dtype: Any, size: int) -> Case:
-    return Case(ops.silu, (_normal(dtype, 16, 512 * size),))
+def _activation(dtype: Any, size: int) -> KernelCase:
+    return KernelCase(ops.silu, (_normal(dtype, 16, 512 * size),))
 
 
-def _linear(dtype: Any, size: int) -> Case:
+def _linear(dtype: Any, size: int) -> KernelCase:
     wide = 512 * size
     weight = _normal(dtype, wide, wide, seed=1, scale=wide**-0.5)
-    return Case(ops.linear, (_normal(dtype, 4, wide), weight), weight.nbytes)
+    return KernelCase(ops.linear, (_normal(dtype, 4, wide), weight), weight.nbytes)
 
 
-def _rms_norm(dtype: Any, size: int) -> Case:
+def _rms_norm(dtype: Any, size: int) -> KernelCase:
     call = partial(ops.rms_norm, eps=1e-6, rounds_first=False)
-    return Case(call, (_normal(dtype, 16, 512 * size), _normal(dtype, 512 * size, seed=1)))
+    return KernelCase(call, (_normal(dtype, 16, 512 * size), _normal(dtype, 512 * size, seed=1)))
 
 
-def _row_sum(dtype: Any, size: int) -> Case:
-    return Case(ops.row_sum, (_normal(dtype, 16, 512 * size),))
+def _row_sum(dtype: Any, size: int) -> KernelCase:
+    return KernelCase(ops.row_sum, (_normal(dtype, 16, 512 * size),))
 
 
-def _grouped_matmul(dtype: Any, size: int) -> Case:
+def _grouped_matmul(dtype: Any, size: int) -> KernelCase:
     wide, sizes = 128 * size, (3, 0, 9, 4)
     weight = _normal(dtype, len(sizes), wide, wide, seed=1, scale=wide**-0.5)
     groups = jnp.asarray(sizes, jnp.int32)
-    return Case(partial(ops.grouped_matmul, layout="enk"), (_normal(dtype, sum(sizes), wide), weight, groups))
+    return KernelCase(partial(ops.grouped_matmul, layout="enk"), (_normal(dtype, sum(sizes), wide), weight, groups))
 
 
-def _dense_attention(dtype: Any, size: int) -> Case:
+def _dense_attention(dtype: Any, size: int) -> KernelCase:
     shape = (1, 2, 256 * size, 64)  # long enough for a second block of queries where `size` is 4
     call = partial(ops.dense_attention, scale=0.125, causal=True)
-    return Case(call, tuple(_normal(dtype, *shape, seed=seed) for seed in range(3)))
+    return KernelCase(call, tuple(_normal(dtype, *shape, seed=seed) for seed in range(3)))
 
 
 _HEADS, _GROUP, _DIM, _PAGE = 2, 4, 128, 64
@@ -102,23 +102,23 @@ def _tokens(dtype: Any, number: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return q, k, v
 
 
-def _decode_attention(dtype: Any, size: int) -> Case:
+def _decode_attention(dtype: Any, size: int) -> KernelCase:
     num_rows = 4 * size
     pool, table, lens = _pages(dtype, num_rows, 128 * size)
     starts = jnp.zeros_like(lens)
     call = partial(ops.decode_attention, scale=_DIM**-0.5)
-    return Case(call, (*_tokens(dtype, num_rows), pool, table, lens, starts), pool.nbytes)
+    return KernelCase(call, (*_tokens(dtype, num_rows), pool, table, lens, starts), pool.nbytes)
 
 
-def _paged_attention(dtype: Any, size: int) -> Case:
+def _paged_attention(dtype: Any, size: int) -> KernelCase:
     new = (1, 20, 1, 10)
     pool, table, lens = _pages(dtype, len(new), 64 * size)
     ends = jnp.asarray([0, *np.cumsum(new)], jnp.int32)
     call = partial(ops.paged_attention, scale=_DIM**-0.5)
-    return Case(call, (*_tokens(dtype, sum(new)), pool, table, lens, ends))
+    return KernelCase(call, (*_tokens(dtype, sum(new)), pool, table, lens, ends))
 
 
-CASES: dict[str, Callable[[Any, int], Case]] = {
+CASES: dict[str, Callable[[Any, int], KernelCase]] = {
     "activation": _activation,
     "decode_attention": _decode_attention,
     "dense_attention": _dense_attention,
@@ -137,7 +137,7 @@ def kernels_in_use() -> Iterator[Fact]:
         chosen, reasons = {}, []
         for dtype in ("bfloat16", "float32"):
             case = CASES[op.name](dtype, 1)
-            with registry.recorded() as record, registry.fallbacks() as refusals:
+            with registry.record_calls() as record, registry.fallbacks() as refusals:
                 jax.eval_shape(_untraced(case), *case.args)
             chosen[dtype] = next((name for each, name in sorted(record) if each == op.name), "unknown")
             reasons += refusals
@@ -186,20 +186,20 @@ def _compared(op: str, implementation: str, size: int) -> Fact:
     return Fact(f"{op}, {implementation}", text)
 
 
-def _packed(case: Case, dtype: str) -> Case:
+def _packed(case: KernelCase, dtype: str) -> KernelCase:
     """`case` of ``linear`` with its weight packed; as it is where it cannot be."""
-    weight = compressed_weight.pack(case.args[1]) if dtype == "bfloat16" else None
+    weight = compressed_weight.compress_weight(case.args[1]) if dtype == "bfloat16" else None
     if weight is None:
         return case
 
     def call(x: jax.Array, held: compressed_weight.CompressedWeight) -> jax.Array:
-        with compressed_weight.in_place({"weight": held}) as unpacked:
+        with compressed_weight.substituted({"weight": held}) as unpacked:
             return ops.linear(x, unpacked["weight"])
 
-    return Case(call, (case.args[0], weight))
+    return KernelCase(call, (case.args[0], weight))
 
 
-def _refusal(op: str, implementation: str, case: Case) -> str | None:
+def _refusal(op: str, implementation: str, case: KernelCase) -> str | None:
     """Why `implementation` does not take the call, or None."""
     try:
         with registry.use(op, implementation):
@@ -209,7 +209,7 @@ def _refusal(op: str, implementation: str, case: Case) -> str | None:
     return None
 
 
-def _reference(case: Case) -> Any:
+def _reference(case: KernelCase) -> Any:
     """What `case` is in float32 on the CPU, by references alone: they are made of each other."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.default_device(jax.devices("cpu")[0]))
@@ -246,7 +246,7 @@ def bandwidth(note: Callable[[str], None], *, buffer_bytes: int | None = None) -
         note(f"timing {op}")
         case = CASES[op]("bfloat16", size)
         assert case.read_bytes is not None
-        with registry.recorded() as record:
+        with registry.record_calls() as record:
             run = jax.jit(_untraced(case))
             rate = case.read_bytes / _fastest_s(run, case.args)
         name = next((name for each, name in sorted(record) if each == op), "reference")

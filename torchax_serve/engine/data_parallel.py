@@ -72,7 +72,7 @@ class DataParallelEngines:
         except BaseException:
             self.close("a replica could not be made")
             raise
-        self._turns = itertools.count()
+        self._round_robin = itertools.count()
         self._lock = threading.RLock()  # a signal handler may submit where it interrupted a submission
 
     @property
@@ -89,7 +89,7 @@ class DataParallelEngines:
         by_engine: dict[int, list[int]] = {}
         tickets: dict[int, RequestHandle] = {}
         with self._lock:
-            loads = [self._load(index) for index in range(len(self.engines))]
+            loads = [self._num_requests(index) for index in range(len(self.engines))]
             for row, request in enumerate(requests):
                 index = self._choose_engine(request, loads)
                 loads[index] += 1
@@ -103,10 +103,10 @@ class DataParallelEngines:
         number = len(self.engines)
         if isinstance(request.fork_of, int):  # shares the pages of its parent
             return request.fork_of % number
-        turn = next(self._turns)
+        turn = next(self._round_robin)
         return min(((turn + step) % number for step in range(number)), key=loads.__getitem__)
 
-    def _load(self, index: int) -> int:
+    def _num_requests(self, index: int) -> int:
         scheduler = self.engines[index].stats().scheduler
         return scheduler.num_running + scheduler.num_waiting
 
@@ -138,9 +138,9 @@ class DataParallelEngines:
             busy_s=max(stats.busy_s for stats in each),
         )
 
-    def fits(self, length: int) -> bool:
+    def can_hold(self, length: int) -> bool:
         """As `Engine.fits`."""
-        return self.engines[0].fits(length)
+        return self.engines[0].can_hold(length)
 
     @property
     def max_source_len(self) -> int | None:
@@ -148,9 +148,9 @@ class DataParallelEngines:
         return self.engines[0].max_source_len
 
     @property
-    def why_closed(self) -> str | None:
+    def close_reason(self) -> str | None:
         """As `Engine.why_closed`, of the first that is."""
-        return next((engine.why_closed for engine in self.engines if engine.why_closed is not None), None)
+        return next((engine.close_reason for engine in self.engines if engine.close_reason is not None), None)
 
     def close(self, why: str = "close() was called") -> None:
         """As `Engine.close`, for all."""

@@ -36,15 +36,15 @@ class DispatchQueue:
     def __iter__(self) -> Iterator[InFlightStep]:
         return (each.flight for each in self._queue)
 
-    def send(self, flight: InFlightStep, expected_s: float, has_compiled: bool) -> None:
+    def push(self, flight: InFlightStep, expected_s: float, has_compiled: bool) -> None:
         """Notes that a plan has been sent."""
         self._queue.append(QueuedStep(flight, time.monotonic(), expected_s, has_compiled))
 
-    def take(self) -> QueuedStep:
+    def pop(self) -> QueuedStep:
         """The oldest, which is waited for next."""
         return self._queue.popleft()
 
-    def landed(self, oldest: QueuedStep, now: float) -> float | None:
+    def completed(self, oldest: QueuedStep, now: float) -> float | None:
         """Notes that what `take` gave has landed; seconds the device was busy with it, None if that says nothing."""
         busy_since, self._landed_s = max(oldest.sent_s, self._landed_s), now
         return None if oldest.has_compiled else now - busy_since
@@ -53,7 +53,7 @@ class DispatchQueue:
         """Forgets all."""
         self._queue.clear()
 
-    def rest_s(self) -> float:
+    def seconds_until_next(self) -> float:
         """Seconds until the next plan is to be made.
 
         They count from what has landed last, not from when it was expected to: a pace that was kept too slow, after a

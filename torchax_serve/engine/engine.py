@@ -116,7 +116,7 @@ class Engine:
             TorchaxServeError: the engine is closed, or this process was forked from the one that made it.
         """
         self._process.check("an engine")
-        entries = [self._entry(request) for request in requests]
+        entries = [self._make_entry(request) for request in requests]
 
         def enter_all() -> None:
             self._num_entering -= len(entries)
@@ -130,7 +130,7 @@ class Engine:
             self._check_room(len(entries))
             if self._closed is None:
                 self._num_entering += len(entries)
-            self._command(enter_all, refuse)
+            self._run_on_engine_thread(enter_all, refuse)
         return [ticket for _, ticket in entries]
 
     def _check_room(self, num_new: int) -> None:
@@ -142,14 +142,14 @@ class Engine:
                 f"beside {num_open}; ask again later, or raise EngineOptions(max_num_waiting=...)"
             )
 
-    def _entry(self, request: EngineRequest) -> tuple[Callable[[], None], RequestHandle]:
+    def _make_entry(self, request: EngineRequest) -> tuple[Callable[[], None], RequestHandle]:
         """What takes a request in, to be called by the engine's thread, and its ticket."""
         request_id = next(self._ids)
         ticket = RequestHandle(request_id, len(request.prompt_ids), lambda reason: self._cancel(request_id, reason))
         request = request.within(self._scheduler.config.max_len)
         scheduled = request.to_scheduler(request_id, time.monotonic())
         self._scheduler.config.check_prompt(f"request {request_id}", ticket.prompt_len)
-        self._runner.check(f"request {request_id}", request)
+        self._runner.validate(f"request {request_id}", request)
         # The command may not keep a ticket alive whose reader has dropped it.
         reader = weakref.ref(ticket)
 
@@ -168,7 +168,7 @@ class Engine:
 
         return enter, ticket
 
-    def _command(self, command: Callable[[], None], abandon: Callable[[], None] = lambda: None) -> None:
+    def _run_on_engine_thread(self, command: Callable[[], None], abandon: Callable[[], None] = lambda: None) -> None:
         """Has the engine's thread call `command` between two steps; `abandon` is called if there is no thread.
 
         May be called from a signal handler or a finalizer: the lock is the thread's own if it holds it already.
@@ -188,7 +188,7 @@ class Engine:
             if self._scheduler.abort(request_id, reason):
                 self._deliveries.deliver([RowResult(request_id, None, (), reason)])
 
-        self._command(end)
+        self._run_on_engine_thread(end)
 
     def warm_up(self) -> None:
         """Compiles every step that mixed traffic can meet; requests that come meanwhile wait.
@@ -209,7 +209,7 @@ class Engine:
             finally:
                 done.set()
 
-        self._command(compile_all, done.set)
+        self._run_on_engine_thread(compile_all, done.set)
         done.wait()
         if errors:
             raise errors[0]
@@ -228,7 +228,7 @@ class Engine:
             busy_s=self._busy_s,
         )
 
-    def fits(self, length: int) -> bool:
+    def can_hold(self, length: int) -> bool:
         """Whether a request may be of so many tokens, prompt and answer."""
         config = self._scheduler.config
         return length <= config.max_len and config.unfit(length) is None
@@ -239,7 +239,7 @@ class Engine:
         return self._runner.max_source_len
 
     @property
-    def why_closed(self) -> str | None:
+    def close_reason(self) -> str | None:
         """Why no more requests are taken; None as long as they are."""
         return self._closed
 
@@ -278,7 +278,7 @@ class Engine:
             while not (self._closed or self._commands or len(self._scheduler) or self._flights):
                 self._wake.wait()
                 began = time.monotonic()
-            rest_s = self._flights.rest_s()
+            rest_s = self._flights.seconds_until_next()
             if rest_s > 0:
                 self._wake.wait_for(lambda: self._closed or self._commands, rest_s)
                 waited_s = time.monotonic() - began
@@ -306,7 +306,7 @@ class Engine:
         self._deliveries.deliver(self._scheduler.pop_finished())
         if len(self._flights) >= MAX_IN_FLIGHT or (plan is None and self._flights):
             self._deliveries.notify_async_readers()  # of what has ended: the device may compute for a while
-            self._land()
+            self._retire_oldest()
         for request_id in self._deliveries.take_failed():
             self._scheduler.abort(request_id, "error")
         if self.check_integrity:
@@ -316,7 +316,7 @@ class Engine:
     def _execute(self, plan: StepPlan) -> None:
         num_programs = self._runner.num_programs
         try:
-            requests = {row.slot: self._deliveries.request_of(row.request_id) for row in plan.prefill_rows}
+            requests = {row.slot: self._deliveries.request(row.request_id) for row in plan.prefill_rows}
             fresh = {
                 row.slot: self._scheduler.find(row.request_id)
                 for row in plan.prefill_rows
@@ -328,8 +328,8 @@ class Engine:
             self._fail(plan, error)
             return
         self._end_failed(plan, flight)
-        expected_s = self._scheduler.expected_s(plan) if plan.num_steps > 1 else 0.0
-        self._flights.send(flight, expected_s, has_compiled=self._runner.num_programs > num_programs)
+        expected_seconds = self._scheduler.expected_seconds(plan) if plan.num_steps > 1 else 0.0
+        self._flights.push(flight, expected_seconds, has_compiled=self._runner.num_programs > num_programs)
 
     def _end_failed(self, plan: StepPlan, flight: InFlightStep) -> None:
         """Ends the requests of a plan that failed by themselves; what is computed for them is not looked at."""
@@ -341,8 +341,8 @@ class Engine:
                 message = f"it could not be prepared ({describe(error)})"
                 self._deliveries.deliver([RowResult(row.request_id, None, (), "error")], error=message)
 
-    def _land(self) -> None:
-        oldest = self._flights.take()
+    def _retire_oldest(self) -> None:
+        oldest = self._flights.pop()
         flight, waits_from = oldest.flight, time.monotonic()
         try:
             tokens = self._runner.read(flight)
@@ -351,7 +351,7 @@ class Engine:
             return
         now = time.monotonic()
         self._wait_s += now - waits_from
-        duration_s = self._flights.landed(oldest, now)
+        duration_s = self._flights.completed(oldest, now)
         self._deliveries.record_prompt_logprobs(flight)
         self._num_steps += flight.plan.num_steps
         num_before = self._scheduler.num_new_tokens
@@ -373,7 +373,7 @@ class Engine:
                 if state is not None and state.slot is not None and self._scheduler.abort(request_id, "error"):
                     outcomes.append(RowResult(request_id, None, (), "error"))
             self._runner.reset()
-            self._scheduler.forget_prefixes()
+            self._scheduler.clear_prefix_cache()
         self._deliveries.deliver(outcomes, error=message)
 
     def _end_all(self) -> None:

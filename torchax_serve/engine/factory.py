@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from model_adapters.caches.paged_cache import NotPackableError
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.linear import not_invariant_reason
-from torchax_serve.buckets import token_rungs
+from torchax_serve.buckets import token_buckets
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.model_runner import ModelRunner
 from torchax_serve.engine.options import MAX_ANSWER_LEN, MAX_DISPATCH_S, MAX_LEN, MAX_SOURCE_LEN, EngineOptions
 from torchax_serve.executors.packed_factory import packed_executor
 from torchax_serve.executors.per_sequence_factory import per_sequence_executor
-from torchax_serve.kv_cache.memory import Sizes
+from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling.sampler import tables_bytes
 from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig
@@ -34,7 +34,7 @@ def build_engine(
         OutOfMemoryError: there is no room for a cache.
     """
     options = options or EngineOptions()
-    sizes = Sizes(
+    sizes = MemoryBudget(
         max_len=_max_len(runtime, options),
         num_slots=options.num_slots,
         page_len=options.page_len,
@@ -43,10 +43,10 @@ def build_engine(
         kv_cache_bytes=options.kv_cache_bytes,
         batch_invariant=options.batch_invariant,
         kv_cache_dtype=options.kv_cache_dtype,
-        tables_bytes=tables_bytes(options.num_slots, runtime.limits.vocab_size),
+        sampler_table_bytes=tables_bytes(options.num_slots, runtime.limits.vocab_size),
         max_source_len=_max_source_len(runtime, options),
         encoder_len_is_default=options.max_source_len is None,
-        source_len=None if runtime.encoder is None else runtime.encoder.length_heard,
+        source_len=None if runtime.encoder is None else runtime.encoder.fixed_output_len,
     )
     try:
         road = packed_executor(runtime, sizes)
@@ -61,7 +61,7 @@ def build_engine(
     _check_invariance(options, not_invariant_reason())
     if road.num_slots is not None:
         sizes = dataclasses.replace(sizes, num_slots=road.num_slots)
-    is_packed = road.why_not_packed is None
+    is_packed = road.fallback_reason is None
     config = SchedulerConfig(
         groups=road.cache.plan.groups,
         page_len=sizes.page_len,
@@ -71,13 +71,13 @@ def build_engine(
         prefix_caching=options.prefix_caching and road.can_share_prefixes,
         max_num_steps=options.max_num_steps if is_packed else 1,
         max_fused_decode_s=MAX_DISPATCH_S,
-        chunk_sizes=road.chunk_sizes,
-        packed=is_packed,
+        allowed_chunk_sizes=road.allowed_chunk_sizes,
+        batches_prefill=is_packed,
         max_decode_slowdown=options.max_decode_slowdown,
-        token_rungs=token_rungs(sizes.token_budget) if is_packed else (),
+        token_buckets=token_buckets(sizes.token_budget) if is_packed else (),
         rope=None if runtime.program.rope is None else runtime.program.rope.lengths,
     )
-    road = dataclasses.replace(road, tables_bytes=sizes.tables_bytes)
+    road = dataclasses.replace(road, sampler_table_bytes=sizes.sampler_table_bytes)
     logger.info("%s", road)
     runner = ModelRunner(road.model, road.cache, num_slots=sizes.num_slots, vocab_size=runtime.limits.vocab_size)
     return Engine(Scheduler(config), runner, str(road), ids, options.max_num_waiting)
@@ -100,13 +100,13 @@ def _max_source_len(runtime: ModelRuntime, options: EngineOptions) -> int:
                 "requests"
             )
         return 0
-    if encoder.length_heard is not None:
+    if encoder.fixed_output_len is not None:
         if asked is not None:
             raise InvalidArgumentError(
                 f"max_source_len: expected None for a model whose encoder hears sounds of one length, got {asked}; "
                 "leave it out"
             )
-        return encoder.length_heard
+        return encoder.fixed_output_len
     limits = encoder.runtime.limits
     if asked is None:
         return min(MAX_SOURCE_LEN, limits.learned_positions or limits.max_positions or MAX_SOURCE_LEN // 2)

@@ -70,7 +70,7 @@ class ModelRunner:
         """Tokens that a request may give an encoder; None where the model has none."""
         return None if self._sources is None else self._sources.max_len
 
-    def check(self, name: str, request: EngineRequest) -> None:
+    def validate(self, name: str, request: EngineRequest) -> None:
         """Raises InvalidArgumentError, naming `name`, where `request` does not fit what the model has."""
         if self._sources is not None:
             self._sources.check(name, request.source)
@@ -86,7 +86,7 @@ class ModelRunner:
                 self._sampler.warm_up(logits)
         if isinstance(self._model, PackedExecutor):
             for state in self._model.warm_up_decode(self._sampler.idle_options):
-                self._sampler.take(state)
+                self._sampler.set_state(state)
 
     def execute(
         self, plan: StepPlan, requests: Mapping[int, EngineRequest], outputs: Mapping[int, Sequence[int]]
@@ -101,9 +101,9 @@ class ModelRunner:
         if plan.page_copies:
             self._cache.copy(plan.page_copies)
         for slot in plan.fresh_slots:
-            self._sampler.set(slot, requests[slot].row, requests[slot].prompt_ids, outputs[slot])
+            self._sampler.assign_slot(slot, requests[slot].sampling, requests[slot].prompt_ids, outputs[slot])
             if self._sources is not None:
-                self._sources.take(slot, requests[slot].source)
+                self._sources.assign(slot, requests[slot].source)
         flight = InFlightStep(plan)
         if not plan.prefill_rows and self._decode(flight):
             return flight
@@ -115,7 +115,7 @@ class ModelRunner:
             )
             if asked is not None:
                 logits = self._prompt_logprobs(flight, requests, logits, asked)
-            flight.sampled.append(self._sampler.choose(plan.rows, logits, ahead))
+            flight.sampled.append(self._sampler.sample(plan.rows, logits, ahead))
         flight.failures = self._sampler.take_failures()
         return flight
 
@@ -124,13 +124,13 @@ class ModelRunner:
         plan = flight.plan
         if not isinstance(self._model, PackedExecutor):
             return False
-        found = self._sampler.ahead(plan.rows, self._model.num_decode_rows(plan.rows))
+        found = self._sampler.fused_options(plan.rows, self._model.num_decode_rows(plan.rows))
         if found is None:
             return False
         options, draws = found
         state = self._sampler.take_state("sampled")
         flight.tokens, state = self._model.decode(plan.rows, plan.page_tables, state, options, plan.num_steps, draws)
-        self._sampler.take(state)
+        self._sampler.set_state(state)
         return True
 
     def _prompt_logprobs(
@@ -168,14 +168,14 @@ class ModelRunner:
         begin = sum(each.num_tokens for each in rows[:row])
         num_top = request.params.prompt_logprobs or 0
         return {
-            rows[row].start + i + 1: _token(flight.prompt, begin + i, token, num_top)
+            rows[row].context_len + i + 1: _token(flight.prompt, begin + i, token, num_top)
             for i, token in enumerate(_following(rows[row], request))
         }
 
 
 def _following(row: PlanRow, request: EngineRequest) -> tuple[int, ...]:
     """The tokens of the prompt that come right behind those of a prefill row, one for each that has one."""
-    return request.prompt_ids[row.start + 1 : row.start + 1 + row.num_tokens]
+    return request.prompt_ids[row.context_len + 1 : row.context_len + 1 + row.num_tokens]
 
 
 def _token(logprobs: Logprobs, index: int, token: int, num_top: int) -> TokenLogprobs:

@@ -44,7 +44,7 @@ class OutputProcessor:
         """Takes a request in."""
         self._requests[request_id] = (request, weakref.ref(ticket))
 
-    def request_of(self, request_id: RequestId) -> EngineRequest:
+    def request(self, request_id: RequestId) -> EngineRequest:
         """What was asked."""
         return self._requests[request_id][0]
 
@@ -67,7 +67,7 @@ class OutputProcessor:
                 continue
             request, ticket = entry[0], entry[1]()
             try:
-                new = self._news(outcome, request, flight, error)
+                new = self._make_output(outcome, request, flight, error)
             except Exception as failure:  # what one reader's data does may not stop the others
                 new = self._failure(outcome.request_id, failure)
             if ticket is not None:
@@ -103,7 +103,7 @@ class OutputProcessor:
                 for ticket in tickets:
                     ticket.cancel()
 
-    def _news(
+    def _make_output(
         self, outcome: RowResult, request: EngineRequest, flight: InFlightStep | None, error: str | None
     ) -> RequestOutput | RowResult:
         """`flight` is looked at for log-probabilities alone."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling_params import SamplingParams
-from torchax_serve.scheduler import Request, RequestId
+from torchax_serve.scheduler import RequestId, SchedulerRequest
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -41,15 +41,15 @@ class EngineRequest:
     max_new_tokens: int
     min_new_tokens: int
     params: SamplingParams
-    row: RowSamplingParams
+    sampling: RowSamplingParams
     fork_of: RequestId | None = None
-    source_ids: tuple[int, ...] = ()
-    encoded: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
+    encoder_ids: tuple[int, ...] = ()
+    encoder_output: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def source(self) -> EncoderInput:
         """What the decoder attends to beside its own tokens; no token where there is no encoder."""
-        return self.source_ids if self.encoded is None else self.encoded
+        return self.encoder_ids if self.encoder_output is None else self.encoder_output
 
     @classmethod
     def of(
@@ -99,21 +99,23 @@ class EngineRequest:
         room = max(1, max_len - len(self.prompt_ids))
         if self.max_new_tokens <= room:
             return self
-        row = self.row
+        row = self.sampling
         if row.lone is not None:
             config = copy.deepcopy(row.lone)
             config.max_new_tokens = room
             row = dataclasses.replace(row, lone=config)
-        return dataclasses.replace(self, max_new_tokens=room, min_new_tokens=min(self.min_new_tokens, room), row=row)
+        return dataclasses.replace(
+            self, max_new_tokens=room, min_new_tokens=min(self.min_new_tokens, room), sampling=row
+        )
 
-    def to_scheduler(self, request_id: RequestId, now: float) -> Request:
+    def to_scheduler(self, request_id: RequestId, now: float) -> SchedulerRequest:
         """What the scheduler has to know; `now` in seconds on its clock."""
         params = self.params
-        return Request(
+        return SchedulerRequest(
             request_id=request_id,
             prompt_ids=list(self.prompt_ids),
             max_new_tokens=self.max_new_tokens,
-            stop_token_ids=frozenset(self.row.stop_ids),
+            stop_token_ids=frozenset(self.sampling.stop_ids),
             min_new_tokens=self.min_new_tokens,
             priority=params.priority or 0,
             deadline_s=None if params.timeout_s is None else now + params.timeout_s,

@@ -18,7 +18,7 @@ from torchax_serve.compilation.executable_cache import ExecutableCache, model_id
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import split_runtimes
-from torchax_serve.generation.jax_model import attach, following
+from torchax_serve.generation.jax_model import following, run_on_jax
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.validation.owner_process import OwnerProcess
 
@@ -47,7 +47,7 @@ class BaseModel:
             self._runtimes = [ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))]
         else:
             self._runtimes = split_runtimes(loaded.module, loaded.weights, loaded.sharding, mirror)
-        self.torch_model: Any = attach(loaded.module, self._runtimes[0])
+        self.torch_model: Any = run_on_jax(loaded.module, self._runtimes[0])
 
     def __enter__(self) -> Any:
         return self
@@ -70,7 +70,7 @@ class BaseModel:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, or None if it came without one."""
-        return self._open().tokenizer()
+        return self._loaded_or_raise().tokenizer()
 
     @property
     def device_description(self) -> str:
@@ -88,12 +88,12 @@ class BaseModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, torch tensors in and out."""
-        self._open()
+        self._loaded_or_raise()
         return self.torch_model(*args, **kwargs)
 
     def refresh(self) -> None:
         """Makes programs and arrays anew of `torch_model`, for changes that no call notices."""
-        self._open()
+        self._loaded_or_raise()
         for runtime in self._runtimes:
             runtime.refresh()
 
@@ -105,13 +105,13 @@ class BaseModel:
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """The weights by name, as tensors on the CPU; see `torch.nn.Module.state_dict`."""
-        self._open()
+        self._loaded_or_raise()
         state: dict[str, torch.Tensor] = self.torch_model.state_dict(*args, **kwargs)
         return state
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Writes weights, configuration and tokenizer into a folder, as transformers does."""
-        self._open()
+        self._loaded_or_raise()
         self.torch_model.save_pretrained(save_directory, **kwargs)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
@@ -127,11 +127,11 @@ class BaseModel:
 
     def _followed(self) -> LoadedModel:
         """As `_open`, after what has changed on `torch_model` has been taken over."""
-        loaded = self._open()
+        loaded = self._loaded_or_raise()
         with following(self._runtimes[0]):
             return loaded
 
-    def _open(self) -> LoadedModel:
+    def _loaded_or_raise(self) -> LoadedModel:
         self._process.check("a model")
         if self._loaded is None:
             raise TorchaxServeError("expected an open model, this one is closed; call serve() again")

@@ -28,7 +28,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request_handle import TokenStream
 from torchax_serve.entrypoints.base_model import BaseModel, programs_of
 from torchax_serve.generation.engine_rows import EngineRows, engine_request_for
-from torchax_serve.generation.jax_model import attach, rows_elsewhere
+from torchax_serve.generation.jax_model import rows_elsewhere, run_on_jax
 from torchax_serve.generation.threaded_generate import is_beam_search, iter_tokens_unbatched
 from torchax_serve.multimodal.placeholders import check_has_media
 from torchax_serve.runtime.model_generate import overrides_generate, without_model_options
@@ -139,7 +139,7 @@ class ServedModel(BaseModel):
 
     def stats(self) -> EngineStats | None:
         """Requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
-        self._open()
+        self._loaded_or_raise()
         return self._engine.stats() if isinstance(self._engine, Engine | DataParallelEngines) else None
 
     @property
@@ -148,18 +148,20 @@ class ServedModel(BaseModel):
         return self._generator().generation_config
 
     def _generator(self) -> Any:
-        self._open()
+        self._loaded_or_raise()
         return self.torch_model if self.torch_model.can_generate() else self._generates_with_head
 
     @functools.cached_property
     def _generates_with_head(self) -> Any:
         """What generates over the weights of a base model, as its type's class with a tied head does."""
-        loaded = self._open()
+        loaded = self._loaded_or_raise()
         module, weights = with_head(loaded)
-        return attach(module, ModelRuntime(module, weights, programs_of(dataclasses.replace(loaded, module=module))))
+        return run_on_jax(
+            module, ModelRuntime(module, weights, programs_of(dataclasses.replace(loaded, module=module)))
+        )
 
     @functools.cached_property
-    def _rows(self) -> EngineRows:
+    def _engine_rows(self) -> EngineRows:
         return EngineRows(self)
 
     @functools.wraps(GenerationMixin.generate)
@@ -171,7 +173,7 @@ class ServedModel(BaseModel):
         """
         model = self._generator()
         is_prepared = model._jax_runtime.encoder is not None and overrides_generate(model)
-        with rows_elsewhere(self._rows if is_prepared else None):
+        with rows_elsewhere(self._engine_rows if is_prepared else None):
             return model.generate(*args, **kwargs)
 
     def iter_tokens(
@@ -206,7 +208,7 @@ class ServedModel(BaseModel):
             detokenizer_of(self, stop_strings)  # refuses them where there is no tokenizer
         if params is not None:
             config, seed = _merged(config, params), params.seed if seed is None else seed
-        why = self._why_not_engine(config, stop_strings, len(prompt_ids))
+        why = self._engine_unsupported_reason(config, stop_strings, len(prompt_ids))
         if why is None:
             if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
                 seed = int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
@@ -221,7 +223,7 @@ class ServedModel(BaseModel):
             )
         return self._iter_unbatched(model, prompt_ids, config, stop_strings, seed)
 
-    def _why_not_engine(
+    def _engine_unsupported_reason(
         self, config: GenerationConfig, stop_strings: Sequence[str] | None, prompt_len: int
     ) -> str | None:
         if stop_strings:

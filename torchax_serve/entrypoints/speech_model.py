@@ -45,7 +45,7 @@ class SpeechModel(ServedModel):
             InvalidArgumentError: the model came without one.
             CheckpointError: its files are there and do not make one.
         """
-        loaded = self._open()
+        loaded = self._loaded_or_raise()
         folder = loaded.files_folder
         files = ("preprocessor_config.json", "processor_config.json")
         if folder is None or not any((folder / name).is_file() for name in files):

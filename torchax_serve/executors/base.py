@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Road:
+class Executor:
     """How a model is run: packed, or each request by itself on what is gathered from its pages."""
 
     model: PackedExecutor | PerSequenceExecutor
     cache: PagedCache
-    why_not_packed: str | None = None  # None: it is packed
-    chunk_sizes: tuple[int, ...] | None = None  # of prompts; None: any
+    fallback_reason: str | None = None  # None: it is packed
+    allowed_chunk_sizes: tuple[int, ...] | None = None  # of prompts; None: any
     can_share_prefixes: bool = True
-    tables_bytes: int = 0  # that the sampler takes beside the cache
+    sampler_table_bytes: int = 0  # that the sampler takes beside the cache
     num_slots: int | None = None  # that memory is for; None: as many as were asked for
 
     @property
     def name(self) -> str:
         """``packed`` or ``gathered``."""
-        return "packed" if self.why_not_packed is None else "gathered"
+        return "packed" if self.fallback_reason is None else "gathered"
 
     def __str__(self) -> str:
         """A line for people."""
@@ -37,7 +37,7 @@ class Road:
         if plan.groups:
             pages = " + ".join(str(group.num_pages - 1) for group in plan.groups)
             in_int8 = " in int8" if any(shape.dtype == np.int8 for shape in plan.shapes) else ""
-            at_once = plan.num_requests(plan.max_len)
+            at_once = plan.num_full_length_requests(plan.max_len)
             fit = "1 request fits" if at_once == 1 else f"{at_once} requests fit"
             said = (
                 f"cache of {plan.num_bytes / 1e6:.1f} MB{in_int8}: {pages} pages of {plan.page_len} tokens, room for "
@@ -45,7 +45,7 @@ class Road:
             )
         else:
             said = f"no pages: each request has a state of one size; requests of at most {plan.max_len} tokens"
-        said += f"; {self.tables_bytes / 1e6:.1f} MB for the sampler's tables"
+        said += f"; {self.sampler_table_bytes / 1e6:.1f} MB for the sampler's tables"
         if self.cache.state_bytes:
             said += f"; {self.cache.state_bytes / 1e6:.1f} MB for the states of requests"
-        return said if self.why_not_packed is None else f"{said}; gathered, not packed: {self.why_not_packed}"
+        return said if self.fallback_reason is None else f"{said}; gathered, not packed: {self.fallback_reason}"

@@ -15,7 +15,7 @@ import numpy as np
 from model_adapters.bridge.host_arrays import to_device
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
-from torchax_serve.executors.per_sequence_forward import TRIAL_LEN
+from torchax_serve.executors.per_sequence_forward import PROBE_LEN
 from torchax_serve.scheduler import PlanRow
 
 FIRST_LEN = 4
@@ -49,7 +49,7 @@ def find_chunk_len(
         UnsupportedModelError: with a cache, the model gives other logits than without.
     """
     trial = ChunkedPrefillProbe(num_slots, vocab_size, TOLERANCE_FLOAT32 if is_float32 else TOLERANCE_HALF)
-    whole = trial.in_chunks(make(1 if is_one_by_one else max(wanted, TRIAL_LEN)), TRIAL_LEN)
+    whole = trial.in_chunks(make(1 if is_one_by_one else max(wanted, PROBE_LEN)), PROBE_LEN)
     if not np.isfinite(whole).all():
         raise UnsupportedModelError("expected logits that are numbers for a trial prompt, got some that are not")
     if not trial.agrees(whole, trial.token_by_token(make(wanted))):
@@ -68,18 +68,18 @@ class ChunkedPrefillProbe:
 
     def __init__(self, num_slots: int, vocab_size: int, tolerance: float) -> None:
         self._num_slots, self._tolerance = num_slots, tolerance
-        self._ids = np.random.default_rng(0).integers(1, vocab_size, TRIAL_LEN).tolist()
+        self._ids = np.random.default_rng(0).integers(1, vocab_size, PROBE_LEN).tolist()
 
     def in_chunks(self, model: PerSequenceExecutor, chunk_len: int) -> np.ndarray:
         """Logits [vocab] of the last token of the trial's prompt, computed in chunks."""
-        for start in range(0, TRIAL_LEN, chunk_len):
+        for start in range(0, PROBE_LEN, chunk_len):
             logits = self._run(model, start, self._ids[start : start + chunk_len], is_decode=False)
         return np.asarray(logits[0])
 
     def token_by_token(self, model: PerSequenceExecutor) -> np.ndarray:
         """The same, as if the tokens behind the first few had been sampled."""
         logits = self._run(model, 0, self._ids[:FIRST_LEN], is_decode=False)
-        for start in range(FIRST_LEN, TRIAL_LEN):
+        for start in range(FIRST_LEN, PROBE_LEN):
             logits = self._run(model, start, self._ids[start : start + 1], is_decode=True)
         return np.asarray(logits[0])
 
@@ -87,7 +87,7 @@ class ChunkedPrefillProbe:
         row = PlanRow(0, 0, start, len(ids), None if is_decode else tuple(ids), True)
         last_tokens = to_device(np.full(self._num_slots, ids[0]), np.int32)
         if model.sources is not None:
-            model.sources.take(0, model.sources.trial)
+            model.sources.assign(0, model.sources.probe_input)
         return model.run([row], model.first_pages(), last_tokens)
 
     def agrees(self, a: np.ndarray, b: np.ndarray) -> bool:

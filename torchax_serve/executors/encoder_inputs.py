@@ -17,7 +17,7 @@ from transformers.modeling_outputs import MoEModelOutput
 from model_adapters.bridge.host_arrays import to_device
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program.model_program import CallSpec
-from torchax_serve.buckets import ladder
+from torchax_serve.buckets import bucket_sizes
 from torchax_serve.engine.request import EncoderInput
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling_params import SamplingParams
@@ -34,10 +34,10 @@ class EncoderInputs(Protocol):
     """What decoders attend to beside their own tokens, by slot."""
 
     max_len: int  # of an encoder's output
-    rungs: tuple[int, ...]  # that outputs are padded to, ascending
+    buckets: tuple[int, ...]  # that outputs are padded to, ascending
 
     @property
-    def trial(self) -> EncoderInput:
+    def probe_input(self) -> EncoderInput:
         """One to try the model with."""
 
     @property
@@ -47,16 +47,16 @@ class EncoderInputs(Protocol):
     def check(self, name: str, source: EncoderInput) -> None:
         """Raises InvalidArgumentError, naming `name`, for what the decoder cannot have."""
 
-    def take(self, slot: int, source: EncoderInput) -> None:
+    def assign(self, slot: int, source: EncoderInput) -> None:
         """Gives `slot` to a request with this source."""
 
     def length(self, slot: int) -> int:
         """Of the encoder's output for `slot`; 0 for nobody's."""
 
-    def encoded(self, slot: int, padded_len: int) -> jax.Array:
+    def encoder_output(self, slot: int, padded_len: int) -> jax.Array:
         """The encoder's output ``[1, padded_len, width]`` for `slot`; left on the device."""
 
-    def blank(self, padded_len: int) -> jax.Array:
+    def dummy(self, padded_len: int) -> jax.Array:
         """An output for nobody, to compile with."""
 
 
@@ -71,11 +71,11 @@ class TokenEncoderInputs:
     def __init__(self, runtime: ModelRuntime, max_len: int) -> None:
         self._runtime = runtime
         self.max_len = max_len
-        self.rungs = encoder_buckets(max_len)
+        self.buckets = encoder_buckets(max_len)
         self._ids: dict[int, tuple[int, ...]] = {}
 
     @property
-    def trial(self) -> tuple[int, ...]:
+    def probe_input(self) -> tuple[int, ...]:
         """An input to try the model with."""
         return tuple(
             np.random.default_rng(1).integers(1, self._runtime.limits.vocab_size, min(8, self.max_len)).tolist()
@@ -97,7 +97,7 @@ class TokenEncoderInputs:
             )
         self._runtime.limits.check_ids(torch.tensor(ids), name)
 
-    def take(self, slot: int, ids: EncoderInput) -> None:
+    def assign(self, slot: int, ids: EncoderInput) -> None:
         """Gives `slot` to a request with this input."""
         self._ids[slot] = tuple(ids)
 
@@ -105,14 +105,14 @@ class TokenEncoderInputs:
         """Tokens of the input in `slot`; 0 for nobody's."""
         return len(self._ids.get(slot, ()))
 
-    def encoded(self, slot: int, padded_len: int) -> jax.Array:
+    def encoder_output(self, slot: int, padded_len: int) -> jax.Array:
         """The encoder's output ``[1, padded_len, width]`` for the input in `slot`; left on the device."""
         ids = self._ids[slot]
         arrays = np.zeros((2, 1, padded_len), np.int32)
         arrays[0, 0, : len(ids)], arrays[1, 0, : len(ids)] = ids, 1
         return self._output(to_device(arrays[0], np.int32), to_device(arrays[1], np.int32))
 
-    def blank(self, padded_len: int) -> jax.Array:
+    def dummy(self, padded_len: int) -> jax.Array:
         """The output for nobody's input, to compile with."""
         return self._output(*(to_device(np.full((1, padded_len), n), np.int32) for n in (0, 1)))
 
@@ -123,7 +123,7 @@ class TokenEncoderInputs:
         return hidden
 
 
-class Outputs:
+class PrecomputedEncoderOutputs:
     """Outputs of an encoder, made before their requests come.
 
     Args:
@@ -142,20 +142,20 @@ class Outputs:
     def __init__(self, runtime: ModelRuntime, rungs: tuple[int, ...]) -> None:
         encoder = runtime.encoder
         assert encoder is not None
-        if encoder.output_mask is None and encoder.length_heard is None:
+        if encoder.output_mask is None and encoder.fixed_output_len is None:
             raise UnsupportedModelError(
                 "expected a decoder that is known to see no more of its encoder's output than a mask says, or an "
                 f"encoder of sounds of a single length, got {type(runtime.program.module).__name__}; generate runs it, "
                 "one batch at a time"
             )
-        hidden: Any = runtime.caches.abstract_encoder_output()[HIDDEN][0]  # a shape
-        self.max_len, self.rungs = rungs[-1], rungs
-        self._shortest = rungs[-1] if encoder.length_heard is not None else 1
+        hidden: Any = runtime.cache_support.abstract_encoder_output()[HIDDEN][0]  # a shape
+        self.max_len, self.buckets = rungs[-1], rungs
+        self._shortest = rungs[-1] if encoder.fixed_output_len is not None else 1
         self._width, self._dtype = hidden.shape[2], hidden.dtype
         self._outputs: dict[int, np.ndarray] = {}
 
     @property
-    def trial(self) -> np.ndarray:
+    def probe_input(self) -> np.ndarray:
         """Noise, of the size of what a normalised output has."""
         shape = (1, max(self._shortest, min(8, self.max_len)), self._width)
         return np.random.default_rng(1).standard_normal(shape).astype(self._dtype)
@@ -170,7 +170,7 @@ class Outputs:
         if source.shape != (1, fitting, self._width):
             raise InvalidArgumentError(f"{wanted}, got {list(source.shape)}; call transcribe() or generate()")
 
-    def take(self, slot: int, source: EncoderInput) -> None:
+    def assign(self, slot: int, source: EncoderInput) -> None:
         """Gives `slot` to a request with this output."""
         assert isinstance(source, np.ndarray)
         self._outputs[slot] = source
@@ -179,19 +179,19 @@ class Outputs:
         """Of the output in `slot`; 0 for nobody's."""
         return self._outputs[slot].shape[1] if slot in self._outputs else 0
 
-    def encoded(self, slot: int, padded_len: int) -> jax.Array:
+    def encoder_output(self, slot: int, padded_len: int) -> jax.Array:
         """The output in `slot`, on the device."""
         output = self._outputs[slot]
         return to_device(np.pad(output, ((0, 0), (0, padded_len - output.shape[1]), (0, 0))), self._dtype)
 
-    def blank(self, padded_len: int) -> jax.Array:
+    def dummy(self, padded_len: int) -> jax.Array:
         """An output for nobody, to compile with."""
         return to_device(np.zeros((1, padded_len, self._width)), self._dtype)
 
 
 def encoder_buckets(max_len: int) -> tuple[int, ...]:
     """Lengths that outputs of at most `max_len` are padded to, ascending."""
-    return tuple(ladder(max_len, 4, SMALLEST_SOURCE_LEN))
+    return tuple(bucket_sizes(max_len, 4, SMALLEST_SOURCE_LEN))
 
 
 def decoder_start_ids(config: GenerationConfig, params: SamplingParams | None) -> list[int]:

@@ -19,9 +19,9 @@ import numpy as np
 from model_adapters.bridge.host_arrays import to_device
 from model_adapters.caches.paged_cache import PackedBatch, PagedLayout, Pool
 from model_adapters.ops.compressed_weight import Weights
-from model_adapters.ops.cpu.ffi import one_order
+from model_adapters.ops.cpu.ffi import batch_invariant
 from model_adapters.program.model_program import ModelProgram
-from torchax_serve.buckets import ladder, rung, token_rungs
+from torchax_serve.buckets import bucket_for, bucket_sizes, token_buckets
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import sample
@@ -77,7 +77,7 @@ class PackedStepSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeSpec:
+class FusedDecodeSpec:
     """The static part of decode steps with the choice of tokens among them; how many steps is told at each call.
 
     The host says little, as each array that it makes or touches costs it time while the device waits for the next call:
@@ -100,7 +100,7 @@ class DecodeSpec:
             slots, starts = rows.slots, rows.starts
         else:
             slots = np.array([row.slot for row in rows], np.int32)
-            starts = np.array([row.start for row in rows], np.int32)
+            starts = np.array([row.context_len for row in rows], np.int32)
         by_row[0, :num_rows] = slots
         by_row[1, :num_rows] = starts + 1
         for table, pages in zip(tables, np.split(by_row[2:], self.packed.num_tables), strict=True):
@@ -154,19 +154,19 @@ class PackedExecutor:
         self._program, self._weights, self._cache = program, weights, cache
         self._max_num_steps = max_num_steps
         self._batch_invariant = batch_invariant
-        self._decode_rungs = ladder(num_slots)
-        self._row_rungs = ladder(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
-        self._token_rungs = token_rungs(token_budget)
-        kept = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.recall)
+        self._decode_rungs = bucket_sizes(num_slots)
+        self._row_rungs = bucket_sizes(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
+        self._token_rungs = token_buckets(token_budget)
+        kept = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
         self._known_specs: dict[tuple[int, int, bool, bool], PackedStepSpec] = {}
-        self._programs: dict[PackedStepSpec | DecodeSpec, Any] = {}
+        self._programs: dict[PackedStepSpec | FusedDecodeSpec, Any] = {}
         self._step = kept("packed", self._run, donate=["pools"])
         self._decode_steps = kept("decode_steps", self._decode, donate=["pools", "state"])
 
     def _forward(
         self, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedStepSpec
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
-        with one_order(spec.batch_invariant):
+        with batch_invariant(spec.batch_invariant):
             return self._program.forward_packed(weights, pools, batch, spec.layout)
 
     def _run(
@@ -187,7 +187,7 @@ class PackedExecutor:
         state: SamplerState,
         options: RowOptions,
         numbers: jax.Array,
-        spec: DecodeSpec,
+        spec: FusedDecodeSpec,
     ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState]:
         """int32[max_num_steps, S] tokens, each step fed with those of the one before; pools; the sampler's state."""
         batch, slots, num_steps, draws = spec.unpack(numbers)
@@ -202,7 +202,7 @@ class PackedExecutor:
                 kv_lens=batch.kv_lens + jnp.where(in_use, index, 0),
             )
             logits, pools = self._forward(weights, pools, now, spec.packed)
-            args = options.after(now.kv_lens), state, logits
+            args = options.advanced(now.kv_lens), state, logits
             # Behind the condition XLA would look for the maxima on one thread.
             greedy = sample(SamplerSpec("greedy"), *args)
             sampled, state = jax.lax.cond(draws, lambda: sample(SamplerSpec("sampled"), *args), lambda: greedy)
@@ -233,14 +233,14 @@ class PackedExecutor:
         Returns:
             int32[max_num_steps, S] tokens, of which the first `num_steps` mean something, and the new state.
         """
-        spec = self._decode_spec(rung(self._decode_rungs, len(rows)))
+        spec = self._decode_spec(bucket_for(self._decode_rungs, len(rows)))
         args = (self._weights, self._cache.pools, state, options, spec.pack(rows, tables, num_steps, draws))
         tokens, self._cache.pools, state = self._program_of(self._decode_steps, spec, args)(*args)
         return tokens, state
 
     def num_decode_rows(self, rows: Sequence[PlanRow]) -> int:
         """Rows of a decode step with these, padding included."""
-        return rung(self._decode_rungs, len(rows))
+        return bucket_for(self._decode_rungs, len(rows))
 
     @property
     def num_programs(self) -> int:
@@ -271,7 +271,9 @@ class PackedExecutor:
         logits, self._cache.pools = self._program_of(self._step, spec, args)(*args)
         return logits
 
-    def _program_of(self, function: CachedFunction, spec: PackedStepSpec | DecodeSpec, args: tuple[Any, ...]) -> Any:
+    def _program_of(
+        self, function: CachedFunction, spec: PackedStepSpec | FusedDecodeSpec, args: tuple[Any, ...]
+    ) -> Any:
         """The shapes of all arguments follow from the spec, so it alone is looked up."""
         program = self._programs.get(spec)
         if program is None:
@@ -281,12 +283,12 @@ class PackedExecutor:
     def _spec(self, rows: Sequence[PlanRow], all_logits: bool) -> PackedStepSpec:
         is_decode = all(row.num_tokens == 1 for row in rows) and not all_logits
         if is_decode and self._program.rope is not None:  # whose decode steps rotate each token for its own length
-            is_decode = all(row.rope_len <= row.start + 1 for row in rows)
+            is_decode = all(row.rope_len <= row.context_len + 1 for row in rows)
         if is_decode:
-            num_rows = num_tokens = rung(self._decode_rungs, len(rows))
+            num_rows = num_tokens = bucket_for(self._decode_rungs, len(rows))
         else:
-            num_rows = rung(self._row_rungs, len(rows))
-            num_tokens = rung(self._token_rungs, sum(row.num_tokens for row in rows))
+            num_rows = bucket_for(self._row_rungs, len(rows))
+            num_tokens = bucket_for(self._token_rungs, sum(row.num_tokens for row in rows))
         return self._spec_of(num_tokens, num_rows, is_decode, all_logits)
 
     def _spec_of(self, num_tokens: int, num_rows: int, is_decode: bool, all_logits: bool = False) -> PackedStepSpec:
@@ -301,8 +303,8 @@ class PackedExecutor:
             self._known_specs[key] = spec
         return spec
 
-    def _decode_spec(self, num_rows: int) -> DecodeSpec:
-        return DecodeSpec(self._spec_of(num_rows, num_rows, True), self._max_num_steps)
+    def _decode_spec(self, num_rows: int) -> FusedDecodeSpec:
+        return FusedDecodeSpec(self._spec_of(num_rows, num_rows, True), self._max_num_steps)
 
     @staticmethod
     def _numbers(spec: PackedStepSpec, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
@@ -312,7 +314,7 @@ class PackedExecutor:
         ]
         num_rows = len(rows)
         slots = np.array([row.slot for row in rows], np.int32)
-        starts = np.array([row.start for row in rows], np.int32) + np.int32(ahead)
+        starts = np.array([row.context_len for row in rows], np.int32) + np.int32(ahead)
         num_tokens = np.array([row.num_tokens for row in rows], np.int32)
         ends = np.cumsum(num_tokens, dtype=np.int32)
         total = int(ends[-1])
@@ -335,7 +337,7 @@ class PackedExecutor:
 
     def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
         """A number for each row, with zeros up to the rung that a step of so many rows has."""
-        padded = np.zeros(rung(self._row_rungs, len(numbers)), np.int32)
+        padded = np.zeros(bucket_for(self._row_rungs, len(numbers)), np.int32)
         padded[: len(numbers)] = numbers
         return padded
 

@@ -16,10 +16,10 @@ from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
-from torchax_serve.executors.base import Road
+from torchax_serve.executors.base import Executor
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.kv_cache.int8_scales import calibrate_int8_scales, check_int8_kernels
-from torchax_serve.kv_cache.memory import Sizes
+from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -27,16 +27,16 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 TPU_LANES = 128
 
 
-def packed_executor(runtime: ModelRuntime, sizes: Sizes) -> Road:
+def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> Executor:
     """The model on a packed paged cache.
 
     Raises:
         NotPackableError: its code does not let sequences be packed.
         OutOfMemoryError: there is no room for a cache.
     """
-    programs = runtime.steps.cache
+    programs = runtime.steps.executables
     described = f"{sizes.page_len} {sizes.max_len}"
-    shapes = programs.remembered("packed shapes", described, lambda: _shapes_or_reason(runtime, sizes))
+    shapes = programs.memoize("packed shapes", described, lambda: _shapes_or_reason(runtime, sizes))
     if isinstance(shapes, str):
         raise NotPackableError(shapes)
     scales = None
@@ -46,15 +46,15 @@ def packed_executor(runtime: ModelRuntime, sizes: Sizes) -> Road:
     def temporary() -> int:
         return _model(runtime, _cache(runtime, sizes.probe_plan(shapes), scales), sizes).temporary_bytes()
 
-    budget = sizes.budget_bytes(
-        sizes.max_usable_bytes(shapes), lambda: programs.remembered("temporary", f"{sizes}", temporary)
+    budget = sizes.choose_cache_bytes(
+        sizes.max_usable_bytes(shapes), lambda: programs.memoize("temporary", f"{sizes}", temporary)
     )
     cache = _cache(runtime, sizes.plan(shapes, budget), scales)
-    return Road(_model(runtime, cache, sizes), cache)
+    return Executor(_model(runtime, cache, sizes), cache)
 
 
 def _cache(runtime: ModelRuntime, plan: CacheAllocation, scales: Sequence[HeadScales] | None) -> PagedCache:
-    sharding, programs = runtime.program.sharding, runtime.steps.cache
+    sharding, programs = runtime.program.sharding, runtime.steps.executables
     if sharding is None:
         return PagedCache(plan, scales=scales)
     is_mirrored = programs.mirror is not None
@@ -62,13 +62,15 @@ def _cache(runtime: ModelRuntime, plan: CacheAllocation, scales: Sequence[HeadSc
     return PagedCache(plan, pages, scales)
 
 
-def _in_int8(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes: Sizes) -> tuple[PagedLayerSpec, ...]:
+def _in_int8(
+    runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes: MemoryBudget
+) -> tuple[PagedLayerSpec, ...]:
     """The same layers with pages in int8.
 
     Raises:
         InvalidArgumentError: no kernel takes them, or several hosts share the model.
     """
-    if runtime.steps.cache.mirror is not None:
+    if runtime.steps.executables.mirror is not None:
         raise InvalidArgumentError(
             "kv_cache_dtype: expected None for a model on several hosts, got 'int8'; leave it out"
         )
@@ -80,13 +82,13 @@ def _in_int8(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes: Siz
         return reasons
 
     described = f"{sizes.page_len} {sizes.max_len}"
-    both = runtime.steps.cache.remembered("int8 kernels", described, lambda: (refusals(shapes), refusals(narrow)))
+    both = runtime.steps.executables.memoize("int8 kernels", described, lambda: (refusals(shapes), refusals(narrow)))
     check_int8_kernels(*both)
     return narrow
 
 
-def _model(runtime: ModelRuntime, cache: PagedCache, sizes: Sizes) -> PackedExecutor:
-    programs = runtime.steps.cache
+def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> PackedExecutor:
+    programs = runtime.steps.executables
     slots, budget = sizes.num_slots, sizes.token_budget
     return PackedExecutor(
         runtime.program,
@@ -100,7 +102,7 @@ def _model(runtime: ModelRuntime, cache: PagedCache, sizes: Sizes) -> PackedExec
     )
 
 
-def _shapes_or_reason(runtime: ModelRuntime, sizes: Sizes) -> tuple[PagedLayerSpec, ...] | str:
+def _shapes_or_reason(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[PagedLayerSpec, ...] | str:
     """What each layer keeps if the model can be packed, else why it cannot."""
     try:
         return packed_shapes(runtime, sizes)
@@ -108,7 +110,7 @@ def _shapes_or_reason(runtime: ModelRuntime, sizes: Sizes) -> tuple[PagedLayerSp
         return str(reason)
 
 
-def packed_shapes(runtime: ModelRuntime, sizes: Sizes) -> tuple[PagedLayerSpec, ...]:
+def packed_shapes(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[PagedLayerSpec, ...]:
     """What each layer of a model keeps that can be packed, found by tracing.
 
     Raises:
@@ -127,9 +129,9 @@ def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
     """
     if runtime.program.names.has_encoder:
         raise NotPackableError("there is an encoder beside the decoder")
-    if not runtime.caches.is_supported or runtime.caches.is_recurrent:
+    if not runtime.cache_support.is_supported or runtime.cache_support.is_recurrent:
         raise NotPackableError("a layer keeps a recurrent state, or the model has no cache that could be paged")
-    cache = runtime.caches.new(16)
+    cache = runtime.cache_support.new(16)
     inputs = {"input_ids": jax.ShapeDtypeStruct((1, 16), np.int32)}
 
     def prompt(weights: Weights, inputs: dict[str, jax.Array]) -> object:
@@ -151,7 +153,7 @@ def _page_shape(layer: Any) -> PagedLayerSpec:
     return PagedLayerSpec(num_heads, width, np.dtype(layer.pool.dtype), layer.window)
 
 
-def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes: Sizes) -> None:
+def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes: MemoryBudget) -> None:
     """Traces the two kinds of packed steps.
 
     Raises:

@@ -21,11 +21,11 @@ from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.encoder_inputs import EncoderInputs
 from torchax_serve.executors.packed import SAMPLED_ON_DEVICE
-from torchax_serve.executors.per_sequence_batching import Job, StepInputs, StepSplitter
+from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
 from torchax_serve.executors.per_sequence_buckets import GatheredSpec, PerSequenceBuckets
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
-from torchax_serve.kv_cache.state_layout import LONGEST, CacheLayout, Leaves
+from torchax_serve.kv_cache.state_layout import UNBOUNDED, CacheLayout, Leaves
 from torchax_serve.scheduler import PlanRow
 
 
@@ -55,7 +55,7 @@ class PerSequenceExecutor:
         num_slots: int,
         chunk_sizes: Sequence[int],
         is_exact: bool,
-        block_len: int = LONGEST,
+        block_len: int = UNBOUNDED,
         sources: EncoderInputs | None = None,
     ) -> None:
         self._forward, self._weights, self._cache, self._layout = forward, weights, cache, layout
@@ -68,13 +68,18 @@ class PerSequenceExecutor:
             block_len=block_len,
             page_len=cache.plan.page_len,
             pages_per_seq=cache.pages_per_seq if layout.pages else 0,
-            source_rungs=() if sources is None else sources.rungs,
+            source_rungs=() if sources is None else sources.buckets,
             has_rope_lens=forward.program.rope is not None,
         )
         self._jobs = StepSplitter(self.shapes, num_slots, sources)
         facts = forward.program
         self._step = CachedFunction(
-            programs, "gathered", self.traced, donate=["pools", "states"], facts=facts.trace_facts, recall=facts.recall
+            programs,
+            "gathered",
+            self.step_function,
+            donate=["pools", "states"],
+            facts=facts.trace_facts,
+            recall=facts.restore_facts,
         )
 
     @property
@@ -82,7 +87,7 @@ class PerSequenceExecutor:
         """Compiled steps."""
         return self._step.num_programs + (0 if self.sources is None else self.sources.num_programs)
 
-    def traced(
+    def step_function(
         self,
         weights: Weights,
         pools: Leaves,
@@ -104,20 +109,20 @@ class PerSequenceExecutor:
         if spec.kind == "begin":
             source = () if hidden is None else (hidden, given.source_lens[0])
             how = _how(spec, given)
-            logits, news = self._forward.begin(weights, ids[0], given.lens[0], self._layout, *source, **how)
+            logits, news = self._forward.prefill(weights, ids[0], given.lens[0], self._layout, *source, **how)
             news = jax.tree.map(lambda new: new[None], news)
         else:
             dense = tuple(gather(pool, table, given.starts) for pool in pools)
-            kept = self._layout.join(dense, self._layout.taken(states, given.slots, spec.source_len))
-            logits, news = self._advance(weights, kept, ids, given, spec)
-        new_pages, new_states = self._layout.split(news)
+            kept = self._layout.merge(dense, self._layout.gather_slots(states, given.slots, spec.source_len))
+            logits, news = self._extend(weights, kept, ids, given, spec)
+        new_pages, new_states = self._layout.partition(news)
         pools = tuple(
             scatter(pool, table, given.starts, given.lens, new) for pool, new in zip(pools, new_pages, strict=True)
         )
-        states = self._layout.put(states, given.slots, new_states, is_first=spec.kind == "begin")
-        return logits, *self._laid_out(pools, states)
+        states = self._layout.scatter_slots(states, given.slots, new_states, is_first=spec.kind == "begin")
+        return logits, *self._with_sharding(pools, states)
 
-    def _laid_out(self, pools: Leaves, states: Leaves) -> tuple[Leaves, Leaves]:
+    def _with_sharding(self, pools: Leaves, states: Leaves) -> tuple[Leaves, Leaves]:
         """`pools` and `states` as the cache has them, by heads and channels, where the model lies on a mesh."""
         sharding, constrained = self._forward.program.sharding, jax.lax.with_sharding_constraint
         if sharding is None:
@@ -127,7 +132,7 @@ class PerSequenceExecutor:
             tuple(constrained(state, sharding.state_sharding(state.shape)) for state in states),
         )
 
-    def _advance(
+    def _extend(
         self, weights: Weights, kept: Leaves, ids: jax.Array, given: StepInputs, spec: GatheredSpec
     ) -> tuple[jax.Array, Leaves]:
         """Logits, and what is new by leaf, ``[S, ...]``."""
@@ -165,8 +170,8 @@ class PerSequenceExecutor:
             numbers = self._jobs.numbers(job, tables, ahead)
             hidden = None
             if self.sources is not None and job.spec.kind == "begin":
-                hidden = self.sources.encoded(job.rows[0].slot, job.spec.source_len)
-            parts.append(self._launch(job.spec, last_tokens, numbers, hidden))
+                hidden = self.sources.encoder_output(job.rows[0].slot, job.spec.source_len)
+            parts.append(self._dispatch(job.spec, last_tokens, numbers, hidden))
         if len(jobs) == 1:
             return parts[0]
         out = jnp.zeros((self._jobs.num_out(jobs), parts[0].shape[1]), jnp.float32)
@@ -176,7 +181,7 @@ class PerSequenceExecutor:
             out = _place(out, logits, to_device(places, np.int32))
         return out
 
-    def _launch(
+    def _dispatch(
         self, spec: GatheredSpec, last_tokens: jax.Array, numbers: np.ndarray, hidden: jax.Array | None
     ) -> jax.Array:
         """Runs a program on the cache; its logits."""
@@ -222,12 +227,12 @@ class PerSequenceExecutor:
             self._cache.states,
             to_device(np.zeros(self._num_slots), np.int32),
             to_device(np.zeros(sum(spec.sizes)), np.int32),
-            self._blank(spec),
+            self._empty_encoder_input(spec),
             spec=spec,
         )
 
-    def _blank(self, spec: GatheredSpec) -> jax.Array | None:
-        return self.sources.blank(spec.source_len) if self.sources is not None and spec.kind == "begin" else None
+    def _empty_encoder_input(self, spec: GatheredSpec) -> jax.Array | None:
+        return self.sources.dummy(spec.source_len) if self.sources is not None and spec.kind == "begin" else None
 
     def warm_up(self, last_tokens: Callable[[], jax.Array]) -> Iterator[jax.Array]:
         """Compiles every step that mixed traffic meets and runs it on nothing of anybody's; yields its logits.
@@ -235,7 +240,12 @@ class PerSequenceExecutor:
         Between two steps the array that `last_tokens` answers may be given away.
         """
         for spec in self.shapes.all():
-            logits = self._launch(spec, last_tokens(), self._jobs.numbers(Job(spec, [], []), (), 0), self._blank(spec))
+            logits = self._dispatch(
+                spec,
+                last_tokens(),
+                self._jobs.numbers(ProgramCall(spec, [], []), (), 0),
+                self._empty_encoder_input(spec),
+            )
             for num_rows in self.shapes.row_buckets[1:]:
                 out = jnp.zeros((num_rows, logits.shape[1]), jnp.float32)
                 _place(out, logits, to_device(np.full(len(logits), num_rows), np.int32))

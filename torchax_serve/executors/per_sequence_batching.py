@@ -32,7 +32,7 @@ class StepInputs(NamedTuple):
         return cls(*cut(numbers, np.cumsum(spec.sizes)[:-1]))
 
 
-class Job(NamedTuple):
+class ProgramCall(NamedTuple):
     """A program's share of a step."""
 
     spec: GatheredSpec
@@ -52,37 +52,37 @@ class StepSplitter:
     def __init__(self, shapes: PerSequenceBuckets, num_slots: int, sources: EncoderInputs | None) -> None:
         self._shapes, self._num_slots, self._sources = shapes, num_slots, sources
 
-    def of(self, rows: Sequence[PlanRow], ahead: int, all_logits: bool) -> list[Job]:
+    def of(self, rows: Sequence[PlanRow], ahead: int, all_logits: bool) -> list[ProgramCall]:
         """The programs that a step needs, and where in it their logits belong."""
         decode = [(place, row) for place, row in enumerate(rows) if row.is_decode]
         jobs = self._decode(decode, ahead)
         for place, row in enumerate(rows):
             if not row.is_decode:
-                spec = self._shapes.chunk(row.num_tokens, row.start, self._source_len(row), all_logits)
+                spec = self._shapes.chunk(row.num_tokens, row.context_len, self._source_len(row), all_logits)
                 places = range(place, place + (row.num_tokens if all_logits else 1))
-                jobs.append(Job(spec, [row], list(places)))
+                jobs.append(ProgramCall(spec, [row], list(places)))
         return jobs
 
-    def _decode(self, decode: list[tuple[int, PlanRow]], ahead: int) -> list[Job]:
+    def _decode(self, decode: list[tuple[int, PlanRow]], ahead: int) -> list[ProgramCall]:
         if not decode:
             return []
-        num_tokens = max(row.start for _, row in decode) + ahead + 1
+        num_tokens = max(row.context_len for _, row in decode) + ahead + 1
         spec = self._shapes.decode(len(decode), num_tokens, max(self._source_len(row) for _, row in decode))
         if isinstance(spec, GatheredSpec):
-            return [Job(spec, [row for _, row in decode], [place for place, _ in decode])]
-        longest_first = sorted(decode, key=lambda entry: -entry[1].start)
+            return [ProgramCall(spec, [row for _, row in decode], [place for place, _ in decode])]
+        longest_first = sorted(decode, key=lambda entry: -entry[1].context_len)
         return self._decode(longest_first[:spec], ahead) + self._decode(longest_first[spec:], ahead)
 
     def _source_len(self, row: PlanRow) -> int:
         return 0 if self._sources is None else self._sources.length(row.slot)
 
-    def num_out(self, jobs: Sequence[Job]) -> int:
+    def num_out(self, jobs: Sequence[ProgramCall]) -> int:
         """Rows of the logits of all `jobs` together."""
         num_rows = sum(len(job.places) for job in jobs if not job.spec.all_logits)
         num_tokens = sum(job.spec.num_tokens for job in jobs if job.spec.all_logits)
         return num_tokens + (self._shapes.rows(num_rows) if num_rows else 0)
 
-    def numbers(self, job: Job, tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
+    def numbers(self, job: ProgramCall, tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
         """What the program of `job` is given; `tables` by group, int32[num_slots, pages_per_seq]."""
         spec = job.spec
         numbers = np.zeros(sum(spec.sizes), np.int32)
@@ -92,7 +92,7 @@ class StepSplitter:
             begin = index * spec.num_tokens
             parts.ids[begin : begin + row.num_tokens] = SAMPLED_ON_DEVICE if row.token_ids is None else row.token_ids
             parts.slots[index] = row.slot
-            parts.starts[index] = row.start + ahead
+            parts.starts[index] = row.context_len + ahead
             parts.lens[index] = row.num_tokens
             if spec.has_rope_lens:
                 parts.rope_lens[index] = row.rope_len

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from torchax_serve.buckets import ladder, rung
+from torchax_serve.buckets import bucket_for, bucket_sizes
 
 Kind = Literal["decode", "begin", "extend"]
 SMALLEST_GATHER_LEN = 256
@@ -67,18 +67,18 @@ class PerSequenceBuckets:
         source_rungs: Sequence[int] = (),
         has_rope_lens: bool = False,
     ) -> None:
-        self.is_exact, self._block_len, self._page_len = is_exact, block_len, page_len
+        self.needs_exact_chunks, self._block_len, self._page_len = is_exact, block_len, page_len
         self._has_rope_lens = has_rope_lens
         # Two rows cost what four do: products of fewer are slow, or no faster.
-        self._row_rungs = (1, *ladder(num_slots, 2, 4)) if num_slots > 1 else (1,)
+        self._row_rungs = (1, *bucket_sizes(num_slots, 2, 4)) if num_slots > 1 else (1,)
         self._chunk_rungs = tuple(sorted(chunk_sizes))
         most = pages_per_seq + (0 if is_exact else -(-self._chunk_rungs[-1] // page_len))
-        self.page_buckets = ladder(most, 2, max(1, SMALLEST_GATHER_LEN // page_len)) if pages_per_seq else (0,)
+        self.page_buckets = bucket_sizes(most, 2, max(1, SMALLEST_GATHER_LEN // page_len)) if pages_per_seq else (0,)
         self._source_rungs = tuple(source_rungs) or (0,)
 
     def rows(self, number: int) -> int:
         """What so many rows of logits are padded to."""
-        return rung(self._row_rungs, number)
+        return bucket_for(self._row_rungs, number)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class PerSequenceBuckets:
         return self._row_rungs
 
     def _pages(self, num_tokens: int) -> int:
-        return rung(self.page_buckets, -(-num_tokens // self._page_len)) if self.page_buckets[-1] else 0
+        return bucket_for(self.page_buckets, -(-num_tokens // self._page_len)) if self.page_buckets[-1] else 0
 
     def _most_rows(self, num_pages: int, source_len: int) -> int:
         """The highest rung of rows that a decode program of so much each has."""
@@ -102,7 +102,7 @@ class PerSequenceBuckets:
             num_tokens: of the longest row, the new one included.
             source_len: of the longest encoder's output.
         """
-        num_pages, source_len = self._pages(num_tokens), rung(self._source_rungs, source_len)
+        num_pages, source_len = self._pages(num_tokens), bucket_for(self._source_rungs, source_len)
         most = self._most_rows(num_pages, source_len)
         return most if num_rows > most else self._decode(self.rows(num_rows), num_pages, source_len)
 
@@ -111,13 +111,13 @@ class PerSequenceBuckets:
 
     def chunk(self, num_tokens: int, start: int, source_len: int, all_logits: bool = False) -> GatheredSpec:
         """The step of a chunk of a prompt behind `start` tokens."""
-        padded_len = rung(self._chunk_rungs, num_tokens)
-        assert not self.is_exact or padded_len == num_tokens
+        padded_len = bucket_for(self._chunk_rungs, num_tokens)
+        assert not self.needs_exact_chunks or padded_len == num_tokens
         num_pages = self._pages(start + padded_len)
         if start == 0 and num_pages:
             num_pages = -(-padded_len // self._page_len)  # nothing to gather
         kind: Kind = "extend" if start else "begin"
-        source_len = rung(self._source_rungs, source_len)
+        source_len = bucket_for(self._source_rungs, source_len)
         return GatheredSpec(
             kind, padded_len, 1, num_pages, self._block_len, source_len, all_logits, self._has_rope_lens
         )
@@ -145,7 +145,7 @@ class PerSequenceBuckets:
     def final_chunk(self, num_tokens: int) -> GatheredSpec:
         """The last chunk of the prompt of a request of full length, of `num_tokens` tokens or the first of them."""
         room = self._chunks_behind(1)
-        fitting = [size for size in room if size <= num_tokens] if self.is_exact else []
+        fitting = [size for size in room if size <= num_tokens] if self.needs_exact_chunks else []
         size = fitting[-1] if fitting else min(num_tokens, room[-1])
         return dataclasses.replace(self.chunk(size, 1, self._source_rungs[-1]), num_pages=self.page_buckets[-1])
 

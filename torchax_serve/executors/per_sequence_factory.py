@@ -7,22 +7,22 @@ import functools
 from collections.abc import Callable
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
-from torchax_serve.buckets import ladder
-from torchax_serve.executors.base import Road
+from torchax_serve.buckets import bucket_sizes
+from torchax_serve.executors.base import Executor
 from torchax_serve.executors.chunked_prefill_probe import find_chunk_len
 from torchax_serve.executors.encoder_inputs import (
     SMALLEST_SOURCE_LEN,
     EncoderInputs,
-    Outputs,
+    PrecomputedEncoderOutputs,
     TokenEncoderInputs,
     encoder_buckets,
 )
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
-from torchax_serve.executors.per_sequence_forward import TRIAL_LEN, SequenceForward, as_unsupported
-from torchax_serve.kv_cache.memory import Sizes, free_bytes
+from torchax_serve.executors.per_sequence_forward import PROBE_LEN, SequenceForward, as_unsupported
+from torchax_serve.kv_cache.memory import MemoryBudget, free_bytes
 from torchax_serve.kv_cache.pools import PoolAllocator
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
-from torchax_serve.kv_cache.state_layout import LONGEST, CacheLayout
+from torchax_serve.kv_cache.state_layout import UNBOUNDED, CacheLayout
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 EXACT_CHUNK_SIZES = (256, 64, 16, 4, 1)
@@ -30,31 +30,34 @@ EXACT_CHUNK_SIZES = (256, 64, 16, 4, 1)
 SHORTEST_PADDED = 16
 
 
-def per_sequence_executor(runtime: ModelRuntime, sizes: Sizes, why_not_packed: str) -> Road:
+def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_packed: str) -> Executor:
     """The model on a gathered cache; prefixes are shared only where pages hold all there is of one.
 
     Raises:
         UnsupportedModelError: not even so; the message has both reasons.
         OutOfMemoryError: there is no room for a cache.
     """
-    programs = runtime.steps.cache
+    programs = runtime.steps.executables
     if programs.mirror is not None:
         raise UnsupportedModelError(
             f"requests of this model cannot be batched on several hosts, only on one: {why_not_packed}"
         )
     try:
         forward = SequenceForward(runtime)
-        layout = programs.remembered("gathered layout", "", forward.layout)
+        layout = programs.memoize("gathered layout", "", forward.layout)
         sources: EncoderInputs | None = None
         if sizes.source_len is not None:
-            sources, layout = Outputs(runtime, (sizes.source_len,)), layout.with_encoder_len(sizes.source_len)
+            sources, layout = (
+                PrecomputedEncoderOutputs(runtime, (sizes.source_len,)),
+                layout.with_encoder_len(sizes.source_len),
+            )
             sizes = _with_fitting_slots(sizes, layout)
         elif runtime.encoder is not None:
             sizes = _with_source_len(sizes, layout)
             max_len = sizes.max_source_len
-            runs_before = runtime.encoder.runs_before
+            runs_before = runtime.encoder.runs_before_engine
             sources = (
-                Outputs(runtime, encoder_buckets(max_len))
+                PrecomputedEncoderOutputs(runtime, encoder_buckets(max_len))
                 if runs_before
                 else TokenEncoderInputs(runtime.encoder.runtime, max_len)
             )
@@ -62,7 +65,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: Sizes, why_not_packed: s
         parts = PerSequenceFactory(runtime, forward, layout, sizes, sources)
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
-        block_len = programs.remembered("gathered trial", f"{sizes}", lambda: parts.block_len(cache, make))
+        block_len = programs.memoize("gathered trial", f"{sizes}", lambda: parts.block_len(cache, make))
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(
             f"requests of this model cannot be batched. Packed: {why_not_packed}. Each by itself: {reason}"
@@ -71,10 +74,10 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: Sizes, why_not_packed: s
     model = make(block_len)
     chunk_sizes = model.chunk_sizes if model.is_exact else None
     can_share = not layout.rows
-    return Road(model, cache, why_not_packed, chunk_sizes, can_share_prefixes=can_share, num_slots=sizes.num_slots)
+    return Executor(model, cache, why_not_packed, chunk_sizes, can_share_prefixes=can_share, num_slots=sizes.num_slots)
 
 
-def _with_source_len(sizes: Sizes, layout: CacheLayout) -> Sizes:
+def _with_source_len(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudget:
     """`sizes`; where nobody has asked for a length, inputs of all slots take half of the memory at the most."""
     if not sizes.encoder_len_is_default:
         return sizes
@@ -86,7 +89,7 @@ def _with_source_len(sizes: Sizes, layout: CacheLayout) -> Sizes:
     return dataclasses.replace(sizes, max_source_len=min(sizes.max_source_len, fitting))
 
 
-def _with_fitting_slots(sizes: Sizes, layout: CacheLayout) -> Sizes:
+def _with_fitting_slots(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudget:
     """`sizes`, with so many slots that what is made of sounds takes half of the memory at the most.
 
     Raises:
@@ -112,7 +115,7 @@ class PerSequenceFactory:
     runtime: ModelRuntime
     forward: SequenceForward
     layout: CacheLayout
-    sizes: Sizes
+    sizes: MemoryBudget
     sources: EncoderInputs | None
 
     @property
@@ -124,7 +127,9 @@ class PerSequenceFactory:
     def model(self, cache: PagedCacheWithStates, block_len: int) -> PerSequenceExecutor:
         """A model on `cache`. A chunk is padded only where the model neither keeps it nor counts it."""
         is_exact = (
-            self.runtime.caches.is_recurrent or self.forward.infers_positions or block_len < self.sizes.token_budget
+            self.runtime.cache_support.is_recurrent
+            or self.forward.infers_positions
+            or block_len < self.sizes.token_budget
         )
         is_exact = is_exact or self.sources is not None
         budget = self.sizes.token_budget
@@ -133,10 +138,10 @@ class PerSequenceFactory:
             self.forward,
             self.runtime.weights,
             cache,
-            self.runtime.steps.cache,
+            self.runtime.steps.executables,
             self.layout,
             num_slots=self.sizes.num_slots,
-            chunk_sizes=exact if is_exact else ladder(budget, 4, SHORTEST_PADDED)[::-1],
+            chunk_sizes=exact if is_exact else bucket_sizes(budget, 4, SHORTEST_PADDED)[::-1],
             is_exact=is_exact,
             block_len=block_len,
             sources=self.sources,
@@ -146,7 +151,9 @@ class PerSequenceFactory:
         """The cache of the engine, within the budget: states for all slots, pages in what is left."""
         sizes, slots = self.sizes, self.sizes.num_slots
         state_bytes = sum(row.num_bytes for row in self.layout.rows) * (slots + 1)
-        budget = sizes.budget_bytes(sizes.max_usable_bytes(self.layout.pages) + state_bytes, self._temporary_bytes)
+        budget = sizes.choose_cache_bytes(
+            sizes.max_usable_bytes(self.layout.pages) + state_bytes, self._temporary_bytes
+        )
         if state_bytes > budget:
             raise OutOfMemoryError(
                 f"expected memory for the states of {slots} requests, {state_bytes} bytes, got {budget} bytes; raise "
@@ -155,7 +162,7 @@ class PerSequenceFactory:
         return PagedCacheWithStates(sizes.plan(self.layout.pages, budget - state_bytes), self.layout, slots, self.pages)
 
     def _small_cache(self) -> PagedCacheWithStates:
-        num_pages = 2 + TRIAL_LEN // self.sizes.page_len
+        num_pages = 2 + PROBE_LEN // self.sizes.page_len
         plan = self.sizes.probe_plan(self.layout.pages, num_pages)
         return PagedCacheWithStates(plan, self.layout, self.sizes.num_slots, self.pages)
 
@@ -163,18 +170,18 @@ class PerSequenceFactory:
         def ask() -> int:
             return self.model(self._small_cache(), self.wanted_block_len).temporary_bytes()
 
-        return self.runtime.steps.cache.remembered("gathered temporary", f"{self.sizes}", ask)
+        return self.runtime.steps.executables.memoize("gathered temporary", f"{self.sizes}", ask)
 
     @property
     def wanted_block_len(self) -> int:
         """The longest chunk that is one forward, or any length."""
         if self.layout.block_len >= EXACT_CHUNK_SIZES[0]:
-            return LONGEST
+            return UNBOUNDED
         return next(size for size in EXACT_CHUNK_SIZES if size <= self.layout.block_len)
 
     def block_len(self, cache: PagedCacheWithStates, make: Callable[[int], PerSequenceExecutor]) -> int:
         """Tokens of one forward: tried on `cache`, or on another one if that is too small."""
-        needed = -(-TRIAL_LEN // self.sizes.page_len)
+        needed = -(-PROBE_LEN // self.sizes.page_len)
         if any(group.num_pages <= needed for group in cache.plan.groups):
             make = functools.partial(self.model, self._small_cache())
         with as_unsupported():
@@ -184,5 +191,5 @@ class PerSequenceFactory:
                 num_slots=self.sizes.num_slots,
                 vocab_size=self.runtime.limits.vocab_size,
                 is_float32=self.runtime.program.is_float32,
-                is_one_by_one=self.forward.is_one_by_one,
+                is_one_by_one=self.forward.needs_token_by_token,
             )

@@ -27,10 +27,10 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
 from torchax_serve.kv_cache.pools import PagedLayerSpec
-from torchax_serve.kv_cache.state_layout import LONGEST, CacheLayout, Leaves, SlotStateSpec
+from torchax_serve.kv_cache.state_layout import UNBOUNDED, CacheLayout, Leaves, SlotStateSpec
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
-TRIAL_LEN = 16
+PROBE_LEN = 16
 MAX_GROWTH = 2.5
 """How many times as large as that of one token a program may be: models that loop over tokens in Python make programs
 that grow with every token, and take minutes to compile."""
@@ -46,18 +46,18 @@ class SequenceForward:
     """
 
     def __init__(self, runtime: ModelRuntime) -> None:
-        if not runtime.caches.is_supported:
+        if not runtime.cache_support.is_supported:
             raise UnsupportedModelError(
                 f"expected a decoder with a cache of fixed shapes, got {type(runtime.program.module).__name__}: "
-                f"{runtime.caches.unsupported_reason}; generate runs it, one batch at a time"
+                f"{runtime.cache_support.unsupported_reason}; generate runs it, one batch at a time"
             )
         self.program, self._weights = runtime.program, runtime.weights
-        self._new_cache = runtime.caches.new
-        self._trial_context = runtime.caches.abstract_encoder_output()
+        self._new_cache = runtime.cache_support.new
+        self._trial_context = runtime.cache_support.abstract_encoder_output()
         mask = None if runtime.encoder is None else runtime.encoder.output_mask
         self._source_mask = mask or SourceMask()
         self.num_learned_positions = runtime.limits.learned_positions
-        self.is_one_by_one = quirks.one_by_one(runtime.program.called)
+        self.needs_token_by_token = quirks.needs_token_by_token(runtime.program.target)
 
     @property
     def infers_positions(self) -> bool:
@@ -67,14 +67,14 @@ class SequenceForward:
     @functools.cached_property
     def _first(self) -> tuple[LayerStates, Any]:
         """What a first forward leaves, as shapes, and its structure."""
-        states, _ = self._after_first(TRIAL_LEN)
+        states, _ = self._after_first(PROBE_LEN)
         return states, _structure(states)
 
     def _after_first(self, length: int) -> tuple[LayerStates, int]:
         """What a first forward of `length` tokens leaves, as shapes, and the number of its operations."""
 
         def first(weights: Any, ids: Any, source: Any) -> Any:
-            states: LayerStates = self._new_cache(TRIAL_LEN).states
+            states: LayerStates = self._new_cache(PROBE_LEN).states
             inputs = {**self._inputs(ids, 0, length, True), **source}
             return self.program.forward(weights, states, jnp.int32(0), inputs, CallSpec())
 
@@ -100,7 +100,7 @@ class SequenceForward:
         return found
 
     def _find_layout(self) -> CacheLayout:
-        states, size = self._after_first(TRIAL_LEN)
+        states, size = self._after_first(PROBE_LEN)
         pools = {
             id(getattr(layer, name)) for layer in states if isinstance(layer, AttentionLayer) for name in layer.POOLS
         }
@@ -120,9 +120,9 @@ class SequenceForward:
         short, short_size = self._after_first(1)
         if _structure(short) != _structure(states) or _shapes(short) != _shapes(states):
             raise UnsupportedModelError("what the model keeps of a prompt of one token has another form than of more")
-        growth = (size - short_size) / (TRIAL_LEN - 1)
-        block_len = LONGEST if growth < 1 else 1 + int((MAX_GROWTH - 1) * short_size / growth)
-        found = CacheLayout(tuple(leaves), block_len=1 if self.is_one_by_one else block_len)
+        growth = (size - short_size) / (PROBE_LEN - 1)
+        block_len = UNBOUNDED if growth < 1 else 1 + int((MAX_GROWTH - 1) * short_size / growth)
+        found = CacheLayout(tuple(leaves), block_len=1 if self.needs_token_by_token else block_len)
 
         def step(weights: Any, leaves: Any, offset: Any, ids: Any) -> Any:
             return self.extend(weights, leaves, offset, ids, 1, found, offset)
@@ -147,7 +147,7 @@ class SequenceForward:
             return False
         return True
 
-    def begin(
+    def prefill(
         self,
         weights: Weights,
         ids: jax.Array,
@@ -156,7 +156,7 @@ class SequenceForward:
         hidden: jax.Array | None = None,
         source_len: Any = None,
         *,
-        block_len: int = LONGEST,
+        block_len: int = UNBOUNDED,
         all_logits: bool = False,
         rope_len: Any = 0,
     ) -> Any:
@@ -194,7 +194,7 @@ class SequenceForward:
         layout: CacheLayout,
         source_len: Any = None,
         *,
-        block_len: int = LONGEST,
+        block_len: int = UNBOUNDED,
         all_logits: bool = False,
         rope_len: Any = 0,
     ) -> Any:
@@ -208,7 +208,7 @@ class SequenceForward:
                 layer.capacity = layer.pool.shape[2]
         inputs = self._inputs(ids, offset, length, all_logits, rope_len)
         inputs["starts"] = jnp.zeros(1, jnp.int32)  # in case the model cannot do without a mask
-        _, kept = layout.split(leaves)
+        _, kept = layout.partition(leaves)
         padded_lens = {state.shape[2] for state, row in zip(kept, layout.rows, strict=True) if row.is_of_source}
         for padded_len in padded_lens:  # one, or none
             known: Any = self._trial_context[HIDDEN][0]  # of the output itself only the shape is of use any more
@@ -252,7 +252,7 @@ class SequenceForward:
         block_len: int,
         how: dict[str, Any],
     ) -> Any:
-        first_logits, first = self.begin(weights, ids[:block_len], block_len, layout, hidden, source_len, **how)
+        first_logits, first = self.prefill(weights, ids[:block_len], block_len, layout, hidden, source_len, **how)
         room = ((0, 0), (0, 0), (0, ids.shape[0] - block_len), (0, 0))
         leaves = tuple(
             jnp.pad(jnp.swapaxes(new, 0, 1)[None], room) if isinstance(kind, PagedLayerSpec) else new
@@ -327,9 +327,9 @@ class SequenceForward:
         fields, after = self.program.forward(weights, states, offset, inputs, CallSpec())
         assert after is not None
         num_tokens = inputs[self.program.names.ids].shape[1]
-        return fields["logits"][0].astype(jnp.float32), self._news(after, layout, offset, num_tokens)
+        return fields["logits"][0].astype(jnp.float32), self._cache_updates(after, layout, offset, num_tokens)
 
-    def _news(self, states: LayerStates, layout: CacheLayout, offset: jax.Array, num_tokens: int) -> Leaves:
+    def _cache_updates(self, states: LayerStates, layout: CacheLayout, offset: jax.Array, num_tokens: int) -> Leaves:
         """What the forward has added to the pages, ``[T, heads, width]``, and the states it has left."""
         if _structure(states) != self._first[1]:
             raise UnsupportedModelError("what the model keeps of a sequence changes its form from step to step")
@@ -366,7 +366,7 @@ def _structure(states: LayerStates) -> Any:
     """The structure of cache layers, whatever their capacity."""
     for layer in states:
         if isinstance(layer, AttentionLayer):
-            layer.capacity = TRIAL_LEN
+            layer.capacity = PROBE_LEN
     return jax.tree.structure(states)
 
 

@@ -22,7 +22,7 @@ from torchax_serve.engine.request_handle import cancel_on_error
 from torchax_serve.executors.encoder_inputs import decoder_start_ids
 from torchax_serve.generation.static_batch import SampleCall, StaticBatchStart
 from torchax_serve.generation.threaded_generate import prepared
-from torchax_serve.runtime.encoder_output import CONTEXT, EncoderOutput
+from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
 from torchax_serve.runtime.padding import Padding
 from torchax_serve.sampling.config_options import PLAN_OPTIONS
 from torchax_serve.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ class EngineRows:
         outputs = None if runtime.encoder is None else encoder_outputs_by_row(runtime.encoder, start.encoder)
         engine = None if outputs is None else self._engine()
         max_length = request.stopping_criteria.max_length
-        if engine is None or outputs is None or max_length is None or not engine.fits(max_length):
+        if engine is None or outputs is None or max_length is None or not engine.can_hold(max_length):
             return None
         longest = max(output.shape[1] for output in outputs)
         if longest > (engine.max_source_len or 0) or len(outputs) != len(request.input_ids):
@@ -95,13 +95,13 @@ def encoder_outputs_by_row(encoder: EncoderRuntime, output: EncoderOutput) -> li
         encoder: beside the decoder.
         output: of the encoder, as arguments of the decoder's steps.
     """
-    encoded = np.asarray(output.arguments[CONTEXT[0]][0])[:, : output.length]
-    if encoder.length_heard is not None:
-        return list(encoded[:, None]) if encoded.shape[1] == encoder.length_heard else None
+    encoded = np.asarray(output.arguments[ENCODER_ARGUMENTS[0]][0])[:, : output.length]
+    if encoder.fixed_output_len is not None:
+        return list(encoded[:, None]) if encoded.shape[1] == encoder.fixed_output_len else None
     if encoder.output_mask is None:
         return None
     lens = np.full(len(encoded), output.length)
-    if (mask := output.arguments.get(CONTEXT[1])) is not None:
+    if (mask := output.arguments.get(ENCODER_ARGUMENTS[1])) is not None:
         ones = np.asarray(mask) != 0
         num_ones = ones.sum(1)
         if (ones != (np.arange(ones.shape[1]) < num_ones[:, None])).any():

@@ -102,7 +102,7 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
     check_floats(model)
     model.eval()
     weights, _ = extract_jax(model)
-    return attach(model, ModelRuntime(model, weights))
+    return run_on_jax(model, ModelRuntime(model, weights))
 
 
 def _inside_of_wrapper(model: Any) -> Any:
@@ -127,13 +127,13 @@ def _inside_of_wrapper(model: Any) -> Any:
     return model
 
 
-def attach(model: PreTrainedModel, runtime: ModelRuntime) -> PreTrainedModel:
+def run_on_jax(model: PreTrainedModel, runtime: ModelRuntime) -> PreTrainedModel:
     """Gives `model` the class whose forward and generation are run by `runtime`."""
     if not isinstance(model, JaxModelMixin):
         if (patched := vars(model).pop("forward", None)) is not None:  # by a script: that is the model's forward
             vars(model)[PATCHED] = patched
             runtime.follow_module()
-        compile_submodules(model, runtime.method)
+        compile_submodules(model, runtime.call_method)
         model.__class__ = _jax_class(type(model))  # type: ignore[arg-type]
     vars(model)["_jax_runtime"] = runtime
     runtime.watch.take()
@@ -205,7 +205,7 @@ class JaxModelMixin:
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
         weights, _ = extract_jax(self)  # type: ignore[arg-type]
-        attach(self, ModelRuntime(self, weights))  # type: ignore[arg-type]
+        run_on_jax(self, ModelRuntime(self, weights))  # type: ignore[arg-type]
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own answer; outside of a trace its forward runs on JAX as well."""
@@ -264,7 +264,7 @@ class JaxModelMixin:
         )
 
     def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-        with compiled_encoders(self, self._jax_runtime.method):
+        with compiled_encoders(self, self._jax_runtime.call_method):
             return super()._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)  # type: ignore[misc]
 
     def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> Any:
@@ -385,15 +385,15 @@ def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[
     asked = {name: value for name, value in given.items() if not isinstance(value, DeviceCache)}
     return_dict = given.pop("return_dict", model.config.return_dict)
     use_cache = given.pop("use_cache", getattr(runtime.text_config, "use_cache", False))
-    if (cache_name is None or runtime.caches.keeps_own) and runtime.program.accepts("use_cache"):
+    if (cache_name is None or runtime.cache_support.uses_native_cache) and runtime.program.accepts("use_cache"):
         given["use_cache"] = bool(use_cache)  # what such a model keeps are arguments and fields as any other
     cache = given.pop(cache_name, None) if cache_name is not None else None
-    if cache_name is not None and runtime.caches.keeps_own:
+    if cache_name is not None and runtime.cache_support.uses_native_cache:
         if cache is not None and jax.tree.leaves(cache):
             given[cache_name] = cache  # one that holds nothing is left to the model's code, which makes its own
         cache = None
-    if cache is None and use_cache and runtime.caches.is_supported and "labels" not in given:
-        cache = runtime.caches.new(1)
+    if cache is None and use_cache and runtime.cache_support.is_supported and "labels" not in given:
+        cache = runtime.cache_support.new(1)
     if (positions := positions_on_host(model, given, cache)) is not None:
         given["position_ids"] = positions
     hidden, attentions = (bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS)

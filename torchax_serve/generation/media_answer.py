@@ -13,7 +13,13 @@ from torchax_serve.multimodal.processor import media_inputs
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.detokenizer import Detokenizer
-from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS, Request, given_or_default, merged, need_tokenizer
+from torchax_serve.text.prompt import (
+    DEFAULT_CHAT_MAX_NEW_TOKENS,
+    PreparedPrompt,
+    given_or_default,
+    merged,
+    need_tokenizer,
+)
 from torchax_serve.text.text_stream import TextStream
 
 
@@ -41,7 +47,7 @@ def stream_about_media(
         config.max_new_tokens = DEFAULT_CHAT_MAX_NEW_TOKENS
     inputs = media_inputs(model, conversation, options)
     prompt_ids = tuple(int(token_id) for token_id in inputs["input_ids"][0])
-    request = Request(prompt_ids, config, stop_strings, params.seed, params)
+    request = PreparedPrompt(prompt_ids, config, stop_strings, params.seed, params)
     tokens = _tokens(model, inputs, config, params.seed)
     return TextStream(request, Detokenizer(need_tokenizer(model)), tokens)
 

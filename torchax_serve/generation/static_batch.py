@@ -18,13 +18,13 @@ from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.program.model_program import CallSpec
 from torchax_serve import sampling
-from torchax_serve.buckets import bucket
+from torchax_serve.buckets import next_bucket
 from torchax_serve.multimodal.decode_inputs import PreparedSteps
-from torchax_serve.runtime.encoder_output import CONTEXT, EncoderOutput
+from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.padding import Padding
-from torchax_serve.runtime.step_functions import Carry, DecodeSpec, of_last_position, pick
-from torchax_serve.sampling import CALLER_OPTIONS, NO_VALID_TOKEN, GenerationSampling, SamplingHistory
+from torchax_serve.runtime.step_functions import BatchPosition, DecodeSpec, of_last_position, pick
+from torchax_serve.sampling import CALLER_OPTIONS, INVALID_TOKEN, GenerationSampling, SamplingHistory
 
 # What this loop takes care of, beside what sampling does.
 HONOURED_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation", "max_time"}
@@ -114,7 +114,7 @@ def _further(runtime: ModelRuntime, kwargs: dict[str, Any]) -> list[str]:
     names = runtime.program.names
     understood = UNDERSTOOD_KWARGS | {names.ids, names.mask, names.positions, runtime.program.cache_name}
     if names.has_encoder:
-        understood |= set(CONTEXT)
+        understood |= set(ENCODER_ARGUMENTS)
     return sorted(name for name, value in kwargs.items() if value is not None and name not in understood)
 
 
@@ -124,7 +124,7 @@ class StaticBatchLoop:
     plan: GenerationSampling
     state: SamplingHistory
     spec: DecodeSpec
-    carry: Carry
+    carry: BatchPosition
     newest: jax.Array  # int32[batch]
     last_logits: jax.Array  # float32[batch, vocab]
 
@@ -215,7 +215,7 @@ class StaticBatchLoop:
         names = runtime.program.names
         mask = request.model_kwargs.get(names.mask)
         starts = Padding.of(mask, self.prompt_len).starts
-        self.cache.reserve(bucket(self.max_length))
+        self.cache.reserve(next_bucket(self.max_length))
         prepared = self.start.prepared
         positions = request.model_kwargs.get(names.positions)
         if positions is None:
@@ -239,7 +239,7 @@ class StaticBatchLoop:
             given[names.mask] = mask
         self.context: dict[str, Any] = {}
         if self.start.encoder is not None:
-            given[CONTEXT[0]] = self.start.encoder
+            given[ENCODER_ARGUMENTS[0]] = self.start.encoder
             self.context = dict(self.start.encoder.arguments)
         self.last_logits = of_last_position(runtime.forward_arrays(given, CallSpec(), self.cache)["logits"])
         self.plan = GenerationSampling.build(
@@ -248,7 +248,7 @@ class StaticBatchLoop:
         seed = self.seed
         if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
             seed = int(torch.randint(2**63 - 1, ())) if self.config.do_sample else 0
-        state = sampling.start(
+        state = sampling.init_history(
             self.plan,
             request.input_ids.numpy(),
             seed=seed,
@@ -256,8 +256,8 @@ class StaticBatchLoop:
             capacity=self.cache.capacity,
         )
         self.state = jax.device_put(state, self.last_logits.sharding)  # as steps leave it: one program, not two
-        self.spec = DecodeSpec(CallSpec(padded=starts is not None, extra=constants), takes_positions)
-        self.carry = Carry(
+        self.spec = DecodeSpec(CallSpec(left_padded=starts is not None, static_args=constants), takes_positions)
+        self.carry = BatchPosition(
             position=to_device(after.numpy(), np.int32),
             offset=to_device(self.prompt_len, np.int32),
             starts=to_device(np.zeros(self.batch) if starts is None else starts.numpy(), np.int32),
@@ -278,8 +278,8 @@ class StaticBatchLoop:
         given: dict[str, Any] = {names.ids: ids, names.mask: (steps >= 0).long(), "logits_to_keep": 1}
         if self.spec.position_ids:
             given[names.positions] = steps.clamp(min=0)
-        self.cache = self.runtime.caches.new(1)
-        self.cache.reserve(bucket(self.max_length))
+        self.cache = self.runtime.cache_support.new(1)
+        self.cache.reserve(next_bucket(self.max_length))
         self.last_logits = of_last_position(self.runtime.forward_arrays(given, CallSpec(), self.cache)["logits"])
         self.carry = dataclasses.replace(
             self.carry, position=self.carry.position + 1, offset=to_device(ids.shape[1], np.int32)
@@ -298,8 +298,8 @@ def _as_tensors(arrays: list[jax.Array]) -> tuple[torch.Tensor, ...]:
 def _on_host(token: jax.Array) -> torch.Tensor:
     """int64[batch]; waits for the step that made it."""
     values = np.asarray(token).astype(np.int64)
-    if (values == NO_VALID_TOKEN).any():
-        row = int((values == NO_VALID_TOKEN).argmax())
+    if (values == INVALID_TOKEN).any():
+        row = int((values == INVALID_TOKEN).argmax())
         raise InvalidArgumentError(
             f"expected scores with a token to draw in every row, got inf, nan or nothing in row {row}; "
             "loosen the sampling options, or load the model in another dtype"

@@ -25,7 +25,7 @@ from torchax_serve.kv_cache.pools import HeadScales
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 TRIAL_ROWS, TRIAL_LEN = 4, 64
-MARGIN = 1.25
+HEADROOM = 1.25
 """By how much the largest number may grow before it is clipped. A quarter costs a third of a bit."""
 
 
@@ -42,13 +42,15 @@ def calibrate_int8_scales(runtime: ModelRuntime) -> tuple[HeadScales, ...]:
 
     def largest(weights: Weights, ids: jax.Array, spec: None) -> Any:
         inputs = {runtime.program.names.ids: ids}
-        states = runtime.caches.new(length).states
+        states = runtime.cache_support.new(length).states
         _, after = runtime.program.forward(weights, states, jnp.int32(0), inputs, CallSpec())
         assert after is not None
         return [_largest(layer.pool, layer.k_dim) for layer in after]
 
     facts = runtime.program
-    kept = CachedFunction(runtime.steps.cache, "int8_trial", largest, facts=facts.trace_facts, recall=facts.recall)
+    kept = CachedFunction(
+        runtime.steps.executables, "int8_trial", largest, facts=facts.trace_facts, recall=facts.restore_facts
+    )
     ids = np.random.default_rng(0).integers(0, runtime.limits.vocab_size, (TRIAL_ROWS, length))
     found = kept(runtime.weights, to_device(ids, np.int32), spec=None)
     return tuple((_scale(keys), _scale(values)) for keys, values in found)
@@ -67,7 +69,7 @@ def _scale(largest: jax.Array) -> np.ndarray:
             "kv_cache_dtype: expected keys and values that are numbers for a trial prompt, got some that are not; "
             "leave it out"
         )
-    return np.where(numbers > 0, numbers * np.float32(MARGIN / INT8_LARGEST), np.float32(1))
+    return np.where(numbers > 0, numbers * np.float32(HEADROOM / INT8_LARGEST), np.float32(1))
 
 
 def check_int8_kernels(float_fallbacks: Sequence[str], int8_fallbacks: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ DEVICE_MEMORY_FRACTION = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class MemoryBudget:
     """What the engine's options come to for a model; tokens where nothing else is said."""
 
     max_len: int  # of a request
@@ -35,7 +35,7 @@ class Sizes:
     max_num_steps: int = 1  # of decoding in one dispatch
     batch_invariant: bool = False
     kv_cache_dtype: str | None = None  # "int8"; None: the model's
-    tables_bytes: int = 0  # of the sampler, beside the cache
+    sampler_table_bytes: int = 0  # of the sampler, beside the cache
     max_source_len: int = 0  # of an encoder's input; 0 where there is no encoder
     encoder_len_is_default: bool = False  # nobody has asked for it
     source_len: int | None = None  # of every output of an encoder of sounds; None of texts
@@ -58,7 +58,7 @@ class Sizes:
         """A plan of a few pages, to trace, compile or try with."""
         return self.plan(shapes, sum(num_pages * shape.page_bytes(self.page_len) for shape in shapes))
 
-    def budget_bytes(self, useful: int, temporary: Callable[[], int]) -> int:
+    def choose_cache_bytes(self, useful: int, temporary: Callable[[], int]) -> int:
         """What was asked for, or as much as is of use, or as there is.
 
         Args:
@@ -70,11 +70,11 @@ class Sizes:
         """
         if self.kv_cache_bytes is not None:
             return self.kv_cache_bytes
-        free = free_bytes() - self.tables_bytes
+        free = free_bytes() - self.sampler_table_bytes
         if free <= 0:
             raise OutOfMemoryError(
-                f"expected memory for the sampler's tables of {self.num_slots} requests, {self.tables_bytes} bytes, "
-                f"got {free + self.tables_bytes} bytes; lower num_slots"
+                f"expected memory for the sampler's tables of {self.num_slots} requests, {self.sampler_table_bytes} "
+                f"bytes, got {free + self.sampler_table_bytes} bytes; lower num_slots"
             )
         if useful <= free // 8:
             return useful

@@ -92,7 +92,7 @@ class CacheAllocation:
     def _only(self) -> bool:
         return all(group.window is not None for group in self.groups)
 
-    def num_requests(self, length: int) -> int:
+    def num_full_length_requests(self, length: int) -> int:
         """Requests of `length` tokens that fit at once."""
         return min((group.num_pages - 1) // group.most_pages(length, self.page_len) for group in self.groups)
 
@@ -146,13 +146,13 @@ class PoolAllocator:
             return jnp.zeros(shape, dtype, device=self._sharding(shape[1]))
         return _zeros(shape, dtype)
 
-    def rows(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    def slot_states(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         """A state of one shape for each slot ``[num_slots + 1, ...]``."""
         if self._states is not None:
             return jnp.zeros(shape, dtype, device=self._states(shape))
         return _zeros(shape, dtype)
 
-    def copied(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
+    def copy(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
         """`pools`, which are given away, with pages copied in each."""
         return _copy_pages(pools, to_device(sources, np.int32), to_device(targets, np.int32))
 
@@ -212,7 +212,7 @@ class PagedCache:
             pairs += [(0, 0)] * (_power_of_two(len(pairs)) - len(pairs))  # the null page onto itself
             sources, targets = zip(*pairs, strict=True)
             layers = [layer for layer, owner in enumerate(self.layout.groups) if owner == group]
-            copied = self._pages.copied(tuple(pages_of(self.pools[layer]) for layer in layers), sources, targets)
+            copied = self._pages.copy(tuple(pages_of(self.pools[layer]) for layer in layers), sources, targets)
             pools = list(self.pools)
             for layer, pages in zip(layers, copied, strict=True):
                 pools[layer] = with_pages(pools[layer], pages)

@@ -24,7 +24,7 @@ class PagedCacheWithStates(PagedCache):
         """Makes pools and states anew, all zeros."""
         super().reset()
         self.states = ()
-        self.states = tuple(self._pages.rows((self._num_slots + 1, *row.shape), row.dtype) for row in self._rows)
+        self.states = tuple(self._pages.slot_states((self._num_slots + 1, *row.shape), row.dtype) for row in self._rows)
 
     @property
     def state_bytes(self) -> int:

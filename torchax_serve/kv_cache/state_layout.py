@@ -10,7 +10,7 @@ import numpy as np
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 
 Leaves = tuple[jax.Array, ...]
-LONGEST = 1 << 30
+UNBOUNDED = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CacheLayout:
 
     leaves: tuple[PagedLayerSpec | SlotStateSpec, ...]
     is_vectorised: bool = False  # rows run side by side under vmap; else one after the other in one program
-    block_len: int = LONGEST  # tokens of one forward that make a program of sensible size
+    block_len: int = UNBOUNDED  # tokens of one forward that make a program of sensible size
 
     @property
     def pages(self) -> tuple[PagedLayerSpec, ...]:
@@ -45,7 +45,7 @@ class CacheLayout:
         """The leaves that are kept by slot."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, SlotStateSpec))
 
-    def join(self, pages: Leaves, rows: Leaves) -> Leaves:
+    def merge(self, pages: Leaves, rows: Leaves) -> Leaves:
         """All leaves in their order, of those in pages and those kept by slot."""
         by_kind = {True: iter(pages), False: iter(rows)}
         return tuple(next(by_kind[isinstance(leaf, PagedLayerSpec)]) for leaf in self.leaves)
@@ -60,14 +60,14 @@ class CacheLayout:
 
         return dataclasses.replace(self, leaves=tuple(map(sized, self.leaves)))
 
-    def taken(self, states: Leaves, slots: jax.Array, source_len: int) -> Leaves:
+    def gather_slots(self, states: Leaves, slots: jax.Array, source_len: int) -> Leaves:
         """The states ``[S, ...]`` at `slots`, of an encoder's output so much as is asked for."""
         return tuple(
             (state[:, :, :, :source_len] if row.is_of_source else state)[slots]
             for row, state in zip(self.rows, states, strict=True)
         )
 
-    def put(self, states: Leaves, slots: jax.Array, news: Leaves, *, is_first: bool) -> Leaves:
+    def scatter_slots(self, states: Leaves, slots: jax.Array, news: Leaves, *, is_first: bool) -> Leaves:
         """All states with `news` at `slots`; what is made of an encoder's output is put there once."""
         after = []
         for row, state, new in zip(self.rows, states, news, strict=True):
@@ -77,7 +77,7 @@ class CacheLayout:
                 after.append(state if row.is_of_source else state.at[slots].set(new))
         return tuple(after)
 
-    def split(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
+    def partition(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
         """The leaves in pages, and those kept by slot."""
         kinds = [isinstance(leaf, PagedLayerSpec) for leaf in self.leaves]
         pages = tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if is_pages)

@@ -33,5 +33,5 @@ def types_named_in(diff: str, types: Collection[str]) -> list[str]:
             found |= {stem, stem.replace("_", "-")}
         elif line.startswith(("+", "-")):
             found |= set(re.findall(r"""["'`]([\w.-]+)["'`]""", line))
-    found |= {architecture for architecture, quirk in quirks.SHARED.items() if quirk in found}
+    found |= {architecture for architecture, quirk in quirks.SAME_AS.items() if quirk in found}
     return sorted(found & set(types))

@@ -48,7 +48,7 @@ def checked(name: str, class_name: str, find: Callable[[], tuple[PreTrainedModel
     """Checks the model that `find` gives with what eager PyTorch makes of it; the result is called `name`."""
     began = time.monotonic()
     result = Result(name, class_name)
-    with compile_seconds() as seconds, registry.recorded() as kernels:
+    with compile_seconds() as seconds, registry.record_calls() as kernels:
         try:
             model, expected = find()
         except UnsupportedModelError as error:
@@ -162,10 +162,10 @@ def _together(served: ServedModel) -> list[torch.Tensor]:
 
 def cache_kinds(runtime: ModelRuntime) -> list[str]:
     """What the layers of the model keep, each kind once."""
-    if not runtime.caches.is_supported:
+    if not runtime.cache_support.is_supported:
         return []
     kinds = []
-    for layer in runtime.caches.new(16).states:
+    for layer in runtime.cache_support.new(16).states:
         if isinstance(layer, AttentionLayer):
             kinds.append("full" if layer.window is None else "window")
         if isinstance(layer, CompressedLayer):

@@ -19,7 +19,7 @@ from torchax_serve.parity import check_seq2seq
 from torchax_serve.parity.check_encoder import checked_classifier, checked_encoder
 from torchax_serve.parity.result import Result, said
 from torchax_serve.parity.tiny.audio import hears, sounds
-from torchax_serve.parity.tiny.configurations import Case, cases
+from torchax_serve.parity.tiny.configurations import ConfigurationCase, cases
 from torchax_serve.parity.tiny.models import FIRST_UNTIED, NUM_SEEDS, clearest, expect, random_model
 
 _MAPPINGS = (
@@ -85,6 +85,6 @@ def class_of(model_type: str) -> type[PreTrainedModel]:
     return getattr(transformers, names if isinstance(names, str) else names[0])
 
 
-def _model(case: Case, model_class: type[PreTrainedModel], seed: int) -> PreTrainedModel:
+def _model(case: ConfigurationCase, model_class: type[PreTrainedModel], seed: int) -> PreTrainedModel:
     config: PreTrainedConfig = case.config()
     return random_model(model_class, config, seed)

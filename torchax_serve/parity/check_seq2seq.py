@@ -122,7 +122,7 @@ def compared(result: Result, model: PreTrainedModel, inputs: Three, expected: Ex
             tokens = tried(name, _generate, ours, inputs[name])
             same[name] = tokens is not None and want is not None and torch.equal(tokens, want)
         road = "fast" if runtime.steps.num_traces["decode"] else "plain"
-        reason = runtime.caches.unsupported_reason or (
+        reason = runtime.cache_support.unsupported_reason or (
             None if road == "fast" else "options that its configuration sets"
         )
         kinds = cache_kinds(runtime)

@@ -14,7 +14,7 @@ from packaging.version import Version
 from torchax_serve.parity import checkpoints_table, real_models
 from torchax_serve.parity.known_failures import CAUSES, OLDER
 from torchax_serve.parity.result import PASSED, Result
-from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS, Task
+from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS, ParityTask
 
 RESULTS = importlib.resources.files(__package__) / "results"
 ROADS = {
@@ -76,7 +76,7 @@ def document() -> str:
     return "\n".join(parts)
 
 
-def section(name: str, task: Task, sweeps: Sequence[Sweep]) -> str:
+def section(name: str, task: ParityTask, sweeps: Sequence[Sweep]) -> str:
     """The part of docs/models.md about one further task; `sweeps` as `all_shipped` gives them."""
     (versions, results), *others = sweeps
     passed = sum(result.status == PASSED for result in results.values())
@@ -96,7 +96,7 @@ def section(name: str, task: Task, sweeps: Sequence[Sweep]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cells(result: Result, task: Task) -> list[str]:
+def _cells(result: Result, task: ParityTask) -> list[str]:
     difference = "" if result.forward_difference is None else f"{result.forward_difference:.0e}"
     ended = result.status in (PASSED, "failed")
     cells = [result.model_type, result.class_name]

@@ -11,7 +11,7 @@ from torchax_serve.parity.result import Result
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class ParityTask:
     """One walk over a mapping of transformers.
 
     Attributes:
@@ -58,9 +58,9 @@ def _imported(name: str) -> Any:
 CAUSAL = "causal"
 CHECKPOINTS = "checkpoints"
 """Published configurations, which lie in a folder outside of this project."""
-TASKS: dict[str, Task] = {
-    CAUSAL: Task("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "torchax_serve.parity.check_causal:check", "Models", ""),
-    "seq2seq": Task(
+TASKS: dict[str, ParityTask] = {
+    CAUSAL: ParityTask("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "torchax_serve.parity.check_causal:check", "Models", ""),
+    "seq2seq": ParityTask(
         "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
         "torchax_serve.parity.check_seq2seq:check",
         "Sequence to sequence",
@@ -69,7 +69,7 @@ TASKS: dict[str, Task] = {
         "batch of two lengths.",
         {"fast": "the fast loop of `generate`", "plain": "transformers' loop over the compiled forward"},
     ),
-    "speech": Task(
+    "speech": ParityTask(
         "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
         "torchax_serve.parity.check_speech:check",
         "Speech to text",
@@ -78,7 +78,7 @@ TASKS: dict[str, Task] = {
         "batch.",
         {"fast": "the fast loop of `generate`", "plain": "transformers' loop over the compiled forward"},
     ),
-    "encoder": Task(
+    "encoder": ParityTask(
         "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES|MODEL_FOR_MASKED_LM_MAPPING_NAMES",
         "torchax_serve.parity.check_encoder:check_encoder",
         "Encoders",
@@ -86,7 +86,7 @@ TASKS: dict[str, Task] = {
         "pass**: hidden states of a text within 1e-4 of eager PyTorch's, and so the embeddings of three texts in one "
         "batch, each beside PyTorch's of that text alone.",
     ),
-    "classifier": Task(
+    "classifier": ParityTask(
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
         "torchax_serve.parity.check_encoder:check_classifier",
         "Classifiers",
@@ -94,7 +94,7 @@ TASKS: dict[str, Task] = {
         "text within 1e-4 of eager PyTorch's, and so those of three texts in one batch, each beside PyTorch's of that "
         "text alone.",
     ),
-    "images": Task(
+    "images": ParityTask(
         "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
         "torchax_serve.parity.check_images:check",
         "Images and text",
@@ -106,7 +106,7 @@ TASKS: dict[str, Task] = {
             "plain": "transformers' loop over the compiled forward",
         },
     ),
-    "configurations": Task(
+    "configurations": ParityTask(
         "torchax_serve.parity.tiny.configurations:cases",
         "torchax_serve.parity.check_configuration:check",
         "Configurations",
@@ -120,6 +120,6 @@ TASKS: dict[str, Task] = {
             "fast": "the fast loop of `generate`, behind an encoder",
         },
     ),
-    CHECKPOINTS: Task("", "torchax_serve.parity.check_configuration:check_file", "Checkpoints by name", ""),
+    CHECKPOINTS: ParityTask("", "torchax_serve.parity.check_configuration:check_file", "Checkpoints by name", ""),
 }
 """By name; the order is that of the document."""

@@ -27,7 +27,7 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.weight_sink import exclusive_load
 from torchax_serve.compilation.xla_cache import enable_compile_cache
-from torchax_serve.generation.jax_model import JaxModelMixin, attach
+from torchax_serve.generation.jax_model import JaxModelMixin, run_on_jax
 from torchax_serve.parity.differences import ERROR_RATIO, Difference, Named, by_name, position_error, within
 from torchax_serve.runtime.eager import EagerReference
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -149,7 +149,7 @@ def verify(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Trace:
+class _LayerTrace:
     """What one side computed; tensors on the CPU."""
 
     prompt: dict[str, torch.Tensor]
@@ -161,9 +161,9 @@ class _Trace:
 class _Sides(NamedTuple):
     """What each side computed, and where eager PyTorch had its weights from."""
 
-    ours: _Trace
-    theirs: _Trace
-    exact: _Trace | None  # eager PyTorch in float32, on the tokens of `theirs`; None if nobody asked for it
+    ours: _LayerTrace
+    theirs: _LayerTrace
+    exact: _LayerTrace | None  # eager PyTorch in float32, on the tokens of `theirs`; None if nobody asked for it
     origin: str
 
 
@@ -177,9 +177,11 @@ def _run_sides(
     try:
         # Nothing kept from earlier: what is compared is what the code computes now.
         runtime = ModelRuntime(module, loaded.weights)
-        on_jax = attach(module, runtime)
+        on_jax = run_on_jax(module, runtime)
         # An encoder's code may name a cache as well, which only its decoder siblings use.
-        cache_name = runtime.program.cache_name if runtime.caches.is_supported and module.can_generate() else None
+        cache_name = (
+            runtime.program.cache_name if runtime.cache_support.is_supported and module.can_generate() else None
+        )
         ours = _trace(on_jax, ids, new_tokens, cache_name)
         del on_jax, runtime
     finally:
@@ -240,7 +242,7 @@ def _prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int] | None) -> torc
 @torch.no_grad()
 def _trace(
     model: Any, ids: torch.Tensor, new_tokens: int, cache_name: str | None, *, forced: Sequence[int] = ()
-) -> _Trace:
+) -> _LayerTrace:
     """Runs one side: `model` is a transformers model, eager or on JAX; `forced` are tokens that it has to choose."""
     whole = _tensors_of_output(model(input_ids=ids, output_hidden_states=True, return_dict=True))
     step: dict[str, torch.Tensor] = {}
@@ -249,7 +251,7 @@ def _trace(
         kwargs = {cache_name: first[cache_name], "use_cache": True, "output_hidden_states": True, "return_dict": True}
         step = _tensors_of_output(model(input_ids=ids[:, -1:], **kwargs))
     if not new_tokens or not model.can_generate():
-        return _Trace(whole, step, (), ())
+        return _LayerTrace(whole, step, (), ())
     output = type(model).generate(  # not a repository's own, which may return anything
         model,
         ids,
@@ -262,7 +264,7 @@ def _trace(
         output_logits=True,
         logits_processor=[_Forced(ids.shape[1], forced)] if forced else None,
     )
-    return _Trace(whole, step, tuple(output.logits), tuple(output.sequences[0, ids.shape[1] :].tolist()))
+    return _LayerTrace(whole, step, tuple(output.logits), tuple(output.sequences[0, ids.shape[1] :].tolist()))
 
 
 class _Forced(LogitsProcessor):
@@ -324,7 +326,7 @@ def _compared(loaded: LoadedModel, ids: torch.Tensor, tolerance: float | None, s
     )
 
 
-def _pairs(a: _Trace, b: _Trace) -> tuple[tuple[Named, Named], ...]:
+def _pairs(a: _LayerTrace, b: _LayerTrace) -> tuple[tuple[Named, Named], ...]:
     """The tensors of two sides by name: whole prompt, cached step, and as many steps as `a` has."""
     steps = [
         {f"logits of new token {index}": each for index, each in enumerate(side.step_logits[: len(a.step_logits)])}
@@ -333,7 +335,7 @@ def _pairs(a: _Trace, b: _Trace) -> tuple[tuple[Named, Named], ...]:
     return (a.prompt, b.prompt), (a.cached_step, b.cached_step), (steps[0], steps[1])
 
 
-def _beside_eager(ours: _Trace, theirs: _Trace, exact: _Trace) -> list[tuple[Difference, ...]]:
+def _beside_eager(ours: _LayerTrace, theirs: _LayerTrace, exact: _LayerTrace) -> list[tuple[Difference, ...]]:
     """Differences to float32, judged by those of eager PyTorch: whole prompt, cached step, steps.
 
     One token may be rounded luckily, or unluckily. So a cached step's error stands beside that of the whole prompt if

@@ -8,7 +8,7 @@ import math
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedLayerSpec
 from torchax_serve.planning.abstract_model import AbstractModel
 from torchax_serve.planning.chips import Chip
-from torchax_serve.planning.executors import PlannedRoad
+from torchax_serve.planning.executors import PlannedExecutor
 from torchax_serve.scheduler import CacheGroup
 
 RESERVE = 0.02
@@ -30,7 +30,7 @@ class CacheSizes:
 
     model: AbstractModel
     chip: Chip
-    road: PlannedRoad
+    road: PlannedExecutor
     page_len: int
     max_len: int
     num_slots: int

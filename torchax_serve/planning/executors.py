@@ -18,21 +18,21 @@ from model_adapters.caches.paged_cache import NotPackableError, PackedBatch
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.program.model_program import CallSpec
 from model_adapters.sharding.model_sharding import ModelSharding
-from torchax_serve.buckets import bucket
+from torchax_serve.buckets import next_bucket
 from torchax_serve.executors.packed_factory import packed_shapes
 from torchax_serve.executors.per_sequence_factory import PerSequenceFactory
 from torchax_serve.executors.per_sequence_forward import SequenceForward
-from torchax_serve.kv_cache.memory import Sizes
+from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedLayerSpec, PoolAllocator
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 from torchax_serve.kv_cache.state_layout import CacheLayout, SlotStateSpec
 from torchax_serve.planning.compiled_steps import Step
 from torchax_serve.runtime.model_runtime import ModelRuntime
-from torchax_serve.runtime.step_functions import Carry, DecodeSpec
+from torchax_serve.runtime.step_functions import BatchPosition, DecodeSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedRoad(abc.ABC):
+class PlannedExecutor(abc.ABC):
     """How a model would be run.
 
     Attributes:
@@ -115,8 +115,8 @@ class _Batch:
         states, offset = None, None
         names = runtime.program.names
         inputs = {names.ids: ids, "last": last}
-        if runtime.caches.is_supported:
-            states, offset = runtime.caches.new(self.capacity).states, jnp.int32(0)
+        if runtime.cache_support.is_supported:
+            states, offset = runtime.cache_support.new(self.capacity).states, jnp.int32(0)
             if runtime.program.accepts(names.positions):  # without a cache code counts them itself, and may read them
                 inputs[names.positions] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
         fields, states = runtime.program.forward(weights, states, offset, inputs, CallSpec())
@@ -126,14 +126,16 @@ class _Batch:
             )
         return fields["logits"][:, -1], states
 
-    def decode(self, weights: Any, states: Any, token: jax.Array, carry: Carry) -> tuple[jax.Array, Any, Carry]:
+    def decode(
+        self, weights: Any, states: Any, token: jax.Array, carry: BatchPosition
+    ) -> tuple[jax.Array, Any, BatchPosition]:
         """Logits [rows, vocab] of the next token, the cache, and where the batch stands."""
         spec = DecodeSpec(CallSpec(), self.runtime.program.accepts(self.runtime.program.names.positions))
         return self.runtime.steps.decode_once(weights, states, token, carry, {}, spec)
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateRoad(PlannedRoad):
+class PlannedStaticBatchExecutor(PlannedExecutor):
     """A batch of ``generate``: its cache has one page per row; without a cache every step computes all tokens."""
 
     states: Any  # the layers behind a prompt, leaves are shapes; None without a cache
@@ -143,7 +145,7 @@ class GenerateRoad(PlannedRoad):
 
     def page_len(self, asked: int, max_len: int) -> int:
         """All tokens of a row."""
-        return bucket(max_len)
+        return next_bucket(max_len)
 
     def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
         """As `PlannedRoad.steps`."""
@@ -155,7 +157,7 @@ class GenerateRoad(PlannedRoad):
             yield Step("decode", num_tokens, num_slots, plan.page_len, num_slots, batch.prefill, (ids, one), ())
         else:
             row = self.integers(num_slots)
-            args = (self._laid_out(num_slots), row, Carry(row, one, row))
+            args = (self._laid_out(num_slots), row, BatchPosition(row, one, row))
             yield Step("decode", num_slots, num_slots, plan.max_len, 0, batch.decode, args, (0,))
         for length in lens:
             ids = self.integers(num_slots, length)
@@ -175,13 +177,13 @@ class GenerateRoad(PlannedRoad):
 
 def generate_road(
     runtime: ModelRuntime, sharding: ModelSharding, max_len: int, num_slots: int, why: str
-) -> GenerateRoad:
+) -> PlannedStaticBatchExecutor:
     """The road of ``generate``, found by tracing a prompt.
 
     Raises:
         UnsupportedModelError: not even that can be traced; with all reasons.
     """
-    capacity = bucket(max_len)
+    capacity = next_bucket(max_len)
     batch = _Batch(runtime, num_slots, capacity)
     ids = jax.ShapeDtypeStruct((num_slots, min(SHORTEST, capacity)), np.int32)
     try:
@@ -192,8 +194,8 @@ def generate_road(
             f"expected a forward that can be traced, got {' '.join(said.split())[:300]}; {why}"
         ) from error
     if states is None:
-        return GenerateRoad(
-            runtime, sharding, (), (), f"{why}; without a cache: {runtime.caches.unsupported_reason}", None
+        return PlannedStaticBatchExecutor(
+            runtime, sharding, (), (), f"{why}; without a cache: {runtime.cache_support.unsupported_reason}", None
         )
     pools = _pools(states)
     known = {id(leaf) for leaf in pools}
@@ -203,7 +205,7 @@ def generate_road(
         for leaf in jax.tree.leaves(states)
         if id(leaf) not in known
     )
-    return GenerateRoad(runtime, sharding, pages, rows, why, states)
+    return PlannedStaticBatchExecutor(runtime, sharding, pages, rows, why, states)
 
 
 def _pools(states: Any) -> list[Any]:
@@ -212,7 +214,7 @@ def _pools(states: Any) -> list[Any]:
     return [pool for layer in layers for name in layer.POOLS if (pool := getattr(layer, name)) is not None]
 
 
-class PackedRoad(PlannedRoad):
+class PlannedPackedExecutor(PlannedExecutor):
     """Many sequences packed into one, on pages."""
 
     name = "packed"
@@ -250,7 +252,7 @@ class PackedRoad(PlannedRoad):
 
 
 @dataclasses.dataclass(frozen=True)
-class GatheredRoad(PlannedRoad):
+class PlannedPerSequenceExecutor(PlannedExecutor):
     """Each request a forward of its own, over what is gathered from its pages, and its states."""
 
     forward: SequenceForward
@@ -265,34 +267,36 @@ class GatheredRoad(PlannedRoad):
 
     def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
         """As `PlannedRoad.steps`; a chunk of a prompt may be shorter than asked, and lies at the prompt's end."""
-        sizes = Sizes(plan.max_len, num_slots, plan.page_len, max(lens, default=1), None)
+        sizes = MemoryBudget(plan.max_len, num_slots, plan.page_len, max(lens, default=1), None)
         parts = PerSequenceFactory(self.runtime, self.forward, self.layout, sizes, None)
         cache = PagedCacheWithStates(plan, self.layout, num_slots, AbstractPages(self.sharding))
         model = parts.model(cache, parts.wanted_block_len)
         specs = [("decode", model.shapes.largest_decode())]
         specs += [("prefill", spec) for spec in dict.fromkeys(model.shapes.final_chunk(length) for length in lens)]
         for name, spec in specs:
-            run = functools.partial(model.traced, hidden=None, spec=spec)
+            run = functools.partial(model.step_function, hidden=None, spec=spec)
             args = (cache.pools, cache.states, self.integers(num_slots), self.integers(sum(spec.sizes)))
             num_tokens, num_prompts = spec.num_rows * spec.num_tokens, 0 if name == "decode" else 1
             yield Step(name, num_tokens, spec.num_rows, plan.max_len, num_prompts, run, args, (0, 1))
 
 
-def road_of(runtime: ModelRuntime, sharding: ModelSharding, page_len: int, max_len: int, num_slots: int) -> PlannedRoad:
+def choose_executor(
+    runtime: ModelRuntime, sharding: ModelSharding, page_len: int, max_len: int, num_slots: int
+) -> PlannedExecutor:
     """The first road that the model's code lets it take, found by tracing.
 
     Raises:
         UnsupportedModelError: none; with the reasons.
     """
-    sizes = Sizes(max_len, num_slots, page_len, num_slots, None)
+    sizes = MemoryBudget(max_len, num_slots, page_len, num_slots, None)
     try:
-        return PackedRoad(runtime, sharding, packed_shapes(runtime, sizes), (), None)
+        return PlannedPackedExecutor(runtime, sharding, packed_shapes(runtime, sizes), (), None)
     except NotPackableError as reason:
         why = f"not packed: {reason}"
     try:
         forward = SequenceForward(runtime)
         layout = forward.layout()
-        return GatheredRoad(runtime, sharding, layout.pages, layout.rows, why, forward, layout)
+        return PlannedPerSequenceExecutor(runtime, sharding, layout.pages, layout.rows, why, forward, layout)
     except UnsupportedModelError as reason:
         why += f"; not gathered: {reason}"
     return generate_road(runtime, sharding, max_len, num_slots, why)

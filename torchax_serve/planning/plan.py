@@ -27,7 +27,7 @@ from torchax_serve.kv_cache.pools import CacheAllocation
 from torchax_serve.planning.abstract_model import abstract_model
 from torchax_serve.planning.cache_sizes import CacheSizes
 from torchax_serve.planning.compiled_steps import ProgramReport, compile_step
-from torchax_serve.planning.executors import PlannedRoad, road_of
+from torchax_serve.planning.executors import PlannedExecutor, choose_executor
 from torchax_serve.planning.roofline import StepBound, bound_of
 from torchax_serve.planning.topology import compiling_for, describe
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -172,7 +172,7 @@ def make_plan(
     num_slots = -(-request.num_slots // num_replicas)
     note(f"tracing {name} for {request.topology}")
     with compiling_for(chip):
-        road = _with_dtype(road_of(runtime, model.sharding, request.page_len, max_len, num_slots), request)
+        road = _with_dtype(choose_executor(runtime, model.sharding, request.page_len, max_len, num_slots), request)
     sizes = CacheSizes(model, chip, road, road.page_len(request.page_len, max_len), max_len, num_slots)
     programs: list[ProgramReport] = []
     bounds: list[StepBound] = []
@@ -211,7 +211,7 @@ def _max_len(runtime: ModelRuntime, request: PlanRequest) -> int:
     return request.max_len
 
 
-def _with_dtype(road: PlannedRoad, request: PlanRequest) -> PlannedRoad:
+def _with_dtype(road: PlannedExecutor, request: PlanRequest) -> PlannedExecutor:
     """`road` with pages of the dtype that is asked for."""
     if request.kv_cache_dtype == "auto":
         return road

@@ -14,7 +14,7 @@ from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.planning.abstract_model import AbstractModel
 from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.compiled_steps import Step
-from torchax_serve.planning.executors import PlannedRoad
+from torchax_serve.planning.executors import PlannedExecutor
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepBound:
     bound_by: str | None
 
 
-def bound_of(model: AbstractModel, chip: Chip, road: PlannedRoad, step: Step) -> StepBound:
+def bound_of(model: AbstractModel, chip: Chip, road: PlannedExecutor, step: Step) -> StepBound:
     """Of one step on one device."""
     if step.num_prompts:
         return prefill_bound(
@@ -96,7 +96,7 @@ def _pairs(num_new: int, context: int, window: int | None) -> float:
     return growing + (num_new - num_growing) * (window or 0)
 
 
-def _state_bytes(road: PlannedRoad, step: Step) -> int:
+def _state_bytes(road: PlannedExecutor, step: Step) -> int:
     return step.num_rows * sum(row.num_bytes for row in road.rows)
 
 

@@ -16,7 +16,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel
 from model_adapters.program.model_program import CallSpec
 from model_adapters.program.padding_safety import can_batch_padded
-from torchax_serve.buckets import bucket
+from torchax_serve.buckets import next_bucket
 from torchax_serve.pooling.text_tokenizer import IDS, MASK, Row, TextTokenizer
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
@@ -129,7 +129,7 @@ def run(runtime: ModelRuntime, rows: Sequence[Row], *, pad_id: int | None) -> It
         rows: of any lengths.
         pad_id: what rows are filled up with; None: the model cannot tell padding, so each row is computed alone.
     """
-    called = runtime.program.called
+    called = runtime.program.target
     may_pad = pad_id is not None and runtime.program.accepts(MASK) and can_batch_padded(called)
     may_pad = may_pad and runtime.program.rope is None  # whose frequencies depend on the length of all that is padded
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][IDS]))
@@ -144,7 +144,7 @@ def run(runtime: ModelRuntime, rows: Sequence[Row], *, pad_id: int | None) -> It
 
 def _width(runtime: ModelRuntime, length: int) -> int:
     """The rung for rows of `length` tokens, within the positions that there are."""
-    rung, limit = bucket(length), runtime.limits.max_positions
+    rung, limit = next_bucket(length), runtime.limits.max_positions
     return rung if limit is None else max(length, min(rung, limit))
 
 
@@ -174,7 +174,7 @@ def limit_of(loaded: LoadedModel, runtime: ModelRuntime, said: int | None = None
     """
     limit = runtime.limits.max_positions
     padding_idx = getattr(runtime.config, "pad_token_id", None)
-    tables = [m for m in runtime.program.called.modules() if isinstance(m, torch.nn.Embedding)]
+    tables = [m for m in runtime.program.target.modules() if isinstance(m, torch.nn.Embedding)]
     if (
         limit is not None
         and padding_idx is not None

@@ -88,7 +88,7 @@ class _Embedder:
 
     def __init__(self, loaded: LoadedModel, runtime: ModelRuntime, rule: EmbeddingRule) -> None:
         self.rule = rule
-        self._name, self._part = loaded.source.name, runtime.part(part_of(runtime))
+        self._name, self._part = loaded.source.name, runtime.submodule(part_of(runtime))
         self._pad_id = pad_id_of(loaded, runtime)
         self._max_len = limit_of(loaded, self._part, rule.text.max_len)
         self._tokenizer = TextTokenizer(loaded, lower_case=rule.text.lower_case)
@@ -122,7 +122,7 @@ class _Embedder:
             hidden = batch.fields.get("last_hidden_state")
             if hidden is None:
                 raise UnsupportedModelError(
-                    f"expected hidden states of tokens from {type(self._part.program.called).__name__}, got "
+                    f"expected hidden states of tokens from {type(self._part.program.target).__name__}, got "
                     f"{', '.join(batch.fields)}"
                 )
             of_rows = np.zeros(hidden.shape[0], np.int32)

@@ -17,7 +17,7 @@ from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
-from torchax_serve.runtime.step_functions import Carry, DecodeSpec, StepFunctions
+from torchax_serve.runtime.step_functions import BatchPosition, DecodeSpec, StepFunctions
 
 
 class CacheSupport:
@@ -50,9 +50,9 @@ class CacheSupport:
         module = self._program.module
         if getattr(module, "_can_compile_fullgraph", False) or native_cache.allows_fixed_shapes(module):
             return None  # transformers itself compiles it on a cache of fixed shapes, or it is known to run there
-        return self._steps.cache.remembered("cache", "", self._tried)
+        return self._steps.executables.memoize("cache", "", self._probe)
 
-    def _tried(self) -> str | None:
+    def _probe(self) -> str | None:
         """Traces a first forward and a step after it."""
         states, one = self.new(16).states, jax.ShapeDtypeStruct((1,), np.int32)
         names = self._program.names
@@ -61,7 +61,7 @@ class CacheSupport:
         def both(weights: Any, ids: jax.Array, token: jax.Array, context: Any) -> Any:
             given = {names.ids: ids, **context}
             _, after = self._program.forward(weights, states, jnp.int32(0), given, CallSpec())
-            carry = Carry(jnp.full(1, 3, jnp.int32), jnp.int32(3), jnp.zeros(1, jnp.int32))
+            carry = BatchPosition(jnp.full(1, 3, jnp.int32), jnp.int32(3), jnp.zeros(1, jnp.int32))
             for _ in range(2):
                 assert after is not None
                 _, after, carry = self._steps.decode_once(weights, after, token, carry, context, spec)
@@ -94,7 +94,7 @@ class CacheSupport:
         return self.unsupported_reason is None
 
     @functools.cached_property
-    def keeps_own(self) -> bool:
+    def uses_native_cache(self) -> bool:
         """Whether the cache that transformers makes goes in and out of programs, one for each length it has."""
         return self._program.cache_name is not None and native_cache.reason(self._program.module) is not None
 
@@ -108,7 +108,7 @@ class CacheSupport:
         """An empty cache with room for `capacity` tokens per row."""
         return DeviceCache(self._text_config, capacity, with_encoder=self._program.names.has_encoder)
 
-    def on_device(self, cache: Cache) -> DeviceCache:
+    def to_device(self, cache: Cache) -> DeviceCache:
         """The device's form of a cache that the caller holds."""
         if isinstance(cache, DeviceCache):
             return cache

@@ -15,7 +15,7 @@ from model_adapters.bridge.views import to_jax_array, to_torch_tensor
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.program.model_program import CallSpec
 from model_adapters.program.padding_safety import masked_tokens_are_ignored
-from torchax_serve.buckets import bucket
+from torchax_serve.buckets import next_bucket
 from torchax_serve.runtime.model_runtime import Call, ModelRuntime
 from torchax_serve.runtime.static_args import StaticArgs, split_traced_and_static
 
@@ -39,7 +39,7 @@ class CompiledEncoder:
                 f"expected an encoder that is a part of {type(whole).__name__}, got {type(encoder).__name__}"
             )
         self._encoder = encoder
-        self._runtime = runtime.part(name)
+        self._runtime = runtime.submodule(name)
         self.forward = encoder.forward  # for its signature, which transformers reads
 
     def __getattr__(self, name: str) -> Any:
@@ -83,12 +83,12 @@ def encode(runtime: ModelRuntime, given: dict[str, Any], spec: CallSpec) -> dict
         fixed
         or spec.output_attentions
         or spec.output_hidden_states
-        or not masked_tokens_are_ignored(runtime.program.called)
+        or not masked_tokens_are_ignored(runtime.program.target)
     ):
         return runtime.forward(given, spec, None)
     assert ids is not None
     length = ids.shape[1]
-    padded_len = bucket(length) if runtime.program.rope is None else length  # whose frequencies depend on it
+    padded_len = next_bucket(length) if runtime.program.rope is None else length  # whose frequencies depend on it
     if runtime.limits.learned_positions is not None:
         padded_len = max(length, min(padded_len, runtime.limits.learned_positions))
 
@@ -96,7 +96,7 @@ def encode(runtime: ModelRuntime, given: dict[str, Any], spec: CallSpec) -> dict
         if known is StaticArgs.NOTHING:
             return (None, None, {name: padded(tensor, padded_len) for name, tensor in given.items()}), spec
         arrays, rest = split_traced_and_static(given, known)
-        return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
+        return (None, None, arrays), dataclasses.replace(spec, static_args=spec.static_args + rest)
 
     fields = runtime.forward_with_static_args(given, call)
     return {name: _cut(value, length, padded_len) for name, value in fields.items()}

@@ -19,7 +19,7 @@ from model_adapters.errors import (
 )
 from model_adapters.loading import LoadedModel
 from model_adapters.ops.compressed_weight import Weights, unpacked
-from model_adapters.program.trace_context import implementations, restored_attributes
+from model_adapters.program.trace_context import config_overrides, restored_attributes
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
@@ -119,7 +119,7 @@ def _error_in_torch(runtime: ModelRuntime, cls: type, given: Mapping[str, Any]) 
     twin = copy.copy(module)
     twin.__class__ = cls
     with (
-        implementations(module, attention=None, experts="eager"),  # no trace meanwhile
+        config_overrides(module, attention=None, experts="eager"),  # no trace meanwhile
         restored_attributes(module),
         torch.nn.utils.stateless._reparametrize_module(twin, state),
         torch.no_grad(),

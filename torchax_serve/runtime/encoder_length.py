@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 FEATURES = "input_features"
 
 
-def length_heard(encoder: ModelRuntime) -> int | None:
+def fixed_output_len(encoder: ModelRuntime) -> int | None:
     """The length of every output of `encoder`; None of one that hears sounds of several lengths, or none."""
     length, num_bins = (getattr(encoder.config, name, None) for name in ("max_source_positions", "num_mel_bins"))
     if length is None or num_bins is None or not encoder.program.accepts(FEATURES):
@@ -36,4 +36,4 @@ def length_heard(encoder: ModelRuntime) -> int | None:
         frames = 2 * length  # Whisper's second convolution takes every other one
         return length if output_len(frames) == length and output_len(frames - 2) is None else None
 
-    return encoder.steps.cache.remembered("length heard", "", ask)
+    return encoder.steps.executables.memoize("length heard", "", ask)

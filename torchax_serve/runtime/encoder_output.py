@@ -13,9 +13,9 @@ from transformers.utils import ModelOutput
 
 from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import to_jax_array
-from torchax_serve.buckets import bucket
+from torchax_serve.buckets import next_bucket
 
-CONTEXT = ("encoder_outputs", "attention_mask")
+ENCODER_ARGUMENTS = ("encoder_outputs", "attention_mask")
 """Arguments of a decoder's step that are the same from step to step."""
 
 
@@ -48,7 +48,7 @@ class EncoderOutput:
         if mask is None and is_masked:
             mask = torch.ones(batch, length, dtype=torch.long)
         fits = is_masked and mask is not None and tuple(mask.shape) == (batch, length)
-        padded_len = bucket(length) if fits else length
+        padded_len = next_bucket(length) if fits else length
         padded = torch.nn.functional.pad(hidden, (0, 0, 0, padded_len - length))
         arguments: dict[str, Any] = {"encoder_outputs": _replaced(outputs, to_jax_array(padded), whole=not fits)}
         if mask is not None:

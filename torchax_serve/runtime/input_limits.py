@@ -14,7 +14,7 @@ from model_adapters.program.position_limits import has_end, has_table_of_distanc
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class InputLimits:
     """Sizes of a model's tables.
 
     Attributes:
@@ -30,7 +30,7 @@ class Limits:
     has_end: bool = True
 
     @classmethod
-    def of(cls, decoder: torch.nn.Module, around: Sequence[torch.nn.Module], config: Any) -> Limits:
+    def of(cls, decoder: torch.nn.Module, around: Sequence[torch.nn.Module], config: Any) -> InputLimits:
         """Those of a model.
 
         Args:

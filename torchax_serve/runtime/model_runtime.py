@@ -21,19 +21,19 @@ from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import CompressedWeight, Weights
 from model_adapters.program.embeddings import submodule_name
-from model_adapters.program.model_program import CONDITIONS, INDICES, CallSpec, MethodSpec, ModelProgram
+from model_adapters.program.model_program import CHECKS, INDICES, CallSpec, MethodSpec, ModelProgram
 from model_adapters.program.module_watch import PREPARES, Change, ModuleWatch, Structure
-from model_adapters.program.padding_safety import is_causal
+from model_adapters.program.padding_safety import right_padding_is_safe
 from model_adapters.program.position_limits import has_table_of_distances
 from model_adapters.sharding.model_sharding import ModelSharding
-from torchax_serve.buckets import bucket
+from torchax_serve.buckets import next_bucket
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.multimodal.placeholders import unmet
 from torchax_serve.runtime.call_arguments import check_positions_kept
 from torchax_serve.runtime.capabilities import CacheSupport
 from torchax_serve.runtime.encoder import EncoderRuntime
-from torchax_serve.runtime.encoder_output import CONTEXT, EncoderOutput
-from torchax_serve.runtime.input_limits import Limits
+from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
+from torchax_serve.runtime.input_limits import InputLimits
 from torchax_serve.runtime.module_changes import check_can_follow, weights_of
 from torchax_serve.runtime.padding import NewTokenBatch, Padding, cut, is_own_mask, own_mask, pad_positions, pad_tokens
 from torchax_serve.runtime.static_args import StaticArgPolicy, StaticArgs, all_hold, split_traced_and_static
@@ -69,22 +69,22 @@ class ModelRuntime:
     def _set_up(self, program: ModelProgram, programs: ExecutableCache) -> None:
         """Makes all that depends on the module's structure."""
         module = program.module
-        self.program, called = program, program.called
-        self.program.sizes = _sizes(self.weights)
+        self.program, called = program, program.target
+        self.program.static_scalars = _sizes(self.weights)
         self.steps = StepFunctions(self.program, programs)
         self.config = getattr(called, "config", module.config)  # a part need not have one of its own
         has_encoder = self.program.names.has_encoder
         self._encoder = submodule_name(module, called.get_encoder()) if has_encoder else None
         self._decoder = called.get_decoder() if has_encoder else called  # whose layers are those that the cache has
         self.text_config = getattr(self._decoder, "config", self.config).get_text_config(decoder=True)
-        self.caches = CacheSupport(self.steps, self.weights, self.config, self.text_config)
+        self.cache_support = CacheSupport(self.steps, self.weights, self.config, self.text_config)
         # A part's file has its decoder, too; and a head that reads the last token would read what is padded.
         has_token_outputs = called is module and (module.can_generate() or module.base_model is module)
-        self.is_causal = not has_encoder and has_token_outputs and is_causal(called)
-        self.unread = quirks.unread(called)
+        self.is_causal = not has_encoder and has_token_outputs and right_padding_is_safe(called)
+        self.ignored_args = quirks.ignored_arguments(called)
         self._parts: dict[str, ModelRuntime] = {}
         self.process = OwnerProcess()
-        self._known = StaticArgPolicy(self.program.names.sequence, self.steps.cache, self.weights)
+        self._known = StaticArgPolicy(self.program.names.per_token_args, self.steps.executables, self.weights)
 
     def follow_module(self) -> None:
         """Takes over what has changed on the module since its programs and arrays were made.
@@ -109,7 +109,7 @@ class ModelRuntime:
             self.weights.update(new)  # the same dict for all that read it
             if change.is_structural:
                 self._change_structure(before)
-            self.program.sizes = _sizes(self.weights)
+            self.program.static_scalars = _sizes(self.weights)
 
     def refresh(self) -> None:
         """Makes programs and arrays anew, as if every tensor and every part had changed."""
@@ -135,7 +135,7 @@ class ModelRuntime:
                 vars(self).update(state)
                 del self._earlier[index]
                 return
-        module, sharding, part = self.program.module, self.program.sharding, self.program.part
+        module, sharding, part = self.program.module, self.program.sharding, self.program.submodule
         self._set_up(ModelProgram(module, sharding, part, self.watch), ExecutableCache())  # its code is not the files'
 
     @property
@@ -148,22 +148,24 @@ class ModelRuntime:
         return "a forward hook or another forward is set on the model" if self.watch.is_wrapped else None
 
     @functools.cached_property
-    def limits(self) -> Limits:
+    def limits(self) -> InputLimits:
         """What tokens the model can be given."""
-        return Limits.of(self._decoder, (self.program.called, self.program.module), self.text_config)
+        return InputLimits.of(self._decoder, (self.program.target, self.program.module), self.text_config)
 
     @functools.cached_property
     def encoder(self) -> EncoderRuntime | None:
         """The encoder beside the decoder; None where there is none among the model's parts."""
-        return None if self._encoder is None else EncoderRuntime(self.program, self.part(self._encoder))
+        return None if self._encoder is None else EncoderRuntime(self.program, self.submodule(self._encoder))
 
-    def part(self, name: str) -> ModelRuntime:
+    def submodule(self, name: str) -> ModelRuntime:
         """The part `name` of the model, such as its encoder, over the same weights; "" is the model itself."""
         if not name:
             return self
         if name not in self._parts:
             program = self.program
-            made = ModelRuntime(program.module, self.weights, self.steps.cache, program.sharding, name, self.watch)
+            made = ModelRuntime(
+                program.module, self.weights, self.steps.executables, program.sharding, name, self.watch
+            )
             self._parts[name] = made
         return self._parts[name]
 
@@ -172,9 +174,9 @@ class ModelRuntime:
 
         `is_kept` says that there is a cache: a recurrent state would go on through padding on the right.
         """
-        if length == 1 or not self.is_causal or self.watch.hooked or (is_kept and self.caches.is_recurrent):
+        if length == 1 or not self.is_causal or self.watch.hooked or (is_kept and self.cache_support.is_recurrent):
             return length  # a hook would see padding
-        rung = bucket(length)
+        rung = next_bucket(length)
         # Nor may padding reach behind the end of a table of positions: what is read there is no number.
         fits = self.limits.learned_positions is None or past + rung <= self.limits.learned_positions
         return rung if fits else length
@@ -191,7 +193,7 @@ class ModelRuntime:
             Output fields by name, tensors on the CPU at their true lengths.
         """
         given = dict(given)
-        device_cache = None if cache is None else self.caches.on_device(cache)
+        device_cache = None if cache is None else self.cache_support.to_device(cache)
         fields = self.forward_arrays(given, spec, device_cache)
         if cache is not None and device_cache is not cache:
             assert device_cache is not None
@@ -207,7 +209,7 @@ class ModelRuntime:
         self.process.check()
         past = 0 if cache is None else cache.length
         fields = self._forward_arrays(given, spec, cache)
-        _check(fields.pop(CONDITIONS, None), given, self.config)
+        _check(fields.pop(CHECKS, None), given, self.config)
         self._check_indices(fields.pop(INDICES, None), given, spec, cache, past)
         return fields
 
@@ -238,11 +240,11 @@ class ModelRuntime:
 
     def _exact_call(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None, past: int) -> Call:
         """A call of the program without padding, over a cache that holds `past` tokens."""
-        given = {key: value for key, value in given.items() if key not in self.unread}
+        given = {key: value for key, value in given.items() if key not in self.ignored_args}
         name = self.program.names.ids if given.get(self.program.names.ids) is not None else self.program.names.embeds
         if cache is None or given.get(name) is None:
             arrays, rest = split_traced_and_static(given)
-            return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
+            return (None, None, arrays), dataclasses.replace(spec, static_args=spec.static_args + rest)
         tensor = given.pop(name)
         after, cache.length = cache.length, past
         try:
@@ -254,10 +256,10 @@ class ModelRuntime:
             cache.length = after
 
     def _forward_arrays(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None) -> dict[str, Any]:
-        given = {key: value for key, value in given.items() if key not in self.unread}
+        given = {key: value for key, value in given.items() if key not in self.ignored_args}
         names = self.program.names
         name = names.ids if given.get(names.ids) is not None else names.embeds
-        exact = bool(set(given) - names.sequence - {"logits_to_keep"}) or given.get(name) is None
+        exact = bool(set(given) - names.per_token_args - {"logits_to_keep"}) or given.get(name) is None
         exact = exact or (cache is None and is_own_mask(given.get(names.mask)))
         if given.get(name) is not None and has_table_of_distances(self.text_config):
             self.limits.check_positions(given[name].shape[1] + (0 if cache is None else cache.length))
@@ -286,7 +288,7 @@ class ModelRuntime:
 
         def call(known: StaticArgs) -> Call:
             arrays, rest = split_traced_and_static(given, known)
-            return (None, None, arrays), dataclasses.replace(spec, extra=spec.extra + rest)
+            return (None, None, arrays), dataclasses.replace(spec, static_args=spec.static_args + rest)
 
         return self.forward_with_static_args(given, call)
 
@@ -297,7 +299,7 @@ class ModelRuntime:
             InvalidArgumentError: values that the model's code has checked are not as it needs them.
         """
         fields, _ = self._known.run(given, call, self.program.forward, self.steps.forward, _conditions)
-        _check(fields.pop(CONDITIONS, None), given, self.config)
+        _check(fields.pop(CHECKS, None), given, self.config)
         self._check_indices(fields.pop(INDICES, None), given, CallSpec(), None, 0)
         return fields
 
@@ -306,12 +308,12 @@ class ModelRuntime:
     ) -> dict[str, Any]:
         past = 0 if cache is None else cache.length
         if cache is not None:
-            cache.reserve(bucket(past + query.padded_len))
+            cache.reserve(next_bucket(past + query.padded_len))
         keep = given.get("logits_to_keep", 0)
         states, offset = (None, None) if cache is None else (cache.states, to_device(past, np.int32))
 
         names = self.program.names
-        context = self._context(given, cache) if names.has_encoder and cache is not None else {}
+        context = self._take_encoder_output(given, cache) if names.has_encoder and cache is not None else {}
 
         def call(known: StaticArgs) -> Call:
             inputs, extended = self._inputs(query, given, spec, cache, known)
@@ -333,14 +335,14 @@ class ModelRuntime:
         if not isinstance(keep, torch.Tensor):  # which is an argument as any other
             given.pop("logits_to_keep", None)
         inputs, padded = self._text_inputs(query, given, cache, known)
-        rest_given = {name: value for name, value in given.items() if name not in names.sequence}
+        rest_given = {name: value for name, value in given.items() if name not in names.per_token_args}
         if known >= StaticArgs.MASKS:
             rest_given |= {query.name: query.tensor}
-            rest_given |= {name: given[name] for name in names.sequence & given.keys()}
+            rest_given |= {name: given[name] for name in names.per_token_args & given.keys()}
         arrays, rest = split_traced_and_static(rest_given, known)
         if not isinstance(keep, torch.Tensor) and keep == 1:
             inputs["last"] = to_device(query.len - 1, np.int32)
-        return inputs | arrays, dataclasses.replace(spec, padded=padded, extra=spec.extra + rest)
+        return inputs | arrays, dataclasses.replace(spec, left_padded=padded, static_args=spec.static_args + rest)
 
     def _text_inputs(
         self, query: NewTokenBatch, given: dict[str, Any], cache: DeviceCache | None, known: StaticArgs
@@ -369,7 +371,7 @@ class ModelRuntime:
             inputs[names.positions] = pad_positions(positions, query.padded_len)
         return inputs, padding.starts is not None
 
-    def method(self, path: str, given: dict[str, Any]) -> Any:
+    def call_method(self, path: str, given: dict[str, Any]) -> Any:
         """A method of a part of the model, compiled, such as the encoder of images by itself.
 
         Args:
@@ -387,19 +389,21 @@ class ModelRuntime:
             arrays, rest = split_traced_and_static(given, known)
             return (arrays,), MethodSpec(path, rest)
 
-        output, met = self._known.run(given, call, self.program.method, self.steps.method, lambda result: result[1])
+        output, met = self._known.run(
+            given, call, self.program.method, self.steps.call_method, lambda result: result[1]
+        )
         _check(met, given, self.config)
         return jax.tree.map(to_torch_tensor, output)
 
-    def _context(self, given: dict[str, Any], cache: DeviceCache) -> dict[str, Any]:
+    def _take_encoder_output(self, given: dict[str, Any], cache: DeviceCache) -> dict[str, Any]:
         """Takes an encoder's output and its mask out of `given`, padded; the cache learns their length."""
-        output = given.get(CONTEXT[0])
+        output = given.get(ENCODER_ARGUMENTS[0])
         if not isinstance(output, EncoderOutput):
             output = EncoderOutput.of(given, is_masked=self.encoder is not None and self.encoder.is_masked)
         if output is None:
             return {}
         cache.encoder_len = output.length
-        for name in CONTEXT:
+        for name in ENCODER_ARGUMENTS:
             given.pop(name, None)
         return dict(output.arguments)
 
@@ -412,7 +416,7 @@ def _check(met: jax.Array | None, given: dict[str, Any], config: Any) -> None:
 
 def _conditions(result: tuple[dict[str, Any], Any]) -> jax.Array | None:
     """What a forward's result says of its conditions."""
-    return result[0].get(CONDITIONS)
+    return result[0].get(CHECKS)
 
 
 def _sizes(weights: Weights) -> dict[str, int]:

@@ -163,7 +163,7 @@ class StaticArgPolicy:
                 first = error
         least = StaticArgs.NOTHING if guess is None else StaticArgs(guess + 1)
         described = f"{function.__name__} from {least.name} {shape_summary(given)}"
-        found = self._programs.remembered("known", described, lambda: self._found(call, function, least))
+        found = self._programs.memoize("known", described, lambda: self._found(call, function, least))
         if found is None and first is not None:
             raise first
         self._known[kind] = StaticArgs.TEXT if found is None else found  # its own error is raised where it runs

@@ -28,7 +28,7 @@ from torchax_serve.sampling import GenerationSampling, SamplingHistory
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Carry:
+class BatchPosition:
     """Where a batch stands; stays on the device from step to step."""
 
     position: jax.Array  # int32[..., batch], position id of the newest token, on each axis that the model has
@@ -49,7 +49,7 @@ class StepFunctions:
 
     def __init__(self, program: ModelProgram, cache: ExecutableCache) -> None:
         self.program = program
-        self.cache = cache
+        self.executables = cache
 
         def has_hooks() -> bool:
             return bool(program.watch.hooked)
@@ -59,18 +59,18 @@ class StepFunctions:
             cache,
             donate=["states"],
             facts=program.trace_facts,
-            recall=program.recall,
+            recall=program.restore_facts,
             is_uncompiled=has_hooks,
         )
-        of_part = f"_{program.part.replace('.', '_')}" if program.part else ""
+        of_part = f"_{program.submodule.replace('.', '_')}" if program.submodule else ""
         self.forward = kept(f"forward{of_part}", self._forward)
         self.decode = kept(f"decode{of_part}", self.decode_once)
-        self.method = CachedFunction(cache, "method", self._method, is_uncompiled=has_hooks)
+        self.call_method = CachedFunction(cache, "method", self._method, is_uncompiled=has_hooks)
 
     @property
     def num_traces(self) -> collections.Counter[str]:
         """Traces so far, by function."""
-        return self.cache.num_traces
+        return self.executables.num_traces
 
     def _forward(
         self,
@@ -92,10 +92,10 @@ class StepFunctions:
         weights: Weights,
         states: LayerStates,
         token: jax.Array,
-        carry: Carry,
+        carry: BatchPosition,
         context: Arrays,
         spec: DecodeSpec,
-    ) -> tuple[jax.Array, LayerStates, Carry]:
+    ) -> tuple[jax.Array, LayerStates, BatchPosition]:
         """Feeds the newest token of every row, int32[batch]; returns float32 logits [batch, vocab] of the next.
 
         `context` has further arguments of the forward, the same at each step: an encoder's output and its mask.
@@ -106,7 +106,7 @@ class StepFunctions:
             inputs[names.positions] = carry.position[..., None]
         fields, new_states = self.program.forward(weights, states, carry.offset, inputs, spec.call)
         assert new_states is not None
-        carry = Carry(carry.position + 1, carry.offset + 1, carry.starts)
+        carry = BatchPosition(carry.position + 1, carry.offset + 1, carry.starts)
         return fields["logits"][:, -1].astype(jnp.float32), new_states, carry
 
 
@@ -122,5 +122,5 @@ def pick(
 ) -> tuple[jax.Array, SamplingHistory, jax.Array | None]:
     """The next token int32[batch] from `logits` [batch, vocab], and the scores it was chosen by if they are kept."""
     with torch_promotion():
-        token, state, scores = sampling.step(plan, state, logits)
+        token, state, scores = sampling.sample_step(plan, state, logits)
     return token, state, scores if keep_scores else None

@@ -4,23 +4,23 @@
 `step` (or `process`, `select`, `append` one by one) is what a jitted decode step calls.
 """
 
-from torchax_serve.sampling.config_options import CALLER_OPTIONS, PLAN_OPTIONS, unsupported_options, validate
-from torchax_serve.sampling.history import GenerationSampling, SamplingHistory, append, finished, start
-from torchax_serve.sampling.sample_step import process, select, step
-from torchax_serve.sampling.selection import NO_VALID_TOKEN
+from torchax_serve.sampling.config_options import CALLER_OPTIONS, PLAN_OPTIONS, unsupported_options, validate_options
+from torchax_serve.sampling.history import GenerationSampling, SamplingHistory, append, init_history, is_finished
+from torchax_serve.sampling.sample_step import process, sample_step, select
+from torchax_serve.sampling.selection import INVALID_TOKEN
 
 __all__ = [
     "CALLER_OPTIONS",
-    "NO_VALID_TOKEN",
+    "INVALID_TOKEN",
     "PLAN_OPTIONS",
     "GenerationSampling",
     "SamplingHistory",
     "append",
-    "finished",
+    "init_history",
+    "is_finished",
     "process",
+    "sample_step",
     "select",
-    "start",
-    "step",
     "unsupported_options",
-    "validate",
+    "validate_options",
 ]

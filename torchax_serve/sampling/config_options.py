@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torchax_serve.sampling_params import (
     LIMITS,
     SAMPLING_ONLY,
-    Limits,
     SamplingParams,
+    ValueRange,
     bias_pairs,
     check_bad_words,
     check_number,
@@ -108,7 +108,7 @@ def unsupported_options(config: GenerationConfig, caller_honours: Collection[str
     return sorted(unsupported)
 
 
-def validate(options: GenerationConfig | SamplingParams) -> None:
+def validate_options(options: GenerationConfig | SamplingParams) -> None:
     """Checks every option that the plan honours, before anything is compiled.
 
     Raises:
@@ -151,5 +151,5 @@ def _is_zero(value: object) -> bool:
 
 def _check_decay(value: Any) -> None:
     is_pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
-    if not is_pair or value[0] not in Limits(0, whole=True) or value[1] not in Limits(0, low_open=True):
+    if not is_pair or value[0] not in ValueRange(0, whole=True) or value[1] not in ValueRange(0, low_open=True):
         raise invalid("exponential_decay_length_penalty", "(start index >= 0, decay factor > 0)", value)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from model_adapters.bridge.host_arrays import to_device
-from torchax_serve.sampling.config_options import id_list, unsupported_options, validate
+from torchax_serve.sampling.config_options import id_list, unsupported_options, validate_options
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour, installed_rules
 from torchax_serve.sampling_params import NEVER_A_TOKEN, bias_pairs, invalid
 from torchax_serve.validation.argument_checks import MAX_INT
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 import jax.numpy as jnp
 from jax import lax
 
-from torchax_serve.sampling_params import MAX_SEED, Limits
+from torchax_serve.sampling_params import MAX_SEED, ValueRange
 
 MIN_CANDIDATES = 128
 
@@ -140,7 +140,7 @@ class GenerationSampling:
         Raises:
             InvalidArgumentError: an option out of its range, set but not honoured here, or at odds with another.
         """
-        validate(config)
+        validate_options(config)
         if unsupported := [name for name in unsupported_options(config) if name not in _LOOP_OPTIONS]:
             remedy = "run transformers' own loop for these"
             raise invalid("generation_config", "options that sampling on the device honours", unsupported, remedy)
@@ -286,7 +286,7 @@ class SamplingHistory:
     seen: jax.Array | None  # bool[batch, vocab], tokens under the repetition penalty; None where there is no penalty
 
 
-def start(
+def init_history(
     plan: GenerationSampling,
     prompt_ids: np.ndarray,
     *,
@@ -348,7 +348,7 @@ def append(state: SamplingHistory, next_tokens: jax.Array) -> SamplingHistory:
     )
 
 
-def finished(plan: GenerationSampling, state: SamplingHistory, token: jax.Array) -> jax.Array:
+def is_finished(plan: GenerationSampling, state: SamplingHistory, token: jax.Array) -> jax.Array:
     """bool[batch]: whether a row ends with `token` (i32[batch]), the last one of `state`: by eos or by length.
 
     Stop strings and time limits are a matter of the host; it may set more rows of ``state.ended``.
@@ -361,7 +361,7 @@ def finished(plan: GenerationSampling, state: SamplingHistory, token: jax.Array)
 
 def _row_keys(seed: int | Sequence[int], batch: int) -> jax.Array:
     seeds = list(seed) if isinstance(seed, Sequence) else [seed]
-    if any(item not in Limits(0, MAX_SEED, whole=True) for item in seeds):
+    if any(item not in ValueRange(0, MAX_SEED, whole=True) for item in seeds):
         raise invalid("seed", f"whole numbers from 0 to {MAX_SEED}", seed, "draw one with random.getrandbits(63)")
     if isinstance(seed, Sequence):
         if len(seeds) != batch:

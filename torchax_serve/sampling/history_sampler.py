@@ -18,7 +18,7 @@ import numpy as np
 from model_adapters.bridge.host_arrays import to_device
 from model_adapters.program.trace_context import torch_promotion
 from torchax_serve import sampling
-from torchax_serve.buckets import bucket
+from torchax_serve.buckets import next_bucket
 from torchax_serve.sampling import GenerationSampling, SamplingHistory
 from torchax_serve.sampling.processors import bias_sequences, penalise_repetition
 from torchax_serve.sampling.row_params import RowSamplingParams
@@ -36,7 +36,7 @@ class _Extras:
     frequency_penalty: jax.Array  # float32[]
 
 
-class LoneSampler:
+class HistorySampler:
     """Chooses for one request; made when the request is given a slot, also again after a preemption."""
 
     def __init__(
@@ -57,8 +57,8 @@ class LoneSampler:
             params.lone, prompt_len=len(prompt_ids), vocab_size=vocab_size, eos_token_ids=list(params.stop_ids)
         )
         tokens = np.array([[*prompt_ids, *outputs]], np.int32)
-        capacity = bucket(max(int(self._plan.max_length), tokens.shape[1] + 1))
-        state = sampling.start(self._plan, tokens, seed=[params.seed], capacity=capacity)
+        capacity = next_bucket(max(int(self._plan.max_length), tokens.shape[1] + 1))
+        state = sampling.init_history(self._plan, tokens, seed=[params.seed], capacity=capacity)
         state = dataclasses.replace(state, num_new=to_device(len(outputs), np.int32))
         counts = np.bincount(np.asarray(outputs, np.int64), minlength=vocab_size)[:vocab_size]
         self._extras = _Extras(

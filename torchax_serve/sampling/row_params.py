@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.sampling import CALLER_OPTIONS, GenerationSampling, unsupported_options, validate
+from torchax_serve.sampling import CALLER_OPTIONS, GenerationSampling, unsupported_options, validate_options
 from torchax_serve.sampling.config_options import id_list
 from torchax_serve.sampling.history import COLDEST
 from torchax_serve.sampling.types import FLOAT_COLUMNS, Level
-from torchax_serve.sampling_params import MAX_SEED, NEVER_A_TOKEN, Limits, SamplingParams, bias_pairs, invalid
+from torchax_serve.sampling_params import MAX_SEED, NEVER_A_TOKEN, SamplingParams, ValueRange, bias_pairs, invalid
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -82,7 +82,7 @@ class RowSamplingParams:
     min_new_tokens: int
     min_len: int
     stop_ids: tuple[int, ...]
-    not_first: tuple[int, ...]
+    forbidden_first: tuple[int, ...]
     token_bias: TokenBias | None
     logprobs: int | None
     lone: GenerationConfig | None
@@ -114,13 +114,13 @@ class RowSamplingParams:
             UnsupportedArgumentError: an option is set that nobody here honours.
         """
         config = params.without_engine_only().to_generation_config(config)
-        validate(config)
+        validate_options(config)
         if unsupported := unsupported_options(config, honoured):
             raise UnsupportedArgumentError(
                 f"{', '.join(unsupported)}: expected options that requests of a batch can have each for itself, got "
                 f"{ {name: getattr(config, name) for name in unsupported} }; leave them out, or call generate()"
             )
-        if seed not in Limits(0, MAX_SEED, whole=True):
+        if seed not in ValueRange(0, MAX_SEED, whole=True):
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", seed, "draw one with secrets.randbits(63)")
         eos = [token_id for token_id in id_list(config.eos_token_id) if token_id != NEVER_A_TOKEN]
         stops = tuple(sorted(eos if stop_ids is None else stop_ids))
@@ -135,7 +135,7 @@ class RowSamplingParams:
             min_new_tokens=int(config.min_new_tokens or 0),
             min_len=int(config.min_length or 0),
             stop_ids=stops,
-            not_first=() if lone else tuple(id_list(config.begin_suppress_tokens)),
+            forbidden_first=() if lone else tuple(id_list(config.begin_suppress_tokens)),
             token_bias=_bias(params, _NO_BIAS if lone else _ConfigBias.of(config, eos, vocab_size), vocab_size),
             logprobs=params.logprobs,
             lone=lone,
@@ -161,11 +161,11 @@ class RowSamplingParams:
 
     def needs_tables(self, prompt_len: int) -> bool:
         """Whether rows of `SamplerTables` have to be written for it."""
-        return self.lone is None and (self.level == "full" or self.num_full(prompt_len) > 0)
+        return self.lone is None and (self.level == "full" or self.num_full_level_tokens(prompt_len) > 0)
 
-    def num_full(self, prompt_len: int) -> int:
+    def num_full_level_tokens(self, prompt_len: int) -> int:
         """Outputs that need the level "full", whatever comes after them."""
-        return max(self.num_forced_tokens(prompt_len), 1 if self.not_first else 0)
+        return max(self.num_forced_tokens(prompt_len), 1 if self.forbidden_first else 0)
 
     def num_forced_tokens(self, prompt_len: int) -> int:
         """Outputs before the request may end."""

@@ -19,7 +19,7 @@ from jax import lax
 from torchax_serve.sampling.history import request_key
 from torchax_serve.sampling.processors import penalise_repetition
 from torchax_serve.sampling.selection import draw, first_argmax
-from torchax_serve.sampling.truncation import cut
+from torchax_serve.sampling.truncation import truncate
 from torchax_serve.sampling.types import Logprobs, RowOptions, Sampled, SamplerSpec, SamplerState, SamplerTables
 from torchax_serve.scheduler import INVALID_TOKEN
 
@@ -47,7 +47,7 @@ def sample(
         scores = logits.astype(jnp.float32)
         if spec.level == "full":
             assert tables is not None, "rows of the level full come with their tables"
-            scores = adjust(options, tables, scores)
+            scores = apply_penalties(options, tables, scores)
         return _draw_some(options, scores, argmax_tokens(scores), full=spec.level == "full")
 
     # A maximum is the same in any order, and in the dtype the logits come in.
@@ -63,7 +63,7 @@ def sample(
     return Sampled(tokens, logprobs), SamplerState(last_tokens, tables)
 
 
-def adjust(options: RowOptions, tables: SamplerTables, scores: jax.Array) -> jax.Array:
+def apply_penalties(options: RowOptions, tables: SamplerTables, scores: jax.Array) -> jax.Array:
     """float32[n, vocab]: biases, penalties, bans on ending early and on first tokens, as every decoding mode has them.
 
     Biases come first, as transformers' sequence bias does; presence and frequency penalties (OpenAI's: over outputs
@@ -148,6 +148,6 @@ def _draw_some(options: RowOptions, scores: jax.Array, greedy: jax.Array, *, ful
     is_drawn = (options.float_column("temperature") > 0) & (greedy != INVALID_TOKEN)
 
     def drawn() -> jax.Array:
-        return jnp.where(is_drawn, draw(row_keys(options), cut(options, scores, full=full)), greedy)
+        return jnp.where(is_drawn, draw(row_keys(options), truncate(options, scores, full=full)), greedy)
 
     return lax.cond(is_drawn.any(), drawn, lambda: greedy)

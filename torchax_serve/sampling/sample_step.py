@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from torchax_serve.sampling.history import GenerationSampling, SamplingHistory, append, finished
+from torchax_serve.sampling.history import GenerationSampling, SamplingHistory, append, is_finished
 from torchax_serve.sampling.processors import process_all_modes
 from torchax_serve.sampling.selection import draw, first_argmax
 from torchax_serve.sampling.truncation import process_sampling
@@ -33,7 +33,7 @@ def select(plan: GenerationSampling, state: SamplingHistory, scores: jax.Array) 
     return draw(keys, scores)
 
 
-def step(
+def sample_step(
     plan: GenerationSampling, state: SamplingHistory, logits: jax.Array
 ) -> tuple[jax.Array, SamplingHistory, jax.Array]:
     """One decode step: (tokens i32[batch], the next state, scores f32[batch, vocab]).
@@ -45,4 +45,4 @@ def step(
     if plan.pad_id is not None:
         tokens = jnp.where(state.ended, plan.pad_id, tokens)
     state = append(state, tokens)
-    return tokens, dataclasses.replace(state, ended=state.ended | finished(plan, state, tokens)), scores
+    return tokens, dataclasses.replace(state, ended=state.ended | is_finished(plan, state, tokens)), scores

@@ -13,7 +13,7 @@ from jax import lax
 
 from model_adapters.bridge.host_arrays import to_device
 from model_adapters.program.trace_context import torch_promotion
-from torchax_serve.sampling.history_sampler import LoneSampler
+from torchax_serve.sampling.history_sampler import HistorySampler
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import logprobs_of, sample
 from torchax_serve.sampling.slot_params import BatchRows, SlotParams, SlotTables
@@ -61,7 +61,7 @@ class Sampler:
         """Forgets all requests; keeps the programs."""
         self.slots = SlotParams(self._num_slots, self._vocab_size)
         self.state = SamplerState.empty(self._num_slots, self._sharding)
-        self._lone: dict[int, LoneSampler] = {}
+        self._lone: dict[int, HistorySampler] = {}
         self._failures: dict[int, Exception] = {}
         self._placed: tuple[BatchRows, RowOptions] | None = None
 
@@ -70,7 +70,9 @@ class Sampler:
         """int32[num_slots]: what each slot has chosen last. Given up at the next `choose`: ask again for each step."""
         return self.state.last_tokens
 
-    def set(self, slot: int, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()) -> None:
+    def assign_slot(
+        self, slot: int, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()
+    ) -> None:
         """Gives `slot` to a request, before the first step with a row of it.
 
         Where arrays for it cannot be made, `take_failures` has the error, and the slot's row asks for nothing.
@@ -91,13 +93,13 @@ class Sampler:
 
     def _set(self, slot: int, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> None:
         if params.lone is not None:
-            self._lone[slot] = LoneSampler(params, prompt_ids, outputs, self._sharding)
+            self._lone[slot] = HistorySampler(params, prompt_ids, outputs, self._sharding)
         table_row = self.slots.set(slot, params, prompt_ids, outputs)
         if table_row is not None:
             tables = self.state.tables or self._empty_tables()
             self.state = dataclasses.replace(self.state, tables=_write(tables, np.int32(slot), table_row))
 
-    def choose(self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0) -> Sampled:
+    def sample(self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0) -> Sampled:
         """Sends the choice of a token for each row to the device and returns at once.
 
         Args:
@@ -108,8 +110,8 @@ class Sampler:
         options, spec = self.slots.rows(plan_rows, len(logits), ahead)
         sampled = self._run(SamplerSpec(spec.level), options, logits)
         for index, row in enumerate(plan_rows):
-            if row.samples and row.slot in self._lone:
-                sampled = self._place(sampled, self._pick(row.slot, logits, index), index, row.slot)
+            if row.samples_token and row.slot in self._lone:
+                sampled = self._store_token(sampled, self._pick(row.slot, logits, index), index, row.slot)
         if spec.logprobs:
             sampled = dataclasses.replace(sampled, logprobs=self.logprobs(logits, sampled.tokens, spec.num_top))
         return sampled
@@ -127,7 +129,7 @@ class Sampler:
         failures, self._failures = self._failures, {}
         return failures
 
-    def ahead(self, plan_rows: Sequence[PlanRow], num_rows: int) -> tuple[RowOptions, bool] | None:
+    def fused_options(self, plan_rows: Sequence[PlanRow], num_rows: int) -> tuple[RowOptions, bool] | None:
         """Options for a program that chooses tokens itself, and whether any row draws them.
 
         None if a row wants what such a program has not: log-probabilities, tables, or what is done for it alone. The
@@ -156,7 +158,7 @@ class Sampler:
         # Where tables are not used they are not an argument either: the program is the same with and without them.
         return self.state if level == "full" else dataclasses.replace(self.state, tables=None)
 
-    def take(self, state: SamplerState) -> None:
+    def set_state(self, state: SamplerState) -> None:
         """Takes a state back, with its tables or without."""
         self.state = state if state.tables is not None else dataclasses.replace(state, tables=self.state.tables)
 
@@ -186,10 +188,10 @@ class Sampler:
 
     def _run(self, spec: SamplerSpec, options: RowOptions, logits: jax.Array) -> Sampled:
         sampled, state = self._sample(spec, options, self.take_state(spec.level), logits)
-        self.take(state)
+        self.set_state(state)
         return sampled
 
-    def _place(self, sampled: Sampled, token: jax.Array, index: int, slot: int) -> Sampled:
+    def _store_token(self, sampled: Sampled, token: jax.Array, index: int, slot: int) -> Sampled:
         tokens, last_tokens = _place(sampled.tokens, self.state.last_tokens, token, np.int32(index), np.int32(slot))
         self.state = dataclasses.replace(self.state, last_tokens=last_tokens)
         return dataclasses.replace(sampled, tokens=tokens)

@@ -100,7 +100,7 @@ def _largest_key(keys: jax.Array, weights: jax.Array, limit: jax.Array, *, stric
     return lax.fori_loop(0, 32, set_bit, jnp.zeros(keys.shape[0], jnp.uint32))
 
 
-NO_VALID_TOKEN = -1
+INVALID_TOKEN = -1
 """What `select` answers for a row without a distribution to draw from (transformers raises there)."""
 
 
@@ -127,7 +127,7 @@ def draw(keys: jax.Array, scores: jax.Array) -> jax.Array:
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
     block = _invert_cumulative(blocks.sum(-1), uniform[:, 0])
     inside = _invert_cumulative(_block_of(blocks, block), uniform[:, 1])
-    return jnp.where(jnp.isfinite(best[:, 0]), block * blocks.shape[-1] + inside, NO_VALID_TOKEN)
+    return jnp.where(jnp.isfinite(best[:, 0]), block * blocks.shape[-1] + inside, INVALID_TOKEN)
 
 
 def _invert_cumulative(weights: jax.Array, uniform: jax.Array) -> jax.Array:

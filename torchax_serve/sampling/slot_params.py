@@ -39,7 +39,7 @@ class BatchRows(NamedTuple):
     ints: Any  # numpy, which goes to the device with the call
     floats: Any
     prompt_len: np.ndarray
-    num_full: np.ndarray
+    num_steps_at_full_level: np.ndarray
     has_full: bool
     level: Level  # of all that are beyond `num_full`
     num_top: int | None  # a rung; None: nobody wants log-probabilities
@@ -92,7 +92,7 @@ class SlotParams:
         self._prompt_len[slot] = prompt_len
         self._num_top[slot] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._is_lone[slot] = params.lone is not None
-        self._num_full[slot] = params.num_full(prompt_len)
+        self._num_full[slot] = params.num_full_level_tokens(prompt_len)
         self._level[slot] = LEVELS.index(params.level)
         self._floats[slot] = [params.floats[name] for name in FLOAT_COLUMNS]
         seed_bits = np.array([params.seed & 0xFFFFFFFF, params.seed >> 32], np.uint32).view(np.int32)
@@ -125,17 +125,17 @@ class SlotParams:
         if isinstance(plan_rows, DecodeBatch):
             slots = plan_rows.slots
         else:
-            slots = np.array([row.slot if row.samples else self.num_slots for row in plan_rows], np.int32)
+            slots = np.array([row.slot if row.samples_token else self.num_slots for row in plan_rows], np.int32)
         seats = self._seats_of(slots, num_rows)
         level = seats.level
-        if seats.has_full and (self._num_new(seats, plan_rows, ahead) < seats.num_full).any():
+        if seats.has_full and (self._num_new(seats, plan_rows, ahead) < seats.num_steps_at_full_level).any():
             level = "full"
         return seats, SamplerSpec(level, seats.num_top or 0, seats.num_top is not None)
 
     @staticmethod
     def _num_new(seats: BatchRows, plan_rows: Sequence[PlanRow], ahead: int) -> np.ndarray:
         ends = np.zeros(len(seats.is_sampled), np.int32)
-        ends[: len(plan_rows)] = [row.start + row.num_tokens for row in plan_rows]
+        ends[: len(plan_rows)] = [row.context_len + row.num_tokens for row in plan_rows]
         return np.where(seats.is_sampled, ends + ahead - seats.prompt_len, 0)
 
     def _seats_of(self, slots: np.ndarray, num_rows: int) -> BatchRows:
@@ -157,13 +157,13 @@ class SlotParams:
             ints=self._ints[mine],
             floats=self._floats[mine],
             prompt_len=self._prompt_len[mine],
-            num_full=num_full,
+            num_steps_at_full_level=num_full,
             has_full=bool(num_full.any()),
             level=LEVELS[int(self._level[mine].max())],
             num_top=num_top,
         )
 
-    def is_lone(self, slot: int) -> bool:
+    def needs_history(self, slot: int) -> bool:
         """Whether the request in `slot` is chosen for by itself, with a `LoneSampler`."""
         return bool(self._is_lone[slot])
 
@@ -174,7 +174,7 @@ class SlotParams:
     def _table_row(self, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> SlotTables:
         """Token ids without a column, such as those that stand for images, are left out."""
         flags = np.zeros(self.vocab_size, np.uint8)
-        for ids, bit in ((prompt_ids, IN_PROMPT), (params.stop_ids, IS_STOP), (params.not_first, NOT_FIRST)):
+        for ids, bit in ((prompt_ids, IN_PROMPT), (params.stop_ids, IS_STOP), (params.forbidden_first, NOT_FIRST)):
             array = np.asarray(ids, np.int64)
             flags[np.unique(array[array < self.vocab_size])] |= bit
         counts = np.bincount(np.asarray(outputs, np.int64), minlength=self.vocab_size)[: self.vocab_size]

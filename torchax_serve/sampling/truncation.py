@@ -33,7 +33,7 @@ stay; rows with more of them than that take the whole vocabulary."""
 BLOCK_WIDTH = 32  # columns; of 16, 32 and 64 the fastest on a CPU for vocabularies of 32,000 and 150,000
 
 
-def cut(options: RowOptions, scores: jax.Array, *, full: bool) -> jax.Array:
+def truncate(options: RowOptions, scores: jax.Array, *, full: bool) -> jax.Array:
     """float32[n, vocab]: `scores` over the temperature, -inf at the tokens that a row leaves out.
 
     Args:
@@ -63,7 +63,7 @@ def _truncate_candidates(
     has_top_k = (top_k > 0)[:, None]
 
     def run() -> tuple[jax.Array, jax.Array]:
-        best, ids, descending = best_columns(scores, num_candidates)
+        best, ids, descending = top_candidates(scores, num_candidates)
         last = descending[:, -1:]
         kth = jnp.take_along_axis(descending, jnp.clip(top_k - 1, 0, num_candidates - 1)[:, None], axis=1)
         columns = jnp.where(has_top_k & (best < kth), -jnp.inf, best)  # ties with the k-th best stay
@@ -74,7 +74,7 @@ def _truncate_candidates(
         cut_is_here = jnp.where(has_top_k, last < kth, ((columns == -jnp.inf) | (best > last)).all(-1, keepdims=True))
         all_are_here = (last == -jnp.inf) | (num_candidates == scores.shape[1])
         done = rows & (cut_is_here | all_are_here)[:, 0]
-        columns = _thin(options, columns, full=full)
+        columns = _min_p_and_later(options, columns, full=full)
         cut_scores = jnp.full_like(scores, -jnp.inf)
         cut_scores = cut_scores.at[jnp.arange(len(scores))[:, None], ids].set(columns, mode="drop")
         return jnp.where(done[:, None], cut_scores, scores), done
@@ -96,7 +96,7 @@ def _masses(scores: jax.Array, columns: jax.Array, *, is_nucleus: jax.Array) -> 
     return lax.cond(is_nucleus.any(), among_all, lambda: (among_columns, jnp.zeros_like(columns[:, 0])))
 
 
-def best_columns(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def top_candidates(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The best of each row, of equals the first, [n, num_columns]: scores by ascending id, the ids, scores descending.
 
     In two levels: the best columns lie in the blocks of the best maxima. XLA's CPU backend looks at one number at a
@@ -128,11 +128,11 @@ def _truncate_vocabulary(options: RowOptions, scores: jax.Array, rows: jax.Array
         return jnp.where(scores < kth, -jnp.inf, scores)  # ties with the k-th best stay
 
     scores = _map_rows(rows & (top_k > 0), keep_top_k, scores)
-    scores = _map_rows(rows & (tail > 0), lambda s: keep_top_p(_limit(tail, vocab_size), s), scores)
-    return _thin(options, scores, full=full)
+    scores = _map_rows(rows & (tail > 0), lambda s: top_p(_limit(tail, vocab_size), s), scores)
+    return _min_p_and_later(options, scores, full=full)
 
 
-def _thin(options: RowOptions, scores: jax.Array, *, full: bool) -> jax.Array:
+def _min_p_and_later(options: RowOptions, scores: jax.Array, *, full: bool) -> jax.Array:
     """All that comes behind top-p, on any columns of the rows."""
 
     def column(name: str) -> jax.Array:
@@ -143,7 +143,7 @@ def _thin(options: RowOptions, scores: jax.Array, *, full: bool) -> jax.Array:
         mass = _limit(options.float_column("typical_p"), scores.shape[1])
         scores = _map_rows(_is_on(options, "typical_p"), lambda s: keep_typical(mass, s), scores)
         epsilon, eta = column("epsilon_cutoff"), column("eta_cutoff")
-        scores = _map_rows(_is_on(options, "epsilon_cutoff"), lambda s: cut_epsilon(epsilon, s), scores)
+        scores = _map_rows(_is_on(options, "epsilon_cutoff"), lambda s: epsilon_cutoff(epsilon, s), scores)
         scores = _map_rows(_is_on(options, "eta_cutoff"), lambda s: cut_eta(eta, s), scores)
     return scores
 
@@ -189,7 +189,7 @@ def keep_top_h(top_h: jax.Array, scores: jax.Array) -> jax.Array:
     return jnp.full_like(scores, -jnp.inf).at[rows, ids].set(jnp.where(keep, best, -jnp.inf))
 
 
-def top_candidates(
+def sorted_candidates(
     scores: jax.Array, num_candidates: int, top_k: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The best tokens of each row, in ascending order of id, and the score of the k-th best.
@@ -206,7 +206,7 @@ def top_candidates(
     return best, ids, kth, jnp.asarray(complete)
 
 
-def keep_top_p(tail: jax.Array, scores: jax.Array) -> jax.Array:
+def top_p(tail: jax.Array, scores: jax.Array) -> jax.Array:
     """Removes the least likely tokens up to a mass of `tail` = 1 - top_p (nucleus sampling, Holtzman et al. 2019)."""
     return jnp.where(mask_below_mass(scores, jax.nn.softmax(scores, axis=-1), tail), -jnp.inf, scores)
 
@@ -225,7 +225,7 @@ def keep_typical(mass: jax.Array, scores: jax.Array) -> jax.Array:
     return jnp.where(threshold_for_mass(distance, jax.nn.softmax(scores, axis=-1), mass), -jnp.inf, scores)
 
 
-def cut_epsilon(epsilon: jax.Array, scores: jax.Array) -> jax.Array:
+def epsilon_cutoff(epsilon: jax.Array, scores: jax.Array) -> jax.Array:
     """Removes tokens less likely than `epsilon`, never the likeliest (Hewitt et al. 2022)."""
     removed = (jax.nn.softmax(scores, axis=-1) < epsilon) & (scores < scores.max(-1, keepdims=True))
     return jnp.where(removed, -jnp.inf, scores)
@@ -235,7 +235,7 @@ def cut_eta(epsilon: jax.Array, scores: jax.Array) -> jax.Array:
     """Like `cut_epsilon`, with a cut-off that falls with the entropy (eta sampling, Hewitt et al. 2022)."""
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     eta = jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-_entropy(log_probs, jnp.exp(log_probs))))
-    return cut_epsilon(eta, scores)
+    return epsilon_cutoff(eta, scores)
 
 
 def _entropy(log_probs: jax.Array, probs: jax.Array) -> jax.Array:
@@ -245,13 +245,13 @@ def _entropy(log_probs: jax.Array, probs: jax.Array) -> jax.Array:
 def warp_columns(plan: GenerationSampling, scores: jax.Array) -> jax.Array:
     """All that comes behind top-k, in transformers' order, on any set of columns."""
     if plan.top_p_tail is not None:
-        scores = keep_top_p(plan.top_p_tail, scores)
+        scores = top_p(plan.top_p_tail, scores)
     if plan.min_p is not None:
         scores = keep_min_p(plan.min_p, scores)
     if plan.typical_p is not None:
         scores = keep_typical(plan.typical_p, scores)
     if plan.epsilon_cutoff is not None:
-        scores = cut_epsilon(plan.epsilon_cutoff, scores)
+        scores = epsilon_cutoff(plan.epsilon_cutoff, scores)
     if plan.eta_cutoff is not None:
         scores = cut_eta(plan.eta_cutoff, scores)
     return scores
@@ -265,7 +265,7 @@ def process_sampling(plan: GenerationSampling, scores: jax.Array) -> jax.Array:
         scores = keep_top_h(plan.top_h, scores)
     if plan.top_k is None:
         return warp_columns(plan, scores)
-    candidates, ids, kth, complete = top_candidates(scores, plan.num_candidates, plan.top_k)
+    candidates, ids, kth, complete = sorted_candidates(scores, plan.num_candidates, plan.top_k)
 
     def cut_and_warp(columns: jax.Array) -> jax.Array:
         return warp_columns(plan, jnp.where(columns < kth, -jnp.inf, columns))  # ties with the k-th best stay

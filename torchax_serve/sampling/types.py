@@ -71,7 +71,7 @@ class RowOptions:
         """float32[n]: one of `FLOAT_COLUMNS`."""
         return self.floats[:, FLOAT_COLUMNS.index(name)]
 
-    def after(self, num_tokens: jax.Array | int) -> RowOptions:
+    def advanced(self, num_tokens: jax.Array | int) -> RowOptions:
         """The options of the same rows so many tokens later: a number, or int32[n]."""
         step = (jnp.arange(len(INT_COLUMNS)) == NUM_NEW).astype(jnp.int32)
         return dataclasses.replace(self, ints=self.ints + jnp.asarray(num_tokens)[..., None] * step)

@@ -70,10 +70,14 @@ class SchedulerConfig:
     prefix_caching: bool = True  # off for models with recurrent states: pages alone do not hold their prefix
     max_num_steps: int = 1  # decode steps in one dispatch when nothing waits
     max_fused_decode_s: float = math.inf  # seconds that several of them may take
-    chunk_sizes: tuple[int, ...] | None = None  # the only sizes of prefill chunks, descending to 1; None: any size
-    packed: bool = True  # False: at most one prefill row in a plan
+    allowed_chunk_sizes: tuple[int, ...] | None = (
+        None  # the only sizes of prefill chunks, descending to 1; None: any size
+    )
+    batches_prefill: bool = True  # False: at most one prefill row in a plan
     rope: RopeLengths | None = None  # which lengths have other rotary frequencies; None: all have the same
-    token_rungs: tuple[int, ...] = ()  # what a step's tokens are padded to, ascending; none: every number costs its own
+    token_buckets: tuple[
+        int, ...
+    ] = ()  # what a step's tokens are padded to, ascending; none: every number costs its own
 
     def __post_init__(self) -> None:
         if not isinstance(self.groups, tuple) or not all(isinstance(group, CacheGroup) for group in self.groups):
@@ -98,13 +102,13 @@ class SchedulerConfig:
             if type(getattr(self, name)) is not bool:
                 raise invalid(name, "True or False", getattr(self, name), "give one of them")
         self._check_chunk_sizes()
-        rungs = self.token_rungs
-        if any(a >= b for a, b in itertools.pairwise(rungs)) or (rungs and rungs[-1] < self.token_budget):
+        buckets = self.token_buckets
+        if any(a >= b for a, b in itertools.pairwise(buckets)) or (buckets and buckets[-1] < self.token_budget):
             expected = f"ascending numbers up to token_budget={self.token_budget}"
-            raise invalid("token_rungs", expected, rungs, "extend them")
+            raise invalid("token_rungs", expected, buckets, "extend them")
 
     def _check_chunk_sizes(self) -> None:
-        sizes = self.chunk_sizes
+        sizes = self.allowed_chunk_sizes
         if sizes is None:
             return
         is_tuple = isinstance(sizes, tuple) and all(type(size) is int for size in sizes)
@@ -151,6 +155,6 @@ class SchedulerConfig:
 
     def chunk_len(self, limit: int) -> int:
         """The longest prefill chunk of at most `limit` tokens; 0 where `limit` is."""
-        if self.chunk_sizes is None or limit < 1:
+        if self.allowed_chunk_sizes is None or limit < 1:
             return max(limit, 0)
-        return next(size for size in self.chunk_sizes if size <= limit)
+        return next(size for size in self.allowed_chunk_sizes if size <= limit)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchax_serve.scheduler.config import SchedulerConfig
-from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool, expect_equal
+from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool, check_equal
 from torchax_serve.scheduler.prefix_cache import PageHash, PrefixCache, PrefixNode, page_hash
 
 
@@ -27,17 +27,17 @@ class SequencePages:
 
     slot: int
     salt: str
-    first_live: list[int]  # by group, index of the first page that is not behind the window
+    first_needed_page: list[int]  # by group, index of the first page that is not behind the window
     num_pages: int = 0  # entries of the page table, the same in all groups
     num_published: int = 0  # full pages that have been entered into the prefix index, or were found there
     node: PrefixNode | None = None  # the last of those; None: the sequence shares nothing
 
-    def missing(self, config: SchedulerConfig, length: int) -> list[int]:
+    def pages_missing(self, config: SchedulerConfig, length: int) -> list[int]:
         """By group, pages still needed to come to `length` tokens one by one."""
         grown = -(-length // config.page_len) - self.num_pages
         return [
             min(grown, max(1, group.most_pages(length, config.page_len) - self.num_pages + first))
-            for group, first in zip(config.groups, self.first_live, strict=True)
+            for group, first in zip(config.groups, self.first_needed_page, strict=True)
         ]
 
 
@@ -86,7 +86,7 @@ class PageAllocator:
         """Pages that every group can give; without end where there is no group."""
         return min((pool.num_available for pool in self._pools), default=math.inf)
 
-    def match(self, tokens: list[int], salt: str, shares: bool) -> PrefixMatch:
+    def match_prefix(self, tokens: list[int], salt: str, shares: bool) -> PrefixMatch:
         """The longest prefix of full pages that every group still has, the last token never among them.
 
         Groups with a window need the pages of the last ``window - 1`` positions only.
@@ -125,7 +125,7 @@ class PageAllocator:
                 return False
         return True
 
-    def open(self, match: PrefixMatch, salt: str, shares: bool) -> SequencePages:
+    def allocate_slot(self, match: PrefixMatch, salt: str, shares: bool) -> SequencePages:
         """A slot for a sequence that begins with `match`; `shares` if its own pages are to be published.
 
         A slot must be free, and `match` made since the book last changed.
@@ -154,7 +154,7 @@ class PageAllocator:
         """
         num_full, has_part = length // self._page_len, length % self._page_len > 0
         first_live = [group.first_live_page(length, self._page_len) for group in self._groups]
-        is_gone = any(held > needed for held, needed in zip(source.first_live, first_live, strict=True))
+        is_gone = any(held > needed for held, needed in zip(source.first_needed_page, first_live, strict=True))
         if source.node is None or is_gone or source.num_published < num_full:
             return None
         node = source.node
@@ -204,7 +204,7 @@ class PageAllocator:
         for pool, table in zip(self._pools, self._tables, strict=True):
             table[slots, columns] = pool.allocate_all(len(slots))
 
-    def publish(self, pages: SequencePages, tokens: list[int], num_computed: int) -> float:
+    def publish_prefix(self, pages: SequencePages, tokens: list[int], num_computed: int) -> float:
         """Enters full pages whose tokens are computed into the prefix index, then frees pages behind windows.
 
         Returns:
@@ -219,18 +219,18 @@ class PageAllocator:
                 for i, pool in enumerate(self._pools):
                     page = self._tables[i].item(pages.slot, pages.num_published)
                     if page != NULL_PAGE and node.pages[i] == NULL_PAGE:
-                        pool.remember(page, node)
+                        pool.set_prefix(page, node)
                         self._index.hold(i, page, node)
                 pages.num_published += 1
         due: float = (num_full + 1) * self._page_len
         for i in self._windowed:
             live = self._groups[i].first_live_page(num_computed, self._page_len)
-            if live > pages.first_live[i]:
+            if live > pages.first_needed_page[i]:
                 row = self._tables[i][pages.slot]
-                for page in reversed(row[pages.first_live[i] : live].tolist()):
+                for page in reversed(row[pages.first_needed_page[i] : live].tolist()):
                     self._pools[i].free(page)
-                row[pages.first_live[i] : live] = NULL_PAGE
-                pages.first_live[i] = live
+                row[pages.first_needed_page[i] : live] = NULL_PAGE
+                pages.first_needed_page[i] = live
             due = min(due, self._groups[i].last_use(live, self._page_len))
         return due
 
@@ -238,14 +238,14 @@ class PageAllocator:
         """Gives the slot and all pages back, the last page first."""
         for i, pool in enumerate(self._pools):
             row = self._tables[i][pages.slot, : pages.num_pages]
-            for page in reversed(row[pages.first_live[i] :].tolist()):
+            for page in reversed(row[pages.first_needed_page[i] :].tolist()):
                 pool.free(page)
             row[:] = NULL_PAGE
         if pages.node is not None:
             self._index.unpin(pages.node)
         heapq.heappush(self._free_slots, pages.slot)
 
-    def forget_prefixes(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Forgets every published prefix, as when the device has lost what the pages held."""
         for pool in self._pools:
             pool.forget_all()
@@ -253,7 +253,7 @@ class PageAllocator:
     def usage(self) -> tuple[GroupUsage, ...]:
         """Pages in use and cached, by group."""
         return tuple(
-            GroupUsage(group.name, pool.num_usable, pool.num_usable - pool.num_available, pool.num_idle)
+            GroupUsage(group.name, pool.num_usable, pool.num_usable - pool.num_available, pool.num_cached)
             for group, pool in zip(self._groups, self._pools, strict=True)
         )
 
@@ -265,15 +265,15 @@ class PageAllocator:
         """
         sequences = list(sequences)
         slots = sorted([*self._free_slots, *(pages.slot for pages in sequences)])
-        expect_equal("free and used slots", list(range(self._num_slots)), slots)
+        check_equal("free and used slots", list(range(self._num_slots)), slots)
         for i, (pool, table) in enumerate(zip(self._pools, self._tables, strict=True)):
             expected = np.zeros_like(table)
             references: list[int] = []
             for pages in sequences:
-                live = slice(pages.first_live[i], pages.num_pages)
+                live = slice(pages.first_needed_page[i], pages.num_pages)
                 expected[pages.slot, live] = table[pages.slot, live]
                 references += table[pages.slot, live].tolist()
-            expect_equal(f"page table of group {i} outside of sequences", expected.tolist(), table.tolist())
+            check_equal(f"page table of group {i} outside of sequences", expected.tolist(), table.tolist())
             pool.check_integrity(references)
         pins = [pages.node for pages in sequences if pages.node is not None]
         self._index.check_integrity(pins, [pool.prefixes() for pool in self._pools])

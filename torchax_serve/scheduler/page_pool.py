@@ -12,7 +12,7 @@ NULL_PAGE = 0
 """Where padding rows write. Never handed out."""
 
 
-def expect_equal(what: str, expected: object, got: object) -> None:
+def check_equal(what: str, expected: object, got: object) -> None:
     """Raises `AssertionError` with both sides unless they are equal: the check of our own invariants."""
     if expected != got:
         raise AssertionError(f"{what}: expected {expected}, got {got}")
@@ -45,7 +45,7 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     @property
-    def num_idle(self) -> int:
+    def num_cached(self) -> int:
         """Pages with no reference that remember a prefix."""
         return len(self._idle)
 
@@ -110,7 +110,7 @@ class PagePool:
             else:
                 self._free.append(page)
 
-    def remember(self, page: int, prefix: Any) -> None:
+    def set_prefix(self, page: int, prefix: Any) -> None:
         """Lets a used page remember `prefix`, which `on_evict` gets back when the page is given to another.
 
         Raises:
@@ -141,14 +141,14 @@ class PagePool:
         counts = [0] * self.num_pages
         for page in references:
             counts[page] += 1
-        expect_equal("references by page", counts, self._num_refs)
-        expect_equal("references to the null page", 0, counts[NULL_PAGE])
+        check_equal("references by page", counts, self._num_refs)
+        check_equal("references to the null page", 0, counts[NULL_PAGE])
         used = [page for page, num in enumerate(self._num_refs) if num]
         everything = sorted([*used, *self._free, *self._idle])
-        expect_equal("used, free and idle pages", list(range(1, self.num_pages)), everything)
+        check_equal("used, free and idle pages", list(range(1, self.num_pages)), everything)
         unknown = [page for page in self._prefix_of if not self._num_refs[page] and page not in self._idle]
-        expect_equal("free pages that remember a prefix", [], unknown)
-        expect_equal("idle pages without a prefix", [], [page for page in self._idle if page not in self._prefix_of])
+        check_equal("free pages that remember a prefix", [], unknown)
+        check_equal("idle pages without a prefix", [], [page for page in self._idle if page not in self._prefix_of])
 
 
 class PageCopy(NamedTuple):

@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 
 WINDOW = 16  # steps that a median is taken over; compilations among them do no harm
-MARGIN = 0.9  # of the seconds allowed: a median of so few steps may be off by this much
+SAFETY = 0.9  # of the seconds allowed: a median of so few steps may be off by this much
 MEASURE_EVERY = 64  # steps with prefill after which one without measures the pace anew
 
 
@@ -26,7 +26,7 @@ class PrefillBudget:
 
     def __init__(self, min_chunk: int, max_slowdown: float) -> None:
         self._min_chunk = min_chunk
-        self._earning = MARGIN * (max_slowdown - 1)
+        self._earning = SAFETY * (max_slowdown - 1)
         self._decode_s: dict[int, deque[float]] = {}
         self._token_s: deque[float] = deque(maxlen=WINDOW)
         self._since_probe: dict[int, int] = {}
@@ -72,30 +72,30 @@ class PrefillBudget:
         since_probe = self._since_probe.get(bucket, MEASURE_EVERY)
         if since_probe >= MEASURE_EVERY:
             self._since_probe[bucket] = 0
-            self._earn(num_decode)
+            self._refill(num_decode)
             return 0
         self._since_probe[bucket] = since_probe + 1
         token_s = self.prefill_token_s
         if self.decode_step_s(num_decode) is None or token_s is None:
             return min(self._min_chunk, token_budget)  # to learn from
-        self._earn(num_decode)
+        self._refill(num_decode)
         if token_s <= 0:
             return token_budget
         affordable = int(self._credit_s / token_s + 1e-9)
         return min(affordable, token_budget) if affordable >= self._min_chunk else 0
 
-    def _earn(self, num_decode: int) -> None:
+    def _refill(self, num_decode: int) -> None:
         earned = self._earning * (self.decode_step_s(num_decode) or 0.0)
         cap = max(earned, self._min_chunk * (self.prefill_token_s or 0.0))
         self._credit_s = min(self._credit_s + earned, cap)
 
-    def planned(self, step: int, num_decode: int, num_prefill_tokens: int) -> None:
+    def charge(self, step: int, num_decode: int, num_prefill_tokens: int) -> None:
         """Spends the expected cost of a step that has just been planned; one that is not told of costs nothing."""
         if num_decode and num_prefill_tokens:
             self._charged_s[step] = num_prefill_tokens * (self.prefill_token_s or 0.0)
             self._credit_s -= self._charged_s[step]
 
-    def observe(
+    def record(
         self, step: int, num_decode: int, num_prefill_tokens: int, num_steps: int, duration_s: float | None
     ) -> None:
         """Learns from a step that took `duration_s` seconds (all `num_steps` of it together); None: not known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from torchax_serve.scheduler.page_pool import NULL_PAGE, expect_equal
+from torchax_serve.scheduler.page_pool import NULL_PAGE, check_equal
 
 PageHash = Callable[[int, tuple[int, ...], str], int]
 
@@ -106,7 +106,7 @@ class PrefixCache:
 
     def drop(self, group: int, page: int, node: PrefixNode) -> None:
         """Notes that `page` of `group` no longer has them."""
-        expect_equal("page that is dropped", node.pages[group], page)
+        check_equal("page that is dropped", node.pages[group], page)
         node.pages[group] = NULL_PAGE
         self.unpin(node)
 
@@ -123,8 +123,8 @@ class PrefixCache:
             uses[id(node)] = uses.get(id(node), 0) + sum(page != NULL_PAGE for page in node.pages)
             uses[id(node.parent)] = uses.get(id(node.parent), 0) + 1
         for node in [*self._nodes.values(), *self._roots.values()]:
-            expect_equal(f"uses of the prefix that ends in {node.tokens}", uses.pop(id(node)), node.num_uses)
-        expect_equal("uses of prefixes that are not in the index", {}, uses)
+            check_equal(f"uses of the prefix that ends in {node.tokens}", uses.pop(id(node)), node.num_uses)
+        check_equal("uses of prefixes that are not in the index", {}, uses)
         for group, by_page in enumerate(prefixes):
             held = {node.pages[group]: id(node) for node in self._nodes.values() if node.pages[group] != NULL_PAGE}
-            expect_equal(f"pages of group {group} in the index", {p: id(n) for p, n in by_page.items()}, held)
+            check_equal(f"pages of group {group} in the index", {p: id(n) for p, n in by_page.items()}, held)

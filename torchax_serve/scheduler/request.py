@@ -17,7 +17,7 @@ from torchax_serve.scheduler.types import MAX_TOKEN_ID, FinishReason, RequestId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class SchedulerRequest:
     """What is asked of the scheduler. Sampling parameters are not its business.
 
     Raises:
@@ -77,7 +77,7 @@ class Status(enum.Enum):
 class RequestState:
     """How far a request has come. Only the scheduler changes it."""
 
-    request: Request
+    request: SchedulerRequest
     rank: tuple[int, int]  # (priority, order of arrival): the lowest runs first and is preempted last
     tokens: list[int]  # prompt and outputs
     prompt_len: int
@@ -87,12 +87,12 @@ class RequestState:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     pages: SequencePages | None = None  # also holds the slot; kept after the end while steps are in flight
-    prefill_len: int = 0  # tokens known when it was given its slot; those from there on were sampled in the slot
+    num_prefill_tokens: int = 0  # tokens known when it was given its slot; those from there on were sampled in the slot
     num_computed: int = 0  # tokens whose keys and values are in the cache
     num_planned: int = 0  # the same once all steps in flight are done
     num_unread_tokens: int = 0  # sampled tokens that are not known yet
     num_in_flight: int = 0  # plans not yet committed that have a row of this request
-    publish_len: float = 0  # computed tokens with which the cache's book has something to note
+    published_len: float = 0  # computed tokens with which the cache's book has something to note
     arrived_step: int = 0  # the plan that was to be made next when it arrived
     started_step: int | None = None  # the same when it was given its first token
 
@@ -109,7 +109,7 @@ class RequestState:
     @property
     def wants_decode(self) -> bool:
         """Whether the next token to compute was sampled in the slot, and one more may be sampled after it."""
-        return self.prefill_len <= self.num_planned < self.max_total_len - 1
+        return self.num_prefill_tokens <= self.num_planned < self.max_total_len - 1
 
     @property
     def steps_to_recompute(self) -> float:
@@ -124,9 +124,9 @@ class RequestState:
     @property
     def wants_prefill(self) -> bool:
         """Whether tokens known at the start are still to be computed."""
-        return self.num_planned < self.prefill_len
+        return self.num_planned < self.num_prefill_tokens
 
-    def extend(self, sampled: tuple[int, ...]) -> bool:
+    def append_plain(self, sampled: tuple[int, ...]) -> bool:
         """Takes all tokens of a decode row, as most rows of most plans bring them.
 
         False, and nothing is taken, where the request has ended or begun anew, or may end with one of them.

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
-from torchax_serve.scheduler.page_pool import expect_equal
-from torchax_serve.scheduler.request import Request, RequestState, Status
+from torchax_serve.scheduler.page_pool import check_equal
+from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
 from torchax_serve.scheduler.step_plan import RowResult
 from torchax_serve.scheduler.types import FinishReason, RequestId
 
@@ -78,7 +78,7 @@ class RequestQueues:
         """The state of a request that has not ended; None if there is no such request."""
         return self._live.get(request_id)
 
-    def enter(self, request: Request) -> RequestState:
+    def add(self, request: SchedulerRequest) -> RequestState:
         """Lets a request wait.
 
         Raises:
@@ -120,48 +120,48 @@ class RequestQueues:
             self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
             heapq.heapify(self._deadlines)
 
-    def seat(self, state: RequestState, pages: SequencePages, num_computed: int) -> None:
+    def start(self, state: RequestState, pages: SequencePages, num_computed: int) -> None:
         """Lets a waiting request run on `pages`, the first `num_computed` tokens of which are in the cache."""
         self.waiting.remove(state)
         state.status, state.pages = Status.RUNNING, pages
         state.num_computed = state.num_planned = num_computed
-        state.publish_len = 0
-        state.prefill_len = len(state.tokens)
+        state.published_len = 0
+        state.num_prefill_tokens = len(state.tokens)
         self.running.add(state)
 
     def preempt(self, state: RequestState) -> None:
         """Lets a running request wait again, in its old place; what it has computed is given up."""
         self.running.remove(state)
         state.status = Status.PREEMPTED
-        state.num_computed = state.num_planned = state.prefill_len = 0
+        state.num_computed = state.num_planned = state.num_prefill_tokens = 0
         self.waiting.add(state)
         self.num_preemptions += 1
-        self._leave(state)
+        self._release_when_idle(state)
 
-    def end(self, state: RequestState, reason: FinishReason) -> None:
+    def finish(self, state: RequestState, reason: FinishReason) -> None:
         """Ends a live request."""
         is_waiting = state.status is not Status.RUNNING
         (self.waiting if is_waiting else self.running).remove(state)
         state.status, state.finish_reason = Status.FINISHED, reason
         del self._live[state.request.request_id]
         if state.pages is not None and state.pages.slot not in self._leaving:
-            self._leave(state)
+            self._release_when_idle(state)
 
-    def land(self, state: RequestState) -> None:
+    def step_done(self, state: RequestState) -> None:
         """Notes that one of the plans in flight with `state` is done with."""
         state.num_in_flight -= 1
         if not state.num_in_flight and state.pages is not None and state.pages.slot in self._leaving:
             del self._leaving[state.pages.slot]
-            self._vacate(state)
+            self._free_pages(state)
 
-    def _leave(self, state: RequestState) -> None:
+    def _release_when_idle(self, state: RequestState) -> None:
         assert state.pages is not None
         if state.num_in_flight:
             self._leaving[state.pages.slot] = state
         else:
-            self._vacate(state)
+            self._free_pages(state)
 
-    def _vacate(self, state: RequestState) -> None:
+    def _free_pages(self, state: RequestState) -> None:
         assert state.pages is not None
         self._book.release(state.pages)
         state.pages = None
@@ -175,7 +175,7 @@ class RequestQueues:
 
     def finish_outside_step(self, state: RequestState, reason: FinishReason) -> None:
         """Ends a live request outside of a commit and keeps its outcome until it is asked for."""
-        self.end(state, reason)
+        self.finish(state, reason)
         self.ended.append(RowResult(state.request.request_id, None, (), reason))
 
     def check_integrity(self, in_flight: list[RequestState]) -> None:
@@ -185,18 +185,18 @@ class RequestQueues:
             AssertionError: a request is lost, listed twice, or holds what it should not.
         """
         listed = [*self.waiting, *self.running]
-        expect_equal("live requests", sorted(map(id, self._live.values())), sorted(map(id, listed)))
+        check_equal("live requests", sorted(map(id, self._live.values())), sorted(map(id, listed)))
         for ranked in (self.waiting, self.running):
-            expect_equal("order of ranks", sorted(state.rank for state in ranked), [state.rank for state in ranked])
-        leaving = list(self._leaving.values())
-        for state in {id(state): state for state in [*listed, *leaving, *in_flight]}.values():
+            check_equal("order of ranks", sorted(state.rank for state in ranked), [state.rank for state in ranked])
+        draining = list(self._leaving.values())
+        for state in {id(state): state for state in [*listed, *draining, *in_flight]}.values():
             what = f"request {state.request.request_id!r}"
             num = sum(other is state for other in in_flight)
-            expect_equal(f"{what}: plans in flight", num, state.num_in_flight)
+            check_equal(f"{what}: plans in flight", num, state.num_in_flight)
             is_running = state.status is Status.RUNNING
-            holds = is_running or any(other is state for other in leaving)
-            expect_equal(f"{what}: holds pages", holds, state.pages is not None)
+            holds = is_running or any(other is state for other in draining)
+            check_equal(f"{what}: holds pages", holds, state.pages is not None)
             if is_running:
                 ahead = state.num_computed <= state.num_planned < len(state.tokens) + state.num_unread_tokens
-                expect_equal(f"{what}: computed <= planned < known", True, ahead)
-        self._book.check_integrity([s.pages for s in [*self.running, *leaving] if s.pages is not None])
+                check_equal(f"{what}: computed <= planned < known", True, ahead)
+        self._book.check_integrity([s.pages for s in [*self.running, *draining] if s.pages is not None])

@@ -18,7 +18,7 @@ from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_allocator import GroupUsage, PageAllocator
 from torchax_serve.scheduler.prefill_budget import PrefillBudget
 from torchax_serve.scheduler.prefix_cache import PageHash, page_hash
-from torchax_serve.scheduler.request import Request, RequestState, Status
+from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
 from torchax_serve.scheduler.request_queues import RequestQueues
 from torchax_serve.scheduler.step_plan import RowResult, StepPlan
 from torchax_serve.scheduler.step_planner import StepPlanner
@@ -71,14 +71,14 @@ class Scheduler:
         """Requests that have not ended."""
         return len(self._roster)
 
-    def add(self, request: Request) -> RequestState:
+    def add(self, request: SchedulerRequest) -> RequestState:
         """Lets `request` wait for its turn; the state is for looking at.
 
         Raises:
             InvalidArgumentError: it can never run (prompt and one token exceed `max_len`, or all pages of a group),
                 its id is that of a live request, or it is no fork of the request it names.
         """
-        state = self._roster.enter(request)
+        state = self._roster.add(request)
         state.arrived_step = self._planner.num_planned
         return state
 
@@ -93,7 +93,7 @@ class Scheduler:
         """
         state = self._roster.find(request_id)
         if state is not None:
-            self._roster.end(state, reason)
+            self._roster.finish(state, reason)
         return state is not None
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -109,7 +109,7 @@ class Scheduler:
         self._flights.append(_Flight(*planned))
         return planned[0]
 
-    def expected_s(self, plan: StepPlan) -> float:
+    def expected_seconds(self, plan: StepPlan) -> float:
         """Seconds that a plan that only decodes should take, by those before it; 0 where nothing is known."""
         return plan.num_steps * (self._pacer.decode_step_s(plan.num_decode) or 0.0)
 
@@ -137,47 +137,51 @@ class Scheduler:
         if duration_s is not None and not duration_s >= 0:
             raise invalid("duration_s", "seconds >= 0", duration_s, "None if it was not measured")
         flight = self._flights.popleft()
-        self._pacer.observe(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
+        self._pacer.record(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
         outcomes = []
         num_plain = plan.num_decode if (sampled[: plan.num_decode] >= 0).all() else 0
         by_row = zip(*sampled.T.tolist(), strict=True)  # tuples cost less than as many lists
         for index, (state, row_tokens) in enumerate(zip(flight.states, by_row, strict=True)):
-            if index < num_plain and state.extend(row_tokens):
-                if state.num_computed >= state.publish_len:
+            if index < num_plain and state.append_plain(row_tokens):
+                if state.num_computed >= state.published_len:
                     self._publish(state, state.num_computed)
                 self.num_new_tokens += plan.num_steps
                 outcomes.append(RowResult(state.request.request_id, index, row_tokens, None))
                 continue
             if state.status is not Status.FINISHED:
-                outcome = self._settle(plan, index, state, row_tokens)
+                outcome = self._apply_result(plan, index, state, row_tokens)
                 if outcome is not None:
                     outcomes.append(outcome)
-            self._roster.land(state)
+            self._roster.step_done(state)
         self._roster.expire(now)
         return outcomes
 
-    def _settle(self, plan: StepPlan, index: int, state: RequestState, sampled: tuple[int, ...]) -> RowResult | None:
+    def _apply_result(
+        self, plan: StepPlan, index: int, state: RequestState, sampled: tuple[int, ...]
+    ) -> RowResult | None:
         """Takes a row's result: tokens up to the one that ends the request, and the cache that is now computed."""
         row = plan.rows[index]
         reason: FinishReason | None = None
         accepted: tuple[int, ...] = ()
-        if row.samples:
+        if row.samples_token:
             state.num_unread_tokens -= plan.num_steps
-            accepted, reason = self._accept(state, sampled)
-        num_computed = row.start + row.num_tokens + max(0, len(accepted) - 1)
+            accepted, reason = self._accept_tokens(state, sampled)
+        num_computed = row.context_len + row.num_tokens + max(0, len(accepted) - 1)
         if reason != "error":
             self._publish(state, num_computed)
         if state.status is Status.RUNNING:
             state.num_computed = num_computed
         if reason is not None:
-            self._roster.end(state, reason)
-        return RowResult(row.request_id, index, accepted, reason) if row.samples else None
+            self._roster.finish(state, reason)
+        return RowResult(row.request_id, index, accepted, reason) if row.samples_token else None
 
     def _publish(self, state: RequestState, num_computed: int) -> None:
         assert state.pages is not None
-        state.publish_len = self._book.publish(state.pages, state.tokens, num_computed)
+        state.published_len = self._book.publish_prefix(state.pages, state.tokens, num_computed)
 
-    def _accept(self, state: RequestState, sampled: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+    def _accept_tokens(
+        self, state: RequestState, sampled: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
         """Gives the request its tokens, up to the one that ends it; those and the reason, if one does."""
         request, tokens = state.request, state.tokens
         num_new, room = len(tokens) - state.prompt_len, state.max_total_len - len(tokens)
@@ -211,13 +215,13 @@ class Scheduler:
                 f"plan: expected one in flight, got step {plan.step}; it was committed or failed"
             )
         self._flights.remove(flight)
-        self._pacer.observe(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, None)
+        self._pacer.record(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, None)
         outcomes = []
         for index, (row, state) in enumerate(zip(plan.rows, flight.states, strict=True)):
             if state.status is not Status.FINISHED:
-                self._roster.end(state, reason)
+                self._roster.finish(state, reason)
                 outcomes.append(RowResult(row.request_id, index, (), reason))
-            self._roster.land(state)
+            self._roster.step_done(state)
         return outcomes
 
     def pop_finished(self) -> list[RowResult]:
@@ -225,9 +229,9 @@ class Scheduler:
         ended, self._roster.ended = self._roster.ended, []
         return ended
 
-    def forget_prefixes(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
-        self._book.forget_prefixes()
+        self._book.clear_prefix_cache()
 
     def stats(self) -> SchedulerStats:
         """Counts for people to look at."""

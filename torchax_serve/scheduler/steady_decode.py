@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchax_serve.scheduler.page_allocator import PageAllocator
-from torchax_serve.scheduler.page_pool import expect_equal
+from torchax_serve.scheduler.page_pool import check_equal
 from torchax_serve.scheduler.request import RequestState
 from torchax_serve.scheduler.request_queues import PriorityList
 from torchax_serve.scheduler.step_plan import DecodeBatch
@@ -40,10 +40,10 @@ class SteadyDecodeBatch:
             max(to_come),
         )  # steps until a request, or all, have their tokens
         self.first_recompute = min(state.steps_to_recompute for state in states)  # steps until one is computed anew
-        self._room = self._least_room()
+        self._free_steps = self._least_room()
 
     @property
-    def hold(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether the same requests run as at the beginning."""
         return self._num_changes == self._running.num_changes
 
@@ -51,9 +51,9 @@ class SteadyDecodeBatch:
         """Steps for which every row has pages."""
         return int((self._num_pages * self._page_len - self._starts).min())
 
-    def grow(self, num_steps: int, book: PageAllocator) -> bool:
+    def reserve(self, num_steps: int, book: PageAllocator) -> bool:
         """Gives every row pages for `num_steps` more tokens; False, and nothing is given, if there are too few."""
-        if num_steps <= self._room:
+        if num_steps <= self._free_steps:
             return True
         missing = -(-(self._starts + num_steps) // self._page_len) - self._num_pages
         if missing.sum() > book.num_available:
@@ -62,7 +62,7 @@ class SteadyDecodeBatch:
             book.append_pages([self._pages[row] for row in rows.tolist()], self._slots[rows], self._num_pages[rows])
             self._num_pages[rows] += 1
             missing[rows] -= 1
-        self._room = self._least_room()
+        self._free_steps = self._least_room()
         return True
 
     def advance(self, num_steps: int) -> DecodeBatch:
@@ -77,7 +77,7 @@ class SteadyDecodeBatch:
         self.steps_to_first_finish -= num_steps
         self.steps_to_last_finish -= num_steps
         self.first_recompute -= num_steps
-        self._room -= num_steps
+        self._free_steps -= num_steps
         return rows
 
     def check_integrity(self) -> None:
@@ -92,4 +92,4 @@ class SteadyDecodeBatch:
             "pages": (self._num_pages, [pages.num_pages for pages in self._pages]),
         }
         for name, (array, expected) in columns.items():
-            expect_equal(f"{name} of standing rows", expected, array.tolist())
+            check_equal(f"{name} of standing rows", expected, array.tolist())

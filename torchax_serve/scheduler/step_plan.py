@@ -20,10 +20,10 @@ class PlanRow(NamedTuple):
 
     request_id: RequestId
     slot: int
-    start: int
+    context_len: int
     num_tokens: int
     token_ids: tuple[int, ...] | None  # None: a decode row, its token is the slot's last sampled one, on the device
-    samples: bool  # whether a token is sampled after the row's last one
+    samples_token: bool  # whether a token is sampled after the row's last one
     rope_len: int = 0  # a length that rotary frequencies of its tokens are at least for; 0: each token's own
 
     @property

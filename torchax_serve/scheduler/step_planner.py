@@ -54,12 +54,12 @@ class StepPlanner:
 
     def plan(self) -> tuple[StepPlan, list[RequestState]] | None:
         """The next plan and the states of its rows; None if no row can be planned now."""
-        return self._plan_again() or self._plan_anew()
+        return self._repeat_last_plan() or self._plan()
 
-    def _plan_again(self) -> tuple[StepPlan, list[RequestState]] | None:
+    def _repeat_last_plan(self) -> tuple[StepPlan, list[RequestState]] | None:
         """A plan with the rows of the last one; None if anything is to be decided."""
         standing = self._standing
-        if standing is None or not standing.hold or self._roster.waiting:
+        if standing is None or not standing.is_valid or self._roster.waiting:
             return None
         if standing.steps_to_first_finish <= 0 or standing.first_recompute <= 0:
             return None
@@ -67,10 +67,10 @@ class StepPlanner:
         num_steps = self._steps_within(
             num_decode, standing.longest, standing.steps_to_last_finish, standing.first_recompute
         )
-        if not standing.grow(num_steps, self._book):
+        if not standing.reserve(num_steps, self._book):
             return None
         self._pacer.limit(num_decode, self._config.token_budget - num_decode)  # which counts steps
-        return self._made(standing.advance(num_steps), num_decode, num_steps), standing.states
+        return self._build(standing.advance(num_steps), num_decode, num_steps), standing.states
 
     def check_integrity(self) -> None:
         """Checks what is kept of the last plan.
@@ -78,10 +78,10 @@ class StepPlanner:
         Raises:
             AssertionError: it differs from the states of the requests.
         """
-        if self._standing is not None and self._standing.hold:
+        if self._standing is not None and self._standing.is_valid:
             self._standing.check_integrity()
 
-    def _plan_anew(self) -> tuple[StepPlan, list[RequestState]] | None:
+    def _plan(self) -> tuple[StepPlan, list[RequestState]] | None:
         num_decode, prompt = 0, None
         for state in self._roster.running:
             if state.wants_decode:
@@ -108,12 +108,12 @@ class StepPlanner:
         running, rows = self._roster.running, (*draft.decode_rows, *draft.prefill_rows)
         if len(draft.decoding) == len(running) and not self._roster.waiting:
             self._standing = SteadyDecodeBatch(states, running, self._config.page_len)
-        plan = self._made(rows, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
+        plan = self._build(rows, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
         if not is_burst:
-            self._pacer.planned(plan.step, plan.num_decode, plan.num_prefill_tokens)
+            self._pacer.charge(plan.step, plan.num_decode, plan.num_prefill_tokens)
         return plan, states
 
-    def _made(
+    def _build(
         self,
         rows: Sequence[PlanRow],
         num_decode: int,
@@ -137,7 +137,7 @@ class StepPlanner:
         """`limit` prompt tokens and as many as cost nothing more, because the step would be padded with them."""
         if not limit:
             return 0
-        fits = next((rung for rung in self._config.token_rungs if rung >= num_decode + limit), num_decode + limit)
+        fits = next((rung for rung in self._config.token_buckets if rung >= num_decode + limit), num_decode + limit)
         return min(fits - num_decode, budget)
 
     def _burst_age(self, prompt: RequestState | None) -> int | None:
@@ -166,7 +166,7 @@ class StepPlanner:
             start, pages = state.num_planned, state.pages
             if state.status is not Status.RUNNING:
                 continue  # it had to make room
-            if start < state.prefill_len:
+            if start < state.num_prefill_tokens:
                 self._continue_prefill(draft, state)
             elif start < state.max_total_len - 1 and not holds_decode:
                 assert pages is not None
@@ -217,20 +217,20 @@ class StepPlanner:
 
     def _continue_prefill(self, draft: _PlanBuilder, state: RequestState) -> None:
         chunk_len = 0
-        if draft.prefill_left and (self._config.packed or not draft.prefill_rows):
-            wanted = min(draft.prefill_left, state.prefill_len - state.num_planned)
+        if draft.prefill_left and (self._config.batches_prefill or not draft.prefill_rows):
+            wanted = min(draft.prefill_left, state.num_prefill_tokens - state.num_planned)
             grown = self._grow(state, state.num_planned + self._config.chunk_len(wanted))
             chunk_len = self._config.chunk_len(grown - state.num_planned)
             if chunk_len:
                 self._add_prefill_row(draft, state, chunk_len)
         if state.wants_prefill and state.pages is not None:
-            missing = state.pages.missing(self._config, state.prefill_len)
+            missing = state.pages.pages_missing(self._config, state.num_prefill_tokens)
             draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
 
     def _add_prefill_row(self, draft: _PlanBuilder, state: RequestState, num_tokens: int) -> None:
         assert state.pages is not None
         start, end = state.num_planned, state.num_planned + num_tokens
-        samples = end == state.prefill_len
+        samples = end == state.num_prefill_tokens
         ids = tuple(state.tokens[start:end])
         row = PlanRow(state.request.request_id, state.pages.slot, start, num_tokens, ids, samples, state.rope_len)
         draft.prefill_rows.append(row)
@@ -258,16 +258,16 @@ class StepPlanner:
             pages = self._open(draft, state, parent)
             if pages is None:
                 return
-            wanted = min(draft.prefill_left, state.prefill_len - state.num_planned)
+            wanted = min(draft.prefill_left, state.num_prefill_tokens - state.num_planned)
             length = self._book.max_growth(pages, state.num_planned + self._config.chunk_len(wanted))
             self._book.grow(pages, length)
             self._add_prefill_row(draft, state, self._config.chunk_len(length - state.num_planned))
-            missing = pages.missing(self._config, state.prefill_len)
+            missing = pages.pages_missing(self._config, state.num_prefill_tokens)
             draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
 
     def _is_full(self, draft: _PlanBuilder) -> bool:
         has_seat = self._book.num_free_slots and len(self._roster.running) < self._config.max_running
-        return not (has_seat and draft.prefill_left and (self._config.packed or not draft.prefill_rows))
+        return not (has_seat and draft.prefill_left and (self._config.batches_prefill or not draft.prefill_rows))
 
     def _parent(self, state: RequestState) -> RequestState | None:
         """The request whose computed prompt `state` can begin with, now or later; None if it must begin by itself."""
@@ -295,12 +295,12 @@ class StepPlanner:
         else:
             salt = self._config.prefix_salt(state.request.salt, state.rope_len)
             shares = state.request.cache_prompt
-            match = self._book.match(state.tokens, salt, shares)
+            match = self._book.match_prefix(state.tokens, salt, shares)
             if not self._book.can_allocate(match, len(state.tokens), spare):
                 return None
-            pages = self._book.open(match, salt, shares)
+            pages = self._book.allocate_slot(match, salt, shares)
             num_computed = len(match.nodes) * self._config.page_len
-        self._roster.seat(state, pages, num_computed)
+        self._roster.start(state, pages, num_computed)
         draft.fresh_slots.append(pages.slot)
         self.num_prompt_tokens += len(state.tokens)
         self.num_hit_tokens += num_computed

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from model_adapters.errors import InvalidArgumentError, QueueFullError
 from torchax_serve.sampling_params import MAX_SEED, SamplingParams
 from torchax_serve.text.call_hints import refuse_unknown
-from torchax_serve.text.prompt import Request, TextModel, detokenizer_of, encode_prompt, make_request
+from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
 from torchax_serve.text.text_stream import TextStream, new_tokens
 from torchax_serve.validation.argument_checks import is_list
 
@@ -100,14 +100,14 @@ def generate_batch(
 
 def _numbered_request(
     model: TextModel, index: int, prompt: str | Sequence[int], params: SamplingParams | None
-) -> Request:
+) -> PreparedPrompt:
     try:
         return make_request(model, encode_prompt(model, prompt), params)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"prompts[{index}]: {error}") from error
 
 
-def _answers(request: Request) -> list[Request]:
+def _answers(request: PreparedPrompt) -> list[PreparedPrompt]:
     """A request for each answer."""
     num_answers = request.generation_config.num_return_sequences or 1
     if num_answers == 1:

@@ -57,7 +57,7 @@ class TextModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Request:
+class PreparedPrompt:
     """One prompt with everything decided.
 
     Attributes:
@@ -89,7 +89,7 @@ def make_request(
     params: SamplingParams | None,
     *,
     default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-) -> Request:
+) -> PreparedPrompt:
     """Checks `prompt_ids` against `model` and merges `params` with the model's own generation config.
 
     Where neither says how long the answer may be, it ends after `default_max_new_tokens` or with the model's positions.
@@ -106,7 +106,7 @@ def make_request(
         has_encoder = getattr(model.config, "is_encoder_decoder", False)  # which has read the prompt
         room = default_max_new_tokens if limit is None else max(1, limit - (1 if has_encoder else len(ids)))
         config.max_new_tokens = min(default_max_new_tokens, room)
-    return Request(ids, config, stop_strings, params.seed, params)
+    return PreparedPrompt(ids, config, stop_strings, params.seed, params)
 
 
 def given_or_default(params: SamplingParams | None) -> SamplingParams:

@@ -13,7 +13,7 @@ from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelErro
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.call_hints import refuse_unknown
 from torchax_serve.text.detokenizer import Detokenizer, NoText, StopStrings
-from torchax_serve.text.prompt import Request, TextModel, detokenizer_of, encode_prompt, make_request
+from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
@@ -53,7 +53,7 @@ class TextStream(Iterator[str]):
 
     def __init__(
         self,
-        request: Request,
+        request: PreparedPrompt,
         detokenizer: Detokenizer | NoText,
         tokens: Iterator[int],
         clock: Callable[[], float] = time.perf_counter,
@@ -216,7 +216,7 @@ def stream(
     return start_stream(model, make_request(model, encode_prompt(model, prompt), params))
 
 
-def start_stream(model: TextModel, request: Request) -> TextStream:
+def start_stream(model: TextModel, request: PreparedPrompt) -> TextStream:
     """The `TextStream` of a checked request."""
     if (request.generation_config.num_return_sequences or 1) > 1:
         raise UnsupportedArgumentError(
@@ -226,7 +226,7 @@ def start_stream(model: TextModel, request: Request) -> TextStream:
     return TextStream(request, detokenizer, new_tokens(model, request))
 
 
-def new_tokens(model: TextModel, request: Request) -> Iterator[int]:
+def new_tokens(model: TextModel, request: PreparedPrompt) -> Iterator[int]:
     """The core's iterator over the new tokens of `request`."""
     # Stop strings stay here: the core would also find one that begins in the prompt.
     kwargs: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}

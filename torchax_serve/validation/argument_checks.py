@@ -30,7 +30,7 @@ _SMALLEST_NORMAL = 2.0**-126  # float32; the device takes what is smaller for ze
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ValueRange:
     """The values that an option may take: an interval, and whether they are whole numbers."""
 
     low: float
@@ -199,5 +199,5 @@ def check_text(name: str, value: str, most: int = MAX_TEXT_LEN) -> None:
         ) from None
 
 
-TOKEN_ID = Limits(0, MAX_INT, whole=True)
-_LOGIT_BIAS = Limits(-100, 100)
+TOKEN_ID = ValueRange(0, MAX_INT, whole=True)
+_LOGIT_BIAS = ValueRange(-100, 100)

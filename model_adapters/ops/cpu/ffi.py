@@ -219,7 +219,7 @@ def _attend(
 
 
 @contextlib.contextmanager
-def one_order(wanted: bool = True) -> Iterator[None]:
+def batch_invariant(wanted: bool = True) -> Iterator[None]:
     """Products traced inside sum in one order for any number of rows: each row's are the same whatever is beside it.
 
     Else up to four rows of a 16-bit type are summed in an order of their own, which reads weights a third faster.

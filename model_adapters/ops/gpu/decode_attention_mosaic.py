@@ -90,14 +90,14 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """The op's kernel for Hopper; the new token is written before, by a scatter of rows that XLA keeps in place."""
     # Imported where it is needed: the lowering takes longer to import than all the rest of the ops.
-    from model_adapters.ops.gpu.mosaic_kernel import Sizes, attend
+    from model_adapters.ops.gpu.mosaic_kernel import StageSizes, attend
 
     pool = write_token(k, v, pool, page_table, lens, k_scale, v_scale)
     batch, query_heads, dim = q.shape
     num_pages, heads, page, _ = pool.shape
     group, capacity = query_heads // heads, page_table.shape[1] * page
     reach = capacity if window is None else min(capacity, window)
-    sizes = Sizes(
+    sizes = StageSizes(
         dim,
         v.shape[2],
         page,

@@ -12,7 +12,15 @@ from jax.experimental.pallas import triton as plgpu
 
 from model_adapters.ops import registry
 from model_adapters.ops.gpu.split_kv import num_splits, round_up_to_power
-from model_adapters.ops.gpu.triton_kernel import Features, Inputs, Program, Tile, combine_kernel, kernel, pieces
+from model_adapters.ops.gpu.triton_kernel import (
+    Inputs,
+    Tile,
+    TritonFeatures,
+    TritonProgram,
+    combine_kernel,
+    kernel,
+    pieces,
+)
 
 NAME = "gpu-triton"
 MIN_ROWS = 16  # and least keys: no product on tensor cores is smaller
@@ -70,11 +78,11 @@ def least_rows(group: int) -> int:
 
 def features_of(
     q: jax.Array, pool: jax.Array, *, scale: float, window: int | None, softcap: float | None, has_prefix: bool
-) -> Features:
+) -> TritonFeatures:
     """The call's features; float32 queries on a narrower pool are three terms in bfloat16."""
     has_terms = q.dtype == jnp.float32 and pool.dtype != jnp.float32
     dtype, num_terms = (jnp.dtype(jnp.bfloat16), 3) if has_terms else (q.dtype, 1)
-    return Features(dtype, num_terms, scale, window, softcap, has_prefix)
+    return TritonFeatures(dtype, num_terms, scale, window, softcap, has_prefix)
 
 
 def tile_for(
@@ -107,7 +115,7 @@ def attend(
     v_scale: jax.Array | None,
     *,
     value_dim: int,
-    features: Features,
+    features: TritonFeatures,
     tile: Tile,
     name: str,
 ) -> jax.Array:
@@ -129,7 +137,7 @@ def attend(
     def body(*refs: Any) -> None:
         inputs = Inputs(*refs[:4], **dict(zip(given, refs[4:], strict=False)))
         out, logs = (*refs[len(arrays) :], None)[:2]
-        kernel(Program(inputs, features, tile, heads, page, page_table.shape[1], dim, value_dim), out, logs)
+        kernel(TritonProgram(inputs, features, tile, heads, page, page_table.shape[1], dim, value_dim), out, logs)
 
     made = pl.pallas_call(
         body,

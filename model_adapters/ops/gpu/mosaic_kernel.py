@@ -27,7 +27,7 @@ SHARED_BYTES = 224 << 10  # of a program, less what barriers and alignment take
 
 
 @dataclass(frozen=True)
-class Sizes:
+class StageSizes:
     """Sizes and features of a call."""
 
     dim: int
@@ -53,10 +53,10 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Program:
+class MosaicProgram:
     """One program of the kernel: a row, a kv head and a split; its references and sizes."""
 
-    sizes: Sizes
+    sizes: StageSizes
     q: Any  # [B, H, R, D]
     pool: Any  # [P, H, page, W]
     table: Any  # int32[B, pages_per_seq]
@@ -160,7 +160,7 @@ class Program:
 
 
 def attend(
-    q: jax.Array, pool: jax.Array, page_table: jax.Array, lens: jax.Array, starts: jax.Array, sizes: Sizes
+    q: jax.Array, pool: jax.Array, page_table: jax.Array, lens: jax.Array, starts: jax.Array, sizes: StageSizes
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over each split, and the logarithms to base 2 of its sums of weights, `MASKED` where it is empty.
 
@@ -179,7 +179,7 @@ def attend(
     grid = (*q.shape[:2], sizes.num_splits)
     stages = (sizes.num_stages, NUM_KEYS)
     outs, logs = plgpu.kernel(
-        lambda *refs: Program(sizes, *refs)(),
+        lambda *refs: MosaicProgram(sizes, *refs)(),
         out_type=[
             jax.ShapeDtypeStruct((*grid, q.shape[2], sizes.value_dim), jnp.float32),
             jax.ShapeDtypeStruct((*grid, NUM_ROWS), jnp.float32),

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from model_adapters.ops.gpu.split_kv import LOG2_E, MASKED, NOTHING
-from model_adapters.ops.gpu.work_items import FIELDS, Item
+from model_adapters.ops.gpu.work_items import FIELDS, SplitKVItem
 
 Carry = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]  # largest score [R], sum of weights [R], weighted values
 
@@ -50,7 +50,7 @@ def pieces(dim: int) -> tuple[Piece, ...]:
 
 
 @dataclass(frozen=True)
-class Features:
+class TritonFeatures:
     """What is done to scores, and the dtype of the products' operands."""
 
     dtype: Any
@@ -89,7 +89,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryRows:
     """Of each of a program's rows: its token, query head and position, and whether it is the item's own."""
 
     token: jax.Array
@@ -131,11 +131,11 @@ def product(rows: list[jax.Array], matrix: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Program:
+class TritonProgram:
     """One program of the kernel: an item, a kv head and a split."""
 
     refs: Inputs
-    features: Features
+    features: TritonFeatures
     tile: Tile
     heads: int
     page: int
@@ -143,16 +143,16 @@ class Program:
     dim: int
     value_dim: int
 
-    def rows(self, item: Item, head: Any) -> Rows:
+    def rows(self, item: SplitKVItem, head: Any) -> QueryRows:
         """The rows of `item` for kv head `head`: query by query, the heads of a group side by side."""
         row = lax.iota(jnp.int32, self.tile.num_rows)
         query = lax.div(row, jnp.int32(self.tile.group))
         token = item.begin + query
         own = (token < item.end) & (query < self.tile.num_queries)
         token = jnp.where(own, token, self.refs.q.shape[0])  # out of bounds where masked, so that no two coincide
-        return Rows(token, head * self.tile.group + row - query * self.tile.group, token + item.shift, own)
+        return QueryRows(token, head * self.tile.group + row - query * self.tile.group, token + item.shift, own)
 
-    def block_list(self, item: Item) -> tuple[Any, Any, Any, Any]:
+    def block_list(self, item: SplitKVItem) -> tuple[Any, Any, Any, Any]:
         """The item's blocks are those of the prefix and then those from `low` to `high`, none twice.
 
         Returns begin and end of this split in that list, how many of the list are prefix, and the block after those.
@@ -171,7 +171,7 @@ class Program:
         begin = pl.program_id(2) * share
         return begin, jnp.minimum(begin + share, total), num_prefix, rest
 
-    def visible(self, item: Item, key: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def visible(self, item: SplitKVItem, key: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Which keys ``[n]`` the item is to be shown, and which of them ``[R, n]`` each row sees."""
         seen = key >= item.low
         if self.features.has_prefix:
@@ -188,7 +188,7 @@ class Program:
             causal = causal | (key < item.prefix)[None, :]
         return seen, by_row & causal & (position >= 0)[:, None]
 
-    def scores(self, products: jax.Array, head: Any, rows: Rows, key: jax.Array) -> jax.Array:
+    def scores(self, products: jax.Array, head: Any, rows: QueryRows, key: jax.Array) -> jax.Array:
         """Scores for powers of two, out of the products of queries and keys."""
         scale = self.features.scale
         factor = jnp.float32(scale if self.features.softcap is None else scale / self.features.softcap)
@@ -202,7 +202,7 @@ class Program:
             scores = scores + slope[:, None] * (key[None, :] - rows.position[:, None]).astype(jnp.float32)
         return scores
 
-    def run(self, item: Item, head: Any, rows: Rows) -> Carry:
+    def run(self, item: SplitKVItem, head: Any, rows: QueryRows) -> Carry:
         """All blocks of this split."""
         refs, tile, dtype, count = self.refs, self.tile, self.features.dtype, self.features.num_terms
         key_pieces, value_pieces = pieces(self.dim), pieces(self.value_dim)
@@ -239,7 +239,7 @@ class Program:
         top = jnp.full((tile.num_rows,), NOTHING, jnp.float32)
         return lax.fori_loop(begin, end, step, (top, jnp.zeros((tile.num_rows,), jnp.float32), sums))
 
-    def store(self, ref: Any, index: tuple[Any, ...], rows: Rows, parts: list[jax.Array]) -> None:
+    def store(self, ref: Any, index: tuple[Any, ...], rows: QueryRows, parts: list[jax.Array]) -> None:
         """Writes rows of values at ``ref[*index, token, head]``."""
         for piece, part in zip(pieces(self.value_dim), parts, strict=True):
             column = piece.begin + lax.broadcasted_iota(jnp.int32, (1, piece.size), 1)
@@ -248,14 +248,14 @@ class Program:
             plgpu.store(at, part.astype(ref.dtype), mask=keep)
 
 
-def kernel(program: Program, out: Any, logs: Any) -> None:
+def kernel(program: TritonProgram, out: Any, logs: Any) -> None:
     """Attention of one item and kv head.
 
     Without splits the output ``[T, Hq, Dv]`` is written. Else `out` is ``float32[splits, T, Hq, Dv]`` and gets that of
     the split alone, and `logs` ``float32[splits, T, Hq]`` the logarithm, to base 2, of its sum of weights.
     """
     index, head = pl.program_id(0), pl.program_id(1)
-    item = Item(*(program.refs.items[index, i] for i in range(len(FIELDS))))
+    item = SplitKVItem(*(program.refs.items[index, i] for i in range(len(FIELDS))))
     rows = program.rows(item, head)
     top, total, sums = program.run(item, head, rows)
     if logs is None and program.refs.sinks is not None:

@@ -16,7 +16,7 @@ FIELDS = ("seq", "begin", "end", "shift", "low", "high", "prefix")
 
 
 @dataclass(frozen=True)
-class Item:
+class SplitKVItem:
     """Tokens ``[begin, end)`` of the packed axis, of sequence `seq`, at positions ``shift`` more.
 
     The keys are positions ``[low, high)``, and ``[0, prefix)`` as far as that is below `high`.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
-from torchax_serve.cli.shared.terminal import note
+from torchax_serve.cli.shared.terminal import print_note
 
 MOST_MESSAGES = 1000
 """That are read; twice as many may lie in the file before the oldest are dropped."""
@@ -29,7 +29,7 @@ def private_history() -> History:
         return PrivateHistory(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         reason = getattr(error, "strerror", None) or error
-        note(f"what is typed is not kept for the next time: {reason} (--no-history leaves this note out)")
+        print_note(f"what is typed is not kept for the next time: {reason} (--no-history leaves this note out)")
         return InMemoryHistory()
 
 

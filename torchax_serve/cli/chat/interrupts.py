@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchax_serve.cli.shared.errors import EXIT_INTERRUPTED
-from torchax_serve.cli.shared.terminal import is_terminal, note, show_keys
+from torchax_serve.cli.shared.terminal import is_terminal, print_note, show_keys
 
 _GRACE_S = 1.0  # what the interpreter gets to raise KeyboardInterrupt by itself
 _SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
@@ -102,7 +102,7 @@ class _Watch:
             presses += 1
             if presses >= self._leave_at:
                 _leave()
-            note("waiting for a compilation to end; Ctrl-C once more leaves the program")
+            print_note("waiting for a compilation to end; Ctrl-C once more leaves the program")
 
 
 def _leave() -> None:

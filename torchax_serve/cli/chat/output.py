@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 
-from torchax_serve.cli.shared.terminal import harmless, hidden_keys, is_terminal, note, passing_note
+from torchax_serve.cli.shared.terminal import hidden_keys, is_terminal, passing_note, print_note, strip_control_chars
 from torchax_serve.text.text_stream import GenerationStats, TextStream
 
 
@@ -45,9 +45,9 @@ def write_answer(answer: TextStream, *, model_name: str, as_json: bool) -> None:
             answer.close()
             if is_terminal(sys.stdout):
                 print(flush=True)  # the line holds half an answer, or the ^C that the terminal shows
-            note(stats_line(answer.stats))
+            print_note(stats_line(answer.stats))
             raise
-    note(stats_line(answer.stats))
+    print_note(stats_line(answer.stats))
 
 
 def as_object(answer: TextStream, model_name: str) -> dict[str, object]:
@@ -66,7 +66,7 @@ def _write_pieces(answer: TextStream) -> None:
     with passing_note("reading the prompt (a new shape is compiled first) ...") as take_note_away:
         for piece in answer:
             take_note_away()
-            last = harmless(piece) if on_terminal else piece
+            last = strip_control_chars(piece) if on_terminal else piece
             sys.stdout.write(last)
             sys.stdout.flush()
     if not last.endswith("\n"):

@@ -13,7 +13,7 @@ from torchax_serve.cli.chat.input import ReadMessage
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.chat.output import write_answer
 from torchax_serve.cli.shared.errors import one_line, print_error
-from torchax_serve.cli.shared.terminal import note
+from torchax_serve.cli.shared.terminal import print_note
 
 COMMANDS = {
     "help": ("", "this text"),
@@ -51,7 +51,7 @@ class InteractiveChat:
         self._as_json = as_json
         self._saved_to: set[Path] = set()
         self._commands = {
-            "help": lambda argument: note(HELP),
+            "help": lambda argument: print_note(HELP),
             "reset": self._reset,
             "system": self._system,
             "image": self._image,
@@ -61,12 +61,12 @@ class InteractiveChat:
 
     def run(self) -> None:
         """Reads and answers until the user leaves."""
-        note("/help lists the commands, Ctrl-D leaves")
+        print_note("/help lists the commands, Ctrl-D leaves")
         while True:
             try:
                 text = self._read_message()
             except KeyboardInterrupt:
-                note("Ctrl-D or /quit leaves")
+                print_note("Ctrl-D or /quit leaves")
                 continue
             except EOFError:
                 return
@@ -84,7 +84,7 @@ class InteractiveChat:
     def _answer(self, text: str) -> None:
         num_forgotten = self._conversation.make_room(text)
         if num_forgotten:
-            note(f"the conversation outgrew the model's memory: its oldest {num_forgotten} messages are left out")
+            print_note(f"the conversation outgrew the model's memory: its oldest {num_forgotten} messages are left out")
         answer = None
         try:
             with prompt_interrupts(leave_at=2):
@@ -100,35 +100,35 @@ class InteractiveChat:
         command = self._commands.get(name)
         if command is None:
             near = difflib.get_close_matches(name, COMMANDS, n=1)
-            note(f"there is no command /{name}; " + (f"did you mean /{near[0]}?" if near else "/help lists them"))
+            print_note(f"there is no command /{name}; " + (f"did you mean /{near[0]}?" if near else "/help lists them"))
             return
         command(argument)
 
     def _reset(self, argument: str) -> None:
         self._conversation.reset()
-        note("the conversation begins anew")
+        print_note("the conversation begins anew")
 
     def _system(self, argument: str) -> None:
         if not argument:
-            note(f"system prompt: {self._conversation.system or 'none'}")
+            print_note(f"system prompt: {self._conversation.system or 'none'}")
             return
         self._conversation.set_system(None if argument == "off" else argument)
-        note("system prompt " + ("taken away" if argument == "off" else "set"))
+        print_note("system prompt " + ("taken away" if argument == "off" else "set"))
 
     def _image(self, argument: str) -> None:
         if not argument:
-            note("/image needs the name of a file")
+            print_note("/image needs the name of a file")
             return
         self._conversation.attach(Path(argument).expanduser())
-        note(f"{Path(argument).name} goes with your next message")
+        print_note(f"{Path(argument).name} goes with your next message")
 
     def _stats(self, argument: str) -> None:
         stats = self._conversation.model.stats()
-        note("nothing has been asked yet" if stats is None else str(stats))
+        print_note("nothing has been asked yet" if stats is None else str(stats))
 
     def _save(self, argument: str) -> None:
         if not argument:
-            note("/save needs the name of a file")
+            print_note("/save needs the name of a file")
             return
         path = Path(argument).expanduser()
         if path.exists() and path.absolute() not in self._saved_to:
@@ -141,4 +141,4 @@ class InteractiveChat:
             print_error(f"cannot write {path}: {error.strerror}; choose another place")
             return
         self._saved_to.add(path.absolute())
-        note(f"{len(messages)} messages written to {path}")
+        print_note(f"{len(messages)} messages written to {path}")

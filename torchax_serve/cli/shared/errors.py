@@ -120,7 +120,7 @@ def run_and_report(function: Callable[[], int | None], *, debug: bool, flags: Ma
     return status
 
 
-def reported(command: Callable[..., int | None]) -> Callable[..., None]:
+def with_exit_status(command: Callable[..., int | None]) -> Callable[..., None]:
     """`command` with a ``--debug`` option, quiet libraries, and errors turned into one line and an exit status."""
 
     @functools.wraps(command)

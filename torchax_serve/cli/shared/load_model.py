@@ -13,7 +13,7 @@ from torchax_serve.cli.shared.load_options import DeviceOptions, LoadOptions
 from torchax_serve.cli.shared.terminal import hidden_keys, may_style, passing_note
 
 
-def followed(name: str | None, options: DeviceOptions) -> bool:
+def run_as_follower(name: str | None, options: DeviceOptions) -> bool:
     """Lends this host's devices to the leader, if it is a follower, and says whether it was; ends with the leader."""
     hosts = options.hosts()
     if hosts is None or hosts.is_leader:

@@ -26,7 +26,7 @@ def may_style(stream: Any) -> bool:
     return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Writes one dim line to stderr."""
     print(f"\x1b[2m{text}\x1b[0m" if may_style(sys.stderr) else text, file=sys.stderr, flush=True)
 
@@ -66,7 +66,7 @@ def activity(*, only_at_terminal: bool = False) -> Iterator[Callable[[str], None
     At a terminal it is one line with the seconds since it began; elsewhere a line for each thing that begins, or none.
     """
     if not may_style(sys.stderr):
-        yield (lambda text: None) if only_at_terminal else note
+        yield (lambda text: None) if only_at_terminal else print_note
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -129,6 +129,6 @@ def _in_foreground(descriptor: int) -> bool:
         return False
 
 
-def harmless(text: str) -> str:
+def strip_control_chars(text: str) -> str:
     """`text` without control characters other than line ends and tabs."""
     return text.translate(_CONTROL_CHARACTERS)

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-from torchax_serve.distributed.hosts.connection import SAID, Wire
+from torchax_serve.distributed.hosts.connection import SAID, Connection
 from torchax_serve.distributed.hosts.handshake import SecretError, greet_follower
 
 logger = logging.getLogger("torchax_serve")
@@ -41,7 +41,7 @@ class Acceptor:
 
     def __init__(self, server: socket.socket, secret: bytes | None, program: str) -> None:
         self._server, self._secret, self._program = server, secret, program
-        self._hosts: queue.SimpleQueue[tuple[Wire, dict[str, Any]]] = queue.SimpleQueue()
+        self._hosts: queue.SimpleQueue[tuple[Connection, dict[str, Any]]] = queue.SimpleQueue()
         self._callers: collections.OrderedDict[socket.socket, None] = collections.OrderedDict()
         self._lock, self._is_closed = threading.Lock(), False
         self._told: set[str] = set()
@@ -55,7 +55,7 @@ class Acceptor:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def next_host(self, wait_s: float) -> tuple[Wire, dict[str, Any]] | None:
+    def next_host(self, wait_s: float) -> tuple[Connection, dict[str, Any]] | None:
         """Returns the next host's connection and first words; None if none comes within `wait_s`."""
         try:
             return self._hosts.get(timeout=max(0.0, wait_s))
@@ -98,7 +98,7 @@ class Acceptor:
         try:
             caller.settimeout(GREETING_S)
             session = greet_follower(caller, self._secret, time.monotonic() + GREETING_S)
-            wire = Wire(caller, session=session)
+            wire = Connection(caller, session=session)
             frame = wire.receive(GREETING_S, longest=LONGEST_HELLO)
             is_host = frame is not None and frame[0] == SAID and frame[1].get("program") == self._program
         except SecretError as error:

@@ -30,7 +30,7 @@ SEND_TIMEOUT_S = 15.0
 NOT_OURS = "what came is not of this program"
 
 
-class Wire:
+class Connection:
     """One end of a connection. Any thread may send; one receives, and takes no orders unless it says so.
 
     Args:
@@ -52,11 +52,11 @@ class Wire:
         with self._sending:
             self._socket.sendall(frame if self._session is None else frame + self._session.seal(frame))
 
-    def say(self, **said: Any) -> None:
+    def send_status(self, **said: Any) -> None:
         """Sends a few words as JSON."""
         self.send(SAID, json.dumps(said).encode())
 
-    def order(self, order: Any) -> None:
+    def send_command(self, order: Any) -> None:
         """Sends a message for the other side to act upon.
 
         Raises:
@@ -90,7 +90,7 @@ class Wire:
                 raise OSError("what came is not of the host that has joined")
         return kind, _words(content) if kind == SAID else content
 
-    def hang_up(self) -> None:
+    def shutdown(self) -> None:
         """Nothing more will be sent or received, which whoever is receiving notices."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -48,5 +48,5 @@ def follow(
         loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
         assert loaded.sharding is not None
         (runtime,) = split_runtimes(loaded.module, loaded.weights, loaded.sharding)
-        leader.wire.say(loaded=load_digest(loaded))
+        leader.wire.send_status(loaded=load_digest(loaded))
     obey(runtime, leader)

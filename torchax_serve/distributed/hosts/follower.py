@@ -10,10 +10,10 @@ import jax
 
 from model_adapters.errors import HostsError
 from model_adapters.sharding.model_sharding import ModelSharding
-from torchax_serve.distributed.hosts.heartbeat import Watch, wait_for_host_error
+from torchax_serve.distributed.hosts.heartbeat import Heartbeat, wait_for_host_error
 from torchax_serve.distributed.hosts.leader import compile_for_hosts, launch_in_order
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode
-from torchax_serve.distributed.hosts.messages import ArrayRef, Compile, End, Kind, Run, spread
+from torchax_serve.distributed.hosts.messages import ArrayRef, ArraySpec, Compile, End, Run, spread
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache
@@ -28,7 +28,7 @@ class Follower:
         leader: the connection.
     """
 
-    def __init__(self, runtime: ModelRuntime, leader: Watch) -> None:
+    def __init__(self, runtime: ModelRuntime, leader: Heartbeat) -> None:
         self._runtime, self._leader = runtime, leader
         assert runtime.program.sharding is not None
         self._mesh = runtime.program.sharding.mesh
@@ -50,7 +50,7 @@ class Follower:
                     f"expected an order of host 0, got something else ({error}); start all alike"
                 ) from error
             if isinstance(order, End):
-                self._leader.over()
+                self._leader.stop()
                 jax.distributed.shutdown()
                 self._leader.close()
                 if order.why is not None:
@@ -65,21 +65,23 @@ class Follower:
 
     def _compile(self, order: Compile) -> None:
         weights = self._runtime.weights if order.has_weights else {}
-        kept = self._runtime.steps.cache.functions[order.function]
-        kept.recall(order.facts)
+        kept = self._runtime.steps.executables.functions[order.function]
+        kept.restore_facts(order.facts)
 
-        def here(leaf: ArrayRef | Kind) -> Any:
+        def here(leaf: ArrayRef | ArraySpec) -> Any:
             return self._held[leaf.number] if isinstance(leaf, ArrayRef) else leaf.abstract(self._mesh)
 
-        args = jax.tree.map(here, order.args, is_leaf=lambda leaf: isinstance(leaf, ArrayRef | Kind))
+        args = jax.tree.map(here, order.args, is_leaf=lambda leaf: isinstance(leaf, ArrayRef | ArraySpec))
         try:
             with jax.default_matmul_precision(order.precision) if order.precision else contextlib.nullcontext():
                 program = compile_for_hosts(kept, self._mesh, weights, args, order.spec)
         except Exception as error:  # the leader says so; what fails there too is no reason to end
-            self._leader.wire.say(compiled=order.program, error=" ".join(f"{type(error).__name__}: {error}".split()))
+            self._leader.wire.send_status(
+                compiled=order.program, error=" ".join(f"{type(error).__name__}: {error}".split())
+            )
             return
         self._programs[order.program] = functools.partial(program, weights), jax.tree.structure(args)
-        self._leader.wire.say(compiled=order.program)
+        self._leader.wire.send_status(compiled=order.program)
 
     def _run(self, order: Run) -> None:
         for number in order.dropped:
@@ -97,13 +99,13 @@ def functions_of(runtime: ModelRuntime, sharding: ModelSharding) -> list[Any]:
 
     Their pages are arguments, so this cache has none.
     """
-    programs = runtime.steps.cache
+    programs = runtime.steps.executables
     cache = PagedCache(CacheAllocation((), (), page_len=1, max_len=1))
     packed = PackedExecutor(runtime.program, runtime.weights, cache, programs, num_slots=1, token_budget=16)
     return [packed, MultiHostPoolAllocator(programs, sharding)]
 
 
-def follow(runtime: ModelRuntime, leader: Watch) -> None:
+def follow(runtime: ModelRuntime, leader: Heartbeat) -> None:
     """Runs what the leader runs until it ends; see `Follower`."""
     try:
         Follower(runtime, leader).run()

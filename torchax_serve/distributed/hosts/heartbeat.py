@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchax_serve.distributed.hosts.connection import BEAT, SAID, Wire
+from torchax_serve.distributed.hosts.connection import BEAT, SAID, Connection
 
 BEAT_S = 1.0
 MOST_SILENT_BEATS = 12
@@ -33,7 +33,7 @@ def end_process(message: str) -> None:
         os._exit(EXIT_LOST)
 
 
-class Watch:
+class Heartbeat:
     """Keeps a connection alive and listens on it.
 
     Args:
@@ -43,7 +43,7 @@ class Watch:
         on_loss: called with a line when it is lost, on the listening thread; ends the process by default.
     """
 
-    def __init__(self, wire: Wire, who: str, remedy: str, on_loss: Callable[[str], None] = end_process) -> None:
+    def __init__(self, wire: Connection, who: str, remedy: str, on_loss: Callable[[str], None] = end_process) -> None:
         self.wire, self.who = wire, who
         self._remedy, self._on_loss = remedy, on_loss
         self.incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -55,20 +55,20 @@ class Watch:
         for thread in self._threads:
             thread.start()
 
-    def over(self) -> None:
+    def stop(self) -> None:
         """The connection may end from now on."""
         self._over.set()
 
     def close(self) -> None:
         """Ends the connection; what was sent arrives."""
         self._over.set()
-        self.wire.hang_up()
+        self.wire.shutdown()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
         self.wire.close()
 
-    def lost(self, why: str) -> None:
+    def host_lost(self, why: str) -> None:
         """Reports the other host as lost, unless the run is over anyway."""
         if not self._over.is_set():
             self._over.set()
@@ -87,16 +87,16 @@ class Watch:
             try:
                 frame = self.wire.receive(BEAT_S)
             except (OSError, ValueError) as error:  # a closed socket has no number
-                self.lost(f"is gone ({str(error) or type(error).__name__})")
+                self.host_lost(f"is gone ({str(error) or type(error).__name__})")
                 return
             silent = silent + 1 if frame is None else 0
             if silent >= MOST_SILENT_BEATS:
-                self.lost(f"has not been heard of for {MOST_SILENT_BEATS * BEAT_S:.0f} s")
+                self.host_lost(f"has not been heard of for {MOST_SILENT_BEATS * BEAT_S:.0f} s")
                 return
             if frame is None or frame[0] == BEAT:
                 continue
             if frame[0] == SAID and "failed" in frame[1]:
-                self.lost(f"has failed: {frame[1]['failed']}")
+                self.host_lost(f"has failed: {frame[1]['failed']}")
                 return
             self.incoming.put(frame[1])
 

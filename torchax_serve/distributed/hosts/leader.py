@@ -25,8 +25,8 @@ from model_adapters.errors import HostsError, UnsupportedArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.launchers import CPU_COLLECTIVE_LOCK
-from torchax_serve.distributed.hosts.heartbeat import Watch, wait_for_host_error
-from torchax_serve.distributed.hosts.messages import ArrayRef, Compile, End, Kind, Run, everywhere, spread
+from torchax_serve.distributed.hosts.heartbeat import Heartbeat, wait_for_host_error
+from torchax_serve.distributed.hosts.messages import ArrayRef, ArraySpec, Compile, End, Run, everywhere, spread
 
 if TYPE_CHECKING:
     from torchax_serve.compilation.executable_cache import CachedFunction
@@ -69,7 +69,7 @@ class Leader:
         followers: the connections.
     """
 
-    def __init__(self, mesh: Mesh, followers: Sequence[Watch]) -> None:
+    def __init__(self, mesh: Mesh, followers: Sequence[Heartbeat]) -> None:
         self._mesh, self._followers = mesh, list(followers)
         self._order = threading.RLock()  # all hosts run programs in the order in which it is taken
         self._known: dict[int, _RemoteArray] = {}  # by id of the array that the caller has
@@ -84,17 +84,17 @@ class Leader:
         """Has all hosts compile a function for these arguments, side by side."""
         if registry.is_overridden():
             raise UnsupportedArgumentError("ops.use: expected on one host only, got a model on several; leave it out")
-        with self._order, self._telling():
+        with self._order, self._prefer_host_errors():
             number, self._num_programs = self._num_programs, self._num_programs + 1
             leaves, tree = jax.tree.flatten(args)
-            sent = [self._sent(leaf) for leaf in leaves]
-            kinds = [each if isinstance(each, ArrayRef) else Kind(each.shape, each.dtype) for each in sent]
+            sent = [self._encode(leaf) for leaf in leaves]
+            kinds = [each if isinstance(each, ArrayRef) else ArraySpec(each.shape, each.dtype) for each in sent]
             described = jax.tree.unflatten(tree, kinds)
             self._send(Compile(number, kept.name, spec, precision, bool(weights), described, kept.facts()))
             error, program = None, None
             try:
                 here = [
-                    self._here(leaf) if isinstance(kind, ArrayRef) else kind.abstract(self._mesh)
+                    self._local_array(leaf) if isinstance(kind, ArrayRef) else kind.abstract(self._mesh)
                     for leaf, kind in zip(leaves, kinds, strict=True)
                 ]
                 program = compile_for_hosts(kept, self._mesh, weights, tuple(jax.tree.unflatten(tree, here)), spec)
@@ -111,13 +111,13 @@ class Leader:
 
     def run(self, number: int, program: Any, weights: Weights, args: tuple[Any, ...]) -> Any:
         """Runs a compiled program on all hosts; what all devices have alike comes out on the leader's first."""
-        with self._order, self._telling():
+        with self._order, self._prefer_host_errors():
             leaves, tree = jax.tree.flatten(args)
-            sent = [self._sent(leaf) for leaf in leaves]
+            sent = [self._encode(leaf) for leaf in leaves]
             first = self._num_results
             self._send(Run(number, tuple(sent), first, self._take_dropped()))
             here = [
-                self._here(leaf) if isinstance(each, ArrayRef) else spread(each, self._mesh)
+                self._local_array(leaf) if isinstance(each, ArrayRef) else spread(each, self._mesh)
                 for leaf, each in zip(leaves, sent, strict=True)
             ]
             out, tree = jax.tree.flatten(launch_in_order(self._mesh, program, weights, *jax.tree.unflatten(tree, here)))
@@ -125,7 +125,7 @@ class Leader:
             return jax.tree.unflatten(tree, [self._result(array, first + i) for i, array in enumerate(out)])
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _prefer_host_errors(self) -> Iterator[None]:
         """Where a program fails because a host is lost, the watch has the better error: it is let speak first."""
         if self._is_over:
             raise HostsError("expected an open model, this one is closed; start all hosts again")
@@ -137,12 +137,12 @@ class Leader:
 
     def _send(self, order: Any) -> None:
         for follower in self._followers:
-            follower.wire.order(order)
+            follower.wire.send_command(order)
 
     def _take_dropped(self) -> tuple[int, ...]:
         return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
 
-    def _sent(self, leaf: Any) -> ArrayRef | np.ndarray:
+    def _encode(self, leaf: Any) -> ArrayRef | np.ndarray:
         """What stands for an argument on its way to the followers."""
         known = self._known.get(id(leaf))
         if known is not None and not self._on_mesh(known).is_deleted():
@@ -154,7 +154,7 @@ class Leader:
             )
         return np.asarray(leaf)
 
-    def _here(self, leaf: Any) -> jax.Array:
+    def _local_array(self, leaf: Any) -> jax.Array:
         """An argument that all hosts have, on the leader's part of the mesh."""
         return self._on_mesh(self._known[id(leaf)])
 
@@ -187,9 +187,9 @@ class Leader:
                 return
             self._is_over = True
             for follower in self._followers:
-                follower.over()
+                follower.stop()
                 with contextlib.suppress(OSError):
-                    follower.wire.order(End())
+                    follower.wire.send_command(End())
             jax.distributed.shutdown()
             for follower in self._followers:
                 follower.close()

@@ -28,7 +28,7 @@ class ArrayRef:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class ArraySpec:
     """An array that comes with each run of a program."""
 
     shape: tuple[int, ...]

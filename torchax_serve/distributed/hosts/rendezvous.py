@@ -17,9 +17,9 @@ import jax
 from model_adapters.errors import HostsError
 from torchax_serve.compilation.executable_cache import LIBRARIES, source_digest
 from torchax_serve.distributed.hosts.acceptor import BACKLOG, GREETING_S, Acceptor
-from torchax_serve.distributed.hosts.connection import SAID, Wire
+from torchax_serve.distributed.hosts.connection import SAID, Connection
 from torchax_serve.distributed.hosts.handshake import NotAHostError, SecretError, greet_leader
-from torchax_serve.distributed.hosts.heartbeat import Watch
+from torchax_serve.distributed.hosts.heartbeat import Heartbeat
 from torchax_serve.distributed.hosts.options import Hosts
 
 logger = logging.getLogger("torchax_serve")
@@ -31,7 +31,7 @@ MIN_JAX_START_S = 10.0
 """Seconds that `jax.distributed` has in any case, though hosts met at the last moment."""
 
 
-def join(hosts: Hosts, asked: Mapping[str, str]) -> list[Watch]:
+def rendezvous(hosts: Hosts, asked: Mapping[str, str]) -> list[Heartbeat]:
     """Meets the other hosts and starts `jax.distributed` with them.
 
     Args:
@@ -85,14 +85,14 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None
     return None
 
 
-def follower_watch(wire: Wire, host_id: int) -> Watch:
+def follower_watch(wire: Connection, host_id: int) -> Heartbeat:
     """The leader's watch over a follower."""
-    return Watch(wire, f"host {host_id}", "the run has ended; start all hosts again")
+    return Heartbeat(wire, f"host {host_id}", "the run has ended; start all hosts again")
 
 
-def _gather(hosts: Hosts, hello: Mapping[str, str], deadline: float) -> list[Watch]:
+def _gather(hosts: Hosts, hello: Mapping[str, str], deadline: float) -> list[Heartbeat]:
     """Waits for all followers, the leader's part."""
-    wires: dict[int, Wire] = {}
+    wires: dict[int, Connection] = {}
     try:
         with Acceptor(_listening(hosts), hosts.secret_bytes, PROGRAM) as acceptor:
             while len(wires) < hosts.num_hosts - 1:
@@ -102,19 +102,19 @@ def _gather(hosts: Hosts, hello: Mapping[str, str], deadline: float) -> list[Wat
                 _admit(*came, hosts, hello, wires)
         for host_id, wire in wires.items():
             try:
-                wire.say(go=hosts.jax_address)
+                wire.send_status(go=hosts.jax_address)
             except OSError as error:
                 raise HostsError(f"host {host_id} is gone ({error}); start all hosts again") from error
     except BaseException:
         for wire in wires.values():
             with contextlib.suppress(OSError):
-                wire.say(refused="host 0 could not gather all hosts")
+                wire.send_status(refused="host 0 could not gather all hosts")
             wire.close()
         raise
     return [follower_watch(wires[host_id], host_id) for host_id in sorted(wires)]
 
 
-def _missing(hosts: Hosts, wires: Mapping[int, Wire], num_turned_away: int) -> HostsError:
+def _missing(hosts: Hosts, wires: Mapping[int, Connection], num_turned_away: int) -> HostsError:
     missing = sorted(set(range(1, hosts.num_hosts)) - set(wires))
     away = f" ({num_turned_away} calls with another secret were turned away)" if num_turned_away else ""
     return HostsError(
@@ -168,7 +168,9 @@ def _listening(hosts: Hosts) -> socket.socket:
         raise HostsError(f"{expected}got {error}; check the address") from error
 
 
-def _admit(wire: Wire, said: dict[str, str], hosts: Hosts, hello: Mapping[str, str], wires: dict[int, Wire]) -> None:
+def _admit(
+    wire: Connection, said: dict[str, str], hosts: Hosts, hello: Mapping[str, str], wires: dict[int, Connection]
+) -> None:
     """Adds a host to `wires`, by its number.
 
     Raises:
@@ -180,17 +182,17 @@ def _admit(wire: Wire, said: dict[str, str], hosts: Hosts, hello: Mapping[str, s
         why = f"the number {host_id}, which is another host's"
     if why is not None:
         with contextlib.suppress(OSError):
-            wire.say(refused=f"this host has {why}")
+            wire.send_status(refused=f"this host has {why}")
         wire.close()
         raise HostsError(f"expected hosts that are alike, got host {host_id} with {why}; start all hosts alike")
     wires[host_id] = wire
 
 
-def _report_to_leader(hosts: Hosts, hello: Mapping[str, str], deadline: float) -> Watch:
+def _report_to_leader(hosts: Hosts, hello: Mapping[str, str], deadline: float) -> Heartbeat:
     """Says hello to the leader and waits until all others have, a follower's part."""
     wire = _connected(hosts, deadline)
     try:
-        wire.say(host_id=hosts.host_id, **hello)
+        wire.send_status(host_id=hosts.host_id, **hello)
         frame = wire.receive(max(0.0, deadline - time.monotonic()))
     except OSError as error:
         wire.close()
@@ -200,10 +202,10 @@ def _report_to_leader(hosts: Hosts, hello: Mapping[str, str], deadline: float) -
         wire.close()
         why = said.get("refused", f"no answer within {hosts.join_timeout_s:g} s")
         raise HostsError(f"expected to join host 0 at {hosts.coordinator}, got: {why}; start all hosts alike")
-    return Watch(wire, f"host 0 at {hosts.coordinator}", "the run has ended; start all hosts again")
+    return Heartbeat(wire, f"host 0 at {hosts.coordinator}", "the run has ended; start all hosts again")
 
 
-def _connected(hosts: Hosts, deadline: float) -> Wire:
+def _connected(hosts: Hosts, deadline: float) -> Connection:
     """A connection to the leader, who has shown the secret; tries until `deadline`."""
     while True:
         sock = None
@@ -211,7 +213,7 @@ def _connected(hosts: Hosts, deadline: float) -> Wire:
             left = max(0.1, min(GREETING_S, deadline - time.monotonic()))
             sock = socket.create_connection(hosts.address, timeout=left)
             session = greet_leader(sock, hosts.secret_bytes, time.monotonic() + left)
-            return Wire(sock, takes_orders=True, session=session)
+            return Connection(sock, takes_orders=True, session=session)
         except SecretError as error:
             sock.close()  # type: ignore[union-attr]
             raise HostsError(

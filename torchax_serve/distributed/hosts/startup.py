@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 from model_adapters.errors import HostsError, InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.loading import LoadedModel
 from model_adapters.ops.compressed_weight import unpacked
-from torchax_serve.distributed.hosts.heartbeat import Watch
+from torchax_serve.distributed.hosts.heartbeat import Heartbeat
 from torchax_serve.distributed.hosts.messages import End
 from torchax_serve.distributed.hosts.options import Hosts
-from torchax_serve.distributed.hosts.rendezvous import join
+from torchax_serve.distributed.hosts.rendezvous import rendezvous
 from torchax_serve.distributed.mesh import mesh_for
 
 MOST_READ_BYTES = 1 << 20
@@ -27,7 +27,7 @@ MOST_READ_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
-def joined(hosts: Hosts, model: Any, asked: Mapping[str, Any]) -> Iterator[list[Watch]]:
+def joined(hosts: Hosts, model: Any, asked: Mapping[str, Any]) -> Iterator[list[Heartbeat]]:
     """The connections to the other hosts, who are told where what is done inside fails.
 
     Args:
@@ -41,18 +41,18 @@ def joined(hosts: Hosts, model: Any, asked: Mapping[str, Any]) -> Iterator[list[
     name = "the embedded one" if model is None else type(model).__name__
     if isinstance(model, str | os.PathLike):
         name = os.path.basename(model)
-    watches = join(hosts, {"model": name, **{key: str(value) for key, value in asked.items()}})
+    watches = rendezvous(hosts, {"model": name, **{key: str(value) for key, value in asked.items()}})
     try:
         yield watches
     except BaseException as error:
         why = " ".join(f"{error}".split()) or type(error).__name__
         for watch in watches:
-            watch.over()
+            watch.stop()
             with contextlib.suppress(OSError):
                 if hosts.is_leader:
-                    watch.wire.order(End(why))
+                    watch.wire.send_command(End(why))
                 else:
-                    watch.wire.say(failed=why)
+                    watch.wire.send_status(failed=why)
         if hosts.is_leader:
             jax.distributed.shutdown()  # in step with the followers, whose part of it ends with this process
         for watch in watches:
@@ -107,7 +107,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def check_same_model(followers: Sequence[Watch], facts: Mapping[str, str]) -> None:
+def check_same_model(followers: Sequence[Heartbeat], facts: Mapping[str, str]) -> None:
     """Waits until all followers have loaded the model, and compares what they have with the leader's `facts`.
 
     Raises:

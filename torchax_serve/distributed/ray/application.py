@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.distributed.ray.http_requests import (
-    RequestError,
+    BadHttpRequest,
     answer_to,
     check_head,
     params_of,
@@ -65,7 +65,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Asked by Ray, which replaces a replica that raises; its engine ends where the cache or a thread is lost."""
-        why = self._model.engine.why_closed
+        why = self._model.engine.close_reason
         if why is not None:
             raise RuntimeError(f"the engine is closed: {why}")
 
@@ -104,14 +104,14 @@ class Ingress:
         return StreamingResponse(_joined(first, pieces), media_type="text/plain; charset=utf-8")
 
     @staticmethod
-    def _refused(error: Exception) -> RequestError:
+    def _refused(error: Exception) -> BadHttpRequest:
         """What a client is told of an error."""
-        if isinstance(error, RequestError):
+        if isinstance(error, BadHttpRequest):
             return error
         if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, TorchaxServeError):
             return answer_to(error.cause)
         logger.error("a request has failed", exc_info=error)
-        return RequestError(503, "the request failed on all replicas that were tried; send it again", "unavailable")
+        return BadHttpRequest(503, "the request failed on all replicas that were tried; send it again", "unavailable")
 
 
 async def _joined(first: str, pieces: AsyncIterator[str]) -> AsyncIterator[str]:

@@ -32,7 +32,7 @@ MAX_INTEGER = 2**64 - 1
 """The largest seed; nothing else is larger."""
 
 
-class RequestError(Exception):
+class BadHttpRequest(Exception):
     """A request that is not taken.
 
     Attributes:
@@ -76,27 +76,27 @@ def check_head(scope: Mapping[str, Any], max_body_bytes: int) -> None:
     if root and f"{path}/".startswith(f"{root}/"):
         path = path[len(root) :]
     if path.strip("/"):
-        raise RequestError(404, f"expected the path {root or '/'}, got {scope['path'][:200]!r}", "unknown_url")
+        raise BadHttpRequest(404, f"expected the path {root or '/'}, got {scope['path'][:200]!r}", "unknown_url")
     if scope["method"] != "POST":
-        raise RequestError(
+        raise BadHttpRequest(
             405, f"expected POST, got {scope['method'][:20]!r}", "method_not_allowed", headers={"Allow": "POST"}
         )
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
     kind, _, parameters = headers.get("content-type", "none").partition(";")
     charset = parameters.partition("charset=")[2].strip(' "').lower()
     if kind.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8"):
-        raise RequestError(
+        raise BadHttpRequest(
             415,
             f"expected the header Content-Type: application/json, got {headers.get('content-type', 'none')[:100]!r}",
             "unsupported_media_type",
         )
     if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
-        raise RequestError(
+        raise BadHttpRequest(
             415, f"expected a body as it is, got Content-Encoding: {coding[:40]}", "unsupported_media_type"
         )
     length = headers.get("content-length")
     if length is not None and not (length.isascii() and length.isdigit()):
-        raise RequestError(400, f"expected a Content-Length in digits, got {length[:40]!r}", "invalid_header")
+        raise BadHttpRequest(400, f"expected a Content-Length in digits, got {length[:40]!r}", "invalid_header")
     if length is not None and (len(length) > 18 or int(length) > max_body_bytes):
         raise _too_large(max_body_bytes)
 
@@ -115,7 +115,7 @@ async def read_body(parts: AsyncIterator[bytes], max_body_bytes: int, timeout_s:
                 if len(body) > max_body_bytes:
                     raise _too_large(max_body_bytes)
     except TimeoutError as error:
-        raise RequestError(408, f"expected the body within {timeout_s:g} s; send it at once", "timeout") from error
+        raise BadHttpRequest(408, f"expected the body within {timeout_s:g} s; send it at once", "timeout") from error
     return bytes(body)
 
 
@@ -132,7 +132,7 @@ def parse_request(body: bytes, max_body_bytes: int) -> dict[str, Any]:
         _check_fields(request)
         _check_values(request)
         params_of(request)
-    except RequestError:
+    except BadHttpRequest:
         raise
     except (TorchaxServeError, TypeError, ValueError, OverflowError) as error:
         raise bad_request(error) from error
@@ -151,21 +151,21 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: _as_option(name, value) for name, value in options.items()})
 
 
-def bad_request(error: Exception) -> RequestError:
+def bad_request(error: Exception) -> BadHttpRequest:
     """Returns the answer to an error that the request is to blame for; of status 400."""
     message = " ".join(str(error).split())[:2000]
     name = message.partition(":")[0]
-    return RequestError(400, message, param=name if name in KNOWN else None)
+    return BadHttpRequest(400, message, param=name if name in KNOWN else None)
 
 
-def answer_to(error: TorchaxServeError) -> RequestError:
+def answer_to(error: TorchaxServeError) -> BadHttpRequest:
     """Returns the answer to an error of a replica: whose fault it is, and whether sending it again may help."""
     message = " ".join(str(error).split())[:2000]
     if isinstance(error, QueueFullError):
-        return RequestError(429, message, "rate_limit_exceeded", headers={"Retry-After": "1"})
+        return BadHttpRequest(429, message, "rate_limit_exceeded", headers={"Retry-After": "1"})
     if isinstance(error, BLAMES_REQUEST):
         return bad_request(error)
-    return RequestError(503, message, "unavailable")
+    return BadHttpRequest(503, message, "unavailable")
 
 
 async def within(pieces: AsyncIterator[str], timeout_s: float) -> AsyncIterator[str]:
@@ -183,14 +183,14 @@ async def within(pieces: AsyncIterator[str], timeout_s: float) -> AsyncIterator[
         except TimeoutError as error:
             with contextlib.suppress(Exception):
                 await pieces.aclose()  # type: ignore[attr-defined]  # ends the request at the replica
-            raise RequestError(
+            raise BadHttpRequest(
                 504, f"expected a piece of the answer within {timeout_s:g} s, got none", "timeout"
             ) from error
         yield piece
 
 
-def _too_large(max_body_bytes: int) -> RequestError:
-    return RequestError(
+def _too_large(max_body_bytes: int) -> BadHttpRequest:
+    return BadHttpRequest(
         413,
         f"expected a body of at most {max_body_bytes} bytes, got more; shorten the prompt",
         "request_too_large",
@@ -230,11 +230,11 @@ def _check_values(request: dict[str, Any]) -> None:
                 try:
                     each.encode()
                 except UnicodeEncodeError as error:
-                    raise RequestError(
+                    raise BadHttpRequest(
                         400, f"{name[:60]!r}: expected text, got half of a surrogate pair", param=_known(name)
                     ) from error
             elif isinstance(each, int) and abs(each) > MAX_INTEGER:
-                raise RequestError(
+                raise BadHttpRequest(
                     400, f"{name[:60]}: expected whole numbers of at most 64 bits, got a larger one", param=_known(name)
                 )
 

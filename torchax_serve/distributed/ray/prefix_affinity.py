@@ -20,7 +20,7 @@ def prefix_key(request: Mapping[str, Any]) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(request.get("messages"), ensure_ascii=False)
 
 
-class PrefixTable:
+class PrefixAffinity:
     """Where beginnings were sent, by chains of blocks of text; the least recently used are forgotten.
 
     The engines' own caches know what they have; this is a guess from the outside that costs no question. It follows the
@@ -34,7 +34,7 @@ class PrefixTable:
     def __len__(self) -> int:
         return len(self._owners)
 
-    def remember(self, text: str, replica: str) -> None:
+    def record(self, text: str, replica: str) -> None:
         """`replica` computes `text` now."""
         for key in _chain(text):
             self._owners[key] = replica
@@ -42,7 +42,7 @@ class PrefixTable:
         while len(self._owners) > self._most_known:
             self._owners.popitem(last=False)
 
-    def owner(self, text: str, replicas: Iterable[str]) -> str | None:
+    def replica_for(self, text: str, replicas: Iterable[str]) -> str | None:
         """The one of `replicas` that was last sent the longest beginning of `text`; None if none was sent any."""
         there, found = set(replicas), None
         for key in _chain(text):
@@ -54,7 +54,7 @@ class PrefixTable:
         return found
 
 
-def choose(owner: str | None, loads: Mapping[str, int], most_ahead: int) -> list[str]:
+def choose_replica(owner: str | None, loads: Mapping[str, int], most_ahead: int) -> list[str]:
     """Replicas in the order in which a request should try them.
 
     Args:

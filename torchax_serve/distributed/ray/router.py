@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from torchax_serve.distributed.ray.prefix_affinity import PrefixTable, choose, prefix_key
+from torchax_serve.distributed.ray.prefix_affinity import PrefixAffinity, choose_replica, prefix_key
 
 MOST_AHEAD = 4
 
@@ -16,7 +16,7 @@ class PrefixRouter(RequestRouter):
 
     def initialize_state(self, most_ahead: int = MOST_AHEAD) -> None:
         """Called by Ray with the deployment's ``request_router_kwargs``."""
-        self._most_ahead, self._prefixes = most_ahead, PrefixTable()
+        self._most_ahead, self._prefixes = most_ahead, PrefixAffinity()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -28,14 +28,14 @@ class PrefixRouter(RequestRouter):
         lengths = self.replica_queue_len_cache
         loads = {name: lengths.get(replica.replica_id) or 0 for name, replica in by_id.items()}
         text = _text(pending_request)
-        owner = None if text is None else self._prefixes.owner(text, by_id)
-        return [[by_id[name]] for name in choose(owner, loads, self._most_ahead)]
+        owner = None if text is None else self._prefixes.replica_for(text, by_id)
+        return [[by_id[name]] for name in choose_replica(owner, loads, self._most_ahead)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Remembers who computes this beginning now."""
         text = _text(pending_request)
         if text is not None:
-            self._prefixes.remember(text, replica_id.unique_id)
+            self._prefixes.record(text, replica_id.unique_id)
 
 
 def _text(pending: PendingRequest | None) -> str | None:
