@@ -29,7 +29,7 @@ def next_bucket(length: int, limit: int | None = None) -> int:
 
 
 def bucket_sizes(largest: int, growth: int = 2, smallest: int = 1) -> tuple[int, ...]:
-    """`start` times powers of `base` below `top`, and `top`."""
+    """`smallest` times powers of `growth` below `largest`, and `largest`."""
     rungs = []
     while smallest < largest:
         rungs.append(smallest)

@@ -34,7 +34,7 @@ class TracedLength(TorchTensor):
 
     @classmethod
     def of(cls, length: jax.Array, most: int) -> TracedLength:
-        """The length `length` int32[]; the caller knows that it is from 1 to `most`."""
+        """The length `length` int32[]; the caller knows that it is from 1 to `upper_bound`."""
         return cls(length, torchax.default_env(), most)
 
     def distance(self, other: Any) -> int | None:

@@ -75,7 +75,7 @@ def _compressed(theirs: Any, capacity: int) -> AttentionLayer:
 class TraceCache(Cache):
     """The cache as model code sees it inside a trace; `offset` is the number of tokens stored, a traced scalar.
 
-    With `lean_len`, the number of new tokens, layers that hold something lean.
+    With `right_align_len`, the number of new tokens, layers that hold something lean.
     """
 
     def __init__(self, layers: LayerStates, offset: Any, lean_len: int | None = None) -> None:

@@ -2,7 +2,7 @@
 
 Under ``jax.jit`` every operation is staged, also one on constants, and its result has no value that Python could read.
 Model code for images reads many: it splits features by grids, makes positions and windows of them, and indexes by
-boolean masks. While `known_values` is on, an operator none of whose operands is traced runs before the program does.
+boolean masks. While `enabled` is on, an operator none of whose operands is traced runs before the program does.
 """
 
 from __future__ import annotations

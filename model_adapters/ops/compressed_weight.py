@@ -1,9 +1,9 @@
 """Weights that lie packed, as model code's products take them: three quarters of the bytes, every bit kept.
 
 Decoding waits for memory, so on a CPU it goes faster by what the weights are smaller. A `CompressedWeight` stands among
-a model's weights in the place of an array. In a trace model code holds the weight as it was, by :func:`in_place`; where
-it multiplies by it, the op `linear` takes the packed one instead, and XLA leaves out what nobody reads then. Other code
-reads the weight unpacked, which is right and slow.
+a model's weights in the place of an array. In a trace model code holds the weight as it was, by :func:`substituted`;
+where it multiplies by it, the op `linear` takes the packed one instead, and XLA leaves out what nobody reads then.
+Other code reads the weight unpacked, which is right and slow.
 """
 
 from __future__ import annotations

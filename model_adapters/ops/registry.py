@@ -35,7 +35,7 @@ def _never_refuses(*args: Any, **kwargs: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op; `refuses` gets the call's arguments and answers why not, or None."""
+    """One way to compute an op; `unsupported_reason` gets the call's arguments and answers why not, or None."""
 
     name: str
     platforms: tuple[str, ...]
@@ -87,7 +87,7 @@ def register(
 ) -> Callable[[Function], Function]:
     """Decorates a further implementation of `op`, preferred on `platforms` to those registered before it.
 
-    With `before_all`, to those that are registered later as well.
+    With `takes_precedence`, to those that are registered later as well.
     """
     if unknown := set(platforms) - set(PLATFORMS):
         raise InvalidArgumentError(f"expected platforms out of {PLATFORMS}, got {sorted(unknown)}")

@@ -13,8 +13,9 @@ class CallSpec:
     Attributes:
         output_hidden_states: return the hidden states of every layer.
         output_attentions: return attention weights; attention then runs as the model's own eager code.
-        padded: the batch is padded on the left, so the forward gets an attention mask.
-        extra: further keyword arguments of the forward that are not arrays; a `StaticTensor` is a tensor to model code.
+        left_padded: the batch is padded on the left, so the forward gets an attention mask.
+        static_args: further keyword arguments of the forward that are not arrays; a `StaticTensor` is a tensor to model
+        code.
     """
 
     output_hidden_states: bool = False

@@ -66,11 +66,11 @@ class ModelProgram:
     Args:
         module: the model.
         sharding: how `weights` lie on a mesh; None: on one device, as the model has them.
-        part: name of a part of `module`, such as its encoder, that is called in its place.
+        submodule: name of a part of `module`, such as its encoder, that is called in its place.
         watch: of `module`, which notices that it has changed; None makes one.
 
     Attributes:
-        called: the module or its part.
+        target: the module or its part.
         names: what the forward calls the tokens that are decoded.
         rope: rotary modules whose frequencies depend on a sequence's length; None where there are none.
     """
@@ -113,7 +113,7 @@ class ModelProgram:
         ] = {}  # tensors of one whole number by name, such as strides, known in methods
 
     def trace_facts(self) -> dict[str, Any]:
-        """What tracing has shown about the model, for `recall` in a process that need not trace."""
+        """What tracing has shown about the model, for `restore_facts` in a process that need not trace."""
         return {
             "output_class": self.output_class,
             "needs_mask": self.needs_mask,

@@ -1,7 +1,7 @@
 """What a single architecture needs and no general means gives: one file each, with its reason.
 
 A quirk is a module named after the folder of transformers' modeling code that it is for, or after what several have in
-common (`SHARED`). It may have:
+common (`SAME_AS`). It may have:
 
 * ``REPLACED``: functions by ``Class.method``, which stand in the place of those methods while a model is traced, and
   are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
@@ -44,7 +44,7 @@ SAME_AS = {
 
 @functools.cache
 def names() -> tuple[str, ...]:
-    """Quirks, by the name of an architecture's folder in transformers, or as `SHARED` has it."""
+    """Quirks, by the name of an architecture's folder in transformers, or as `SAME_AS` has it."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 

@@ -194,7 +194,7 @@ class CachedFunction:
         function: traced with `spec` as a static keyword argument.
         donate: names of the arguments whose buffers are given away.
         facts: called after a trace; what it answers is kept beside the program.
-        recall: gets those facts when a program is read from the folder.
+        restore_facts: gets those facts when a program is read from the folder.
         is_uncompiled: whether calls run operator by operator now, for hooks that a script has set.
     """
 

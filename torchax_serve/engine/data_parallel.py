@@ -139,7 +139,7 @@ class DataParallelEngines:
         )
 
     def can_hold(self, length: int) -> bool:
-        """As `Engine.fits`."""
+        """As `Engine.can_hold`."""
         return self.engines[0].can_hold(length)
 
     @property
@@ -149,7 +149,7 @@ class DataParallelEngines:
 
     @property
     def close_reason(self) -> str | None:
-        """As `Engine.why_closed`, of the first that is."""
+        """As `Engine.close_reason`, of the first that is."""
         return next((engine.close_reason for engine in self.engines if engine.close_reason is not None), None)
 
     def close(self, why: str = "close() was called") -> None:

@@ -45,7 +45,7 @@ class DispatchQueue:
         return self._queue.popleft()
 
     def completed(self, oldest: QueuedStep, now: float) -> float | None:
-        """Notes that what `take` gave has landed; seconds the device was busy with it, None if that says nothing."""
+        """Notes that what `pop` gave has landed; seconds the device was busy with it, None if that says nothing."""
         busy_since, self._landed_s = max(oldest.sent_s, self._landed_s), now
         return None if oldest.has_compiled else now - busy_since
 

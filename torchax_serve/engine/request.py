@@ -31,10 +31,10 @@ class EngineRequest:
         max_new_tokens: of the answer.
         min_new_tokens: of the answer before a stop token may end it.
         params: what the caller asked.
-        row: how tokens are chosen.
+        sampling: how tokens are chosen.
         fork_of: a request with the same prompt, whose computed prompt is shared.
-        source_ids: what an encoder beside the decoder reads; the prompt is then what the decoder begins with.
-        encoded: what an encoder has put out, ``[1, len, width]`` on the host, in the place of `source_ids`.
+        encoder_ids: what an encoder beside the decoder reads; the prompt is then what the decoder begins with.
+        encoder_output: what an encoder has put out, ``[1, len, width]`` on the host, in the place of `encoder_ids`.
     """
 
     prompt_ids: tuple[int, ...]

@@ -126,7 +126,7 @@ class BaseModel:
         raise AttributeError(f"a {type(self).__name__} has no attribute {name}")
 
     def _followed(self) -> LoadedModel:
-        """As `_open`, after what has changed on `torch_model` has been taken over."""
+        """As `_loaded_or_raise`, after what has changed on `torch_model` has been taken over."""
         loaded = self._loaded_or_raise()
         with following(self._runtimes[0]):
             return loaded

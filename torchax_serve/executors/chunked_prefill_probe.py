@@ -37,7 +37,7 @@ def find_chunk_len(
     """How many tokens of a chunk can be one forward: `wanted`, or 1. Leaves its traces in slot 0 and its pages.
 
     Args:
-        make: the model that computes so many tokens in a forward, on a cache of `TRIAL_LEN` tokens or more that nobody
+        make: the model that computes so many tokens in a forward, on a cache of `PROBE_LEN` tokens or more that nobody
             uses yet.
         wanted: more would make programs too large.
         num_slots: of the model.

@@ -47,7 +47,7 @@ class PerSequenceBuckets:
     Args:
         num_slots: most rows of a step.
         chunk_sizes: lengths that a chunk of a prompt may have.
-        is_exact: whether a chunk has one of these lengths; else it is padded to the next.
+        needs_exact_chunks: whether a chunk has one of these lengths; else it is padded to the next.
         block_len: tokens of a chunk that are one forward.
         page_len: tokens of a page.
         pages_per_seq: pages of a sequence at the most; 0 where nothing is kept in pages.

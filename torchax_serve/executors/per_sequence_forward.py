@@ -198,7 +198,7 @@ class SequenceForward:
         all_logits: bool = False,
         rope_len: Any = 0,
     ) -> Any:
-        """As `begin`, behind `offset` int32[] tokens that `leaves` hold."""
+        """As `prefill`, behind `offset` int32[] tokens that `leaves` hold."""
         if ids.shape[0] > block_len:
             how = {"all_logits": all_logits, "rope_len": rope_len}
             return self._extend_in_blocks(weights, leaves, offset, ids, layout, source_len, block_len, how)

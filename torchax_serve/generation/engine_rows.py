@@ -157,7 +157,7 @@ def engine_request_for(
     """A prompt as the engine takes it, for an encoder where there is one; None where only ``generate`` can.
 
     Args:
-        model: what `torchax_serve.generation.jax_model.attach` returned.
+        model: what `torchax_serve.generation.jax_model.run_on_jax` returned.
         prompt_ids: checked token ids.
         config: of ``generate``.
         params: what the caller asked, for options that only the engine knows.

@@ -20,7 +20,7 @@ def compile_submodules(model: Any, run: Callable[[str, dict[str, Any]], Any]) ->
 
     Args:
         model: a transformers model.
-        run: as `torchax_serve.runtime.model_runtime.ModelRuntime.method`.
+        run: as `torchax_serve.runtime.model_runtime.ModelRuntime.call_method`.
     """
     put = _BY_TYPE.get(getattr(model.config, "model_type", ""))
     if put is not None:

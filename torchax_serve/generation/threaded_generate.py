@@ -28,7 +28,7 @@ def iter_tokens_unbatched(
     for what it does with a streamer is up to it.
 
     Args:
-        model: what `torchax_serve.generation.jax_model.attach` returned.
+        model: what `torchax_serve.generation.jax_model.run_on_jax` returned.
         input_ids: int64[1, prompt_len].
         kwargs: of ``generate``.
         seed: of the draws; None draws from torch's global generator.
@@ -57,7 +57,7 @@ def prepared(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tup
     """What ``generate`` prepares for its loop, an encoder's output among it; None where the fast loop cannot take it.
 
     Args:
-        model: what `torchax_serve.generation.jax_model.attach` returned.
+        model: what `torchax_serve.generation.jax_model.run_on_jax` returned.
         input_ids: int64[1, prompt_len].
         kwargs: of ``generate``.
     """

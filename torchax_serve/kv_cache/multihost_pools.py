@@ -50,5 +50,5 @@ class MultiHostPoolAllocator(PoolAllocator):
         return self._zeros({}, spec=(shape, np.dtype(dtype).name))[1]
 
     def copied(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
-        """As `PoolAllocator.copied`."""
+        """As `PoolAllocator.copy`."""
         return self._copied({}, pools, np.array(sources, np.int32), np.array(targets, np.int32), spec=None)[1]

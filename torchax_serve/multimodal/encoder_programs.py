@@ -27,7 +27,7 @@ def compiled_encoders(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> 
 
     Args:
         model: a transformers model.
-        run: as `torchax_serve.runtime.model_runtime.ModelRuntime.method`.
+        run: as `torchax_serve.runtime.model_runtime.ModelRuntime.call_method`.
     """
     base: torch.nn.Module = model.base_model
     prefix = next(name for name, child in model.named_modules() if child is base)

@@ -88,7 +88,7 @@ class AbstractPages(PoolAllocator):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.pool_sharding(shape[1]))
 
     def rows(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """As `PoolAllocator.rows`."""
+        """As `PoolAllocator.slot_states`."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.state_sharding(shape))
 
 

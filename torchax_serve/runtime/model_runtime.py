@@ -48,7 +48,7 @@ Call = tuple[tuple[Any, Any, dict[str, jax.Array]], CallSpec]
 
 
 class ModelRuntime:
-    """One model on JAX, or a `part` of it: its weights there, its program, its compiled steps."""
+    """One model on JAX, or a `submodule` of it: its weights there, its program, its compiled steps."""
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class RowSamplingParams:
         min_new_tokens: outputs before one of `stop_ids` may be chosen.
         min_len: the same in tokens of prompt and outputs together.
         stop_ids: tokens that end the request.
-        not_first: tokens that may not be the first output.
+        forbidden_first: tokens that may not be the first output.
         token_bias: what is added to the logits; None: nothing is. That of a lone row has only what its config does
             not know.
         logprobs: top log-probabilities to return beside the chosen token's; None: none at all.

@@ -1,4 +1,4 @@
-"""From logits to the next token: `process` the scores, `select` a token, or both and the bookkeeping in one `step`."""
+"""From logits to the next token: `process` the scores, `select` a token, or both in one `sample_step`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def select(plan: GenerationSampling, state: SamplingHistory, scores: jax.Array) 
     """The next token of each row, i32[batch]: the first of the best, or one drawn from ``softmax(scores)``.
 
     A draw depends on the row's key and on how many tokens the row has chosen: not on padding, and not on other rows.
-    A row with nan, +inf, or -inf throughout cannot be drawn from and gives `NO_VALID_TOKEN`.
+    A row with nan, +inf, or -inf throughout cannot be drawn from and gives `INVALID_TOKEN`.
     """
     if not plan.do_sample or plan.is_cold:
         return first_argmax(scores)

@@ -40,7 +40,7 @@ class Sampler:
     """Chooses the tokens of each step.
 
     For logits of one shape there are three programs of choosing, one for each level, and three of log-probabilities;
-    whatever requests ask for, no other is compiled. Lone requests (`LoneSampler`) are the exception.
+    whatever requests ask for, no other is compiled. Lone requests (`HistorySampler`) are the exception.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None) -> None:
@@ -67,7 +67,7 @@ class Sampler:
 
     @property
     def last_tokens(self) -> jax.Array:
-        """int32[num_slots]: what each slot has chosen last. Given up at the next `choose`: ask again for each step."""
+        """int32[num_slots]: what each slot has chosen last. Given up at the next `sample`: ask again for each step."""
         return self.state.last_tokens
 
     def assign_slot(
@@ -133,9 +133,9 @@ class Sampler:
         """Options for a program that chooses tokens itself, and whether any row draws them.
 
         None if a row wants what such a program has not: log-probabilities, tables, or what is done for it alone. The
-        options are those of rows before their first token (`RowOptions.after` their length they are those of now), so
-        that they stay on the device while the same requests decode. The program gets `take_state` the level "sampled"
-        and gives its new state to `take`.
+        options are those of rows before their first token (`RowOptions.advanced` their length they are those of now),
+        so that they stay on the device while the same requests decode. The program gets `take_state` the level
+        "sampled" and gives its new state to `set_state`.
         """
         if self._lone and any(row.slot in self._lone for row in plan_rows):
             return None
@@ -145,7 +145,7 @@ class Sampler:
         return self._on_device(seats), spec.level == "sampled"
 
     def idle_options(self, num_rows: int) -> tuple[SamplerState, RowOptions]:
-        """The state, to be given away, and options for `num_rows` rows of nobody, as `ahead` has them for requests."""
+        """The state, to be given away, and options for `num_rows` idle rows, shaped as those of `fused_options`."""
         return self.take_state("sampled"), self._on_device(self.slots.level_of((), num_rows)[0])
 
     def _on_device(self, seats: BatchRows) -> RowOptions:
@@ -173,7 +173,7 @@ class Sampler:
     def warm_up(self, logits: jax.Array) -> None:
         """Compiles every program for logits of this shape [n, vocab], dtype and sharding; no request notices.
 
-        The tables of the level "full" exist meanwhile (`tables_bytes`).
+        The tables of the level "full" exist meanwhile (`sampler_table_bytes`).
         """
         options, _ = self.slots.rows((), len(logits))
         before = self.state.tables

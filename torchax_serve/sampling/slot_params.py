@@ -41,7 +41,7 @@ class BatchRows(NamedTuple):
     prompt_len: np.ndarray
     num_steps_at_full_level: np.ndarray
     has_full: bool
-    level: Level  # of all that are beyond `num_full`
+    level: Level  # of all that are beyond `num_steps_at_full_level`
     num_top: int | None  # a rung; None: nobody wants log-probabilities
 
     def at_prompt_start(self) -> RowOptions:
@@ -164,7 +164,7 @@ class SlotParams:
         )
 
     def needs_history(self, slot: int) -> bool:
-        """Whether the request in `slot` is chosen for by itself, with a `LoneSampler`."""
+        """Whether the request in `slot` is chosen for by itself, with a `HistorySampler`."""
         return bool(self._is_lone[slot])
 
     def num_top(self, slot: int) -> int | None:

@@ -232,7 +232,7 @@ def epsilon_cutoff(epsilon: jax.Array, scores: jax.Array) -> jax.Array:
 
 
 def cut_eta(epsilon: jax.Array, scores: jax.Array) -> jax.Array:
-    """Like `cut_epsilon`, with a cut-off that falls with the entropy (eta sampling, Hewitt et al. 2022)."""
+    """Like `epsilon_cutoff`, with a cut-off that falls with the entropy (eta sampling, Hewitt et al. 2022)."""
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     eta = jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-_entropy(log_probs, jnp.exp(log_probs))))
     return epsilon_cutoff(eta, scores)

@@ -78,7 +78,7 @@ class PageAllocator:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that `open` and `fork` can give."""
+        """Slots that `allocate_slot` and `fork` can give."""
         return len(self._free_slots)
 
     @property
@@ -128,7 +128,7 @@ class PageAllocator:
     def allocate_slot(self, match: PrefixMatch, salt: str, shares: bool) -> SequencePages:
         """A slot for a sequence that begins with `match`; `shares` if its own pages are to be published.
 
-        A slot must be free, and `match` made since the book last changed.
+        A slot must be free, and `match` made since the allocator last changed.
         """
         slot, num_found = heapq.heappop(self._free_slots), len(match.nodes)
         pages = SequencePages(slot, salt, list(match.first_live), num_found, num_found)

@@ -1,4 +1,4 @@
-"""A request to the scheduler: what was asked (`Request`), and how far it has come (`RequestState`)."""
+"""A request to the scheduler: what was asked (`SchedulerRequest`), and how far it has come (`RequestState`)."""
 
 from __future__ import annotations
 

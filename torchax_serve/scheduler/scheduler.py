@@ -204,7 +204,7 @@ class Scheduler:
     def fail(self, plan: StepPlan, reason: FinishReason = "error") -> list[RowResult]:
         """Ends the requests of any plan in flight, whose step has raised; all others go on.
 
-        If the device has lost the cache with it, abort the others too and call `forget_prefixes`.
+        If the device has lost the cache with it, abort the others too and call `clear_prefix_cache`.
 
         Raises:
             InvalidArgumentError: the plan is not in flight.

@@ -238,7 +238,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.d
 
 
 def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """`linear` of bfloat16, its weight packed. Summed as in :func:`one_order`, to the last bit."""
+    """`linear` of bfloat16, its weight packed. Summed as in :func:`batch_invariant`, to the last bit."""
     result = jax.ShapeDtypeStruct((x.shape[0], groups.shape[0] * GROUP_ROWS), x.dtype)
     return _call("tas_packed_linear", result)(x, groups, index, _or_empty(bias))
 

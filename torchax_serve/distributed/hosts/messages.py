@@ -48,7 +48,7 @@ class Compile:
     spec: Any
     precision: str | None  # of products
     has_weights: bool
-    args: Any  # the arguments' tree, its leaves `ArrayRef` or `Kind`
+    args: Any  # the arguments' tree, its leaves `ArrayRef` or `ArraySpec`
     facts: dict[str, Any]  # what the leader's traces have shown about the model
 
 
