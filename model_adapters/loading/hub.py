@@ -25,9 +25,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError, TorchaxServeError
 from model_adapters.loading import checkpoint
+from model_adapters.loading.file_names import CONFIG, MODULES
 from model_adapters.loading.model_class import read_config_json
-from model_adapters.loading.model_source import CONFIG
-from model_adapters.loading.modules_json import MODULES, read_modules, transformer_path
+from model_adapters.loading.modules_json import read_modules, transformer_path
 from model_adapters.loading.progress import Advance, Progress, hub_bar_class
 from model_adapters.loading.short_names import near_matches
 

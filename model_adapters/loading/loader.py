@@ -26,7 +26,7 @@ from model_adapters.errors import (
 from model_adapters.loading import random_weights as random_init
 from model_adapters.loading.checkpoint import Checkpoint, weight_files
 from model_adapters.loading.custom_generate import attach_own_generate
-from model_adapters.loading.hub import CONFIG
+from model_adapters.loading.file_names import CONFIG
 from model_adapters.loading.loaded_model import LoadedModel, numpy_dtype, report_of
 from model_adapters.loading.memory import PeakMemory, check_fits
 from model_adapters.loading.model_class import find_class, load_config, module_of, torch_dtype_of

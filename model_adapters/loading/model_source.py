@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
+from model_adapters.loading.file_names import CONFIG
 from model_adapters.loading.short_names import near_matches, short_name
 
 if TYPE_CHECKING:
     from model_adapters.loading.progress import Progress
 
-CONFIG = "config.json"
 
 EMBEDDED = Path(__file__).parents[2] / "torchax_serve" / "embedded"
 """Where the distribution carries its own small model: an ordinary model folder."""

@@ -10,8 +10,7 @@ from typing import Any
 
 from model_adapters.errors import CheckpointError
 from model_adapters.loading.checkpoint import inside
-
-MODULES = "modules.json"
+from model_adapters.loading.file_names import MODULES
 
 
 @dataclass(frozen=True)

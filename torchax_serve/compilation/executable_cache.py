@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental import serialize_executable
@@ -42,10 +42,7 @@ from model_adapters.program.trace_context import programs_run, torch_promotion
 from torchax_serve.compilation import gc_pause, jax_cache
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.compilation.compile_lock import CompileLock
-from torchax_serve.compilation.launchers import MeshExecutable, on_mesh
-
-if TYPE_CHECKING:
-    from torchax_serve.distributed.hosts.leader import Leader
+from torchax_serve.compilation.launchers import Launcher, MeshExecutable, on_mesh
 
 logger = logging.getLogger("torchax_serve")
 
@@ -93,7 +90,7 @@ class ExecutableCache:
     """Where the programs of one model are kept; `folder` None keeps them in memory alone.
 
     With a `mesh` the programs run on all its devices, and what goes in and out lies where the caller has it; they are
-    kept in memory alone. With a `mirror` the mesh has devices of other hosts, which are made to run them too.
+    kept in memory alone. With a `launcher` the mesh has devices of other hosts, which run them too.
     `num_traces` counts traces by function, `num_loaded` programs that came from the folder; `functions` are those that
     are kept here, by name.
     """
@@ -103,11 +100,11 @@ class ExecutableCache:
         folder: Path | None = None,
         identity: str | None = None,
         mesh: jax.sharding.Mesh | None = None,
-        mirror: Leader | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self.folder = folder if identity is not None and mesh is None else None
         self._files = None if self.folder is None else SealedFolder(self.folder)
-        self.mesh, self.mirror = mesh, mirror
+        self.mesh, self.launcher = mesh, launcher
         self.functions: weakref.WeakValueDictionary[str, CachedFunction] = weakref.WeakValueDictionary()
         self.identity = identity
         self.num_traces: collections.Counter[str] = collections.Counter()
@@ -248,9 +245,9 @@ class CachedFunction:
         return program
 
     def _load_or_compile(self, signature: _Signature, weights: Weights, args: tuple[Any, ...]) -> Any:
-        mesh, mirror = self._cache.mesh, self._cache.mirror
-        if mirror is not None:
-            return mirror.program(self, weights, args, signature.spec, signature.precision)
+        mesh, launcher = self._cache.mesh, self._cache.launcher
+        if launcher is not None:
+            return launcher.program(self, weights, args, signature.spec, signature.precision)
         if mesh is not None:
             args = on_mesh(args, mesh)
         path = self._cache.path_of(self.name, signature)
@@ -327,7 +324,7 @@ def _listen() -> None:
 
 
 PACKAGES = (model_adapters, pytree_registry, sharding_rules, torchax_serve)
-NOT_TRACED = ("bench", "cli", "deploy", "distributed/ray", "parity", "planning", "text", "verify.py")
+NOT_TRACED = ("bench", "cli", "distributed/ray", "parity", "planning", "text")
 """Parts of `torchax_serve` that programs do not depend on: an edit there leaves them valid.
 
 Listed is what is left out, not what is taken, so that a new module counts until somebody has looked at it. What may

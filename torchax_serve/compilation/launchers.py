@@ -1,16 +1,47 @@
-"""Programs on the devices of a mesh, for a caller who knows of one."""
+"""How an executable is launched: on the devices of a mesh as if on one, or on those of other hosts too."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 
 # CPU devices of one process share its threads: two programs that exchange, under way at once, can each hold threads
 # that the exchange of the other waits for, and neither ends.
 CPU_COLLECTIVE_LOCK = threading.Lock()
+
+
+class CompilableFunction(Protocol):
+    """A function of arrays that can be compiled for given arguments."""
+
+    name: str
+    facts: Callable[[], dict[str, Any]]
+
+    def compile(
+        self,
+        weights: Any,
+        args: tuple[Any, ...],
+        spec: Any,
+        *,
+        name: str | None = None,
+        adapt: Callable[[Any], Any] = lambda out: out,
+    ) -> Any:
+        """Compiles the function; `adapt` is applied to its result inside the program."""
+
+
+class Launcher(Protocol):
+    """Compiles and runs functions on devices that include those of other hosts."""
+
+    def program(
+        self, function: CompilableFunction, weights: Any, args: tuple[Any, ...], spec: Any, precision: Any
+    ) -> Callable[..., Any]:
+        """Compiles `function` on all hosts and returns what runs it on all of them."""
+
+    def close(self) -> None:
+        """Ends the run on all hosts."""
 
 
 def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -22,11 +22,11 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler import SchedulerStats
 
 if TYPE_CHECKING:
-    from torchax_serve.distributed.hosts.leader import Leader
+    from torchax_serve.compilation.launchers import Launcher
 
 
 def split_runtimes(
-    module: PreTrainedModel, weights: dict[str, Weight], sharding: ModelSharding, mirror: Leader | None = None
+    module: PreTrainedModel, weights: dict[str, Weight], sharding: ModelSharding, launcher: Launcher | None = None
 ) -> list[ModelRuntime]:
     """The model once for each place on the axis ``data``, over the arrays that are there: nothing is copied.
 
@@ -34,7 +34,7 @@ def split_runtimes(
         module: of the model.
         weights: by name.
         sharding: of the weights.
-        mirror: where devices are other hosts'; there is one place then.
+        launcher: where devices are other hosts'; there is one place then.
     """
     runtimes = []
     for replica in sharding.replicas():
@@ -43,7 +43,7 @@ def split_runtimes(
             if id(array) not in shared:
                 shared[id(array)] = _part(unpacked(array), replica.sharding_of(name))
         here = {name: shared[id(array)] for name, array in weights.items()}
-        programs = ExecutableCache(mesh=replica.mesh, mirror=mirror)
+        programs = ExecutableCache(mesh=replica.mesh, launcher=launcher)
         runtimes.append(ModelRuntime(module, here, programs, replica))
     return runtimes
 

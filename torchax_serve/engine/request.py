@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from torchax_serve.executors.encoder_inputs import EncoderInput
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import RequestId, SchedulerRequest
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
-
-
-EncoderInput = tuple[int, ...] | np.ndarray
-"""Token ids for an encoder, or what one has put out, ``[1, len, width]``."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,8 +35,8 @@ class BaseModel:
             one (``transformers.pipeline``, lm-eval).
     """
 
-    def __init__(self, loaded: LoadedModel, mirror: Leader | None = None) -> None:
-        self._mirror = mirror
+    def __init__(self, loaded: LoadedModel, leader: Leader | None = None) -> None:
+        self._leader = leader
         self._process = OwnerProcess()
         self._loaded: LoadedModel | None = loaded
         self.name = loaded.source.name
@@ -46,7 +46,7 @@ class BaseModel:
         if loaded.sharding is None:
             self._runtimes = [ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))]
         else:
-            self._runtimes = split_runtimes(loaded.module, loaded.weights, loaded.sharding, mirror)
+            self._runtimes = split_runtimes(loaded.module, loaded.weights, loaded.sharding, leader)
         self.torch_model: Any = run_on_jax(loaded.module, self._runtimes[0])
 
     def __enter__(self) -> Any:
@@ -60,8 +60,8 @@ class BaseModel:
     def close(self) -> None:
         """Frees the weights. Closing twice is fine; any other call afterwards raises."""
         self._loaded = None
-        if self._mirror is not None:
-            self._mirror.close()
+        if self._leader is not None:
+            self._leader.close()
         if hasattr(self, "torch_model"):
             for runtime in self._runtimes:
                 runtime.weights.clear()

@@ -29,6 +29,7 @@ from torchax_serve.engine.request_handle import TokenStream
 from torchax_serve.entrypoints.base_model import BaseModel, programs_of
 from torchax_serve.generation.engine_rows import EngineRows, engine_request_for
 from torchax_serve.generation.jax_model import rows_elsewhere, run_on_jax
+from torchax_serve.generation.media_answer import stream_about_media
 from torchax_serve.generation.threaded_generate import is_beam_search, iter_tokens_unbatched
 from torchax_serve.multimodal.placeholders import check_has_media
 from torchax_serve.runtime.model_generate import overrides_generate, without_model_options
@@ -37,6 +38,7 @@ from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
+from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.prompt import checked_ids, detokenizer_of, encode_prompt, given_or_default
 from torchax_serve.validation.argument_checks import short_repr
 
@@ -45,7 +47,7 @@ class ServedModel(BaseModel):
     """A model that runs on JAX; made by `serve`. A context manager: leaving it frees the weights."""
 
     def __init__(
-        self, loaded: LoadedModel, engine_options: EngineOptions | None = None, mirror: Leader | None = None
+        self, loaded: LoadedModel, engine_options: EngineOptions | None = None, leader: Leader | None = None
     ) -> None:
         self._engine_options = engine_options
         self._engine: Engine | DataParallelEngines | UnsupportedModelError | None = None  # made at the first request
@@ -53,7 +55,7 @@ class ServedModel(BaseModel):
         self._engine_lock = threading.RLock()
         self._is_building = False
         self._engine_changes = 0
-        super().__init__(loaded, mirror)
+        super().__init__(loaded, leader)
 
     def __enter__(self) -> Self:
         return self
@@ -162,7 +164,7 @@ class ServedModel(BaseModel):
 
     @functools.cached_property
     def _engine_rows(self) -> EngineRows:
-        return EngineRows(self)
+        return EngineRows(self.torch_model, lambda: self.engine)
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -293,6 +295,12 @@ class ServedModel(BaseModel):
         if stream:
             return chat(self, messages, params, stream=True, system=system, **options)
         return chat(self, messages, params, system=system, **options)
+
+    def stream_media(
+        self, conversation: list[dict[str, Any]], params: SamplingParams | None, options: ChatOptions
+    ) -> TextStream:
+        """Streams the answer to a conversation with images or audio; `chat` calls it."""
+        return stream_about_media(self, conversation, params, options)
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None, **unknown: Any) -> TextStream:
         """Text that follows `prompt`, piece by piece; see `torchax_serve.text.text_stream`."""

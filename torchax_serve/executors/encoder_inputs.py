@@ -18,12 +18,14 @@ from model_adapters.bridge.host_arrays import to_device
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.buckets import bucket_sizes
-from torchax_serve.engine.request import EncoderInput
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+EncoderInput = tuple[int, ...] | np.ndarray
+"""Token ids for an encoder, or the output of one, ``[1, len, width]``."""
 
 SMALLEST_SOURCE_LEN = 32
 HIDDEN = "encoder_outputs"

@@ -57,8 +57,8 @@ def _cache(runtime: ModelRuntime, plan: CacheAllocation, scales: Sequence[HeadSc
     sharding, programs = runtime.program.sharding, runtime.steps.executables
     if sharding is None:
         return PagedCache(plan, scales=scales)
-    is_mirrored = programs.mirror is not None
-    pages = MultiHostPoolAllocator(programs, sharding) if is_mirrored else PoolAllocator(sharding.pool_sharding)
+    is_multihost = programs.launcher is not None
+    pages = MultiHostPoolAllocator(programs, sharding) if is_multihost else PoolAllocator(sharding.pool_sharding)
     return PagedCache(plan, pages, scales)
 
 
@@ -70,7 +70,7 @@ def _in_int8(
     Raises:
         InvalidArgumentError: no kernel takes them, or several hosts share the model.
     """
-    if runtime.steps.executables.mirror is not None:
+    if runtime.steps.executables.launcher is not None:
         raise InvalidArgumentError(
             "kv_cache_dtype: expected None for a model on several hosts, got 'int8'; leave it out"
         )

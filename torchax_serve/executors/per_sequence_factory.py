@@ -38,7 +38,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
         OutOfMemoryError: there is no room for a cache.
     """
     programs = runtime.steps.executables
-    if programs.mirror is not None:
+    if programs.launcher is not None:
         raise UnsupportedModelError(
             f"requests of this model cannot be batched on several hosts, only on one: {why_not_packed}"
         )

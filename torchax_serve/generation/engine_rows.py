@@ -7,7 +7,7 @@ prompts. Only the loop over tokens that it would end in is the engine's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ from torchax_serve.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from torchax_serve.engine.data_parallel import DataParallelEngines
     from torchax_serve.engine.engine import Engine
-    from torchax_serve.entrypoints.served_model import ServedModel
     from torchax_serve.runtime.encoder import EncoderRuntime
 
 logger = logging.getLogger("torchax_serve")
@@ -42,16 +41,17 @@ class EngineRows:
     """Runs rows of a served model's ``generate`` on its engine, where their tokens are the same as in the loop.
 
     Args:
-        model: the served one; its engine is made when a first request can go there.
+        torch_model: the served model on JAX, whose ``generate`` is run.
+        get_engine: the engine; it is made when a first request can go there.
     """
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
+    def __init__(self, torch_model: Any, get_engine: Callable[[], Engine | DataParallelEngines]) -> None:
+        self._torch_model, self._get_engine = torch_model, get_engine
         self._has_no_engine = False
 
     def __call__(self, torch_model: Any, request: SampleCall, start: StaticBatchStart) -> torch.Tensor | None:
         """int64[batch, len], prompts and new tokens, padded behind their ends; None to leave it to the loop."""
-        if torch_model is not self._model.torch_model or self._has_no_engine or not _is_greedy(request):
+        if torch_model is not self._torch_model or self._has_no_engine or not _is_greedy(request):
             return None
         if start.encoder is None:  # sounds among words
             return None
@@ -74,21 +74,21 @@ class EngineRows:
     @cached_property
     def _padding_id_without_position(self) -> int:
         """The padding that a decoder such as M2M100's counts positions without, over the tokens of a step; -1: none."""
-        parts = self._model.torch_model.get_decoder().modules()
+        parts = self._torch_model.get_decoder().modules()
         counters = [part for part in parts if any(hasattr(part, name) for name in _COUNTERS)]
         found = (getattr(part, "padding_idx", None) for part in counters)
         return next((padding_idx for padding_idx in found if padding_idx is not None), -1)
 
     def _engine(self) -> Engine | DataParallelEngines | None:
         try:
-            return self._model.engine
+            return self._get_engine()
         except (UnsupportedModelError, OutOfMemoryError) as error:
             logger.warning("rows of generate run by themselves, one call at a time: %s", error)
             self._has_no_engine = True
             return None
 
 
-def encoder_outputs_by_row(encoder: EncoderRuntime, output: EncoderOutput) -> list[np.ndarray] | None:
+def encoder_outputs_by_row(encoder: EncoderRuntime[Any], output: EncoderOutput) -> list[np.ndarray] | None:
     """By row what the decoder sees of its encoder's output, ``[1, len, width]``; None where that is not its beginning.
 
     Args:

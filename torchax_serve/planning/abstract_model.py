@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.loading.hub import CONFIG
+from model_adapters.loading.file_names import CONFIG
 from model_adapters.loading.loaded_model import numpy_dtype
 from model_adapters.loading.model_class import find_class, load_config, module_of, require_causal_module, torch_dtype_of
 from model_adapters.loading.model_source import resolve

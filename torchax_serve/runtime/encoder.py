@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
+
+import jax
 
 from model_adapters.caches.encoder_mask import SourceMask, mask_over_sounds
-from model_adapters.program.model_program import ModelProgram
+from model_adapters.program.model_program import CallSpec, ModelProgram
 from model_adapters.program.padding_safety import masked_tokens_are_ignored
-from torchax_serve.runtime.encoder_length import fixed_output_len
 from torchax_serve.runtime.model_generate import overrides_generate
+from torchax_serve.runtime.step_functions import StepFunctions
 
-if TYPE_CHECKING:
-    from torchax_serve.runtime.model_runtime import ModelRuntime
+FEATURES = "input_features"
 
 
-class EncoderRuntime:
+class SubmoduleRuntime(Protocol):
+    """What is asked of the compiled encoder alone."""
+
+    program: ModelProgram
+    steps: StepFunctions
+
+    @property
+    def config(self) -> Any:
+        """The encoder's transformers config."""
+
+    @property
+    def weights(self) -> Any:
+        """Arrays by name."""
+
+
+Runtime = TypeVar("Runtime", bound=SubmoduleRuntime)
+
+
+class EncoderRuntime(Generic[Runtime]):
     """The encoder beside a decoder.
 
     Args:
@@ -23,7 +42,7 @@ class EncoderRuntime:
         runtime: of the encoder alone.
     """
 
-    def __init__(self, whole: ModelProgram, runtime: ModelRuntime) -> None:
+    def __init__(self, whole: ModelProgram, runtime: Runtime) -> None:
         self._whole, self.runtime = whole, runtime
 
     @property
@@ -54,5 +73,33 @@ class EncoderRuntime:
 
     @functools.cached_property
     def fixed_output_len(self) -> int | None:
-        """The length of every output, where it hears sounds of one length alone."""
-        return fixed_output_len(self.runtime)
+        """The length of every output, of an audio encoder with a fixed input length."""
+        return find_fixed_output_len(self.runtime)
+
+
+def find_fixed_output_len(encoder: SubmoduleRuntime) -> int | None:
+    """Returns the length of every output of an audio encoder with a fixed input length, such as Whisper's.
+
+    Found by tracing two lengths; None of an encoder that takes several lengths, or none of audio.
+    """
+    length, num_bins = (getattr(encoder.config, name, None) for name in ("max_source_positions", "num_mel_bins"))
+    if length is None or num_bins is None or not encoder.program.accepts(FEATURES):
+        return None
+    dtype = str(encoder.program.module.dtype).removeprefix("torch.")
+
+    def output_len(num_frames: int) -> int | None:
+        features = jax.ShapeDtypeStruct((1, num_bins, num_frames), dtype)
+
+        def run(weights: Any, features: Any) -> Any:
+            return encoder.program.forward(weights, None, None, {FEATURES: features}, CallSpec())[0]
+
+        try:
+            return int(jax.eval_shape(run, encoder.weights, features)["last_hidden_state"].shape[1])
+        except Exception:  # whatever model code raises for audio of another length
+            return None
+
+    def probe() -> int | None:
+        frames = 2 * length  # Whisper's second convolution takes every other one
+        return length if output_len(frames) == length and output_len(frames - 2) is None else None
+
+    return encoder.steps.executables.memoize("length heard", "", probe)

@@ -153,7 +153,7 @@ class ModelRuntime:
         return InputLimits.of(self._decoder, (self.program.target, self.program.module), self.text_config)
 
     @functools.cached_property
-    def encoder(self) -> EncoderRuntime | None:
+    def encoder(self) -> EncoderRuntime[ModelRuntime] | None:
         """The encoder beside the decoder; None where there is none among the model's parts."""
         return None if self._encoder is None else EncoderRuntime(self.program, self.submodule(self._encoder))
 

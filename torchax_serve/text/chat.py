@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload
 
 from model_adapters.errors import ChatTemplateError
-from torchax_serve.generation.media_answer import stream_about_media
 from torchax_serve.multimodal.processor import has_media
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.call_hints import refuse_unknown
@@ -33,9 +32,18 @@ _ARGUMENTS = (
 )
 
 
+class ChatModel(TextModel, Protocol):
+    """What a conversation needs of a model."""
+
+    def stream_media(
+        self, conversation: list[dict[str, Any]], params: SamplingParams | None, options: ChatOptions
+    ) -> TextStream:
+        """Streams the answer to a conversation with images or audio."""
+
+
 @overload
 def chat(
-    model: TextModel,
+    model: ChatModel,
     messages: str | Sequence[Message],
     params: SamplingParams | None = None,
     *,
@@ -47,7 +55,7 @@ def chat(
 
 @overload
 def chat(
-    model: TextModel,
+    model: ChatModel,
     messages: str | Sequence[Message],
     params: SamplingParams | None = None,
     *,
@@ -58,7 +66,7 @@ def chat(
 
 
 def chat(
-    model: TextModel,
+    model: ChatModel,
     messages: str | Sequence[Message],
     params: SamplingParams | None = None,
     *,
@@ -100,7 +108,7 @@ def chat(
     conversation = checked_conversation(messages, system)
     if has_media(conversation):
         check_last_message(conversation, options)
-        answer = stream_about_media(model, conversation, params, options)
+        answer = model.stream_media(conversation, params, options)
     else:
         prompt_ids = _prompt_ids(model, conversation, options)
         request = make_request(model, prompt_ids, params, default_max_new_tokens=DEFAULT_CHAT_MAX_NEW_TOKENS)

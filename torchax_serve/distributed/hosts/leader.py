@@ -15,7 +15,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,15 +24,12 @@ from jax.sharding import Mesh
 from model_adapters.errors import HostsError, UnsupportedArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
-from torchax_serve.compilation.launchers import CPU_COLLECTIVE_LOCK
+from torchax_serve.compilation.launchers import CPU_COLLECTIVE_LOCK, CompilableFunction
 from torchax_serve.distributed.hosts.heartbeat import Heartbeat, wait_for_host_error
 from torchax_serve.distributed.hosts.messages import ArrayRef, ArraySpec, Compile, End, Run, everywhere, spread
 
-if TYPE_CHECKING:
-    from torchax_serve.compilation.executable_cache import CachedFunction
 
-
-def compile_for_hosts(kept: CachedFunction, mesh: Mesh, weights: Weights, args: tuple[Any, ...], spec: Any) -> Any:
+def compile_for_hosts(kept: CompilableFunction, mesh: Mesh, weights: Weights, args: tuple[Any, ...], spec: Any) -> Any:
     """The program of a function on the devices of all hosts.
 
     The first of its results is what a host reads, so every device gets it whole; what follows is what programs hand on.
@@ -79,7 +76,7 @@ class Leader:
         atexit.register(self.close)
 
     def program(
-        self, kept: CachedFunction, weights: Weights, args: tuple[Any, ...], spec: Any, precision: Any
+        self, function: CompilableFunction, weights: Weights, args: tuple[Any, ...], spec: Any, precision: Any
     ) -> MultiHostExecutable:
         """Has all hosts compile a function for these arguments, side by side."""
         if registry.is_overridden():
@@ -90,21 +87,21 @@ class Leader:
             sent = [self._encode(leaf) for leaf in leaves]
             kinds = [each if isinstance(each, ArrayRef) else ArraySpec(each.shape, each.dtype) for each in sent]
             described = jax.tree.unflatten(tree, kinds)
-            self._send(Compile(number, kept.name, spec, precision, bool(weights), described, kept.facts()))
+            self._send(Compile(number, function.name, spec, precision, bool(weights), described, function.facts()))
             error, program = None, None
             try:
                 here = [
                     self._local_array(leaf) if isinstance(kind, ArrayRef) else kind.abstract(self._mesh)
                     for leaf, kind in zip(leaves, kinds, strict=True)
                 ]
-                program = compile_for_hosts(kept, self._mesh, weights, tuple(jax.tree.unflatten(tree, here)), spec)
+                program = compile_for_hosts(function, self._mesh, weights, tuple(jax.tree.unflatten(tree, here)), spec)
             except Exception as caught:
                 error = caught
             for follower in self._followers:
                 said = follower.incoming.get()
                 assert said["compiled"] == number
                 if error is None and "error" in said:
-                    error = HostsError(f"{follower.who} cannot compile {kept.name}: {said['error']}")
+                    error = HostsError(f"{follower.who} cannot compile {function.name}: {said['error']}")
             if error is not None:
                 raise error
             return MultiHostExecutable(self, number, program)
