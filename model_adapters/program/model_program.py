@@ -117,16 +117,16 @@ class ModelProgram:
         return {
             "output_class": self.output_class,
             "needs_mask": self.needs_mask,
-            "leans": self.needs_right_aligned_cache,
-            "folds": self.folds_constants,
+            "needs_right_aligned_cache": self.needs_right_aligned_cache,
+            "folds_constants": self.folds_constants,
         }
 
     def restore_facts(self, facts: dict[str, Any]) -> None:
         """Takes over what `trace_facts` answered."""
         self.output_class = facts["output_class"]
         self.needs_mask = self.needs_mask or facts["needs_mask"]
-        self.needs_right_aligned_cache = self.needs_right_aligned_cache or facts["leans"]
-        self.folds_constants = self.folds_constants or facts["folds"]
+        self.needs_right_aligned_cache = self.needs_right_aligned_cache or facts["needs_right_aligned_cache"]
+        self.folds_constants = self.folds_constants or facts["folds_constants"]
 
     def check_no_leaked_tensors(self) -> None:
         """Raises UnsupportedModelError if a trace has shown that the code keeps tensors on the module."""

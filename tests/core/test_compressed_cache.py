@@ -93,7 +93,7 @@ def test_caches_go_over_to_transformers_and_back_and_beams_reorder_them(config):
     model = random_model(causal_class("deepseek_v4"), config)
     eager = copy.deepcopy(model)
     served = to_jax(model)
-    assert served._jax_runtime.caches.unsupported_reason is None
+    assert served._jax_runtime.cache_support.unsupported_reason is None
     options = {"attention_mask": torch.ones_like(IDS), "do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
     beams = {"num_beams": 2, "length_penalty": 0.0}
     assert torch.equal(served.generate(IDS, **options, **beams), eager.generate(IDS, **options, **beams))

@@ -223,7 +223,7 @@ def test_weights_are_arguments_never_constants():
 def test_the_cache_is_updated_in_place():
     model = to_jax(tiny_model("llama"))
     runtime = model._jax_runtime
-    cache = runtime.caches.new(32)
+    cache = runtime.cache_support.new(32)
     runtime.forward({"input_ids": prompts()[0][1:]}, _plain_call(), cache)
     before = cache.states[0].pool.unsafe_buffer_pointer()
     runtime.forward({"input_ids": torch.tensor([[5]])}, _plain_call(), cache)

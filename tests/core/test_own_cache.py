@@ -55,7 +55,7 @@ def test_state_that_model_code_keeps_on_the_cache_itself_is_not_lost(monkeypatch
     config = copy.deepcopy(tiny_config("llama"))
     model = random_model(CountsOnItsCache, config)
     served = served_like_eager(model, 5)
-    assert "beside them (past_key_values.seen)" in served._jax_runtime.caches.unsupported_reason
+    assert "beside them (past_key_values.seen)" in served._jax_runtime.cache_support.unsupported_reason
     monkeypatch.setattr(CountsOnItsCache, "_can_compile_fullgraph", True)  # what says so is believed, and then checked
     with pytest.raises(UnsupportedModelError, match=r"beside them \(past_key_values.seen\)"):
         to_jax(random_model(CountsOnItsCache, config)).generate(IDS, max_new_tokens=5)
@@ -65,7 +65,7 @@ def test_state_that_model_code_keeps_on_the_cache_itself_is_not_lost(monkeypatch
 def test_tokens_are_those_of_transformers_own_cache(model_type):
     model = tiny_model(model_type)
     served = served_like_eager(model, 3)
-    assert served._jax_runtime.caches.unsupported_reason
+    assert served._jax_runtime.cache_support.unsupported_reason
 
 
 @pytest.mark.parametrize("model_type", ["rembert", "bert"])
@@ -78,7 +78,7 @@ def test_an_encoder_that_generates(model_type):
     padded = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]), "min_new_tokens": 4}
     wanted = copy.deepcopy(model).generate(IDS.repeat(2, 1), do_sample=False, max_new_tokens=4, **padded)
     served = served_like_eager(model, 6)
-    assert "configured as an encoder" in served._jax_runtime.caches.unsupported_reason
+    assert "configured as an encoder" in served._jax_runtime.cache_support.unsupported_reason
     assert torch.equal(served.generate(IDS.repeat(2, 1), do_sample=False, max_new_tokens=4, **padded), wanted)
 
 
@@ -102,7 +102,7 @@ def bigbird_with_the_masks_of_an_encoder(monkeypatch):
 def test_a_decoder_with_the_masks_of_an_encoder_sees_no_room(monkeypatch):
     model = bigbird_with_the_masks_of_an_encoder(monkeypatch)
     served = served_like_eager(model, 6)
-    assert "those of an encoder" in served._jax_runtime.caches.unsupported_reason
+    assert "those of an encoder" in served._jax_runtime.cache_support.unsupported_reason
 
 
 def test_the_cache_that_comes_back_goes_on():

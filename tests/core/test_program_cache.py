@@ -26,8 +26,8 @@ with serve(sys.argv[1]) as model:
     steps = model.torch_model._jax_runtime.steps
     ids = torch.arange(3, 9)[None]
     tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)[0].tolist()
-    steps.cache.flush()
-    print(tokens, dict(steps.num_traces), steps.cache.num_loaded)
+    steps.executables.wait_for_writes()
+    print(tokens, dict(steps.num_traces), steps.executables.num_loaded)
 """
 
 
@@ -51,8 +51,8 @@ def generate(checkpoint, **kwargs):
         steps = model.torch_model._jax_runtime.steps
         ids = prompts()[0][1:]
         output = model.generate(ids, max_new_tokens=5)
-        steps.cache.flush()
-        return output.tolist(), dict(steps.num_traces), steps.cache.num_loaded
+        steps.executables.wait_for_writes()
+        return output.tolist(), dict(steps.num_traces), steps.executables.num_loaded
 
 
 def test_a_second_process_neither_traces_nor_compiles(checkpoint, tmp_path):
@@ -262,7 +262,7 @@ def test_what_is_left_out_of_the_digest_is_reached_by_no_traced_function():
                 yield from (f"{node.module}.{each.name}" for each in node.names)
             waiting += ast.iter_child_nodes(node)
 
-    holders = ("CachedFunction", "remembered(", "steps.method", "MethodSpec")
+    holders = ("CachedFunction", "memoize(", "steps.call_method", "MethodSpec")
     reached = {
         name
         for name, file in files.items()

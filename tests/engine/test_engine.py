@@ -444,7 +444,7 @@ def test_an_event_loop_is_woken_once_for_all_that_a_step_brings(llama):
 
 
 def test_a_request_that_comes_is_not_held_up_by_steps_that_are_still_to_be_sent(llama, monkeypatch):
-    monkeypatch.setattr(llama.engine._scheduler, "expected_s", lambda plan: 60.0)
+    monkeypatch.setattr(llama.engine._scheduler, "expected_seconds", lambda plan: 60.0)
     running = llama.engine.submit(request([3, 4], 50))
     time.sleep(0.5)  # some of its steps are on their way, and more would be due in 45 s
     begun = time.monotonic()

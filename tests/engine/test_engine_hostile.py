@@ -45,7 +45,7 @@ def is_idle(model, within_s=20):
 
 def check_innocent(model, ticket):
     assert ticket.result() == expected_tokens("llama", INNOCENT, NEW)
-    assert model.engine.why_closed is None
+    assert model.engine.close_reason is None
 
 
 numbers = st.one_of(

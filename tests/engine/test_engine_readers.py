@@ -235,14 +235,14 @@ def test_a_signal_handler_that_interrupts_a_compilation_gets_an_error(llama, mon
                 call()
             errors.append(caught.value)
 
-    obtain = forward._obtain
+    obtain = forward._load_or_compile
 
     def interrupted(*args):
         if not errors:
             signal.raise_signal(signal.SIGUSR1)
         return obtain(*args)
 
-    monkeypatch.setattr(forward, "_obtain", interrupted)
+    monkeypatch.setattr(forward, "_load_or_compile", interrupted)
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         ids = torch.tensor([INNOCENT * 7])

@@ -280,7 +280,7 @@ class Pretender:
         row = rows[0]
         ids = [int(last_tokens[0])] if row.is_decode else list(row.token_ids)
         kind = "token" if row.is_decode else "chunk" if row.num_tokens > 1 else "one"
-        if row.start == 0 or kind in self.forgets:
+        if row.context_len == 0 or kind in self.forgets:
             self.total = 0.0
         self.total += float(sum(ids))
         return jnp.sin(jnp.arange(8.0) * self.total)[None]

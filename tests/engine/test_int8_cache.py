@@ -205,7 +205,7 @@ def test_int8_is_refused_where_it_cannot_be():
 
 def test_int8_is_refused_on_several_hosts(llama, monkeypatch):
     runtime = llama._generator()._jax_runtime
-    monkeypatch.setattr(runtime.steps.cache, "mirror", object())
+    monkeypatch.setattr(runtime.steps.executables, "launcher", object())
     with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for a model on several hosts"):
         build_engine(runtime, INT8)
 

@@ -56,7 +56,7 @@ def results(sampler, rows, logits, num_rows):
         sampler.set(slot, row.params(VOCAB_SIZE), row.prompt, row.outputs)
     plan_rows = [row.plan_row(slot) for slot, row in zip(slots, rows, strict=True)]
     padded = np.concatenate([logits, np.full((num_rows - len(rows), VOCAB_SIZE), np.nan, np.float32)])
-    sampled = sampler.choose(plan_rows, jnp.asarray(padded))
+    sampled = sampler.sample(plan_rows, jnp.asarray(padded))
     tokens = np.asarray(sampled.tokens)
     np.testing.assert_array_equal(np.asarray(sampler.last_tokens)[slots], tokens[: len(rows)])
     arrays = [tokens, *map(np.asarray, jax.tree.leaves(sampled.logprobs))]

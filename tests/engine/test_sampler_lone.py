@@ -61,14 +61,14 @@ def test_a_lone_row_is_greedy_as_transformers_is(programs, options):
     beside = Row({"temperature": 0.7, "top_k": 9}, seed=5)
     programs.set(slot, row.params(VOCAB_SIZE), row.prompt)
     programs.set(0, beside.params(VOCAB_SIZE), beside.prompt)
-    assert (programs.slots.is_lone(slot), programs.slots.is_lone(0)) == (True, False)
+    assert (programs.slots.needs_history(slot), programs.slots.needs_history(0)) == (True, False)
     num_changed = 0
     for index in range(NUM_STEPS):
         if index == NUM_STEPS // 2:  # preempted
             slot = 1
             programs.set(slot, row.params(VOCAB_SIZE), row.prompt, row.outputs)
         logits = likely(rng, 4)
-        sampled = programs.choose([beside.plan_row(0), row.plan_row(slot)], jnp.asarray(logits))
+        sampled = programs.sample([beside.plan_row(0), row.plan_row(slot)], jnp.asarray(logits))
         token = int(sampled.tokens[1])
         assert token == expected_token(row, logits[1])
         assert programs.last_tokens[slot] == token
@@ -91,7 +91,7 @@ def test_a_lone_row_draws_as_it_would_among_the_others(programs):
     for _ in range(NUM_STEPS):
         logits = np.repeat(likely(rng, 1), 4, axis=0)
         rows = [Row(row.options, row.prompt, tuple(outputs)) for row in rows]
-        sampled = programs.choose([row.plan_row(slot) for slot, row in enumerate(rows)], jnp.asarray(logits))
+        sampled = programs.sample([row.plan_row(slot) for slot, row in enumerate(rows)], jnp.asarray(logits))
         lone, other = sampled.tokens.tolist()[:2]
         assert lone == other
         assert np.isfinite(processed_scores(rows[1], logits[0])[lone])
@@ -105,7 +105,7 @@ def test_a_lone_row_without_a_token_to_choose_is_told(programs):
     for slot, row in enumerate(rows):
         programs.set(slot, row.params(VOCAB_SIZE), row.prompt)
     logits = jnp.full((4, VOCAB_SIZE), jnp.nan)
-    sampled = programs.choose([row.plan_row(slot) for slot, row in enumerate(rows)], logits)
+    sampled = programs.sample([row.plan_row(slot) for slot, row in enumerate(rows)], logits)
     assert sampled.tokens.tolist()[:2] == [INVALID_TOKEN] * 2
     assert programs.last_tokens.tolist()[:2] == [0, 0]
 
@@ -116,5 +116,5 @@ def test_a_slot_that_was_lone_is_forgotten(programs):
     programs.set(0, Row({}).params(VOCAB_SIZE), (4, 5, 4))
     logits = np.zeros((4, VOCAB_SIZE), np.float32)
     logits[:, 5] = 1  # "4 5" would be the prompt's again
-    sampled = programs.choose([Row({}, prompt=(4, 5, 4)).plan_row(0)], jnp.asarray(logits))
+    sampled = programs.sample([Row({}, prompt=(4, 5, 4)).plan_row(0)], jnp.asarray(logits))
     assert sampled.tokens[0] == 5

@@ -79,7 +79,7 @@ def choose(sampler, plan_rows, logits, **kwargs):
     """With the logits padded to one number of rows."""
     padded = np.full((NUM_ROWS, VOCAB_SIZE), np.nan, np.float32)
     padded[: len(logits)] = logits
-    return sampler.choose(plan_rows, jnp.asarray(padded), **kwargs)
+    return sampler.sample(plan_rows, jnp.asarray(padded), **kwargs)
 
 
 @jax.jit
@@ -228,7 +228,7 @@ def test_draws_follow_the_distribution_of_transformers_scores(many, options, ove
     for index in range(num_draws):
         ahead = index if over == "positions" else 0
         plan_rows.append(row.plan_row(index if over == "seeds" else 0)._replace(start=4 + ahead))
-    tokens = np.asarray(many.choose(plan_rows, jnp.broadcast_to(jnp.asarray(logits), (num_draws, 300))).tokens)
+    tokens = np.asarray(many.sample(plan_rows, jnp.broadcast_to(jnp.asarray(logits), (num_draws, 300))).tokens)
     counts = np.bincount(tokens, minlength=300)
     probabilities = softmax(processed_scores(row, logits).astype(np.float64))
     assert counts[probabilities == 0].sum() == 0
@@ -285,7 +285,7 @@ def test_log_probabilities_are_those_of_the_model(sampler):
     rows = [Row({}).plan_row(slot) for slot in range(3)]
     logits = rng.normal(size=(NUM_ROWS, VOCAB_SIZE), scale=3).astype(np.float32)
     logits[1, 4] = 30  # suppressed, and likely all the same
-    sampled = sampler.choose(rows, jnp.asarray(logits))
+    sampled = sampler.sample(rows, jnp.asarray(logits))
     expected = log_softmax(logits.astype(np.float64), axis=-1)
     order = np.argsort(-expected, axis=-1)[:, : sampled.logprobs.top_ids.shape[1]]
     np.testing.assert_array_equal(sampled.logprobs.top_ids, order)
@@ -293,7 +293,7 @@ def test_log_probabilities_are_those_of_the_model(sampler):
     chosen = np.take_along_axis(expected, np.asarray(sampled.tokens)[:, None], 1)[:, 0]
     np.testing.assert_allclose(sampled.logprobs.chosen, chosen, atol=1e-5)
     assert (sampled.logprobs.top_ids.shape[1], [sampler.slots.num_top(slot) for slot in range(3)]) == (5, [3, 0, None])
-    assert sampler.choose(rows[2:], jnp.asarray(logits)).logprobs is None
+    assert sampler.sample(rows[2:], jnp.asarray(logits)).logprobs is None
     of_prompt = sampler.logprobs(jnp.asarray(logits), jnp.arange(NUM_ROWS), 7)
     np.testing.assert_allclose(of_prompt.chosen, expected.diagonal(), atol=1e-5)
     assert of_prompt.top.shape == (NUM_ROWS, 20)
@@ -388,10 +388,10 @@ def test_steps_in_one_program_are_the_steps_one_by_one(sampler):
 
     begin()
     one_by_one = [
-        sampler.choose(plan_rows, jnp.asarray(logits), ahead).tokens for ahead, logits in enumerate(all_logits)
+        sampler.sample(plan_rows, jnp.asarray(logits), ahead).tokens for ahead, logits in enumerate(all_logits)
     ]
     begin()
-    options, draws = sampler.ahead(plan_rows, NUM_ROWS)
+    options, draws = sampler.fused_options(plan_rows, NUM_ROWS)
     assert draws
 
     @jax.jit
@@ -411,7 +411,7 @@ def test_steps_in_one_program_are_the_steps_one_by_one(sampler):
     np.testing.assert_array_equal(sampler.last_tokens[:3], tokens[-1, :3])
     for options in ({"logprobs": 0}, {"no_repeat_ngram_size": 2}, {"presence_penalty": 0.5}):
         sampler.set(1, Row(options).params(VOCAB_SIZE), (7, 8))
-        assert sampler.ahead(plan_rows, NUM_ROWS) is None, "they want more than tokens of each step"
+        assert sampler.fused_options(plan_rows, NUM_ROWS) is None, "they want more than tokens of each step"
 
 
 def test_the_lowest_level_that_covers_every_row():
@@ -448,14 +448,14 @@ def test_options_kept_on_the_device_are_those_of_each_step(sampler):
     for slot, row in enumerate(rows):
         sampler.set(slot, row.params(VOCAB_SIZE), row.prompt)
     plan_rows = [row.plan_row(slot) for slot, row in enumerate(rows)]
-    kept, draws = sampler.ahead(plan_rows, NUM_ROWS)
+    kept, draws = sampler.fused_options(plan_rows, NUM_ROWS)
     for step in range(3):
         now = [row._replace(start=row.context_len + step) for row in plan_rows]
-        assert sampler.ahead(now, NUM_ROWS)[0] is kept
+        assert sampler.fused_options(now, NUM_ROWS)[0] is kept
         lengths = np.array([row.context_len + 1 for row in now] + [0] * (NUM_ROWS - len(now)))
         expected, spec = sampler.slots.rows(now, NUM_ROWS)
         jax.tree.map(np.testing.assert_array_equal, kept.after(lengths), expected)
         assert draws == (spec.level == "sampled")
     sampler.set(1, Row({"top_k": 5}, seed=9).params(VOCAB_SIZE), (1, 2))
-    changed, _ = sampler.ahead(plan_rows, NUM_ROWS)
+    changed, _ = sampler.fused_options(plan_rows, NUM_ROWS)
     assert changed.int_column("top_k")[1] == 5

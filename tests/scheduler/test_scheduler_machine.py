@@ -15,7 +15,7 @@ GROUPS = [
     (CacheGroup("window", 6, 7),),
     (),
 ]
-VARIANTS = [{}, {"max_num_steps": 3}, {"chunk_sizes": (4, 1), "packed": False, "prefix_caching": False}]
+VARIANTS = [{}, {"max_num_steps": 3}, {"allowed_chunk_sizes": (4, 1), "batches_prefill": False, "prefix_caching": False}]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -124,7 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         row = plan.rows[index]
         was_live = row.request_id in self.live
         self.loop.commit()
-        if row.samples and was_live:
+        if row.samples_token and was_live:
             assert self.loop.reasons[row.request_id] == "error"
             self.dead.add(row.request_id)
         self.settle()

@@ -166,10 +166,10 @@ def make_book(*groups, hash_function=None, num_slots=4, **options):
 
 def compute(book, tokens, salt="", shares=True):
     """Opens a sequence, computes all its tokens; its pages and how many of them were found."""
-    match = book.match(tokens, salt, shares)
-    pages = book.open(match, salt, shares)
+    match = book.match_prefix(tokens, salt, shares)
+    pages = book.allocate_slot(match, salt, shares)
     book.grow(pages, len(tokens))
-    book.publish(pages, tokens, len(tokens))
+    book.publish_prefix(pages, tokens, len(tokens))
     return pages, len(match.nodes) * 4
 
 
@@ -293,7 +293,7 @@ def test_pages_behind_the_window_are_freed_and_only_its_end_must_be_found():
         assert 0 not in table(book, pages, 0)
     book.release(pages)
     match = book.match_prefix(tokens[:18], "", True)
-    assert (len(match.nodes), match.first_live) == (4, [0, 2])
+    assert (len(match.nodes), match.first_needed_page) == (4, [0, 2])
     found = book.allocate_slot(match, "", True)
     book.check_integrity([found])
     assert table(book, found, 1)[:2] == [0, 0]

@@ -94,7 +94,7 @@ def test_prefill_is_cut_into_chunks_beside_decode_rows_under_the_budget():
 
 
 def test_a_chunk_fills_what_the_step_would_be_padded_with():
-    loop = make_loop(num_slots=4, max_len=128, token_budget=64, token_rungs=(16, 32, 64))
+    loop = make_loop(num_slots=4, max_len=128, token_budget=64, token_buckets=(16, 32, 64))
     loop.scheduler.add(request(1, prompt_len=3, max_new=40))
     loop.step()
     loop.step()  # what comes now is not of its burst
@@ -137,14 +137,14 @@ def test_a_burst_decodes_while_the_others_wait_for_a_slot():
     assert [plan.num_decode for plan in loop.plans] == [0, 2, 2, 0, 2, 2]
 
 
-@pytest.mark.parametrize("rungs", [(32, 16, 64), (16, 32)])
-def test_rungs_out_of_order_or_too_short_are_refused(rungs):
-    with pytest.raises(InvalidArgumentError, match="token_rungs: expected ascending numbers up to token_budget=64"):
-        make_loop(num_slots=4, token_budget=64, token_rungs=rungs)
+@pytest.mark.parametrize("buckets", [(32, 16, 64), (16, 32)])
+def test_buckets_out_of_order_or_too_short_are_refused(buckets):
+    with pytest.raises(InvalidArgumentError, match="token_buckets: expected ascending numbers up to token_budget=64"):
+        make_loop(num_slots=4, token_budget=64, token_buckets=buckets)
 
 
 def test_chunks_of_exact_sizes_and_one_prefill_row_a_plan():
-    loop = make_loop(chunk_sizes=(8, 4, 1), packed=False, prefix_caching=False)
+    loop = make_loop(allowed_chunk_sizes=(8, 4, 1), batches_prefill=False, prefix_caching=False)
     asked = [request(i, prompt_len=length) for i, length in enumerate([1, 8, 13, 23])]
     for each in asked:
         loop.scheduler.add(each)

@@ -33,8 +33,8 @@ CONFIGS = {  # the longest request has 59 tokens to compute: 15 pages
     "windows only": {"groups": (CacheGroup("one", 5, 8), CacheGroup("more", 13, 11))},
     "recurrent": {
         "groups": (CacheGroup("full", None, 17),),
-        "chunk_sizes": (16, 8, 4, 1),
-        "packed": False,
+        "allowed_chunk_sizes": (16, 8, 4, 1),
+        "batches_prefill": False,
         "prefix_caching": False,
     },
     "few rows": {"groups": (CacheGroup("full", None, 24),), "max_rows_per_step": 3, "max_num_steps": 8},

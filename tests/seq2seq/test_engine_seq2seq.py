@@ -194,13 +194,13 @@ def test_warm_up_compiles_all_that_requests_of_any_length_meet():
 
 def test_a_step_that_raises_fails_its_requests_and_no_others(served, monkeypatch):
     model = served.engine._runner._model
-    encoded = model.sources.encoded
+    encoded = model.sources.encoder_output
 
     def failing(*args):
-        monkeypatch.setattr(model.sources, "encoded", encoded)
+        monkeypatch.setattr(model.sources, "encoder_output", encoded)
         raise RuntimeError("the device has caught fire")
 
-    monkeypatch.setattr(model.sources, "encoded", failing)
+    monkeypatch.setattr(model.sources, "encoder_output", failing)
     source = sources()[1]
     with pytest.raises(RequestError, match="the device has caught fire"):
         served.engine.submit(request(source)).result()

@@ -68,7 +68,7 @@ def test_generate_has_the_tokens_of_a_cache_that_grows(model_type, options):
         found = served.generate(source, attention_mask=torch.ones_like(source), **{"max_new_tokens": NEW, **options})
         assert torch.equal(found, alone(model_type, source, **options))
     has_cache = model_type in ON_ENGINE
-    assert served._jax_runtime.caches.is_supported == has_cache
+    assert served._jax_runtime.cache_support.is_supported == has_cache
     assert served._jax_runtime.steps.num_traces["decode"] == (1 if has_cache and "num_beams" not in options else 0)
 
 

@@ -118,7 +118,7 @@ def test_forward_with_a_cache_of_the_callers_own(pair):
 
 def test_the_encoder_runs_once_and_other_lengths_compile_nothing():
     model = to_jax(tiny("bart"))
-    calls, steps = [], model._jax_runtime.part("model.encoder").steps
+    calls, steps = [], model._jax_runtime.submodule("model.encoder").steps
     forward = steps.forward
     steps.forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
     model.generate(**inputs(), max_new_tokens=8, do_sample=False)

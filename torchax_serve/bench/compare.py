@@ -124,7 +124,7 @@ class _Run:
         prepare_weights(loaded)
         self._served = ServedModel(loaded)
         runtime: Any = self._served.torch_model._jax_runtime
-        self._has_cache = runtime.caches.is_supported
+        self._has_cache = runtime.cache_support.is_supported
         self.ours = TimedModel(
             OURS, "this project", self._served.torch_model, JaxMemory(), has_compile_cache=has_compile_cache
         )

@@ -98,14 +98,14 @@ class SchedulerConfig:
             raise invalid("max_decode_slowdown", "a number > 1", self.max_decode_slowdown, "2 is the usual promise")
         if not isinstance(self.max_fused_decode_s, int | float) or not self.max_fused_decode_s > 0:
             raise invalid("max_fused_decode_s", "a number > 0", self.max_fused_decode_s, "a tenth of a second is usual")
-        for name in ("prefix_caching", "packed"):
+        for name in ("prefix_caching", "batches_prefill"):
             if type(getattr(self, name)) is not bool:
                 raise invalid(name, "True or False", getattr(self, name), "give one of them")
         self._check_chunk_sizes()
         buckets = self.token_buckets
         if any(a >= b for a, b in itertools.pairwise(buckets)) or (buckets and buckets[-1] < self.token_budget):
             expected = f"ascending numbers up to token_budget={self.token_budget}"
-            raise invalid("token_rungs", expected, buckets, "extend them")
+            raise invalid("token_buckets", expected, buckets, "extend them")
 
     def _check_chunk_sizes(self) -> None:
         sizes = self.allowed_chunk_sizes
@@ -113,9 +113,9 @@ class SchedulerConfig:
             return
         is_tuple = isinstance(sizes, tuple) and all(type(size) is int for size in sizes)
         if not is_tuple or not sizes or sizes[-1] != 1 or any(a <= b for a, b in itertools.pairwise(sizes)):
-            raise invalid("chunk_sizes", "whole numbers that descend to 1", sizes, "such as (256, 64, 16, 4, 1)")
+            raise invalid("allowed_chunk_sizes", "whole numbers that descend to 1", sizes, "such as (256, 64, 16, 4, 1)")
         if self.min_prefill_chunk not in sizes:
-            raise invalid("min_prefill_chunk", f"one of chunk_sizes={sizes}", self.min_prefill_chunk, "choose one")
+            raise invalid("min_prefill_chunk", f"one of allowed_chunk_sizes={sizes}", self.min_prefill_chunk, "choose one")
 
     def check_prompt(self, name: str, prompt_len: int) -> None:
         """Raises `InvalidArgumentError`, naming `name`, for a prompt that can never run."""
