@@ -1,15 +1,18 @@
 """The shipped results: complete for the pinned transformers, and what docs/models.md says."""
 
+import re
 from pathlib import Path
 
 import pytest
 import transformers
 from packaging.version import Version
 
-from torchax_serve.parity import table, touched
+from model_adapters.loading.names import SHORT_NAMES
+from torchax_serve.parity import checkpoints_table, table, touched
 from torchax_serve.parity.causes import OLDER
 from torchax_serve.parity.result import Result
 from torchax_serve.parity.sweep import causal_types
+from torchax_serve.parity.tasks import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEPS = {versions["transformers"]: results for versions, results in table.all_shipped()}
@@ -90,3 +93,13 @@ def test_sweep_of_the_installed_version():
     for version, results in SWEEPS.items():
         assert table.shipped(transformers=version)[1] == results
     assert table.shipped(transformers="0.1") == table.shipped()
+
+
+def test_checkpoints_of_short_names_pass_and_written_configurations_are_marked():
+    results = table.shipped(CHECKPOINTS)[1]
+    named = [checkpoints_table.file_name(each.hub_id) for each in SHORT_NAMES.values()]
+    assert {name: results[name].status for name in named} == dict.fromkeys(named, "passed")
+    assert results.keys() >= checkpoints_table.WRITTEN
+    text = checkpoints_table.section("", results, table.tokens_said)
+    marked = {checkpoints_table.file_name(name) for name in re.findall(r"^\| (\S+) † \|", text, re.MULTILINE)}
+    assert marked == checkpoints_table.WRITTEN
