@@ -145,7 +145,7 @@ class RoundRecorder:
         now, step_s = time.perf_counter(), 0.0
         if self._holds_prompts or not plan.num_prefill_tokens:
             num_tokens = sum(row.num_tokens for row in plan.rows)
-            num_cached = sum(row.start + row.num_tokens for row in plan.rows)
+            num_cached = sum(row.context_len + row.num_tokens for row in plan.rows)
             step_s = self._costs.step_s(self._device, num_tokens, num_cached)
         idle_s = max(0.0, now - self._ready_s)
         self._ready_s = max(now, self._ready_s) + (0.0 if self._at_once else plan.num_steps * step_s)

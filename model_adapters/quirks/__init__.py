@@ -3,16 +3,17 @@
 A quirk is a module named after the folder of transformers' modeling code that it is for, or after what several have in
 common (`SAME_AS`). It may have:
 
-* ``REPLACED``: functions by ``Class.method``, which stand in the place of those methods while a model is traced, and
+* ``METHODS``: functions by ``Class.method``, which stand in the place of those methods while a model is traced, and
   are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
 * ``FUNCTIONS``: the same for functions of its modeling file, by name; one that a release does not have is left out.
-* ``LEANS = True``: the code counts from the end of the keys, so the cache must lean (`model_adapters.caches.layers`).
+* ``RIGHT_ALIGNED_CACHE = True``: the code counts from the end of the keys, so the
+  cache must be right-aligned (`model_adapters.caches.layers`).
 * ``UNMASKED_SLIDING_CACHE = True``: its masks show all tokens, and what its cache has kept of them decides what is
-seen.
-* ``TOKEN_BY_TOKEN``: architectures where tokens of one forward see those behind them, so that an answer goes on token
-by
-  token alone.
-* ``UNREAD``: arguments that the forward takes and never reads, so that their shapes need not be compiled for.
+  seen.
+* ``TOKEN_BY_TOKEN``: architectures where tokens of one forward see those behind them, so that an answer goes on
+  token by token alone.
+* ``IGNORED_ARGUMENTS``: arguments that the forward takes and never reads, so that their shapes need not be compiled
+  for.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _MODELS = "transformers.models."
 SAME_AS = {
     "kyutai_speech_to_text": "moshi",
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "idefics"),
-    **dict.fromkeys(("gpt_neo", "mpt"), "counts_keys"),
-    **dict.fromkeys(("fsmt", "led"), "unmasked_steps"),
+    **dict.fromkeys(("gpt_neo", "mpt"), "key_count"),
+    **dict.fromkeys(("fsmt", "led"), "missing_step_mask"),
     **dict.fromkeys(("falcon_mamba", "jamba", "zamba"), "mamba"),
 }
 """Architectures whose code is another's, copied, or needs the same as others': the quirk that is theirs as well."""
@@ -50,7 +51,7 @@ def names() -> tuple[str, ...]:
 
 @functools.cache
 def _replaced(architecture: str) -> dict[str, Callable[..., Any]]:
-    return getattr(_module(architecture), "REPLACED", {})
+    return getattr(_module(architecture), "METHODS", {})
 
 
 def _module(architecture: str) -> types.ModuleType | None:
@@ -59,7 +60,7 @@ def _module(architecture: str) -> types.ModuleType | None:
 
 def needs_right_aligned_cache(module: torch.nn.Module) -> bool:
     """Whether a quirk says that the cache of `module` must lean."""
-    return bool(getattr(_module(_architecture(module)), "LEANS", False))
+    return bool(getattr(_module(_architecture(module)), "RIGHT_ALIGNED_CACHE", False))
 
 
 def sliding_cache_unmasked(module: torch.nn.Module) -> bool:
@@ -74,7 +75,7 @@ def needs_token_by_token(module: torch.nn.Module) -> bool:
 
 def ignored_arguments(module: torch.nn.Module) -> frozenset[str]:
     """Arguments that the forward of `module` does not read."""
-    return frozenset(getattr(_module(_architecture(module)), "UNREAD", ()))
+    return frozenset(getattr(_module(_architecture(module)), "IGNORED_ARGUMENTS", ()))
 
 
 def _folder(module: torch.nn.Module) -> str:

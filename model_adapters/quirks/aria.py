@@ -12,4 +12,4 @@ def _grouped_experts(self: Any, input: torch.Tensor, tokens_per_expert: torch.Te
     return torch._grouped_mm(input, self.weight, offs=ends)
 
 
-REPLACED = {"AriaGroupedExpertsGemm.forward": _grouped_experts}
+METHODS = {"AriaGroupedExpertsGemm.forward": _grouped_experts}

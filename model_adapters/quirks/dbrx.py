@@ -27,4 +27,4 @@ def _weights(mlp: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return mlp.w1, mlp.v1, mlp.w2
 
 
-REPLACED = {"DbrxExperts.forward": _forward}
+METHODS = {"DbrxExperts.forward": _forward}

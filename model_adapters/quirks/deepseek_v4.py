@@ -20,4 +20,4 @@ def _forward(
     return entries, mask
 
 
-REPLACED = {"DeepseekV4HCACompressor.forward": _forward}
+METHODS = {"DeepseekV4HCACompressor.forward": _forward}

@@ -31,4 +31,4 @@ def _get_pooled_states(self: Any, packed_states: torch.Tensor) -> tuple[torch.Te
     return pooled, indices.masked_fill(~is_real, -1), is_real.all(-1)
 
 
-REPLACED = {"Glm5NextTextIndexer.get_pooled_states": _get_pooled_states}
+METHODS = {"Glm5NextTextIndexer.get_pooled_states": _get_pooled_states}

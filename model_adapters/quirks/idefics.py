@@ -9,7 +9,7 @@ _idefics2_features = image_features_by(
     lambda model, features, patches: model.connector(features, attention_mask=patches.flatten(1)),
 )
 
-REPLACED = {
+METHODS = {
     "Idefics2Model.get_image_features": _idefics2_features,
     "Idefics3Model.get_image_features": any_pixel_counts,
     "SmolVLMModel.get_image_features": any_pixel_counts,

@@ -23,4 +23,4 @@ def _parallel_experts(self: Any, inputs: torch.Tensor, expert_size: torch.Tensor
     return torch._grouped_mm(inputs, self.weight.transpose(1, 2), offs=expert_size)
 
 
-REPLACED = {"JetMoeTopKGating.forward": _gating, "JetMoeParallelExperts.forward": _parallel_experts}
+METHODS = {"JetMoeTopKGating.forward": _gating, "JetMoeParallelExperts.forward": _parallel_experts}

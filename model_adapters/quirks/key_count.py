@@ -1,6 +1,6 @@
 """GPT-Neo and MPT cut by the number of keys, as if the newest key were the last, and take nothing else to count by.
 
-GPT-Neo cuts its causal masks out of a table, MPT its biases, which are distances.
+GPT-Neo cuts its causal masks out of a table, MPT its biases, which are distances. Both tables end with the positions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.models.mpt import modeling_mpt
 
-LEANS = True
+RIGHT_ALIGNED_CACHE = True
 
 
 def _distances(self: Any, num_heads: int, sequence_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -18,4 +18,22 @@ def _distances(self: Any, num_heads: int, sequence_length: int, *args: Any, **kw
     return modeling_mpt.build_mpt_alibi_tensor(num_heads, 2 * sequence_length + 512, *args, **kwargs)
 
 
-REPLACED = {"MptModel.build_mpt_alibi_tensor": _distances}
+def _windowed(
+    self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the original, with the mask computed for as many keys as there are, be they a page more than its table has."""
+    scores = query.to(torch.float32) @ key.to(torch.float32).transpose(-1, -2)
+    num_queries, num_keys = scores.shape[-2:]
+    at = torch.arange(num_keys, device=scores.device)
+    distance = at[num_keys - num_queries :, None] - at
+    is_seen = distance >= 0
+    if self.attention_type == "local":
+        is_seen = is_seen & (distance < self.config.window_size)
+    scores = torch.where(is_seen, scores, torch.finfo(scores.dtype).min)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = self.attn_dropout(torch.softmax(scores, dim=-1).to(value.dtype))
+    return weights @ value, weights
+
+
+METHODS = {"MptModel.build_mpt_alibi_tensor": _distances, "GPTNeoSelfAttention._attn": _windowed}

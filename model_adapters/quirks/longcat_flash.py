@@ -25,4 +25,4 @@ def _forward(
     return route_and_combine(hidden_states, top_k_index, top_k_weights, num_routed, experts).to(hidden_states.dtype)
 
 
-REPLACED = {"LongcatFlashExperts.forward": _forward}
+METHODS = {"LongcatFlashExperts.forward": _forward}

@@ -62,5 +62,5 @@ def _led(
     return type(self).forward(self, hidden_states, key_value_states, past_key_values, attention_mask, output_attentions)
 
 
-REPLACED = {"Attention.forward": _fsmt, "LEDDecoderAttention.forward": _led}
+METHODS = {"Attention.forward": _fsmt, "LEDDecoderAttention.forward": _led}
 TOKEN_BY_TOKEN = frozenset({"fsmt"})

@@ -39,4 +39,4 @@ def _sparse_mlp(self: Any, hidden_states: torch.Tensor, padding_mask: torch.Tens
     return self.experts(flat, top_1_mask, router_probs).reshape(batch, length, width)
 
 
-REPLACED = {"NllbMoeExperts.forward": _experts, "NllbMoeSparseMLP.forward": _sparse_mlp}
+METHODS = {"NllbMoeExperts.forward": _experts, "NllbMoeSparseMLP.forward": _sparse_mlp}

@@ -20,4 +20,4 @@ def _forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[to
     return (emb.cos() * scale).to(x.dtype), (emb.sin() * scale).to(x.dtype)
 
 
-REPLACED = {"PhimoeRotaryEmbedding.forward": _forward}
+METHODS = {"PhimoeRotaryEmbedding.forward": _forward}

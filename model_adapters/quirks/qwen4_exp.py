@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-LEANS = True
+RIGHT_ALIGNED_CACHE = True
 
 
 def _indexer(
@@ -68,4 +68,4 @@ def _rotated(
     return rotate(keys[:, :, None], cos=chosen_cos, sin=chosen_sin, unsqueeze_dim=2)[:, :, 0]
 
 
-REPLACED = {"Qwen4ExpTextQSAIndexer.forward": _indexer}
+METHODS = {"Qwen4ExpTextQSAIndexer.forward": _indexer}

@@ -39,4 +39,4 @@ def _rnn_scan(
     return torch_view(jnp.moveaxis(states, 0, 1)).type(hidden_states.dtype), torch_view(last)
 
 
-REPLACED = {f"{_LRU}._rnn_scan": _rnn_scan}
+METHODS = {f"{_LRU}._rnn_scan": _rnn_scan}

@@ -57,6 +57,6 @@ def _linear_attention(
     return torch_view(jnp.moveaxis(outputs, 0, 1)), rest
 
 
-REPLACED = {"RwkvModel._rescale_layers": _rescale_layers}
+METHODS = {"RwkvModel._rescale_layers": _rescale_layers}
 FUNCTIONS = {"rwkv_linear_attention": _linear_attention}
-UNREAD = ("attention_mask",)
+IGNORED_ARGUMENTS = ("attention_mask",)

@@ -21,4 +21,4 @@ def _forward(
     )
 
 
-REPLACED = {"Step3p7Experts.forward": _forward}
+METHODS = {"Step3p7Experts.forward": _forward}

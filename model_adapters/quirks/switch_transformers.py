@@ -16,4 +16,4 @@ def _forward(
     return sum_of_modules(self, hidden_states, chosen, routing_weights * chosen.to(routing_weights.dtype))
 
 
-REPLACED = {"SwitchTransformersExperts.forward": _forward}
+METHODS = {"SwitchTransformersExperts.forward": _forward}

@@ -26,4 +26,4 @@ def get_audio_features(self: Any, input_features: Any = None, **kwargs: Any) -> 
     return SimpleNamespace(pooler_output=hidden, past_key_values=None, padding_cache=None)
 
 
-REPLACED = {"VoxtralRealtimeModel.get_audio_features": get_audio_features}
+METHODS = {"VoxtralRealtimeModel.get_audio_features": get_audio_features}

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-UNREAD = ("attention_mask",)
+IGNORED_ARGUMENTS = ("attention_mask",)

@@ -237,7 +237,7 @@ def test_an_edit_invalidates_programs_where_they_depend_on_it(packages, file, co
 
 def test_what_is_left_out_of_the_digest_is_reached_by_no_traced_function():
     """Follows imports, wherever they stand, from all that holds or hands over functions that are kept."""
-    root = Path(executable_cache.__file__).parents[1]
+    root = Path(executable_cache.__file__).parents[2]
     files = {
         ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
         for package in executable_cache.PACKAGES

@@ -21,8 +21,8 @@ from threads import at_once
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, TorchaxServeError
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.executors import base
 from torchax_serve.executors.packed import PackedExecutor
+from torchax_serve.kv_cache import memory
 from torchax_serve.sampling.sampler import tables_bytes
 
 SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32)
@@ -353,7 +353,7 @@ def test_pages_take_the_budget_that_was_asked_for(budget):
 
 def test_the_samplers_tables_are_part_of_what_the_engine_takes(monkeypatch):
     tables = tables_bytes(4, VOCAB_SIZE)
-    monkeypatch.setattr(base, "free_bytes", lambda: tables + 8 * 2048)  # eight pages
+    monkeypatch.setattr(memory, "free_bytes", lambda: tables + 8 * 2048)  # eight pages
     monkeypatch.setattr(PackedExecutor, "temporary_bytes", lambda self: 0)
     with serve(tiny_model("llama"), engine=SMALL) as model:
         runner = model.engine._runner
@@ -361,7 +361,7 @@ def test_the_samplers_tables_are_part_of_what_the_engine_takes(monkeypatch):
         assert f"{tables / 1e6:.1f} MB for the sampler's tables" in model.engine.description
         model.engine.submit(request([5, 6], 2, params=SamplingParams(presence_penalty=0.5))).result()
         assert sum(array.nbytes for array in jax.tree.leaves(runner._sampler.state.tables)) == tables
-    monkeypatch.setattr(base, "free_bytes", lambda: tables)
+    monkeypatch.setattr(memory, "free_bytes", lambda: tables)
     with (
         serve(tiny_model("llama"), engine=SMALL) as model,
         pytest.raises(
@@ -378,7 +378,7 @@ def test_nearly_the_same_free_memory_gives_the_same_programs(name, monkeypatch):
     many = dataclasses.replace(SMALL, num_slots=400, max_len=128)  # which could use more than there is
     shapes = set()
     for left in (800_000, 850_000, 910_000):
-        monkeypatch.setattr(base, "free_bytes", lambda left=left: left + 5000 + tables_bytes(400, VOCAB_SIZE))
+        monkeypatch.setattr(memory, "free_bytes", lambda left=left: left + 5000 + tables_bytes(400, VOCAB_SIZE))
         with serve(tiny_model(name), engine=many) as model:
             pools = model.engine._runner._cache.pools
             assert 0.8 * left - 5000 <= sum(pool.nbytes for pool in pools) <= left

@@ -17,10 +17,10 @@ from torchax_serve import serve, to_jax
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.executors import base, chunked_prefill_probe, per_sequence_buckets
+from torchax_serve.executors import chunked_prefill_probe, per_sequence_buckets
 from torchax_serve.executors.per_sequence_factory import per_sequence_executor
 from torchax_serve.executors.per_sequence_forward import SequenceForward
-from torchax_serve.kv_cache import state_layout
+from torchax_serve.kv_cache import memory, state_layout
 from torchax_serve.kv_cache.slot_states import gather, scatter
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import PlanRow
@@ -201,7 +201,7 @@ def test_many_rows_are_split_by_length(monkeypatch):
     monkeypatch.setattr(per_sequence_buckets, "MAX_GATHERED_LEN", 64)
     monkeypatch.setattr(per_sequence_buckets, "SMALLEST_GATHER_LEN", 8)
     runtime = runtime_of("bloom")
-    sizes = base.Sizes(max_len=56, num_slots=6, page_len=8, token_budget=32, kv_cache_bytes=1 << 20)
+    sizes = memory.MemoryBudget(max_len=56, num_slots=6, page_len=8, token_budget=32, kv_cache_bytes=1 << 20)
     model = per_sequence_executor(runtime, sizes, "tested").model
     table = np.arange(1, 43, dtype=np.int32).reshape(6, 7)
     lengths = [3, 20, 9, 33, 4, 12]
@@ -301,11 +301,25 @@ def test_trial_finds_how_a_model_continues():
         find("token")
 
 
-def test_a_table_of_distances_ends_where_pages_do_not(tmp_path):
-    """MPT has no more biases than its ``max_seq_len``; a cache is made of whole pages, and may be wider."""
-    config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=VOCAB_SIZE, max_seq_len=72)
+TABLES_OF_72 = {
+    "mpt": transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=VOCAB_SIZE, max_seq_len=72),
+    "gpt_neo": transformers.GPTNeoConfig(
+        **{**MODELS["gpt_neo"], "max_position_embeddings": 72},
+        hidden_size=32,
+        vocab_size=VOCAB_SIZE,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", TABLES_OF_72)
+def test_a_table_of_distances_ends_where_pages_do_not(tmp_path, model_type):
+    """MPT has no more biases than its ``max_seq_len``, GPT-Neo no more masks than its positions; a cache is made of
+    whole pages, and may be wider.
+    """
     torch.manual_seed(0)
-    eager = transformers.MptForCausalLM(config).eval()
+    eager = transformers.AutoModelForCausalLM.from_config(TABLES_OF_72[model_type], attn_implementation="eager").eval()
     draw_matrices(eager, std=0.2)
     eager.generation_config.pad_token_id, eager.generation_config.eos_token_id = 0, None
     eager.save_pretrained(tmp_path)
@@ -314,8 +328,11 @@ def test_a_table_of_distances_ends_where_pages_do_not(tmp_path):
     with serve(tmp_path, dtype="float32") as served:
         found = served.generate_batch(ids, SamplingParams(max_new_tokens=NEW, do_sample=False))
         assert [list(each.token_ids) for each in found] == expected
+        last = torch.tensor(ids[-1:])
+        found_alone = served.generate(input_ids=last, max_new_tokens=NEW, do_sample=False)
+        assert found_alone[0, last.shape[1] :].tolist() == expected[-1]
         too_long = torch.full((1, 73), 7)
-        with pytest.raises(InvalidArgumentError, match="at most 72 tokens"):
+        with pytest.raises(InvalidArgumentError, match=r"at most 72 tokens|from 0 to 71"):
             served(input_ids=too_long)
         with pytest.raises(InvalidArgumentError, match="at most 72 tokens"):
             served.generate(input_ids=too_long[:, 1:], max_new_tokens=8, do_sample=False)

@@ -27,7 +27,7 @@ class PacedRunner:
         self._free_s = 0.0
         self._ready_s = {}
 
-    def check(self, name, request):
+    def validate(self, name, request):
         pass
 
     def execute(self, plan, requests, outputs):

@@ -53,7 +53,7 @@ def results(sampler, rows, logits, num_rows):
     sampler.reset()
     slots = np.random.default_rng(len(rows)).permutation(NUM_SLOTS)[: len(rows)].tolist()
     for slot, row in zip(slots, rows, strict=True):
-        sampler.set(slot, row.params(VOCAB_SIZE), row.prompt, row.outputs)
+        sampler.assign_slot(slot, row.params(VOCAB_SIZE), row.prompt, row.outputs)
     plan_rows = [row.plan_row(slot) for slot, row in zip(slots, rows, strict=True)]
     padded = np.concatenate([logits, np.full((num_rows - len(rows), VOCAB_SIZE), np.nan, np.float32)])
     sampled = sampler.sample(plan_rows, jnp.asarray(padded))

@@ -59,14 +59,14 @@ def test_a_lone_row_is_greedy_as_transformers_is(programs, options):
     rng = np.random.default_rng(3)
     row, slot = Row({**options, "logprobs": 2}, prompt=(4, 5, 6, 4, 5, 4)), 2
     beside = Row({"temperature": 0.7, "top_k": 9}, seed=5)
-    programs.set(slot, row.params(VOCAB_SIZE), row.prompt)
-    programs.set(0, beside.params(VOCAB_SIZE), beside.prompt)
+    programs.assign_slot(slot, row.params(VOCAB_SIZE), row.prompt)
+    programs.assign_slot(0, beside.params(VOCAB_SIZE), beside.prompt)
     assert (programs.slots.needs_history(slot), programs.slots.needs_history(0)) == (True, False)
     num_changed = 0
     for index in range(NUM_STEPS):
         if index == NUM_STEPS // 2:  # preempted
             slot = 1
-            programs.set(slot, row.params(VOCAB_SIZE), row.prompt, row.outputs)
+            programs.assign_slot(slot, row.params(VOCAB_SIZE), row.prompt, row.outputs)
         logits = likely(rng, 4)
         sampled = programs.sample([beside.plan_row(0), row.plan_row(slot)], jnp.asarray(logits))
         token = int(sampled.tokens[1])
@@ -86,7 +86,7 @@ def test_a_lone_row_draws_as_it_would_among_the_others(programs):
     programs.reset()
     rows = [Row({**options, "no_repeat_ngram_size": 30}, seed=2**50 + 1), Row(options, seed=2**50 + 1)]
     for slot, row in enumerate(rows):
-        programs.set(slot, row.params(VOCAB_SIZE), row.prompt)
+        programs.assign_slot(slot, row.params(VOCAB_SIZE), row.prompt)
     outputs = []
     for _ in range(NUM_STEPS):
         logits = np.repeat(likely(rng, 1), 4, axis=0)
@@ -103,7 +103,7 @@ def test_a_lone_row_without_a_token_to_choose_is_told(programs):
     programs.reset()
     rows = [Row({**NGRAM, "temperature": temperature}) for temperature in (0, 1.0)]
     for slot, row in enumerate(rows):
-        programs.set(slot, row.params(VOCAB_SIZE), row.prompt)
+        programs.assign_slot(slot, row.params(VOCAB_SIZE), row.prompt)
     logits = jnp.full((4, VOCAB_SIZE), jnp.nan)
     sampled = programs.sample([row.plan_row(slot) for slot, row in enumerate(rows)], logits)
     assert sampled.tokens.tolist()[:2] == [INVALID_TOKEN] * 2
@@ -112,8 +112,8 @@ def test_a_lone_row_without_a_token_to_choose_is_told(programs):
 
 def test_a_slot_that_was_lone_is_forgotten(programs):
     programs.reset()
-    programs.set(0, Row(NGRAM).params(VOCAB_SIZE), (4, 5, 4))
-    programs.set(0, Row({}).params(VOCAB_SIZE), (4, 5, 4))
+    programs.assign_slot(0, Row(NGRAM).params(VOCAB_SIZE), (4, 5, 4))
+    programs.assign_slot(0, Row({}).params(VOCAB_SIZE), (4, 5, 4))
     logits = np.zeros((4, VOCAB_SIZE), np.float32)
     logits[:, 5] = 1  # "4 5" would be the prompt's again
     sampled = programs.sample([Row({}, prompt=(4, 5, 4)).plan_row(0)], jnp.asarray(logits))

@@ -121,7 +121,7 @@ def test_tokens_that_may_not_come_first(sampler, options):
     logits = np.random.default_rng(3).normal(size=(len(rows), VOCAB_SIZE)).astype(np.float32)
     logits[:, 9], logits[:, 40], logits[:, 41] = 50, 30, 20
     for slot, row in enumerate(rows):
-        sampler.set(slot, row.params(VOCAB_SIZE), row.prompt, row.outputs)
+        sampler.assign_slot(slot, row.params(VOCAB_SIZE), row.prompt, row.outputs)
     plan_rows = [row.plan_row(slot) for slot, row in enumerate(rows)]
     tokens = np.asarray(choose(sampler, plan_rows, logits).tokens)[: len(rows)].tolist()
     assert tokens == [int(adjusted_scores(row, logits[index]).argmax()) for index, row in enumerate(rows)]
@@ -174,7 +174,7 @@ def test_penalties_follow_their_definitions_over_random_histories(sampler):
         return Row({name: options[name] for name in chosen}, prompt, (), stop_ids=STOPS)
 
     def give(slot, row):
-        sampler.set(slot, row.params(VOCAB_SIZE), row.prompt, row.outputs)
+        sampler.assign_slot(slot, row.params(VOCAB_SIZE), row.prompt, row.outputs)
         rows[slot] = row
 
     num_checked = 0
@@ -224,10 +224,10 @@ def test_draws_follow_the_distribution_of_transformers_scores(many, options, ove
     row = Row(options, (7, 8), (9, 9, 3))
     plan_rows = []
     for slot in range(num_draws if over == "seeds" else 1):
-        many.set(slot, Row(options, seed=slot).params(300), row.prompt, row.outputs)
+        many.assign_slot(slot, Row(options, seed=slot).params(300), row.prompt, row.outputs)
     for index in range(num_draws):
         ahead = index if over == "positions" else 0
-        plan_rows.append(row.plan_row(index if over == "seeds" else 0)._replace(start=4 + ahead))
+        plan_rows.append(row.plan_row(index if over == "seeds" else 0)._replace(context_len=4 + ahead))
     tokens = np.asarray(many.sample(plan_rows, jnp.broadcast_to(jnp.asarray(logits), (num_draws, 300))).tokens)
     counts = np.bincount(tokens, minlength=300)
     probabilities = softmax(processed_scores(row, logits).astype(np.float64))
@@ -262,12 +262,12 @@ def test_a_seed_draws_what_it_draws_in_generate(sampler, options):
     for logits in all_logits:
         token, state, _ = step(plan, state, logits[None])
         expected.append(int(token[0]))
-    sampler.set(1, row.params(VOCAB_SIZE), prompt)
-    sampler.set(0, Row({"temperature": 0.9}, seed=3).params(VOCAB_SIZE), prompt)
+    sampler.assign_slot(1, row.params(VOCAB_SIZE), prompt)
+    sampler.assign_slot(0, Row({"temperature": 0.9}, seed=3).params(VOCAB_SIZE), prompt)
     outputs = []
     for index, logits in enumerate(all_logits):
         if index == num_steps // 2:
-            sampler.set(2, row.params(VOCAB_SIZE), prompt, outputs)
+            sampler.assign_slot(2, row.params(VOCAB_SIZE), prompt, outputs)
         slot = 1 if index < num_steps // 2 else 2
         plan_row = PlanRow(0, slot, len(prompt) + index - 1, 1, None, True)
         beside = PlanRow(1, 0, 20 + index, 1, None, True)
@@ -281,7 +281,7 @@ def test_log_probabilities_are_those_of_the_model(sampler):
     rng = np.random.default_rng(2)
     wanted = [{"logprobs": 3, "temperature": 0.01, "top_k": 1}, {"logprobs": 0, "suppress_tokens": [4]}, {}]
     for slot, options in enumerate(wanted):
-        sampler.set(slot, Row(options).params(VOCAB_SIZE), (7, 8))
+        sampler.assign_slot(slot, Row(options).params(VOCAB_SIZE), (7, 8))
     rows = [Row({}).plan_row(slot) for slot in range(3)]
     logits = rng.normal(size=(NUM_ROWS, VOCAB_SIZE), scale=3).astype(np.float32)
     logits[1, 4] = 30  # suppressed, and likely all the same
@@ -311,7 +311,7 @@ def test_rows_that_cannot_be_chosen_for_are_told_and_disturb_nobody(sampler):
     logits = np.concatenate([bad, bad, np.random.default_rng(0).normal(size=(2, vocab_size))]).astype(np.float32)
     rows = [Row(greedy if slot < 6 or slot == 12 else drawn, seed=slot) for slot in range(14)]
     for slot, row in enumerate(rows):
-        sampler.set(slot, row.params(vocab_size), row.prompt)
+        sampler.assign_slot(slot, row.params(vocab_size), row.prompt)
     tokens = np.asarray(choose(sampler, [row.plan_row(slot) for slot, row in enumerate(rows)], logits).tokens)
     invalid = [True, True, True, True, False, False]
     np.testing.assert_array_equal(tokens[:6] == INVALID_TOKEN, invalid)
@@ -326,14 +326,14 @@ def test_rows_that_cannot_be_chosen_for_are_told_and_disturb_nobody(sampler):
 def test_nothing_left_to_choose_is_told(sampler):
     for slot, options in enumerate([{}, {"temperature": 1.0}]):
         options = {**options, "allowed_token_ids": [3], "bad_words_ids": [[8, 3]]}
-        sampler.set(slot, Row(options).params(VOCAB_SIZE), (7, 8))
+        sampler.assign_slot(slot, Row(options).params(VOCAB_SIZE), (7, 8))
     tokens = choose(sampler, [Row({}).plan_row(slot) for slot in range(2)], np.zeros((2, VOCAB_SIZE))).tokens
     assert tokens.tolist()[:2] == [INVALID_TOKEN] * 2
 
 
 def test_padding_and_rows_that_do_not_sample_write_nothing(sampler):
     for slot in range(NUM_ROWS):
-        sampler.set(slot, Row({"frequency_penalty": 1}).params(VOCAB_SIZE), (7, 8))
+        sampler.assign_slot(slot, Row({"frequency_penalty": 1}).params(VOCAB_SIZE), (7, 8))
     logits = np.zeros((NUM_ROWS, VOCAB_SIZE), np.float32)
     logits[:, 9], logits[1, 11] = 1, 2
     prefill = PlanRow(0, 0, 0, 1, (7,), False)
@@ -384,7 +384,7 @@ def test_steps_in_one_program_are_the_steps_one_by_one(sampler):
     def begin():
         sampler.reset()
         for slot, row in enumerate(rows):
-            sampler.set(slot, row.params(VOCAB_SIZE), row.prompt)
+            sampler.assign_slot(slot, row.params(VOCAB_SIZE), row.prompt)
 
     begin()
     one_by_one = [
@@ -398,7 +398,7 @@ def test_steps_in_one_program_are_the_steps_one_by_one(sampler):
     def several(options, state):
         def step(carry, logits):
             lengths, state = carry
-            sampled, state = sample(SamplerSpec("sampled"), options.after(lengths), state, logits)
+            sampled, state = sample(SamplerSpec("sampled"), options.advanced(lengths), state, logits)
             return (lengths + 1, state), sampled.tokens
 
         lengths = jnp.array([row.context_len + row.num_tokens for row in plan_rows] + [0] * (NUM_ROWS - len(plan_rows)))
@@ -410,7 +410,7 @@ def test_steps_in_one_program_are_the_steps_one_by_one(sampler):
     np.testing.assert_array_equal(tokens[:, :3], np.stack(one_by_one)[:, :3])
     np.testing.assert_array_equal(sampler.last_tokens[:3], tokens[-1, :3])
     for options in ({"logprobs": 0}, {"no_repeat_ngram_size": 2}, {"presence_penalty": 0.5}):
-        sampler.set(1, Row(options).params(VOCAB_SIZE), (7, 8))
+        sampler.assign_slot(1, Row(options).params(VOCAB_SIZE), (7, 8))
         assert sampler.fused_options(plan_rows, NUM_ROWS) is None, "they want more than tokens of each step"
 
 
@@ -429,33 +429,33 @@ def test_the_lowest_level_that_covers_every_row():
 
 def test_several_steps_ahead_are_the_steps_one_by_one(sampler):
     row = Row({"temperature": 1.0}, seed=5)
-    sampler.set(0, row.params(VOCAB_SIZE), row.prompt)
+    sampler.assign_slot(0, row.params(VOCAB_SIZE), row.prompt)
     all_logits = np.random.default_rng(0).normal(size=(5, 1, VOCAB_SIZE)).astype(np.float32)
     first = row.plan_row(0)
     one_by_one = [
-        int(choose(sampler, [first._replace(start=first.context_len + index)], logits).tokens[0])
+        int(choose(sampler, [first._replace(context_len=first.context_len + index)], logits).tokens[0])
         for index, logits in enumerate(all_logits)
     ]
     ahead = [int(choose(sampler, [first], logits, ahead=index).tokens[0]) for index, logits in enumerate(all_logits)]
     assert ahead == one_by_one
     options, _ = sampler.slots.rows([first], 1)
-    np.testing.assert_array_equal(options.after(3).ints, sampler.slots.rows([first], 1, 3)[0].ints)
+    np.testing.assert_array_equal(options.advanced(3).ints, sampler.slots.rows([first], 1, 3)[0].ints)
 
 
 def test_options_kept_on_the_device_are_those_of_each_step(sampler):
     """They are placed once, whatever is decoded, until a slot is given to another request."""
     rows = [Row({"temperature": 1.0}, seed=1), Row({}, prompt=(3, 4, 5, 6)), Row({"top_p": 0.9}, seed=3)]
     for slot, row in enumerate(rows):
-        sampler.set(slot, row.params(VOCAB_SIZE), row.prompt)
+        sampler.assign_slot(slot, row.params(VOCAB_SIZE), row.prompt)
     plan_rows = [row.plan_row(slot) for slot, row in enumerate(rows)]
     kept, draws = sampler.fused_options(plan_rows, NUM_ROWS)
     for step in range(3):
-        now = [row._replace(start=row.context_len + step) for row in plan_rows]
+        now = [row._replace(context_len=row.context_len + step) for row in plan_rows]
         assert sampler.fused_options(now, NUM_ROWS)[0] is kept
         lengths = np.array([row.context_len + 1 for row in now] + [0] * (NUM_ROWS - len(now)))
         expected, spec = sampler.slots.rows(now, NUM_ROWS)
-        jax.tree.map(np.testing.assert_array_equal, kept.after(lengths), expected)
+        jax.tree.map(np.testing.assert_array_equal, kept.advanced(lengths), expected)
         assert draws == (spec.level == "sampled")
-    sampler.set(1, Row({"top_k": 5}, seed=9).params(VOCAB_SIZE), (1, 2))
+    sampler.assign_slot(1, Row({"top_k": 5}, seed=9).params(VOCAB_SIZE), (1, 2))
     changed, _ = sampler.fused_options(plan_rows, NUM_ROWS)
     assert changed.int_column("top_k")[1] == 5

@@ -1,15 +1,18 @@
 """The shipped results: complete for the pinned transformers, and what docs/models.md says."""
 
+import re
 from pathlib import Path
 
 import pytest
 import transformers
 from packaging.version import Version
 
-from torchax_serve.parity import changed_types, models_page
+from model_adapters.loading.short_names import SHORT_NAMES
+from torchax_serve.parity import changed_types, checkpoints_table, models_page
 from torchax_serve.parity.known_failures import OLDER
 from torchax_serve.parity.result import Result
 from torchax_serve.parity.sweep import causal_types
+from torchax_serve.parity.tasks import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEPS = {versions["transformers"]: results for versions, results in models_page.all_shipped()}
@@ -43,12 +46,12 @@ def test_what_passed_was_compared_and_was_clear(version):
 
 def test_types_that_a_change_names():
     diff = """\
-diff --git a/model_adapters/quirks/counts_keys.py b/model_adapters/quirks/counts_keys.py
---- a/model_adapters/quirks/counts_keys.py
-+++ b/model_adapters/quirks/counts_keys.py
+diff --git a/model_adapters/quirks/key_count.py b/model_adapters/quirks/key_count.py
+--- a/model_adapters/quirks/key_count.py
++++ b/model_adapters/quirks/key_count.py
 @@ -1 +1 @@
--LEANS = True
-+LEANS = "llama"  # and not mistral
+-RIGHT_ALIGNED_CACHE = True
++RIGHT_ALIGNED_CACHE = "llama"  # and not mistral
  "gemma2"
 diff --git a/model_adapters/quirks/xlm_roberta.py b/model_adapters/quirks/xlm_roberta.py
 --- a/model_adapters/quirks/xlm_roberta.py
@@ -90,3 +93,13 @@ def test_sweep_of_the_installed_version():
     for version, results in SWEEPS.items():
         assert models_page.shipped(transformers=version)[1] == results
     assert models_page.shipped(transformers="0.1") == models_page.shipped()
+
+
+def test_checkpoints_of_short_names_pass_and_written_configurations_are_marked():
+    results = models_page.shipped(CHECKPOINTS)[1]
+    named = [checkpoints_table.file_name(each.hub_id) for each in SHORT_NAMES.values()]
+    assert {name: results[name].status for name in named} == dict.fromkeys(named, "passed")
+    assert results.keys() >= checkpoints_table.WRITTEN
+    text = checkpoints_table.section("", results, models_page.tokens_said)
+    marked = {checkpoints_table.file_name(name) for name in re.findall(r"^\| (\S+) † \|", text, re.MULTILINE)}
+    assert marked == checkpoints_table.WRITTEN

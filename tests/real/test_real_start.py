@@ -10,8 +10,11 @@ import pytest
 from fetch import folder_of
 
 QUESTION = "What is the capital of France?"
-MAX_BYTES = 1.6e9
-"""Weights of 270 MB, PyTorch, JAX and a compiler. A cache for a server would be 5 GB more."""
+MAX_BYTES = 2.0e9
+"""Weights of 270 MB, PyTorch, JAX and a compiler: 1.45 to 1.62 GB, by how many threads the machine gives the compiler.
+
+A cache sized for a server would be 5 GB more.
+"""
 
 # The program; at its end it says the most memory it has had (the kernel's own count, of this program alone).
 RUN = """

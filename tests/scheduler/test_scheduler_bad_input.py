@@ -74,7 +74,10 @@ def test_a_request_that_can_never_fit_is_refused(groups, prompt_len, message):
         ({"max_decode_slowdown": math.nan}, "max_decode_slowdown"),
         ({"allowed_chunk_sizes": (4, 2)}, "descend to 1"),
         ({"allowed_chunk_sizes": (1, 4)}, "descend to 1"),
-        ({"allowed_chunk_sizes": (8, 2, 1)}, r"min_prefill_chunk: expected one of allowed_chunk_sizes=\(8, 2, 1\), got 4"),
+        (
+            {"allowed_chunk_sizes": (8, 2, 1)},
+            r"min_prefill_chunk: expected one of allowed_chunk_sizes=\(8, 2, 1\), got 4",
+        ),
         ({"allowed_chunk_sizes": ()}, "descend to 1"),
         ({"batches_prefill": None}, "batches_prefill"),
         ({"prefix_caching": "yes"}, "prefix_caching"),

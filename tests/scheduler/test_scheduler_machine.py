@@ -15,7 +15,11 @@ GROUPS = [
     (CacheGroup("window", 6, 7),),
     (),
 ]
-VARIANTS = [{}, {"max_num_steps": 3}, {"allowed_chunk_sizes": (4, 1), "batches_prefill": False, "prefix_caching": False}]
+VARIANTS = [
+    {},
+    {"max_num_steps": 3},
+    {"allowed_chunk_sizes": (4, 1), "batches_prefill": False, "prefix_caching": False},
+]
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -293,7 +293,7 @@ def test_pages_behind_the_window_are_freed_and_only_its_end_must_be_found():
         assert 0 not in table(book, pages, 0)
     book.release(pages)
     match = book.match_prefix(tokens[:18], "", True)
-    assert (len(match.nodes), match.first_needed_page) == (4, [0, 2])
+    assert (len(match.nodes), match.first_live) == (4, [0, 2])
     found = book.allocate_slot(match, "", True)
     book.check_integrity([found])
     assert table(book, found, 1)[:2] == [0, 0]

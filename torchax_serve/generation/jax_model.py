@@ -253,11 +253,19 @@ class JaxModelMixin:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-        if runtime.cache_support.is_supported and generation_config.use_cache is not False and model_kwargs.get(name) is None:
+        if (
+            runtime.cache_support.is_supported
+            and generation_config.use_cache is not False
+            and model_kwargs.get(name) is None
+        ):
             model_kwargs[name] = runtime.cache_support.new(1)
             return None
         generation_config.cache_implementation = None
-        if name and not (runtime.cache_support.is_supported or runtime.cache_support.keeps_own) and model_kwargs.get(name) is None:
+        if (
+            name
+            and not (runtime.cache_support.is_supported or runtime.cache_support.uses_native_cache)
+            and model_kwargs.get(name) is None
+        ):
             generation_config.use_cache = model_kwargs["use_cache"] = False  # every token anew
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

@@ -24,13 +24,58 @@ CAUSES: dict[str, str] = {
 }
 """Why a configuration does not pass, by its name: written by people."""
 
+WRITTEN = frozenset(
+    {
+        "EleutherAI--gpt-neo-125m",
+        "EleutherAI--pythia-410m",
+        "EleutherAI--pythia-70m",
+        "HuggingFaceTB--SmolLM3-3B",
+        "LGAI-EXAONE--EXAONE-4.0-1.2B",
+        "LGAI-EXAONE--EXAONE-4.0-32B",
+        "LiquidAI--LFM2-1.2B",
+        "LiquidAI--LFM2-350M",
+        "Qwen--Qwen2.5-0.5B-Instruct",
+        "Qwen--Qwen2.5-Coder-7B-Instruct",
+        "Qwen--Qwen3-30B-A3B",
+        "ai21labs--Jamba-v0.1",
+        "allenai--OLMo-2-0425-1B-Instruct",
+        "allenai--OLMo-2-1124-7B-Instruct",
+        "allenai--OLMoE-1B-7B-0924-Instruct",
+        "bigscience--bloom-560m",
+        "deepseek-ai--DeepSeek-R1-Distill-Llama-8B",
+        "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B",
+        "distilbert--distilgpt2",
+        "facebook--opt-125m",
+        "facebook--xlm-roberta-xl",
+        "google--gemma-3-12b-it",
+        "google--gemma-3-270m-it",
+        "google--gemma-3-27b-it",
+        "google--gemma-3-4b-it",
+        "google-bert--bert-base-uncased",
+        "ibm-granite--granite-3.3-2b-instruct",
+        "meta-llama--Llama-3.3-70B-Instruct",
+        "microsoft--phi-2",
+        "microsoft--phi-4",
+        "mistralai--Mixtral-8x7B-Instruct-v0.1",
+        "openai-community--gpt2-large",
+        "openai-community--gpt2-xl",
+        "stabilityai--stablelm-2-1_6b-chat",
+        "state-spaces--mamba-130m-hf",
+        "tiiuae--Falcon-H1-0.5B-Instruct",
+        "tiiuae--Falcon3-1B-Instruct",
+    }
+)
+"""Checkpoints whose file was not at hand whole: their keys are written from published values."""
+
 _HEADINGS = ("checkpoint", "short name", "class", "road", "difference", "tokens", "s")
 _INTRODUCTION = """\
 Published `config.json` files with their keys as they are and sizes made small, served under the class that `serve`
 takes for them, with random weights beside eager PyTorch. **{passed} of {total} pass**; {impossible} more cannot be
 compared, since transformers itself cannot build or run them. Compared is what the type's task above compares: logits
 and greedy tokens in a padded batch, alone, and on the engine, of what generates; hidden states or labels of the others.
-The files are not part of this project: `python benchmarks/checkpoints.py FOLDER` takes them from a folder."""
+The files are not part of this project: `python benchmarks/checkpoints.py FOLDER` takes them from a folder.
+Of the {written} checkpoints with a †, the file itself was not at hand, or not all of it: what was checked is written
+from published values (kinds of layers, heads, rotary embeddings, special tokens), and may differ from it in a key."""
 
 
 def file_name(hub_id: str) -> str:
@@ -49,7 +94,9 @@ def section(title: str, results: Mapping[str, Result], tokens_said: Callable[[Re
     short = {file_name(each.hub_id): name for name, each in SHORT_NAMES.items()}
     counts = Counter(result.status for result in results.values())
     total = len(results) - counts["impossible"]
-    said = _INTRODUCTION.format(passed=counts[PASSED], total=total, impossible=counts["impossible"])
+    said = _INTRODUCTION.format(
+        passed=counts[PASSED], total=total, impossible=counts["impossible"], written=len(WRITTEN & results.keys())
+    )
     lines = [f"## {title}", "", said, ""]
     if rest := [name for name in sorted(results) if results[name].status != PASSED]:
         lines += ["What does not pass:", ""]
@@ -63,7 +110,8 @@ def section(title: str, results: Mapping[str, Result], tokens_said: Callable[[Re
         compared = tokens_said(result) if result.status in (PASSED, "failed") else result.status
         seconds = "" if result.total_s is None else f"{result.total_s:.1f}"
         cells = (short.get(name, ""), result.class_name, result.road or "", difference, compared)
-        lines.append(f"| {' | '.join((_shown(name), *cells, seconds))} |")
+        mark = " †" if name in WRITTEN else ""
+        lines.append(f"| {' | '.join((_shown(name) + mark, *cells, seconds))} |")
     return "\n".join(lines) + "\n"
 
 

@@ -113,9 +113,13 @@ class SchedulerConfig:
             return
         is_tuple = isinstance(sizes, tuple) and all(type(size) is int for size in sizes)
         if not is_tuple or not sizes or sizes[-1] != 1 or any(a <= b for a, b in itertools.pairwise(sizes)):
-            raise invalid("allowed_chunk_sizes", "whole numbers that descend to 1", sizes, "such as (256, 64, 16, 4, 1)")
+            raise invalid(
+                "allowed_chunk_sizes", "whole numbers that descend to 1", sizes, "such as (256, 64, 16, 4, 1)"
+            )
         if self.min_prefill_chunk not in sizes:
-            raise invalid("min_prefill_chunk", f"one of allowed_chunk_sizes={sizes}", self.min_prefill_chunk, "choose one")
+            raise invalid(
+                "min_prefill_chunk", f"one of allowed_chunk_sizes={sizes}", self.min_prefill_chunk, "choose one"
+            )
 
     def check_prompt(self, name: str, prompt_len: int) -> None:
         """Raises `InvalidArgumentError`, naming `name`, for a prompt that can never run."""
