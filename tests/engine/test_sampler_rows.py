@@ -406,7 +406,7 @@ def test_steps_in_one_program_are_the_steps_one_by_one(sampler):
         return tokens, state
 
     tokens, state = several(options, sampler.take_state("sampled"))
-    sampler.take(state)
+    sampler.set_state(state)
     np.testing.assert_array_equal(tokens[:, :3], np.stack(one_by_one)[:, :3])
     np.testing.assert_array_equal(sampler.last_tokens[:3], tokens[-1, :3])
     for options in ({"logprobs": 0}, {"no_repeat_ngram_size": 2}, {"presence_penalty": 0.5}):
