@@ -25,6 +25,10 @@ BESIDE_TOKENS = frozenset({"kyutai_speech_to_text", "voxtral_realtime"})
 """Types whose cache takes fixed shapes, which no trial with tokens alone shows: they hear with every token."""
 
 
+_LENGTHS = frozenset({"past_key_values_length", "cache_length"})
+"""What releases call the number of tokens that a cache has, where a table of positions is told it."""
+
+
 def takes_fixed_shapes(module: torch.nn.Module) -> bool:
     """Whether it is known of `module` that it runs on a cache of fixed shapes."""
     return getattr(getattr(module, "config", None), "model_type", "") in BESIDE_TOKENS
@@ -67,4 +71,4 @@ def _stores_the_last(module: torch.nn.Module) -> bool:
     if getattr(getattr(module, "config", None), "model_type", "") != "fsmt" or not isinstance(module, PreTrainedModel):
         return False
     table: Any = module.get_decoder().embed_positions
-    return "past_key_values_length" not in inspect.signature(table.forward).parameters
+    return _LENGTHS.isdisjoint(inspect.signature(table.forward).parameters)

@@ -21,7 +21,7 @@ from model_adapters.attention import goes_through_interface, implementation_of, 
 from model_adapters.bridge import jax_view, torch_mode, torch_view, views_of
 from model_adapters.cache_layers import AttentionLayer
 from model_adapters.caches import LayerStates, check_layers_keep_all, shortest_window, trace_cache
-from model_adapters.call_names import forward_of, names_of
+from model_adapters.call_names import CACHE_NAMES, cache_name_of, forward_of, names_of
 from model_adapters.call_spec import CallSpec as CallSpec
 from model_adapters.call_spec import MethodSpec as MethodSpec
 from model_adapters.errors import UnsupportedModelError
@@ -86,7 +86,7 @@ class ModelProgram:
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.parameters = frozenset(parameters)
         self.names = names_of(getattr(self.called, "config", None), parameters)
-        self.cache_name = next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
+        self.cache_name = cache_name_of(parameters)
         self.output_class: type[ModelOutput] = ModelOutput  # known after the first trace
         self.needs_mask = False  # found out at the first trace of a decode step
         self.forgets = quirks.forgets(module)
@@ -252,7 +252,7 @@ class ModelProgram:
         fields = {
             name: jax_view(views_of(value))  # some hand an argument of known values back as it came
             for name, value in output.items()
-            if value is not cache and (keeps_own or name != self.cache_name)
+            if value is not cache and (keeps_own or self.cache_name is None or name not in CACHE_NAMES)
         }
         if fills_cache:
             assert self.cache_name is not None

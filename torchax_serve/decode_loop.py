@@ -15,6 +15,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from model_adapters.arrays import from_host
 from model_adapters.bridge import to_torch_tensor
 from model_adapters.caches import DeviceCache
+from model_adapters.call_names import cache_field_of, cache_in, generate_cache_name
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.program import CallSpec
 from torchax_serve import sampling
@@ -69,7 +70,7 @@ def start_of(runtime: Runtime, request: LoopRequest) -> Start | str:
     """What `request` begins with on the fast road, or the first reason why it needs transformers' own loop."""
     kwargs, config = request.model_kwargs, request.config
     names = runtime.program.names
-    cache = kwargs.get(runtime.program.cache_name or "")
+    cache = kwargs.get(generate_cache_name(runtime.program.cache_name) or "")
     if (why := runtime.why_stepwise) is not None:
         return why
     if not isinstance(cache, DeviceCache) or cache.length:
@@ -98,7 +99,7 @@ def start_of(runtime: Runtime, request: LoopRequest) -> Start | str:
 
 def _prepared(runtime: Runtime, request: LoopRequest) -> PreparedSteps | str | None:
     """The arguments of a request that has more than text; None for text, and words for what this loop cannot take."""
-    names, cache_name = runtime.program.names, runtime.program.cache_name
+    names, cache_name = runtime.program.names, generate_cache_name(runtime.program.cache_name)
     assert cache_name is not None
     known = UNDERSTOOD_KWARGS | {cache_name, names.ids, names.mask, names.positions}
     extra = _further(runtime, request.model_kwargs)
@@ -112,7 +113,8 @@ def _prepared(runtime: Runtime, request: LoopRequest) -> PreparedSteps | str | N
 def _further(runtime: Runtime, kwargs: dict[str, Any]) -> list[str]:
     """Names of arguments that are neither text nor an encoder's output."""
     names = runtime.program.names
-    understood = UNDERSTOOD_KWARGS | {names.ids, names.mask, names.positions, runtime.program.cache_name}
+    understood = UNDERSTOOD_KWARGS | {names.ids, names.mask, names.positions}
+    understood |= {generate_cache_name(runtime.program.cache_name)}
     if names.has_encoder:
         understood |= set(CONTEXT)
     return sorted(name for name, value in kwargs.items() if value is not None and name not in understood)
@@ -132,8 +134,7 @@ class DecodeLoop:
         self.runtime, self.request, self.config = runtime, request, request.config
         self.start, self.seed = start, seed
         self.batch, self.prompt_len = request.input_ids.shape
-        assert runtime.program.cache_name is not None
-        self.cache: DeviceCache = request.model_kwargs[runtime.program.cache_name]
+        self.cache: DeviceCache = cache_in(request.model_kwargs)
         assert request.stopping_criteria.max_length is not None
         self.max_length: int = request.stopping_criteria.max_length
         wants_dict = bool(self.config.return_dict_in_generate)
@@ -166,7 +167,7 @@ class DecodeLoop:
             sequences=self.sequences,
             scores=_as_tensors(self.scores) if self.keep_scores else None,
             logits=_as_tensors(self.logits) if self.keep_logits else None,
-            past_key_values=self.cache.to_dynamic(),
+            **{cache_field_of(output_class): self.cache.to_dynamic()},
         )
 
     def tokens(self) -> Iterator[torch.Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -31,13 +30,21 @@ from transformers.utils import ModelOutput
 from model_adapters.arrays import check_floats
 from model_adapters.bridge import extract_jax, is_in_torch_mode
 from model_adapters.caches import DeviceCache
-from model_adapters.call_names import PATCHED, TORCH_CLASS, forward_of
+from model_adapters.call_names import (
+    PATCHED,
+    TORCH_CLASS,
+    cache_field_of,
+    forward_of,
+    generate_cache_name,
+    with_cache_named,
+)
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.module_watch import PREPARES
 from model_adapters.program import CallSpec
 from model_adapters.trace_config import programs_run
 from torchax_serve.argument_hints import refuses_unknown
 from torchax_serve.before_loop import check_is_whole, put_parts_on_jax
+from torchax_serve.cache_maker import as_transformers_output
 from torchax_serve.call_arguments import all_on_host, check_surroundings, on_host
 from torchax_serve.class_generate import for_the_loop, take_suppression
 from torchax_serve.copies import state_to_copy, torch_state
@@ -241,7 +248,7 @@ class JaxModel:
                 f"cache_implementation={implementation!r} is not supported here; leave it out: the cache lies on the "
                 "device"
             )
-        name = runtime.program.cache_name or ""
+        name = generate_cache_name(runtime.program.cache_name) or ""
         if PREPARES in vars(self):  # by a script, which fills a cache of transformers, such as with a learned prefix
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -340,14 +347,6 @@ def following(runtime: Runtime) -> Iterator[None]:
             FOLLOWED.reset(token)
 
 
-def as_transformers_output(output: Any) -> Any:
-    """`output` with its cache, if it has one of ours, turned into transformers' own."""
-    cache = getattr(output, "past_key_values", None)
-    if isinstance(cache, DeviceCache):
-        output.past_key_values = cache.to_dynamic()
-    return output
-
-
 @functools.cache
 def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The subclass of `cls` that runs on JAX; it carries the same name, which transformers looks things up by."""
@@ -360,7 +359,8 @@ def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             given.update(value if is_rest else {name: value})
-        return _forward(self, {name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        return _forward(self, with_cache_named(given, self._jax_runtime.program.cache_name))
 
     namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__, TORCH_CLASS: cls}
     return type(cls.__name__, (JaxModel, cls), namespace)
@@ -399,8 +399,8 @@ def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[
             refuse_what_torch_cannot(runtime, type(model)._torch_class, asked, error)
         raise
     output_class = runtime.program.output_class
-    has_field = any(field.name == cache_name for field in dataclasses.fields(output_class))  # type: ignore[arg-type]
-    if cache is not None and cache_name is not None and has_field:
-        fields[cache_name] = cache
+    field = cache_field_of(output_class)
+    if cache is not None and field is not None:
+        fields[field] = cache
     output = output_class(**fields)
     return output if return_dict else output.to_tuple()

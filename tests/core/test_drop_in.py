@@ -7,6 +7,7 @@ import jax
 import pytest
 import torch
 import transformers
+from cache_name import CACHE
 from tiny_models import prompts, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast, TextStreamer
@@ -90,7 +91,7 @@ def test_forward_options(eager, model):
 def test_a_forward_continues_from_its_cache(eager, model):
     ids = prompts()[0][1:]
     first = model(ids[:, :7])
-    second = model(ids[:, 7:], past_key_values=first.past_key_values)
+    second = model(ids[:, 7:], **{CACHE: first[CACHE]})
     with torch.no_grad():
         expected = eager(ids).logits[:, 7:]
     torch.testing.assert_close(second.logits, expected, atol=1e-5, rtol=1e-5)
@@ -103,7 +104,7 @@ def test_generate_continues_from_what_it_returned(eager, model):
     for each in (eager, model):
         first = each.generate(ids, **for_both)
         following = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], 1)
-        outputs.append(each.generate(following, past_key_values=first.past_key_values, **for_both))
+        outputs.append(each.generate(following, **{CACHE: first[CACHE]}, **for_both))
     assert outputs[1].sequences.tolist() == outputs[0].sequences.tolist()
 
 
@@ -111,7 +112,7 @@ def test_a_cache_of_the_caller_is_filled(eager, model):
     ids = prompts()[0][1:]
     caches = [DynamicCache(config=eager.config), DynamicCache(config=eager.config)]
     for each, cache in zip((eager, model), caches, strict=True):
-        each.generate(ids, max_new_tokens=5, past_key_values=cache)
+        each.generate(ids, max_new_tokens=5, **{CACHE: cache})
     torch.testing.assert_close(caches[1].layers[1].keys, caches[0].layers[1].keys, atol=1e-5, rtol=1e-5)
 
 
@@ -289,5 +290,5 @@ def test_what_to_jax_refuses():
 
 def test_caches_of_other_kinds_are_refused(model):
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    with pytest.raises(UnsupportedArgumentError, match="past_key_values: expected a DynamicCache"):
-        model.generate(torch.tensor([[3, 4]]), past_key_values=cache, max_new_tokens=2)
+    with pytest.raises(UnsupportedArgumentError, match=f"{CACHE}: expected a DynamicCache"):
+        model.generate(torch.tensor([[3, 4]]), **{CACHE: cache}, max_new_tokens=2)

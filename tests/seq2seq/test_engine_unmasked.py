@@ -19,7 +19,7 @@ from torchax_serve.parity.tiny_config import tiny_config
 from torchax_serve.parity.tiny_model import random_model
 
 NEW = 12
-COUNTS = "past_key_values_length" in inspect.signature(modeling_fsmt.SinusoidalPositionalEmbedding.forward).parameters
+COUNTS = len(inspect.signature(modeling_fsmt.SinusoidalPositionalEmbedding.forward).parameters) > 2
 """Whether FSMT knows how many tokens its cache has, as it does not on transformers 5.17."""
 CLASSES = {"fsmt": "FSMTForConditionalGeneration", "led": "LEDForConditionalGeneration"}
 ON_ENGINE = [model_type for model_type in CLASSES if model_type != "fsmt" or COUNTS]
