@@ -42,6 +42,8 @@ def reason(module: torch.nn.Module) -> str | None:
         return "its cache holds the last token of a prompt alone"
     if known is None and getattr(config, "is_decoder", False) and _masks_as_an_encoder(module):
         return "its masks are those of an encoder: a step shows all that its cache has room for"
+    if known is None and getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
+        return "passes through its layers, but for the last, read what its cache has, and store nothing"
     if known is None and generates_as_encoder(module):
         return "it is configured as an encoder: its masks are, and a step sees what its code has put into the cache"
     return known

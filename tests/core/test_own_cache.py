@@ -10,13 +10,14 @@ import torch
 import transformers
 from cache_name import CACHE
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_causal_mask_function
 from transformers.models.big_bird import modeling_big_bird
 
 from model_adapters.attention import additive_mask, served_attention
 from model_adapters.bridge import jax_view, to_jax_array, to_torch_tensor, torch_view
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from torchax_serve import to_jax
+from torchax_serve import serve, to_jax
 from torchax_serve.parity.tiny_config import tiny_config
 from torchax_serve.parity.tiny_model import causal_class, random_model, tiny_model
 
@@ -59,6 +60,28 @@ def test_state_that_model_code_keeps_on_the_cache_itself_is_not_lost(monkeypatch
     monkeypatch.setattr(CountsOnItsCache, "_can_compile_fullgraph", True)  # what says so is believed, and then checked
     with pytest.raises(UnsupportedModelError, match=rf"beside them \({CACHE}.seen\)"):
         to_jax(random_model(CountsOnItsCache, config)).generate(IDS, max_new_tokens=5)
+
+
+class AddsLayers(transformers.LlamaForCausalLM):
+    """Gives its cache a layer more, which a step that got none would miss."""
+
+    _can_compile_fullgraph = False
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, cache=None, **kwargs):
+        cache = past_key_values if cache is None else cache  # its name before transformers 5.24
+        if cache is not None and len(cache.layers) == self.config.num_hidden_layers:
+            cache.layers.append(DynamicLayer())
+        return super().forward(
+            input_ids, attention_mask=attention_mask, position_ids=position_ids, **{CACHE: cache}, **kwargs
+        )
+
+
+def test_layers_that_model_code_adds_to_its_cache_are_not_lost():
+    model = random_model(AddsLayers, copy.deepcopy(tiny_config("llama")))
+    served = served_like_eager(model, 5)
+    assert "in the 2 layers of its cache, got AddsLayers, which makes 3" in served._jax_runtime.caches.why_none
+    with serve(model) as on_engine:
+        assert "packed" not in on_engine.engine.description
 
 
 @pytest.mark.parametrize("model_type", ["cpmant"])
