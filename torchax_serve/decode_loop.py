@@ -79,6 +79,8 @@ def start_of(runtime: Runtime, request: LoopRequest) -> Start | str:
         return "attentions or hidden states are returned"
     if config.prefill_chunk_size is not None or config.is_assistant:
         return "the prompt is prefilled in chunks, or this is an assistant"
+    if kwargs.get(names.embeds) is not None:  # there may be no tokens that the mask is as long as
+        return f"the forward gets {names.embeds}"
     if Padding.of(kwargs.get(names.mask), request.input_ids.shape[1]).mask is not None:
         return "the attention mask is more than padding on the left"
     if custom := getattr(config, CUSTOM, None):

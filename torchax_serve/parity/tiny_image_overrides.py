@@ -229,6 +229,7 @@ _POINTS = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing=
 
 PIXELS: dict[str, Maker] = {
     "fuyu": lambda config, generator: {"pixel_values": torch.randn(1, _NUM, _WIDTH, generator=generator)},
+    "apertus1p5": _sized,
     "emu3": _sized,
     "granite_docling": lambda config, generator: {
         "pixel_values": _image(generator, 1, 1, size=32),
