@@ -115,8 +115,8 @@ def _prepared(runtime: Runtime, request: LoopRequest) -> PreparedSteps | str | N
 def _further(runtime: Runtime, kwargs: dict[str, Any]) -> list[str]:
     """Names of arguments that are neither text nor an encoder's output."""
     names = runtime.program.names
-    understood = UNDERSTOOD_KWARGS | {names.ids, names.mask, names.positions}
-    understood |= {generate_cache_name(runtime.program.cache_name)}
+    cache_name = generate_cache_name(runtime.program.cache_name) or ""
+    understood = UNDERSTOOD_KWARGS | {names.ids, names.mask, names.positions, cache_name}
     if names.has_encoder:
         understood |= set(CONTEXT)
     return sorted(name for name, value in kwargs.items() if value is not None and name not in understood)
@@ -165,11 +165,13 @@ class DecodeLoop:
             return self.sequences
         has_encoder = self.runtime.program.names.has_encoder
         output_class: Any = GenerateEncoderDecoderOutput if has_encoder else GenerateDecoderOnlyOutput
+        cache_name = cache_field_of(output_class)
+        assert cache_name is not None
         return output_class(
             sequences=self.sequences,
             scores=_as_tensors(self.scores) if self.keep_scores else None,
             logits=_as_tensors(self.logits) if self.keep_logits else None,
-            **{cache_field_of(output_class): self.cache.to_dynamic()},
+            **{cache_name: self.cache.to_dynamic()},
         )
 
     def tokens(self) -> Iterator[torch.Tensor]:

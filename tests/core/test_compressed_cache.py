@@ -97,7 +97,8 @@ def test_caches_go_over_to_transformers_and_back_and_beams_reorder_them(config):
     assert served._jax_runtime.caches.why_none is None
     options = {"attention_mask": torch.ones_like(IDS), "do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
     beams = {"num_beams": 2, "length_penalty": 0.0}
-    assert torch.equal(served.generate(IDS, **options, **beams), eager.generate(IDS, **options, **beams))
+    without = eager.generate(IDS, **options, **beams, use_cache=False)  # 5.17 leaves compressed keys where beams move
+    assert torch.equal(served.generate(IDS, **options, **beams), without)
     answer = served.generate(IDS, **options, return_dict_in_generate=True)
     assert torch.equal(answer.sequences, eager.generate(IDS, **options))
     ours = answer[CACHE]

@@ -13,7 +13,7 @@ CAUSES: dict[str, str] = {
     "layoutlmv2": "In the environment: transformers builds its backbone from the package `detectron2` alone.",
     "perceiver": "In the harness: the base model reads other inputs than token ids.",
     "xlm": (
-        "In transformers 5.24: its `generate` gives the model a cache, which the masked token that ends each step stays "
+        "In transformers 5.24: its `generate` gives the model a cache, which each step leaves its masked token "
         "in, so tokens are others than with `use_cache=False`. Served, they are those without a cache."
     ),
     "vibevoice": "Not speech to text: it speaks, by diffusion; the harness has no inputs for it.",
