@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import extract_jax
 
 NUM_NEW_TOKENS = 12
+CACHE = ALL_CACHE_NAMES[0]  # "cache"; before transformers 5.24, "past_key_values"
 
 tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
 model = AutoModelForCausalLM.from_pretrained(EMBEDDED).eval()
@@ -22,8 +24,8 @@ weights, forward = extract_jax(model)  # also makes transformers' caches pytrees
 
 @functools.partial(jax.jit, donate_argnames="cache")  # the old cache's memory becomes the new one's
 def step(weights, cache, input_ids):
-    output = forward(weights, (input_ids,), {"past_key_values": cache, "use_cache": True})
-    return output.past_key_values, output.logits[:, -1].argmax(-1)[:, None]
+    output = forward(weights, (input_ids,), {CACHE: cache, "use_cache": True})
+    return output[CACHE], output.logits[:, -1].argmax(-1)[:, None]
 
 
 cache = StaticCache(config=model.config, max_cache_len=prompt.input_ids.shape[1] + NUM_NEW_TOKENS)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from cache_name import CACHE
 from transformers import cache_utils
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseStaticCacheLayer
 
@@ -168,7 +169,7 @@ def test_decoding_with_the_cache_as_a_pytree_gives_the_logits_of_eager_torch(kin
         made = cache_utils.StaticCache(model.config, max_cache_len=12)
     else:
         made = cache_utils.DynamicCache(config=model.config)
-    name = "cache_params" if kind == "mamba" else "past_key_values"
+    name = "cache_params" if kind == "mamba" and CACHE != "cache" else CACHE
     logits, traces = decode(model, name, made, ids, prompt_len=2)
     np.testing.assert_allclose(logits, expected, rtol=2e-5, atol=2e-5)
     assert traces == num_traces
@@ -192,13 +193,13 @@ def test_encoder_decoder_caches_go_in_and_out():
 
     @jax.jit
     def following(weights, encoder_outputs, ids, cache):
-        inputs = {"encoder_outputs": encoder_outputs, "decoder_input_ids": ids, "past_key_values": cache}
+        inputs = {"encoder_outputs": encoder_outputs, "decoder_input_ids": ids, CACHE: cache}
         out = function(weights, (), {**inputs, "use_cache": True})
-        return out.logits, out.past_key_values
+        return out.logits, out[CACHE]
 
     out = first(weights, as_jax(prompt), as_jax(ids[:, :1]))
     assert type(out) is transformers.modeling_outputs.Seq2SeqLMOutput
-    cache, logits = out.past_key_values, [out.logits]
+    cache, logits = out[CACHE], [out.logits]
     assert type(cache) is cache_utils.EncoderDecoderCache
     assert cache.is_updated == {0: True, 1: True}
     encoder_outputs = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=out.encoder_last_hidden_state)

@@ -10,6 +10,7 @@ Two objects with two lives:
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
@@ -40,7 +41,9 @@ LONGEST = 2**30
 
 
 def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
-    """One empty cache layer per layer of the model, kinds as transformers' own static cache chooses them.
+    """One empty cache layer per layer of the model, and per further pass through it (`passed_again`).
+
+    Kinds are as transformers' own static cache chooses them.
 
     Raises:
         UnsupportedModelError: a layer kind that has no counterpart here.
@@ -61,7 +64,18 @@ def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
             raise UnsupportedModelError(f"cache layers of kind {type(theirs).__name__} have no static form here")
         else:
             layers.append(theirs)
-    return tuple(layers)
+    return tuple(layers + [copy.copy(layers[index]) for index in passed_again(config)])
+
+
+def passed_again(config: PreTrainedConfig) -> list[int]:
+    """Layers that a token passes again, once for each time, whose keys are kept apart behind those of all layers.
+
+    Dory's forward appends such layers to a cache that has none (transformers 5.24: `DoryModel.forward`).
+    """
+    if getattr(config, "recurrent_kv_cache_mode", None) != "per_loop":
+        return []
+    first = config.n_input_layers
+    return list(range(first, first + config.n_recurrent_layers)) * (config.n_recurrent_loops - 1)
 
 
 def _compressed(theirs: Any, capacity: int) -> AttentionLayer:
@@ -80,6 +94,7 @@ class TraceCache(Cache):
 
     def __init__(self, layers: LayerStates, offset: Any, lean_len: int | None = None) -> None:
         super().__init__(layers=list(layers))
+        self.num_layers = len(layers)
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
                 layer.offset = offset
@@ -115,12 +130,18 @@ def trace_cache(states: LayerStates, offset: Any, lean_len: int | None) -> Trace
 
 
 def check_layers_keep_all(cache: Cache, argument: str | None, module: torch.nn.Module) -> None:
-    """Raises UnsupportedModelError if the code of `module` has left tensors on its `argument` itself, not in layers."""
+    """Raises UnsupportedModelError if the code of `module` keeps more in its `argument` than the layers that it got."""
     left = [name for name, value in vars(cache).items() if isinstance(value, torch.Tensor)]
     if left:  # the next step gets the layers alone
         raise UnsupportedModelError(
             f"expected a model that keeps its state in the layers of its cache, got {type(module).__name__}, which "
             f"keeps it beside them ({', '.join(f'{argument}.{name}' for name in left)})"
+        )
+    own = getattr(cache, "self_attention_cache", cache)
+    if isinstance(own, TraceCache) and len(own.layers) != own.num_layers:
+        raise UnsupportedModelError(
+            f"expected a model that keeps its state in the {own.num_layers} layers of its cache, got "
+            f"{type(module).__name__}, which makes {len(own.layers)} of them"
         )
 
 
@@ -259,6 +280,7 @@ class DeviceCache(Cache):
         """A copy as transformers' own dynamic cache, tensors on the CPU, cut to the tokens stored."""
         self._check_is_here()
         cache = DynamicCache(config=self.config)
+        cache.layers += [copy.copy(cache.layers[index]) for index in passed_again(self.config)]
         for layer, state in zip(cache.layers, self.states[: len(self)], strict=True):
             _fill(layer, state, self.length)
         if not self.with_encoder:

@@ -25,6 +25,10 @@ AUDIO_PER_TOKEN = frozenset({"kyutai_speech_to_text", "voxtral_realtime"})
 """Types whose cache takes fixed shapes, which no trial with tokens alone shows: they hear with every token."""
 
 
+_LENGTHS = frozenset({"past_key_values_length", "cache_length"})
+"""Names of the argument for the number of cached tokens, where a table of positions is given it, by release."""
+
+
 def allows_fixed_shapes(module: torch.nn.Module) -> bool:
     """Whether it is known of `module` that it runs on a cache of fixed shapes."""
     return getattr(getattr(module, "config", None), "model_type", "") in AUDIO_PER_TOKEN
@@ -38,6 +42,8 @@ def reason(module: torch.nn.Module) -> str | None:
         return "its cache holds the last token of a prompt alone"
     if known is None and getattr(config, "is_decoder", False) and _masks_as_an_encoder(module):
         return "its masks are those of an encoder: a step shows all that its cache has room for"
+    if known is None and getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
+        return "passes through its layers, but for the last, read what its cache has, and store nothing"
     if known is None and generates_as_encoder(module):
         return "it is configured as an encoder: its masks are, and a step sees what its code has put into the cache"
     return known
@@ -67,4 +73,4 @@ def _stores_the_last(module: torch.nn.Module) -> bool:
     if getattr(getattr(module, "config", None), "model_type", "") != "fsmt" or not isinstance(module, PreTrainedModel):
         return False
     table: Any = module.get_decoder().embed_positions
-    return "past_key_values_length" not in inspect.signature(table.forward).parameters
+    return _LENGTHS.isdisjoint(inspect.signature(table.forward).parameters)

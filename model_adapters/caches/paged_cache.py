@@ -172,6 +172,8 @@ class PagedTraceCache(Cache):
         Raises:
             NotPackableError: a layer was written and not attended to by the op, so its tokens are lost.
         """
+        if len(self.layers) != len(self.paged_layers):
+            raise NotPackableError(f"the code adds {len(self.layers) - len(self.paged_layers)} layers to its cache")
         for index, layer in enumerate(self.paged_layers):
             if not layer.num_updates == layer.num_attended == 1:
                 raise NotPackableError(

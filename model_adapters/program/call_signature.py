@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,49 @@ def signature_of(config: Any, parameters: Collection[str]) -> CallSignature:
     """The names that a forward with `parameters` has for what it decodes."""
     has_encoder = bool(getattr(config, "is_encoder_decoder", False)) and ENCODER_DECODER.ids in parameters
     return ENCODER_DECODER if has_encoder else DECODER_ONLY
+
+
+OLDER_CACHE_NAMES = ("past_key_values", "cache_params")
+CACHE_NAMES = ("cache", *OLDER_CACHE_NAMES) if "cache" in ALL_CACHE_NAMES else OLDER_CACHE_NAMES
+"""What forwards and outputs call the cache; where transformers calls it ``cache``, code of others may not yet."""
+
+
+def cache_name_of(names: Collection[str]) -> str | None:
+    """The name of the cache among those of arguments or fields; None where there is none."""
+    return next((name for name in CACHE_NAMES if name in names), None)
+
+
+def cache_field_of(output_class: type) -> str | None:
+    """The field of an output class, a dataclass, that is the cache; None where it has none."""
+    return cache_name_of([field.name for field in dataclasses.fields(output_class)])
+
+
+def cache_in(given: Mapping[str, Any]) -> Any:
+    """The cache among arguments or fields by name; None where there is none."""
+    name = cache_name_of(given)
+    return None if name is None else given[name]
+
+
+def generate_cache_name(cache_name: str | None) -> str | None:
+    """What transformers' ``generate`` calls the cache of a model whose forward calls it `cache_name`.
+
+    It has one name for all models where ``cache`` is one; a forward written for an older release keeps its own.
+    """
+    return "cache" if cache_name is not None and "cache" in CACHE_NAMES else cache_name
+
+
+def with_cache_named(given: dict[str, Any], cache_name: str | None) -> dict[str, Any]:
+    """`given`, arguments of a forward by name, with the cache under `cache_name`.
+
+    Where transformers still takes the names that it has given up, they are taken here, too, with its FutureWarning.
+    Where both are given the new one counts, as there.
+    """
+    other = cache_name_of([name for name in given if name != cache_name])
+    if cache_name is None or other is None or "cache" not in CACHE_NAMES:
+        return given
+    if other != "cache":  # which `generate` gives to forwards of any name
+        warnings.warn(f"`{other}` is deprecated in transformers; pass `{cache_name}` instead", FutureWarning, 2)
+    return {cache_name: given[other]} | {name: value for name, value in given.items() if name != other}
 
 
 TORCH_CLASS = "_torch_class"

@@ -37,7 +37,7 @@ from model_adapters.lowerings import constant_folding, deferred_checks, index_ch
 from model_adapters.ops.compressed_weight import Weights, substituted
 from model_adapters.ops.spmd import by_token, tokens_divided
 from model_adapters.program import moe, rms_norm
-from model_adapters.program.call_signature import forward_of, signature_of
+from model_adapters.program.call_signature import CACHE_NAMES, cache_name_of, forward_of, signature_of
 from model_adapters.program.call_spec import CallSpec as CallSpec
 from model_adapters.program.call_spec import MethodSpec as MethodSpec
 from model_adapters.program.module_hooks import on_torch_tensors
@@ -94,16 +94,12 @@ class ModelProgram:
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.parameters = frozenset(parameters)
         self.names = signature_of(getattr(self.target, "config", None), parameters)
-        self.cache_name = next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
+        self.cache_name = cache_name_of(parameters)
         self.output_class: type[ModelOutput] = ModelOutput  # known after the first trace
         self.needs_mask = False  # found out at the first trace of a decode step
         self.sliding_cache_unmasked = quirks.sliding_cache_unmasked(module)
-        self.needs_right_aligned_cache = quirks.needs_right_aligned_cache(
-            module
-        )  # likewise, where it does not stand written
-        self.folds_constants = (
-            False  # what is computed of known values stays known: found out where nothing else lets it trace
-        )
+        self.needs_right_aligned_cache = quirks.needs_right_aligned_cache(module)  # or set by a trace that needs one
+        self.folds_constants = False  # set where a trace succeeds with nothing else
         self.leaked_tensors: set[str] = set()  # tensors that the code has left on the module in some trace
         self.is_float32 = module.dtype == torch.float32
         self.rope = LengthDependentRope.of(module)
@@ -271,7 +267,7 @@ class ModelProgram:
         fields = {
             name: jax_view(as_views(value))  # some hand an argument of known values back as it came
             for name, value in output.items()
-            if value is not cache and (keeps_own or name != self.cache_name)
+            if value is not cache and (keeps_own or self.cache_name is None or name not in CACHE_NAMES)
         }
         if fills_cache:
             assert self.cache_name is not None

@@ -8,14 +8,14 @@ import torch
 
 
 def _forward(
-    self: Any, hidden_states: torch.Tensor, q_residual: Any, position_ids: Any, past_key_values: Any, layer_idx: int
+    self: Any, hidden_states: torch.Tensor, q_residual: Any, position_ids: Any, cache: Any, layer_idx: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the original, with a mask of the entries that no token has filled."""
     original = type(self).forward
-    entries, mask = original(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+    entries, mask = original(self, hidden_states, q_residual, position_ids, cache, layer_idx)
     num_entries = entries.shape[2]
-    if mask is None and num_entries and past_key_values is not None:
-        open_ones = past_key_values.layers[layer_idx].mask_of_open(num_entries, entries.dtype)
+    if mask is None and num_entries and cache is not None:
+        open_ones = cache.layers[layer_idx].mask_of_open(num_entries, entries.dtype)
         mask = open_ones.expand(entries.shape[0], 1, position_ids.shape[1], num_entries)
     return entries, mask
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from model_adapters.program.call_signature import cache_in
+
 
 def stored_mask(cache: Any, layer_idx: int, query: torch.Tensor, num_new: int) -> torch.Tensor | None:
     """Zeros for what a layer of `cache` has stored once `num_new` tokens are, and the least number for what is behind.
@@ -51,15 +53,17 @@ def _led(
     self: Any,
     hidden_states: torch.Tensor,
     key_value_states: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    *,
     attention_mask: torch.Tensor | None = None,
     output_attentions: bool = False,
+    **given: Any,
 ) -> Any:
+    cache = cache_in(given)
     if key_value_states is None and attention_mask is None:
         batch, num_new, _ = hidden_states.shape
-        mask = stored_mask(past_key_values, self.layer_idx, hidden_states, num_new)
+        mask = stored_mask(cache, self.layer_idx, hidden_states, num_new)
         attention_mask = None if mask is None else mask.expand(batch, 1, num_new, -1)
-    return type(self).forward(self, hidden_states, key_value_states, past_key_values, attention_mask, output_attentions)
+    return type(self).forward(self, hidden_states, key_value_states, cache, attention_mask, output_attentions)
 
 
 METHODS = {"Attention.forward": _fsmt, "LEDDecoderAttention.forward": _led}

@@ -18,7 +18,7 @@ def _indexer(
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor,
-    past_key_values: Any,
+    cache: Any,
 ) -> torch.Tensor:
     """As the original, for all rows and queries at once; a mask is that of causal attention and padding on the left.
 
@@ -34,8 +34,8 @@ def _indexer(
     q = self.q_layernorm(qk[..., :num_query_columns].reshape(shape))
     q = rotate(q, cos=cos[:, -num_queries:], sin=sin[:, -num_queries:], unsqueeze_dim=2)
     keys = qk[..., num_query_columns:].reshape(shape)[:, :, 0]
-    if past_key_values is not None:
-        keys = past_key_values.update_indexer(keys, self.layer_idx)
+    if cache is not None:
+        keys = cache.update_indexer(keys, self.layer_idx)
     visible = (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)[:, 0]  # [B, Q, K]
     num_keys, ratio = visible.shape[-1], self.compress_ratio
     num_blocks = max(num_keys // ratio, 1)

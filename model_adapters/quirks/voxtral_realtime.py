@@ -23,7 +23,7 @@ def get_audio_features(self: Any, input_features: Any = None, **kwargs: Any) -> 
     if input_features is not None or embeds is None or embeds.shape[-1] != width_before(self.config):
         return type(self).get_audio_features(self, input_features, **kwargs)
     hidden = embeds.reshape(embeds.shape[0], -1, embeds.shape[-1] * self.config.downsample_factor)
-    return SimpleNamespace(pooler_output=hidden, past_key_values=None, padding_cache=None)
+    return SimpleNamespace(pooler_output=hidden, past_key_values=None, cache=None, padding_cache=None)
 
 
 METHODS = {"VoxtralRealtimeModel.get_audio_features": get_audio_features}

@@ -2,11 +2,13 @@
 
 import inspect
 import json
+import warnings
 
 import jax
 import pytest
 import torch
 import transformers
+from cache_name import CACHE
 from tiny_models import prompts, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast, TextStreamer
@@ -90,7 +92,7 @@ def test_forward_options(eager, model):
 def test_a_forward_continues_from_its_cache(eager, model):
     ids = prompts()[0][1:]
     first = model(ids[:, :7])
-    second = model(ids[:, 7:], past_key_values=first.past_key_values)
+    second = model(ids[:, 7:], **{CACHE: first[CACHE]})
     with torch.no_grad():
         expected = eager(ids).logits[:, 7:]
     torch.testing.assert_close(second.logits, expected, atol=1e-5, rtol=1e-5)
@@ -103,7 +105,7 @@ def test_generate_continues_from_what_it_returned(eager, model):
     for each in (eager, model):
         first = each.generate(ids, **for_both)
         following = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], 1)
-        outputs.append(each.generate(following, past_key_values=first.past_key_values, **for_both))
+        outputs.append(each.generate(following, **{CACHE: first[CACHE]}, **for_both))
     assert outputs[1].sequences.tolist() == outputs[0].sequences.tolist()
 
 
@@ -111,8 +113,43 @@ def test_a_cache_of_the_caller_is_filled(eager, model):
     ids = prompts()[0][1:]
     caches = [DynamicCache(config=eager.config), DynamicCache(config=eager.config)]
     for each, cache in zip((eager, model), caches, strict=True):
-        each.generate(ids, max_new_tokens=5, past_key_values=cache)
+        each.generate(ids, max_new_tokens=5, **{CACHE: cache})
     torch.testing.assert_close(caches[1].layers[1].keys, caches[0].layers[1].keys, atol=1e-5, rtol=1e-5)
+
+
+def test_the_older_name_of_the_cache_is_taken_as_transformers_takes_it(eager, model):
+    ids = prompts()[0][1:]
+    logits, warned = [], []
+    for each in (eager, model):
+        with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            first = each(ids[:, :7])
+            logits.append(each(ids[:, 7:], past_key_values=first[CACHE]).logits)
+        warned.append([one.category for one in said if "past_key_values" in str(one.message)])
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-5)
+    assert warned[1] == warned[0] == ([] if CACHE == "past_key_values" else [FutureWarning])
+
+
+class NamedAsBefore(transformers.LlamaForCausalLM):
+    """Calls its cache as transformers did before 5.24, whose generate calls it otherwise now."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, CACHE: past_key_values}
+        return super().forward(input_ids, **given, **kwargs)
+
+
+def test_a_forward_that_calls_its_cache_by_the_older_name_generates():
+    known = tiny_model("llama")
+    renamed = NamedAsBefore(known.config).eval()
+    renamed.load_state_dict(known.state_dict())
+    renamed.generation_config = known.generation_config
+    served, ids = to_jax(renamed), torch.tensor([[3, 4, 5]])
+    assert served._jax_runtime.cache_support.unsupported_reason is None
+    for options in ({}, {"num_beams": 2}):
+        options |= {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+        ours, theirs = served.generate(ids, **options), known.generate(ids, **options)
+        assert ours.sequences.tolist() == theirs.sequences.tolist()
+        assert ours[CACHE].get_seq_length() == theirs[CACHE].get_seq_length()
 
 
 def test_streamer(eager, model, tokenizer, capsys):
@@ -289,5 +326,5 @@ def test_what_to_jax_refuses():
 
 def test_caches_of_other_kinds_are_refused(model):
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    with pytest.raises(UnsupportedArgumentError, match="past_key_values: expected a DynamicCache"):
-        model.generate(torch.tensor([[3, 4]]), past_key_values=cache, max_new_tokens=2)
+    with pytest.raises(UnsupportedArgumentError, match=f"{CACHE}: expected a DynamicCache"):
+        model.generate(torch.tensor([[3, 4]]), **{CACHE: cache}, max_new_tokens=2)

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from cache_name import CACHE
 from tiny_models import ARCHITECTURES, prompts, tiny_model
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.utils import ModelOutput
@@ -169,7 +170,7 @@ def assert_same(theirs, ours) -> None:
     elif isinstance(theirs, ModelOutput):
         assert list(theirs) == list(ours)
         for name, value in theirs.items():
-            if name == "past_key_values":
+            if name == CACHE:
                 assert_same_cache(value, ours[name])
             else:
                 assert_same(value, ours[name])

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cache_name import CACHE
 from transformers import (
     BertConfig,
     BertModel,
@@ -114,12 +115,12 @@ def test_forward_refuses(models, call):
 
 def test_a_decode_step_refuses_what_the_prompt_had_room_for(models):
     on_jax = models["gpt2"][1]
-    full = on_jax(IDS[:, :16], use_cache=True).past_key_values
+    full = on_jax(IDS[:, :16], use_cache=True)[CACHE]
     with pytest.raises(InvalidArgumentError, match=r"wpe\.weight: expected indices from 0 to 15"):
-        on_jax(IDS[:, :1], past_key_values=full)
-    some = on_jax(IDS[:, :4], use_cache=True).past_key_values
+        on_jax(IDS[:, :1], **{CACHE: full})
+    some = on_jax(IDS[:, :4], use_cache=True)[CACHE]
     with pytest.raises(InvalidArgumentError, match="expected token ids from 0 to 39, got 40"):
-        on_jax(torch.tensor([[40]]), past_key_values=some)
+        on_jax(torch.tensor([[40]]), **{CACHE: some})
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bert"])

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from cache_name import CACHE
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_causal_mask_function
 from transformers.models.big_bird import modeling_big_bird
 
 from model_adapters.attention import additive_mask, torchax_attention
 from model_adapters.bridge.views import jax_view, to_jax_array, to_torch_tensor, torch_view
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from torchax_serve import to_jax
+from torchax_serve import serve, to_jax
 from torchax_serve.parity.tiny.config import tiny_config
 from torchax_serve.parity.tiny.models import causal_class, random_model, tiny_model
 
@@ -37,15 +39,14 @@ class CountsOnItsCache(transformers.LlamaForCausalLM):
 
     _can_compile_fullgraph = False
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, cache=None, **kwargs):
+        cache = past_key_values if cache is None else cache  # its name before transformers 5.24
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None].expand(input_ids.shape[0], -1)
-        if past_key_values is not None:
-            if hasattr(past_key_values, "seen"):
-                positions = torch.cat([past_key_values.seen, past_key_values.seen[:, -1:] + 1], dim=1)
-            past_key_values.seen = positions
-        output = super().forward(
-            input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs
-        )
+        if cache is not None:
+            if hasattr(cache, "seen"):
+                positions = torch.cat([cache.seen, cache.seen[:, -1:] + 1], dim=1)
+            cache.seen = positions
+        output = super().forward(input_ids=input_ids, attention_mask=attention_mask, **{CACHE: cache}, **kwargs)
         ahead = positions.cumsum(1)[:, -input_ids.shape[1] :] % self.config.vocab_size
         output.logits = output.logits + 100.0 * torch.nn.functional.one_hot(ahead, self.config.vocab_size)
         return output
@@ -55,10 +56,32 @@ def test_state_that_model_code_keeps_on_the_cache_itself_is_not_lost(monkeypatch
     config = copy.deepcopy(tiny_config("llama"))
     model = random_model(CountsOnItsCache, config)
     served = served_like_eager(model, 5)
-    assert "beside them (past_key_values.seen)" in served._jax_runtime.cache_support.unsupported_reason
+    assert f"beside them ({CACHE}.seen)" in served._jax_runtime.cache_support.unsupported_reason
     monkeypatch.setattr(CountsOnItsCache, "_can_compile_fullgraph", True)  # what says so is believed, and then checked
-    with pytest.raises(UnsupportedModelError, match=r"beside them \(past_key_values.seen\)"):
+    with pytest.raises(UnsupportedModelError, match=rf"beside them \({CACHE}.seen\)"):
         to_jax(random_model(CountsOnItsCache, config)).generate(IDS, max_new_tokens=5)
+
+
+class AddsLayers(transformers.LlamaForCausalLM):
+    """Gives its cache a layer more, which a step that got none would miss."""
+
+    _can_compile_fullgraph = False
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, cache=None, **kwargs):
+        cache = past_key_values if cache is None else cache  # its name before transformers 5.24
+        if cache is not None and len(cache.layers) == self.config.num_hidden_layers:
+            cache.layers.append(DynamicLayer())
+        return super().forward(
+            input_ids, attention_mask=attention_mask, position_ids=position_ids, **{CACHE: cache}, **kwargs
+        )
+
+
+def test_layers_that_model_code_adds_to_its_cache_are_not_lost():
+    model = random_model(AddsLayers, copy.deepcopy(tiny_config("llama")))
+    served = served_like_eager(model, 5)
+    assert "in the 2 layers of its cache, got AddsLayers, which makes 3" in served._jax_runtime.cache_support.unsupported_reason
+    with serve(model) as on_engine, pytest.raises(UnsupportedModelError, match="which makes 3 of them"):
+        _ = on_engine.engine
 
 
 @pytest.mark.parametrize("model_type", ["cpmant"])
@@ -88,7 +111,7 @@ def bigbird_with_the_masks_of_an_encoder(monkeypatch):
     for now, then in (
         ("create_bidirectional_mask, create_causal_mask", "create_bidirectional_mask"),
         ("create_causal_mask if self.config.is_decoder else create_bidirectional_mask", "create_bidirectional_mask"),
-        ("past_key_values=past_key_values if self.config.is_decoder else None,", ""),
+        (f"{CACHE}={CACHE} if self.config.is_decoder else None,", ""),
     ):
         source = source.replace(now, then)
     assert "create_causal_mask" not in source
@@ -111,11 +134,11 @@ def test_the_cache_that_comes_back_goes_on():
     longer = torch.cat([IDS, torch.tensor([[7]])], 1)  # this type's code cuts off by itself what the cache has
     with torch.no_grad():
         theirs = eager(IDS, use_cache=True)
-        wanted = eager(longer, past_key_values=theirs.past_key_values, use_cache=True).logits
+        wanted = eager(longer, **{CACHE: theirs[CACHE]}, use_cache=True).logits
     ours = served(IDS, use_cache=True)
-    assert type(ours.past_key_values) is DynamicCache
-    assert ours.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length() - 1
-    found = served(longer, past_key_values=ours.past_key_values, use_cache=True).logits
+    assert type(ours[CACHE]) is DynamicCache
+    assert ours[CACHE].get_seq_length() == theirs[CACHE].get_seq_length() - 1
+    found = served(longer, **{CACHE: ours[CACHE]}, use_cache=True).logits
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
 
 

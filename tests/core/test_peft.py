@@ -51,6 +51,7 @@ def test_adapters_of_peft_take_effect_at_every_stage():
             assert torch.allclose(got.float(), expected.float(), atol=1e-3), name
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT passes it
 @pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
 def test_a_peft_model_goes_to_jax_with_prompts_that_it_has_learned(kind):
     torch.manual_seed(1)

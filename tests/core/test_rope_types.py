@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from cache_name import CACHE
 from rope_models import COMPUTED_ANEW, LENS, NUM_NEW, answers, left_padded, prompt, rope_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -64,7 +65,7 @@ def test_a_forward_behind_a_cache_leaves_what_is_in_it(kind):
 
     def logits(model):
         first = model(ids[:, :10], use_cache=True)
-        return model(ids[:, 10:], past_key_values=first.past_key_values).logits
+        return model(ids[:, 10:], **{CACHE: first[CACHE]}).logits
 
     with torch.no_grad():
         expected = logits(rope_model("llama", kind))

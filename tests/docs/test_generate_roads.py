@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import transformers
+from cache_name import CACHE
 from documents import ROOT
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, LogitsProcessorList, StaticCache
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
@@ -84,7 +85,7 @@ def call(served, monkeypatch):
             "watermarking_config": transformers.WatermarkingConfig(),
             "custom_generate": custom_generate,
             "pathlib": pathlib,
-            "past_key_values": DynamicCache(config=served.config),
+            "own_cache": DynamicCache(config=served.config),
             "static_cache": StaticCache(config=served.config, max_cache_len=32),
             "inputs_embeds": torch.zeros(1, 4, served.config.hidden_size),
             "empty": torch.zeros(1, 0, dtype=torch.long),
@@ -92,6 +93,8 @@ def call(served, monkeypatch):
             "out_of_range": torch.tensor([[served.config.vocab_size]]),
         }
         kwargs = eval(f"dict({arguments})", given)
+        if "cache" in kwargs:
+            kwargs[CACHE] = kwargs.pop("cache")
         if not {"inputs", "inputs_embeds"} & set(kwargs):
             kwargs["input_ids"] = ids
         served.generate(**{"max_new_tokens": 4, **kwargs})

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from cache_name import CACHE
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 from weights import draw_matrices
@@ -29,12 +30,12 @@ class AlibiAttention(LlamaAttention):
         super().__init__(config, layer_idx)
         self.register_buffer("slopes", torch.tensor(SLOPES))
 
-    def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
         heads = (*hidden_states.shape[:2], -1, self.head_dim)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(hidden_states).view(heads).transpose(1, 2) for project in projections)  # no rotation
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if (cache := kwargs.get(CACHE)) is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attend_eagerly)
         out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, alibi_slopes=self.slopes)
         return self.o_proj(out.reshape(*hidden_states.shape[:2], -1)), None

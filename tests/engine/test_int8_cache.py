@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from cache_name import CACHE
 from engine_models import VOCAB_SIZE, tiny_model
 from transformers.cache_utils import DynamicCache
 
@@ -72,7 +73,7 @@ def logprobs_of(model, prompt):
 def eager_logprobs(prompt, scales=None):
     cache = None if scales is None else RoundedCache(scales)
     ids = torch.tensor([prompt])
-    logits = tiny_model("llama")(ids, past_key_values=cache).logits[0, :-1]
+    logits = tiny_model("llama")(ids, **{CACHE: cache}).logits[0, :-1]
     return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
 
 
@@ -88,7 +89,7 @@ def test_log_probabilities_are_those_of_rounded_keys_and_values(llama):
 @torch.no_grad()
 def test_scales_are_the_largest_numbers_of_a_prompt_with_a_margin(llama):
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB_SIZE, (TRIAL_ROWS, TRIAL_LEN)))
-    layers = tiny_model("llama")(ids, use_cache=True).past_key_values.layers
+    layers = tiny_model("llama")(ids, use_cache=True)[CACHE].layers
     for layer, scales in zip(layers, llama.engine._runner._cache._scales, strict=True):
         for numbers, scale in zip((layer.keys, layer.values), scales, strict=True):
             np.testing.assert_allclose(scale, numbers.abs().amax((0, 2, 3)).numpy() * HEADROOM / 127, rtol=1e-5)

@@ -19,7 +19,8 @@ from torchax_serve.parity.tiny.config import tiny_config
 from torchax_serve.parity.tiny.models import random_model
 
 NEW = 12
-COUNTS = "past_key_values_length" in inspect.signature(modeling_fsmt.SinusoidalPositionalEmbedding.forward).parameters
+FORWARD = inspect.signature(modeling_fsmt.SinusoidalPositionalEmbedding.forward)
+COUNTS = bool({"past_key_values_length", "cache_length"} & set(FORWARD.parameters))
 """Whether FSMT knows how many tokens its cache has, as it does not on transformers 5.17."""
 CLASSES = {"fsmt": "FSMTForConditionalGeneration", "led": "LEDForConditionalGeneration"}
 ON_ENGINE = [model_type for model_type in CLASSES if model_type != "fsmt" or COUNTS]

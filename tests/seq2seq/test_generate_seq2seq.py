@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from cache_name import CACHE
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from weights import draw_matrices
 
@@ -82,8 +83,8 @@ def test_outputs_and_cache_are_those_of_transformers(pair):
     assert type(found) is type(expected)
     torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
     for name in ("self_attention_cache", "cross_attention_cache"):
-        ours_layers = getattr(found.past_key_values, name).layers
-        for layer, theirs in zip(ours_layers, getattr(expected.past_key_values, name).layers, strict=True):
+        ours_layers = getattr(found[CACHE], name).layers
+        for layer, theirs in zip(ours_layers, getattr(expected[CACHE], name).layers, strict=True):
             torch.testing.assert_close(layer.keys, theirs.keys, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(layer.values, theirs.values, atol=1e-4, rtol=1e-4)
 
@@ -106,10 +107,10 @@ def test_forward_with_a_cache_of_the_callers_own(pair):
 
     def two_steps(model):
         cache = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
-        first = model(**given, decoder_input_ids=ids[:, :2], past_key_values=cache, use_cache=True)
+        first = model(**given, decoder_input_ids=ids[:, :2], **{CACHE: cache}, use_cache=True)
         encoder_outputs = (first.encoder_last_hidden_state,)
         mask = {"attention_mask": given["attention_mask"]}
-        last = model(encoder_outputs=encoder_outputs, decoder_input_ids=ids[:, 2:], past_key_values=cache, **mask)
+        last = model(encoder_outputs=encoder_outputs, decoder_input_ids=ids[:, 2:], **{CACHE: cache}, **mask)
         return torch.cat([first.logits, last.logits], 1)
 
     with torch.no_grad():
@@ -166,8 +167,8 @@ def test_bad_input(pair):
         ours.generate(input_ids=torch.tensor([[500]]), max_new_tokens=2)
     with pytest.raises(InvalidArgumentError, match="only padding in row 1"):
         ours.generate(**inputs((4, 0)), max_new_tokens=2)
-    with pytest.raises(UnsupportedArgumentError, match="past_key_values: expected a EncoderDecoderCache"):
-        ours.generate(**inputs(), max_new_tokens=2, past_key_values=DynamicCache())
+    with pytest.raises(UnsupportedArgumentError, match=f"{CACHE}: expected a EncoderDecoderCache"):
+        ours.generate(**inputs(), max_new_tokens=2, **{CACHE: DynamicCache()})
 
 
 def test_too_many_tokens_for_the_table_of_positions():

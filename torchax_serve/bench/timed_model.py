@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from model_adapters.loading.memory import PeakMemory, give_back_freed
+from model_adapters.program.call_signature import cache_in
 from torchax_serve.bench.report import CompileCache, Timing
 
 
@@ -127,7 +128,7 @@ class TimedModel:
 
     def final_cache(self, ids: torch.Tensor, new_tokens: int) -> Any:
         """The transformers cache that `call` leaves."""
-        return self._generate(ids, new_tokens, return_dict_in_generate=True).past_key_values
+        return cache_in(self._generate(ids, new_tokens, return_dict_in_generate=True))
 
     def _generate(self, ids: torch.Tensor, new_tokens: int, **kwargs: Any) -> Any:
         ids = ids.to(self._model.device)

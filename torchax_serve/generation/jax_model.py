@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -33,7 +32,14 @@ from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import in_torch_mode
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from model_adapters.program.call_signature import PATCHED, TORCH_CLASS, forward_of
+from model_adapters.program.call_signature import (
+    PATCHED,
+    TORCH_CLASS,
+    cache_field_of,
+    forward_of,
+    generate_cache_name,
+    with_cache_named,
+)
 from model_adapters.program.model_program import CallSpec
 from model_adapters.program.module_watch import PREPARES
 from model_adapters.program.trace_context import programs_run
@@ -50,6 +56,7 @@ from torchax_serve.multimodal.encoder_programs import compiled_encoders
 from torchax_serve.multimodal.mrope_positions import positions_on_host
 from torchax_serve.multimodal.placeholders import check_has_media
 from torchax_serve.runtime.call_arguments import all_on_host, check_surroundings, on_host
+from torchax_serve.runtime.capabilities import as_transformers_output
 from torchax_serve.runtime.compiled_encoder import CompiledEncoder
 from torchax_serve.runtime.eager import raise_if_eager_fails
 from torchax_serve.runtime.model_generate import absorb_suppression, without_model_options
@@ -248,7 +255,7 @@ class JaxModelMixin:
                 f"cache_implementation={implementation!r} is not supported here; leave it out: the cache lies on the "
                 "device"
             )
-        name = runtime.program.cache_name or ""
+        name = generate_cache_name(runtime.program.cache_name) or ""
         if PREPARES in vars(self):  # by a script, which fills a cache of transformers, such as with a learned prefix
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -355,14 +362,6 @@ def following(runtime: ModelRuntime) -> Iterator[None]:
             FOLLOWED.reset(token)
 
 
-def as_transformers_output(output: Any) -> Any:
-    """`output` with its cache, if it has one of ours, turned into transformers' own."""
-    cache = getattr(output, "past_key_values", None)
-    if isinstance(cache, DeviceCache):
-        output.past_key_values = cache.to_dynamic()
-    return output
-
-
 @functools.cache
 def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The subclass of `cls` that runs on JAX; it carries the same name, which transformers looks things up by."""
@@ -375,7 +374,8 @@ def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             given.update(value if is_rest else {name: value})
-        return _forward(self, {name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        return _forward(self, with_cache_named(given, self._jax_runtime.program.cache_name))
 
     namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__, TORCH_CLASS: cls}
     return type(cls.__name__, (JaxModelMixin, cls), namespace)
@@ -414,8 +414,8 @@ def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[
             raise_if_eager_fails(runtime, type(model)._torch_class, asked, error)
         raise
     output_class = runtime.program.output_class
-    has_field = any(field.name == cache_name for field in dataclasses.fields(output_class))  # type: ignore[arg-type]
-    if cache is not None and cache_name is not None and has_field:
-        fields[cache_name] = cache
+    field = cache_field_of(output_class)
+    if cache is not None and field is not None:
+        fields[field] = cache
     output = output_class(**fields)
     return output if return_dict else output.to_tuple()

@@ -16,6 +16,7 @@ from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import to_torch_tensor
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.program.call_signature import cache_field_of, cache_in, generate_cache_name
 from model_adapters.program.model_program import CallSpec
 from torchax_serve import sampling
 from torchax_serve.buckets import next_bucket
@@ -69,7 +70,7 @@ def static_batch_start(runtime: ModelRuntime, request: SampleCall) -> StaticBatc
     """What `request` begins with on the fast road, or the first reason why it needs transformers' own loop."""
     kwargs, config = request.model_kwargs, request.config
     names = runtime.program.names
-    cache = kwargs.get(runtime.program.cache_name or "")
+    cache = kwargs.get(generate_cache_name(runtime.program.cache_name) or "")
     if (why := runtime.why_stepwise) is not None:
         return why
     if not isinstance(cache, DeviceCache) or cache.length:
@@ -78,6 +79,8 @@ def static_batch_start(runtime: ModelRuntime, request: SampleCall) -> StaticBatc
         return "attentions or hidden states are returned"
     if config.prefill_chunk_size is not None or config.is_assistant:
         return "the prompt is prefilled in chunks, or this is an assistant"
+    if kwargs.get(names.embeds) is not None:  # there may be no tokens that the mask is as long as
+        return f"the forward gets {names.embeds}"
     if Padding.of(kwargs.get(names.mask), request.input_ids.shape[1]).mask is not None:
         return "the attention mask is more than padding on the left"
     if custom := getattr(config, CUSTOM, None):
@@ -98,7 +101,7 @@ def static_batch_start(runtime: ModelRuntime, request: SampleCall) -> StaticBatc
 
 def _prepared(runtime: ModelRuntime, request: SampleCall) -> PreparedSteps | str | None:
     """The arguments of a request that has more than text; None for text, and words for what this loop cannot take."""
-    names, cache_name = runtime.program.names, runtime.program.cache_name
+    names, cache_name = runtime.program.names, generate_cache_name(runtime.program.cache_name)
     assert cache_name is not None
     known = UNDERSTOOD_KWARGS | {cache_name, names.ids, names.mask, names.positions}
     extra = _further(runtime, request.model_kwargs)
@@ -112,7 +115,8 @@ def _prepared(runtime: ModelRuntime, request: SampleCall) -> PreparedSteps | str
 def _further(runtime: ModelRuntime, kwargs: dict[str, Any]) -> list[str]:
     """Names of arguments that are neither text nor an encoder's output."""
     names = runtime.program.names
-    understood = UNDERSTOOD_KWARGS | {names.ids, names.mask, names.positions, runtime.program.cache_name}
+    cache_name = generate_cache_name(runtime.program.cache_name) or ""
+    understood = UNDERSTOOD_KWARGS | {names.ids, names.mask, names.positions, cache_name}
     if names.has_encoder:
         understood |= set(ENCODER_ARGUMENTS)
     return sorted(name for name, value in kwargs.items() if value is not None and name not in understood)
@@ -134,8 +138,7 @@ class StaticBatchLoop:
         self.runtime, self.request, self.config = runtime, request, request.config
         self.start, self.seed = start, seed
         self.batch, self.prompt_len = request.input_ids.shape
-        assert runtime.program.cache_name is not None
-        self.cache: DeviceCache = request.model_kwargs[runtime.program.cache_name]
+        self.cache: DeviceCache = cache_in(request.model_kwargs)
         assert request.stopping_criteria.max_length is not None
         self.max_length: int = request.stopping_criteria.max_length
         wants_dict = bool(self.config.return_dict_in_generate)
@@ -164,11 +167,13 @@ class StaticBatchLoop:
             return self.sequences
         has_encoder = self.runtime.program.names.has_encoder
         output_class: Any = GenerateEncoderDecoderOutput if has_encoder else GenerateDecoderOnlyOutput
+        cache_name = cache_field_of(output_class)
+        assert cache_name is not None
         return output_class(
             sequences=self.sequences,
             scores=_as_tensors(self.scores) if self.keep_scores else None,
             logits=_as_tensors(self.logits) if self.keep_logits else None,
-            past_key_values=self.cache.to_dynamic(),
+            **{cache_name: self.cache.to_dynamic()},
         )
 
     def tokens(self) -> Iterator[torch.Tensor]:

@@ -91,6 +91,6 @@ def _kyutai_speech_to_text(model: Any, run: Callable[[str, dict[str, Any]], Any]
     vars(model)["_prepare_model_inputs"] = prepare_whole
 
 
-CACHES = ("encoder_past_key_values", "padding_cache")
-"""Of a codec that goes on from window to window."""
+CACHES = ("encoder_past_key_values", "encoder_cache", "padding_cache")
+"""Of a codec that goes on from window to window; the first is called as the second from transformers 5.24 on."""
 _BY_TYPE = {"kyutai_speech_to_text": _kyutai_speech_to_text, "voxtral_realtime": _voxtral_realtime}

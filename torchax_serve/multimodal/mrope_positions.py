@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from model_adapters.program.call_signature import CACHE_NAMES
+
 COUNTER = "compute_3d_position_ids"
 """transformers' name of the method that counts them where a caller of ``forward`` has not."""
 
@@ -29,6 +31,7 @@ def positions_on_host(model: torch.nn.Module, given: Mapping[str, Any], cache: A
     if tokens is None:
         return None
     counter = getattr(owner, COUNTER)
-    known = {**given, "past_key_values": cache, "inputs_embeds": torch.empty(*tokens.shape[:2], 0)}  # its shape is read
+    known = {**given, **dict.fromkeys(CACHE_NAMES, cache)}  # of which the counter has one
+    known["inputs_embeds"] = torch.empty(*tokens.shape[:2], 0)  # its shape is read
     parameters = inspect.signature(counter).parameters.values()
     return counter(**{p.name: known.get(p.name) for p in parameters if p.kind is not p.VAR_KEYWORD})

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.program.call_signature import cache_name_of
 
 TOKEN_FIELDS = ("image_token_id", "image_token_index")
 VIDEO_TOKEN_FIELDS = ("video_token_id", "video_token_index")
@@ -50,8 +51,8 @@ MODALITIES = (
     Modality("videos", VIDEO_TOKEN_FIELDS, ("video",)),
     Modality("sounds", AUDIO_TOKEN_FIELDS, ("input_features", "input_values", "audio")),
 )
-EITHER = ("mm_encoder_outputs", "inputs_embeds", "past_key_values")
-"""Arguments by which features can come that were made before."""
+EITHER = ("mm_encoder_outputs", "inputs_embeds")
+"""Parts of the names of arguments, beside the cache, by which features can come that were made before."""
 
 
 def check_has_media(config: PreTrainedConfig, ids: Any, names: Collection[str]) -> None:
@@ -59,7 +60,7 @@ def check_has_media(config: PreTrainedConfig, ids: Any, names: Collection[str]) 
 
     transformers reads such tokens as words that the model has never learned.
     """
-    if ids is None or any(part in name for name in names for part in EITHER):
+    if ids is None or cache_name_of(names) or any(part in name for name in names for part in EITHER):
         return
     for modality in MODALITIES:
         token = _first(config, modality.token_fields)

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 from transformers.modeling_outputs import MoEModelOutput
+from transformers.utils import ModelOutput
 
 from model_adapters.caches import native_cache
 from model_adapters.caches.compressed_layer import CompressedLayer
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.ops.compressed_weight import Weights
+from model_adapters.program.call_signature import cache_field_of
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.runtime.step_functions import BatchPosition, DecodeSpec, StepFunctions
 
@@ -116,7 +118,16 @@ class CacheSupport:
         own = cache.self_attention_cache if type(cache) is EncoderDecoderCache else cache
         if type(cache) is not wanted or type(own) is not DynamicCache:
             raise UnsupportedArgumentError(
-                f"past_key_values: expected a {wanted.__name__} or a cache that this model returned, "
+                f"{self._program.cache_name}: expected a {wanted.__name__} or a cache that this model returned, "
                 f"got {type(cache).__name__}" + (f" of a {type(own).__name__}" if own is not cache else "")
             )
         return DeviceCache.from_dynamic(cache, self._text_config)
+
+
+def as_transformers_output(output: Any) -> Any:
+    """`output` with its cache, if it has one of ours, turned into transformers' own."""
+    name = cache_field_of(type(output)) if isinstance(output, ModelOutput) else None
+    cache = None if name is None else getattr(output, name)
+    if name is not None and isinstance(cache, DeviceCache):
+        setattr(output, name, cache.to_dynamic())
+    return output

@@ -30,6 +30,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "sliding_window_size": 6,
     },
+    "dory": _SHARED_4 | {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "qwen4_exp_text": {

@@ -34,6 +34,22 @@ _SPEAKING = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "image_token_id": FIRST_MARKER,
+        "image_token_offset": _VISUAL_TOKENS.start,
+        "audio_token_offset": _VISUAL_TOKENS.stop,
+        "vision_config": {
+            "codebook_size": len(_VISUAL_TOKENS),
+            "base_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+            "attn_resolutions": [8],
+            "resolution": SIZE,
+            "latent_channels": 4,
+            "embed_dim": 4,
+        },
+        "audio_config": {"codebook_size": 8, "codebook_dim": 32},
+    },
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "blip-2": {"image_token_index": FIRST_MARKER},
     "instructblip": {"image_token_index": FIRST_MARKER},
@@ -88,6 +104,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4": {"start": {"vision_config": {}}, "vision_config": {"position_embedding_size": 16}},
     "gemma4_unified": {"start": {"vision_config": {}}},
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "qwen2_vl", "paddleocr_vl"), _AXES),
+    "hy_v4_vl": {"text_config": {"qk_rope_head_dim": 8, "head_dim": 8, "rope_parameters": _ROPE}},
     "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}}},
     "glm5_next": {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0, "head_dim": 0}},
     "granite4_vision": _ANYRES
@@ -212,6 +229,7 @@ _POINTS = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing=
 
 PIXELS: dict[str, Maker] = {
     "fuyu": lambda config, generator: {"pixel_values": torch.randn(1, _NUM, _WIDTH, generator=generator)},
+    "apertus1p5": _sized,
     "emu3": _sized,
     "granite_docling": lambda config, generator: {
         "pixel_values": _image(generator, 1, 1, size=32),
@@ -299,6 +317,7 @@ PIXELS: dict[str, Maker] = {
     },
 }
 PIXELS |= {
+    "inkling2_loop": PIXELS["inkling2"],
     "minicpmv4_6": PIXELS["minicpm_ocr"],
     "minicpmv4_7": PIXELS["minicpm_ocr"],
     "gemma4_unified": _merged,
