@@ -79,7 +79,8 @@ class AddsLayers(transformers.LlamaForCausalLM):
 def test_layers_that_model_code_adds_to_its_cache_are_not_lost():
     model = random_model(AddsLayers, copy.deepcopy(tiny_config("llama")))
     served = served_like_eager(model, 5)
-    assert "in the 2 layers of its cache, got AddsLayers, which makes 3" in served._jax_runtime.cache_support.unsupported_reason
+    reason = served._jax_runtime.cache_support.unsupported_reason
+    assert "in the 2 layers of its cache, got AddsLayers, which makes 3" in reason
     with serve(model) as on_engine, pytest.raises(UnsupportedModelError, match="which makes 3 of them"):
         _ = on_engine.engine
 
