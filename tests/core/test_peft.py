@@ -51,7 +51,9 @@ def test_adapters_of_peft_take_effect_at_every_stage():
             assert torch.allclose(got.float(), expected.float(), atol=1e-3), name
 
 
-@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT passes it
+# PEFT passes the older name of the cache, also beside the newer one.
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Both `past_key_values` and `cache` are set:FutureWarning")
 @pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
 def test_a_peft_model_goes_to_jax_with_prompts_that_it_has_learned(kind):
     torch.manual_seed(1)
