@@ -114,7 +114,7 @@ HOSTILE = {
     "imported by ours": message_of(["object", "torchax_serve.distributed.hosts.rendezvous:Hosts"]),
     "a function of ours": message_of(["object", "torchax_serve.distributed.hosts.rendezvous:join"]),
     "a class of ours that is no dataclass": message_of(
-        ["object", "torchax_serve.distributed.hosts.connection:Wire", 1]
+        ["object", "torchax_serve.distributed.hosts.connection:Connection", 1]
     ),
     "a module of ours that is none": message_of(["object", "torchax_serve.no_such:X"]),
     "fields that are none": message_of(["object", "torchax_serve.distributed.hosts.messages:End", 1, 2]),

@@ -30,6 +30,7 @@ PARITY = [
     "python benchmarks/parity.py --task configurations --third",
 ]
 SUITE = ["pip install .[dev]", "pytest", AS_SERVED]
+FAST = ["ruff check .", "ruff format --check .", "mypy", "pytest -m fast"]
 CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *REAL, "ruff check .", "ruff format --check .", "mypy"]
 COMPILERS = [TPU[0], GPU[0], RAY[0], REAL[0], REAL[1]]
 SUITES = [TPU[1:], GPU[1:], RAY[1:], REAL[1:], REAL[2:]]
@@ -67,7 +68,13 @@ def project(tmp_path):
     (programs / "python3").write_text(FAKE_PYTHON)
     (programs / "python3").chmod(0o755)
 
-    def run(failing=""):
+    for name in ("ruff", "mypy", "pytest"):  # of the environment that is active
+        (programs / name).write_text(
+            f'#!/bin/sh\necho "{name} $*" >> "$CALLS"\n[ "{name} $*" != "$FAILING" ] || exit 7\n'
+        )
+        (programs / name).chmod(0o755)
+
+    def run(failing="", *arguments):
         calls, scratch = tmp_path / "calls", tmp_path / "scratch"
         calls.write_text("")
         scratch.mkdir(exist_ok=True)
@@ -77,7 +84,9 @@ def project(tmp_path):
             "FAILING": failing,
             "TMPDIR": str(scratch),
         }
-        done = subprocess.run(["bash", folder / ".ci" / "run"], env=environment, stdin=subprocess.DEVNULL, timeout=60)
+        done = subprocess.run(
+            ["bash", folder / ".ci" / "run", *arguments], env=environment, stdin=subprocess.DEVNULL, timeout=60
+        )
         assert not any(scratch.iterdir()), "the copy is left behind"
         assert [path.name for path in (folder / ".venv").iterdir()] == ["old"], "the user's environment was touched"
         return done.returncode, [line.strip() for line in calls.read_text().splitlines()]
@@ -107,3 +116,13 @@ def test_what_cannot_be_installed_or_fetched_leaves_its_suite_out(project, lacki
 def test_the_first_failure_ends_it_with_its_status(project, index):
     failing = CHECKS[index] if " " in CHECKS[index] else CHECKS[index] + " "
     assert project(failing) == (7, CHECKS[: index + 1])
+
+
+def test_the_fast_checks_run_in_the_active_environment(project):
+    assert project("", "fast") == (0, FAST)
+
+
+@pytest.mark.parametrize("index", range(len(FAST)))
+def test_the_first_fast_check_that_fails_ends_it(project, index):
+    failing = FAST[index] if " " in FAST[index] else FAST[index] + " "
+    assert project(failing, "fast") == (7, FAST[: index + 1])
