@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from model_adapters.ops import decode_attention, use
+from model_adapters.ops import AttentionArgs, decode_attention, use
 
 PAUSE_S = 0.02
 
@@ -45,7 +45,7 @@ def ours(implementation, q, k, v, pools, page_table, lens):
     def layers(q, pools):
         new = []
         for pool in pools:
-            out, pool = decode_attention(q, k, v, pool, page_table, lens, starts, scale=q.shape[2] ** -0.5)
+            out, pool = decode_attention(q, k, v, pool, page_table, lens, starts, AttentionArgs(q.shape[2] ** -0.5))
             q, _ = q + out, new.append(pool)
         return q, new
 

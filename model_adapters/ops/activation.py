@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import registry
+from model_adapters.ops import registry, spmd
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.linear import accumulator
 
@@ -46,13 +46,13 @@ def reference(x: jax.Array, *, kind: Kind) -> jax.Array:
     return value.astype(x.dtype)
 
 
-def _kernel_refuses(x: jax.Array, *, kind: Kind) -> str | None:
+def _kernel_unsupported_reason(x: jax.Array, *, kind: Kind) -> str | None:
     if kind == "gelu":
         return "the kernel has no error function"
-    return ffi.refuses(x)
+    return ffi.unsupported_reason(x)
 
 
-@registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
+@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
 def vectorized(x: jax.Array, *, kind: Kind) -> jax.Array:
     """The C++ loop."""
     return _DIFFERENTIABLE[kind](x)
@@ -62,3 +62,6 @@ _DIFFERENTIABLE = {
     kind: ffi.differentiable(partial(ffi.activation, is_gelu=kind == "gelu_tanh"), partial(reference, kind=kind))
     for kind in ("silu", "gelu_tanh")
 }
+
+
+spmd.leave_to_partitioner(OP, reference)

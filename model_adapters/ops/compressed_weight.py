@@ -70,7 +70,7 @@ def compress_weight(
     weight: jax.Array, place: np.ndarray | None = None, *, keeps_plain: bool = False
 ) -> CompressedWeight | None:
     """`weight` packed, or None where it is left as it is: see `packing.refuses`, or little would be gained."""
-    if compress.refuses(weight) is not None or (packed := compress.pack(np.asarray(weight), place)) is None:
+    if compress.unsupported_reason(weight) is not None or (packed := compress.pack(np.asarray(weight), place)) is None:
         return None
     groups, index = (jax.device_put(part, may_alias=True) for part in packed)
     return CompressedWeight(groups, index, weight if keeps_plain else None)

@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import registry
+from model_adapters.ops import registry, spmd
+from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
 from model_adapters.ops.linear import HALF, MIN_ROWS, pad_rows_to, precision
 
 OP = "dense_attention"
 MAX_BLOCK = 256  # queries at a time; measured best on CPU among 128, 256 and all, from 512 queries on
 MIN_BLOCK = 16
 MAX_SCORES_BYTES = 64 << 20
+SUPPORTED_ARGS = frozenset({"softcap", "sinks"})
+"""Fields of `AttentionArgs` besides the scale that apply to dense keys and values; all others are in the mask."""
 NUM_CAUSAL_PARTS = 4  # each computes scores with the keys before its end alone: 5/8 of the full square
 
 
@@ -24,11 +27,9 @@ def dense_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    mask: jax.Array | None = None,
-    sinks: jax.Array | None = None,
+    mask: jax.Array | None,
+    args: AttentionArgs,
     *,
-    scale: float,
-    softcap: float | None = None,
     causal: bool = False,
     return_weights: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -43,10 +44,8 @@ def dense_attention(
         k: Keys ``[B, H, S, D]``.
         v: Values ``[B, H, S, Dv]``.
         mask: Boolean (True: may attend) or additive, of rank 4, broadcastable to ``[B, Hq, T, S]``; or None.
-        sinks: ``[Hq]`` logits that take part in the softmax and carry no value, or None.
-        scale: Multiplies the products of queries and keys.
-        softcap: Scores ``s`` become ``softcap * tanh(s / softcap)`` before the mask; None for none.
-        causal: Query ``i`` sees keys ``j <= i`` (counted from the first of each, as in torch) out of what `mask` lets.
+        args: Scale, soft cap (before the mask) and sinks. A window, ALiBi and a prefix are part of `mask` here.
+        causal: Query ``i`` sees only keys ``j <= i`` of those that `mask` shows, both counted from 0 as in torch.
         return_weights: Return the attention weights as well.
 
     Returns:
@@ -54,18 +53,16 @@ def dense_attention(
         weights ``[B, Hq, T, S]`` in q's dtype (a sink's share is left out).
 
     Raises:
-        InvalidArgumentError: shapes that do not fit together.
+        InvalidArgumentError: shapes that do not fit together, or a field of `args` that belongs into the mask.
     """
-    _check(q, k, v, mask, sinks, softcap)
+    _check(q, k, v, mask, args)
     result: jax.Array | tuple[jax.Array, jax.Array] = registry.call(
-        OP, q, k, v, mask, sinks, scale=scale, softcap=softcap, causal=causal, return_weights=return_weights
+        OP, q, k, v, mask, args, causal=causal, return_weights=return_weights
     )
     return result
 
 
-def _check(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, sinks: jax.Array | None, softcap: float | None
-) -> None:
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, args: AttentionArgs) -> None:
     def expect(condition: bool, expected: str, got: Any) -> None:
         if not condition:
             raise InvalidArgumentError(f"dense_attention: expected {expected}, got {got}")
@@ -83,9 +80,11 @@ def _check(
             f"a mask that broadcasts to {list(full)}",
             list(mask.shape),
         )
-    if sinks is not None:
-        expect(sinks.shape == (num_heads,), f"sinks of shape [{num_heads}]", list(sinks.shape))
-    expect(softcap is None or softcap > 0, "a positive softcap or None", softcap)
+    if args.sinks is not None:
+        expect(args.sinks.shape == (num_heads,), f"sinks of shape [{num_heads}]", list(args.sinks.shape))
+    expect(args.softcap is None or args.softcap > 0, "a positive softcap or None", args.softcap)
+    reason = unsupported_field(args, SUPPORTED_ARGS)
+    expect(reason is None, f"args with scale, {' and '.join(sorted(SUPPORTED_ARGS))}; all else in the mask", reason)
 
 
 def _masked(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -117,11 +116,9 @@ def _attend(
     k: jax.Array,
     v: jax.Array,
     mask: jax.Array | None,
-    sinks: jax.Array | None,
+    args: AttentionArgs,
     first_query: jax.Array | int,
     *,
-    scale: float,
-    softcap: float | None,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Output and weights of the queries that start at position `first_query`."""
@@ -134,16 +131,16 @@ def _attend(
     rows = q.reshape(batch, heads, group * num_queries, dim)
     if q.dtype in HALF and registry.platform() == "cpu":
         rows = pad_rows_to(rows, 2, MIN_ROWS)
-    scores = jnp.einsum("bhrd,bhsd->bhrs", rows, k, precision=exact, preferred_element_type=accumulate) * scale
+    scores = jnp.einsum("bhrd,bhsd->bhrs", rows, k, precision=exact, preferred_element_type=accumulate) * args.scale
     scores = scores[:, :, : group * num_queries].reshape(batch, heads, group, num_queries, num_keys)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    if args.softcap is not None:
+        scores = args.softcap * jnp.tanh(scores / args.softcap)
     scores = _masked(scores, mask)
     if causal:
         positions = first_query + jnp.arange(num_queries, dtype=jnp.int32)
         seen = jnp.arange(num_keys, dtype=jnp.int32) <= positions[:, None]
         scores = jnp.where(seen, scores, -jnp.inf)
-    weights = _softmax(scores, sinks).astype(q.dtype)
+    weights = _softmax(scores, args.sinks).astype(q.dtype)
     rows = weights.reshape(batch, heads, group * num_queries, num_keys)
     if q.dtype in HALF and registry.platform() == "cpu":
         rows = pad_rows_to(rows, 2, MIN_ROWS)
@@ -158,15 +155,13 @@ def reference(
     k: jax.Array,
     v: jax.Array,
     mask: jax.Array | None,
-    sinks: jax.Array | None,
+    args: AttentionArgs,
     *,
-    scale: float,
-    softcap: float | None,
     causal: bool,
     return_weights: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """All scores at once."""
-    out, weights = _attend(q, k, v, mask, sinks, 0, scale=scale, softcap=softcap, causal=causal)
+    out, weights = _attend(q, k, v, mask, args, 0, causal=causal)
     return (out, weights) if return_weights else out
 
 
@@ -178,7 +173,16 @@ def _block_len(batch: int, num_heads: int, num_keys: int) -> int:
     return block
 
 
-def _blocked_refuses(q: jax.Array, k: jax.Array, *args: Any, return_weights: bool, **kwargs: Any) -> str | None:
+def _blocked_unsupported_reason(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    args: AttentionArgs,
+    *,
+    causal: bool,
+    return_weights: bool,
+) -> str | None:
     if return_weights:
         return "the weights are asked for, which needs all scores at once"
     if q.shape[2] <= _block_len(q.shape[0], q.shape[1], k.shape[2]):
@@ -186,16 +190,14 @@ def _blocked_refuses(q: jax.Array, k: jax.Array, *args: Any, return_weights: boo
     return None
 
 
-@registry.register(OP, "blocked", registry.PLATFORMS, refuses=_blocked_refuses)
+@registry.register(OP, "blocked", registry.PLATFORMS, unsupported_reason=_blocked_unsupported_reason)
 def blocked(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     mask: jax.Array | None,
-    sinks: jax.Array | None,
+    args: AttentionArgs,
     *,
-    scale: float,
-    softcap: float | None,
     causal: bool,
     return_weights: bool,
 ) -> jax.Array:
@@ -204,7 +206,7 @@ def blocked(
     block = _block_len(batch, num_heads, k.shape[2])
     num_blocks = -(-num_queries // block)
     padding = num_blocks * block - num_queries
-    attend = partial(_attend, scale=scale, softcap=softcap, causal=causal)
+    attend = partial(_attend, causal=causal)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
     if mask is not None and mask.shape[2] > 1:
         mask = jnp.pad(mask, ((0, 0), (0, 0), (0, padding), (0, 0)))
@@ -220,7 +222,7 @@ def blocked(
 
         def one(begin: jax.Array | int) -> jax.Array:
             here = seen if seen is None or seen.shape[2] == 1 else queries(seen, begin, block)
-            return attend(queries(q, begin, block), keys, values, here, sinks, begin)[0]
+            return attend(queries(q, begin, block), keys, values, here, args, begin)[0]
 
         if last - first == 1:
             return one(first * block)
@@ -231,3 +233,6 @@ def blocked(
     bounds = [i * num_blocks // num_parts for i in range(num_parts + 1)]
     parts = [part(first, last) for first, last in itertools.pairwise(bounds)]
     return jnp.concatenate(parts, axis=2)[:, :, :num_queries]
+
+
+spmd.shard_by_heads(OP, ("q", "k", "v", "mask"), spmd.BY_AXIS_1)

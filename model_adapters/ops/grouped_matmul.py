@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import registry
+from model_adapters.ops import registry, spmd
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.linear import accumulator, precision
 
@@ -109,16 +109,21 @@ def loop_over_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *
     return _zero_behind(out[:num_rows], group_sizes)
 
 
-def _kernel_refuses(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> str | None:
+def _kernel_unsupported_reason(
+    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout
+) -> str | None:
     if layout != "enk":
         return "the kernel takes weights [E, N, K]"
-    return ffi.refuses(x)
+    return ffi.unsupported_reason(x)
 
 
-@registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
+@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
 def streamed(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
     """The C++ stream over the weights of the groups that have rows."""
     return _differentiable(x, weight, group_sizes)
 
 
 _differentiable = ffi.differentiable(ffi.grouped_linear, partial(reference, layout="enk"))
+
+
+spmd.leave_to_partitioner(OP, reference)

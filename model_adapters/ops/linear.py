@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import registry
+from model_adapters.ops import registry, spmd
 from model_adapters.ops.compressed_weight import compressed_of
 from model_adapters.ops.cpu import ffi
 
@@ -85,19 +85,19 @@ def reference(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) ->
     return _finish(sums, bias, x.dtype)
 
 
-def _padding_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
+def _padding_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
     return None if x.dtype in HALF else f"x is {x.dtype}; only 16-bit floats need their rows padded"
 
 
-@registry.register(OP, "padded", ("cpu",), refuses=_padding_refuses)
+@registry.register(OP, "padded", ("cpu",), unsupported_reason=_padding_unsupported_reason)
 def padded(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """XLA's own product of at least four rows."""
     num_rows = x.shape[0]
     return reference(pad_rows_to(x, 0, MIN_ROWS), weight, bias)[:num_rows]
 
 
-def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
-    if (reason := ffi.refuses(x)) is not None:
+def _kernel_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
+    if (reason := ffi.unsupported_reason(x)) is not None:
         return reason
     limit = ffi.max_linear_rows(x.dtype)
     if limit is not None and x.shape[0] > limit:
@@ -105,19 +105,19 @@ def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = No
     return None if x.shape[0] else "no rows"
 
 
-@registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
+@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
 def weight_streaming(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """The C++ product."""
     return _differentiable(x, weight, bias)
 
 
-def _packed_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
+def _packed_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
     if compressed_of(weight) is None:
         return "the weight is not packed"
     return None if x.shape[0] else "no rows"
 
 
-@registry.register(OP, "cpu-packed", ("cpu",), refuses=_packed_refuses, before_all=True)
+@registry.register(OP, "cpu-packed", ("cpu",), unsupported_reason=_packed_unsupported_reason, takes_precedence=True)
 def packed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """The C++ product with a packed weight; to the last bit that with it unpacked, in one order."""
     held = compressed_of(weight)
@@ -211,3 +211,6 @@ def einsum(equation: str, *operands: jax.Array) -> jax.Array:
         )
     sums = jnp.einsum(equation, *operands, precision=precision(dtype), preferred_element_type=accumulator(dtype))
     return sums.astype(dtype)
+
+
+spmd.leave_to_partitioner(OP, reference)

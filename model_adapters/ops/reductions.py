@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from model_adapters.ops import registry
+from model_adapters.ops import registry, spmd
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.linear import accumulator
 
@@ -51,7 +51,7 @@ def reference(x: jax.Array) -> jax.Array:
     return jnp.sum(x.astype(accumulator(x.dtype)), -1)
 
 
-@registry.register(OP, "cpu-ffi", ("cpu",), refuses=ffi.refuses)
+@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=ffi.unsupported_reason)
 def fixed_order(x: jax.Array) -> jax.Array:
     """The C++ sum, in one order."""
     out: jax.Array = _differentiable(x.reshape(-1, x.shape[-1]))
@@ -59,3 +59,6 @@ def fixed_order(x: jax.Array) -> jax.Array:
 
 
 _differentiable = ffi.differentiable(ffi.row_sum, reference)
+
+
+spmd.leave_to_partitioner(OP, reference)

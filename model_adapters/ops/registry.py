@@ -23,13 +23,13 @@ import jax
 from model_adapters.errors import InvalidArgumentError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Refusal = Callable[..., str | None]
+UnsupportedReason = Callable[..., str | None]
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 REFERENCE = "reference"
 
 
-def _never_refuses(*args: Any, **kwargs: Any) -> str | None:
+def _supports_all(*args: Any, **kwargs: Any) -> str | None:
     return None
 
 
@@ -40,7 +40,7 @@ class Implementation:
     name: str
     platforms: tuple[str, ...]
     function: Callable[..., Any]
-    unsupported_reason: Refusal = _never_refuses
+    unsupported_reason: UnsupportedReason = _supports_all
     takes_precedence: bool = False
 
 
@@ -83,7 +83,12 @@ def define(name: str, summary: str) -> Callable[[Function], Function]:
 
 
 def register(
-    op: str, name: str, platforms: tuple[str, ...], refuses: Refusal = _never_refuses, *, before_all: bool = False
+    op: str,
+    name: str,
+    platforms: tuple[str, ...],
+    unsupported_reason: UnsupportedReason = _supports_all,
+    *,
+    takes_precedence: bool = False,
 ) -> Callable[[Function], Function]:
     """Decorates a further implementation of `op`, preferred on `platforms` to those registered before it.
 
@@ -96,7 +101,7 @@ def register(
         implementations = _defined(op).implementations
         if any(other.name == name for other in implementations):
             raise InvalidArgumentError(f"op {op!r} has an implementation {name!r} already; choose another name")
-        implementations.append(Implementation(name, platforms, function, refuses, before_all))
+        implementations.append(Implementation(name, platforms, function, unsupported_reason, takes_precedence))
         return function
 
     return add

@@ -10,7 +10,7 @@ from functools import partial
 
 import jax
 
-from model_adapters.ops import registry
+from model_adapters.ops import registry, spmd
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.linear import accumulator
 from model_adapters.ops.reductions import row_sum
@@ -41,13 +41,13 @@ def reference(x: jax.Array, weight: jax.Array, *, eps: float, rounds_first: bool
     return (normed.astype(wide.dtype) * weight.astype(wide.dtype)).astype(x.dtype)
 
 
-def _kernel_refuses(x: jax.Array, weight: jax.Array, *, eps: float, rounds_first: bool) -> str | None:
+def _kernel_unsupported_reason(x: jax.Array, weight: jax.Array, *, eps: float, rounds_first: bool) -> str | None:
     if weight.dtype not in (x.dtype, "float32"):
         return f"weight is {weight.dtype}; the kernel has float32 and x's dtype, {x.dtype}"
-    return ffi.refuses(x)
+    return ffi.unsupported_reason(x)
 
 
-@registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
+@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
 def fused(x: jax.Array, weight: jax.Array, *, eps: float, rounds_first: bool) -> jax.Array:
     """The C++ loop."""
     run = ffi.differentiable(
@@ -55,3 +55,6 @@ def fused(x: jax.Array, weight: jax.Array, *, eps: float, rounds_first: bool) ->
         partial(reference, eps=eps, rounds_first=rounds_first),
     )
     return run(x.reshape(-1, x.shape[-1]), weight).reshape(x.shape)
+
+
+spmd.leave_to_partitioner(OP, reference)

@@ -80,7 +80,7 @@ def _grouped_matmul(dtype: Any, size: int) -> KernelCase:
 
 def _dense_attention(dtype: Any, size: int) -> KernelCase:
     shape = (1, 2, 256 * size, 64)  # long enough for a second block of queries where `size` is 4
-    call = partial(ops.dense_attention, scale=0.125, causal=True)
+    call = partial(ops.dense_attention, mask=None, args=ops.AttentionArgs(0.125), causal=True)
     return KernelCase(call, tuple(_normal(dtype, *shape, seed=seed) for seed in range(3)))
 
 
@@ -106,7 +106,7 @@ def _decode_attention(dtype: Any, size: int) -> KernelCase:
     num_rows = 4 * size
     pool, table, lens = _pages(dtype, num_rows, 128 * size)
     starts = jnp.zeros_like(lens)
-    call = partial(ops.decode_attention, scale=_DIM**-0.5)
+    call = partial(ops.decode_attention, args=ops.AttentionArgs(_DIM**-0.5))
     return KernelCase(call, (*_tokens(dtype, num_rows), pool, table, lens, starts), pool.nbytes)
 
 
@@ -114,7 +114,7 @@ def _paged_attention(dtype: Any, size: int) -> KernelCase:
     new = (1, 20, 1, 10)
     pool, table, lens = _pages(dtype, len(new), 64 * size)
     ends = jnp.asarray([0, *np.cumsum(new)], jnp.int32)
-    call = partial(ops.paged_attention, scale=_DIM**-0.5)
+    call = partial(ops.paged_attention, args=ops.AttentionArgs(_DIM**-0.5))
     return KernelCase(call, (*_tokens(dtype, sum(new)), pool, table, lens, ends))
 
 

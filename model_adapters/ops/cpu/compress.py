@@ -19,13 +19,13 @@ _LISTED = 8
 """Of so many groups one may stay as it was. With more of them, little is gained."""
 
 
-def refuses(weight: jax.Array) -> str | None:
+def unsupported_reason(weight: jax.Array) -> str | None:
     """Why a weight is left as it is, or None."""
     if weight.dtype != jnp.bfloat16:
         return f"it is {weight.dtype}; only the high bytes of bfloat16 are much alike"
     if weight.ndim != 2 or weight.shape[0] % GROUP_ROWS or weight.shape[1] % GROUP_COLUMNS or not weight.size:
         return f"its shape is {list(weight.shape)}, not [n, k] of whole {GROUP_ROWS}s and {GROUP_COLUMNS}s"
-    return ffi.refuses_packing()
+    return ffi.packing_unsupported_reason()
 
 
 def group_bytes(shape: tuple[int, ...]) -> int:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.cpu import build
 
 logger = logging.getLogger("torchax_serve")
@@ -100,8 +101,8 @@ def library() -> ctypes.CDLL:
     return found
 
 
-def refuses_packing() -> str | None:
-    """Why products with packed weights are not for this processor, or None."""
+def packing_unsupported_reason() -> str | None:
+    """Returns why this processor does not multiply with compressed weights, or None."""
     if (reason := missing()) is not None:
         return reason
     return None if library().tas_packs() else "they are for processors with AVX2 or AVX-512BW and without AMX"
@@ -116,8 +117,8 @@ def _or_empty(array: jax.Array | None) -> jax.Array:
     return jnp.zeros((0,), jnp.float32) if array is None else array.astype(jnp.float32)
 
 
-def refuses(x: jax.Array) -> str | None:
-    """Why the kernels cannot take numbers of x's dtype here, or None."""
+def unsupported_reason(x: jax.Array) -> str | None:
+    """Returns why the kernels cannot take the dtype of `x`, of any shape, or None."""
     if x.dtype not in DTYPES:
         return f"x is {x.dtype}, the kernel has bfloat16, float16 and float32"
     return missing()
@@ -137,12 +138,17 @@ def differentiable(kernel: Callable[..., jax.Array], reference: Callable[..., ja
     return run
 
 
-def refuses_attention(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array) -> str | None:
-    """Why the attention kernels cannot take these arrays, or None."""
+def attention_unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array) -> str | None:
+    """Returns why the attention kernels cannot take ``q[T, Hq, D]``, ``k``, ``v`` and their pool, or None."""
     for name, array, dtypes in (("q", q, DTYPES), ("k", k, DTYPES), ("v", v, DTYPES), ("pool", pool, POOL_DTYPES)):
         if array.dtype not in dtypes:
             return f"{name} is {array.dtype}; the kernel has {', '.join(str(dtype) for dtype in dtypes)}"
     return missing()
+
+
+DECODE_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales"})
+PAGED_ARGS = DECODE_ARGS | {"prefix_lens"}
+"""Fields of `AttentionArgs` that the kernels take."""
 
 
 def decode_attention(
@@ -153,19 +159,12 @@ def decode_attention(
     page_table: jax.Array,
     lens: jax.Array,
     starts: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """See :func:`model_adapters.ops.decode_attention`; one fused kernel, the pool in place when it is donated."""
-    floats = [_or_empty(array) for array in (sinks, alibi, k_scale, v_scale)]
-    whole = [array.astype(jnp.int32) for array in (page_table, lens, starts)]
-    return _attend("tas_decode_attention", q, k, v, pool, [*whole, *floats], scale, window, softcap)
+    """Runs :func:`model_adapters.ops.decode_attention` as one fused kernel; a donated pool is updated in place."""
+    floats = [_or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
+    ints = [array.astype(jnp.int32) for array in (page_table, lens, starts)]
+    return _attend("tas_decode_attention", q, k, v, pool, [*ints, *floats], args)
 
 
 def paged_attention(
@@ -176,25 +175,17 @@ def paged_attention(
     page_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    prefix_lens: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """See :func:`model_adapters.ops.paged_attention`; one fused kernel, the pool in place when it is donated.
+    """Runs :func:`model_adapters.ops.paged_attention` as one fused kernel; a donated pool is updated in place.
 
     A token's result is the same to the last bit whatever else is in the batch, however its prompt was cut into chunks
     and on however many threads; and the same as that of :func:`decode_attention`.
     """
-    prefix_lens = jnp.zeros((0,), jnp.int32) if prefix_lens is None else prefix_lens
-    floats = [_or_empty(array) for array in (sinks, alibi, k_scale, v_scale)]
-    whole = [array.astype(jnp.int32) for array in (page_table, kv_lens, cu_q_lens, prefix_lens)]
-    return _attend("tas_paged_attention", q, k, v, pool, [*whole, *floats], scale, window, softcap)
+    prefix_lens = jnp.zeros((0,), jnp.int32) if args.prefix_lens is None else args.prefix_lens
+    floats = [_or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
+    ints = [array.astype(jnp.int32) for array in (page_table, kv_lens, cu_q_lens, prefix_lens)]
+    return _attend("tas_paged_attention", q, k, v, pool, [*ints, *floats], args)
 
 
 def _attend(
@@ -204,16 +195,18 @@ def _attend(
     v: jax.Array,
     pool: jax.Array,
     arrays: list[jax.Array],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
     results = (
         jax.ShapeDtypeStruct((*q.shape[:2], v.shape[2]), q.dtype),
         jax.ShapeDtypeStruct(pool.shape, pool.dtype),
     )
     call = _call(target, results, input_output_aliases={3: 1})
-    options = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0), "window": np.int64(window or 0)}
+    options = {
+        "scale": np.float32(args.scale),
+        "softcap": np.float32(args.softcap or 0.0),
+        "window": np.int64(args.window or 0),
+    }
     out, pool = call(q, k, v, pool, *arrays, **options)
     return out, pool
 

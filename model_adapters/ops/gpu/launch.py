@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from model_adapters.ops import registry
+from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.gpu.split_kv import num_splits, round_up_to_power
 from model_adapters.ops.gpu.triton_kernel import (
     Inputs,
@@ -45,8 +46,8 @@ POOL_DTYPES = {
 }
 
 
-def why_not(q: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array) -> str | None:
-    """Why the kernel cannot take a call, or None."""
+def unsupported_reason(q: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array) -> str | None:
+    """Returns why the kernel cannot take ``q[T, Hq, D]``, ``v[T, H, Dv]``, the pool or the page table, or None."""
     if str(pool.dtype) not in POOL_DTYPES.get(str(q.dtype), ()):
         return f"q is {q.dtype} and pool {pool.dtype}; the kernel has " + "; ".join(
             f"{one} over {', '.join(pools)}" for one, pools in POOL_DTYPES.items()
@@ -76,13 +77,11 @@ def least_rows(group: int) -> int:
     return max(MIN_ROWS, round_up_to_power(group))
 
 
-def features_of(
-    q: jax.Array, pool: jax.Array, *, scale: float, window: int | None, softcap: float | None, has_prefix: bool
-) -> TritonFeatures:
-    """The call's features; float32 queries on a narrower pool are three terms in bfloat16."""
+def features_of(q: jax.Array, pool: jax.Array, args: AttentionArgs) -> TritonFeatures:
+    """Returns the kernel's features; queries float32[T, Hq, D] on a narrower pool are three terms in bfloat16."""
     has_terms = q.dtype == jnp.float32 and pool.dtype != jnp.float32
     dtype, num_terms = (jnp.dtype(jnp.bfloat16), 3) if has_terms else (q.dtype, 1)
-    return TritonFeatures(dtype, num_terms, scale, window, softcap, has_prefix)
+    return TritonFeatures(dtype, num_terms, args.scale, args.window, args.softcap, args.prefix_lens is not None)
 
 
 def tile_for(
@@ -109,10 +108,7 @@ def attend(
     q: jax.Array,
     pool: jax.Array,
     page_table: jax.Array,
-    sinks: jax.Array | None,
-    alibi: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
+    args: AttentionArgs,
     *,
     value_dim: int,
     features: TritonFeatures,
@@ -125,7 +121,7 @@ def attend(
     """
     num_tokens, query_heads, dim = q.shape
     _, heads, page, width = pool.shape
-    optional = {"sinks": sinks, "alibi": alibi, "k_scale": k_scale, "v_scale": v_scale}
+    optional = {"sinks": args.sinks, "alibi": args.alibi_slopes, "k_scale": args.k_scale, "v_scale": args.v_scale}
     given = {key: array for key, array in optional.items() if array is not None}
     # The last dimension of the pool is never cut and the others are one: a bitcast.
     arrays = [items, page_table.reshape(-1), q, pool.reshape(-1, width), *given.values()]
@@ -148,7 +144,7 @@ def attend(
         interpret=registry.platform() != "gpu",
         name=name,
     )(*arrays)
-    return made[0] if tile.num_splits == 1 else combine(made[0], made[1], sinks, q.dtype, name)
+    return made[0] if tile.num_splits == 1 else combine(made[0], made[1], args.sinks, q.dtype, name)
 
 
 def cost(num_items: int, q: jax.Array, pool: jax.Array, page_table: jax.Array, value_dim: int) -> pl.CostEstimate:

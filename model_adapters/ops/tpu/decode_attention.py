@@ -20,10 +20,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
+from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
 from model_adapters.ops.decode_attention import OP
 from model_adapters.ops.tpu import int8_matmul
 from model_adapters.ops.tpu.kv_write import write_tokens
-from model_adapters.ops.tpu.launch import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
+from model_adapters.ops.tpu.launch import (
+    NAME,
+    Features,
+    compiler_params,
+    flat_table,
+    product,
+    row_constants,
+    unsupported_reason,
+)
 from model_adapters.ops.tpu.page_buffers import (
     LANES,
     MASKED,
@@ -283,13 +292,24 @@ def _kernel(
     out_ref[0] = decode.gather(sums)[:query_heads].astype(out_ref.dtype)
 
 
-def _refuses(
-    q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array, *args: Any, **kwargs: Any
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales"})
+"""Fields of `AttentionArgs` that the kernel takes."""
+
+
+def _unsupported_reason(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    lens: jax.Array,
+    starts: jax.Array,
+    args: AttentionArgs,
 ) -> str | None:
-    return why_not(q, pool, page_table)
+    return unsupported_field(args, SUPPORTED_ARGS) or unsupported_reason(q, pool, page_table)
 
 
-@registry.register(OP, NAME, ("tpu",), refuses=_refuses)
+@registry.register(OP, NAME, ("tpu",), unsupported_reason=_unsupported_reason)
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
@@ -298,26 +318,19 @@ def decode_attention(
     page_table: jax.Array,
     lens: jax.Array,
     starts: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """The op's Pallas kernel; the new tokens are written before, in place."""
+    """Runs the Pallas kernel after the new tokens are written, in place."""
     rows = jnp.arange(lens.shape[0], dtype=jnp.int32)
-    pool = write_tokens(pool, page_table, rows, lens - 1, k, v, k_scale, v_scale, in_runs=False)
+    pool = write_tokens(pool, page_table, rows, lens - 1, k, v, args.kv_scales, in_runs=False)
     num_rows, query_heads, dim = q.shape
     _, heads, _, width = pool.shape
     is_int8, is_float32 = pool.dtype == jnp.int8, q.dtype == jnp.float32
     blocks = Blocks.of(pool, page_table.shape[1], max_bytes=FLOAT32_BLOCK_BYTES if is_float32 else MAX_BLOCK_BYTES)
     lanes = Lanes.packing(dim, v.shape[2], heads)
     dtype = jnp.int8 if is_int8 and int8_matmul.multiplies_int8() else q.dtype
-    features = Features(dtype, window, softcap, alibi is not None, is_int8)
-    constants = row_constants(query_heads, heads, sinks, alibi, k_scale, v_scale, scale=scale, softcap=softcap)
+    features = Features(dtype, args.window, args.softcap, args.alibi_slopes is not None, is_int8)
+    constants = row_constants(query_heads, args)
     call = pl.pallas_call(
         functools.partial(_kernel, lanes=lanes, features=features, blocks=blocks),
         out_shape=jax.ShapeDtypeStruct((num_rows, query_heads, v.shape[2]), q.dtype),
@@ -340,5 +353,5 @@ def decode_attention(
         compiler_params=compiler_params(blocks, pool, SCHEDULER),
         name="decode_attention",
     )
-    row_fields = rows_of(lens, starts, window, page_table.shape[1], blocks)
+    row_fields = rows_of(lens, starts, args.window, page_table.shape[1], blocks)
     return call(row_fields, flat_table(page_table, pool), q, constants, pool), pool

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from model_adapters.ops.attention_args import KVScales
 from model_adapters.ops.kv_pool import quantize, write_tokens_at
 from model_adapters.ops.tpu.page_buffers import tile_rows
 
@@ -33,8 +34,7 @@ def write_tokens(
     positions: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
+    kv_scales: KVScales | None,
     *,
     in_runs: bool,
 ) -> jax.Array:
@@ -49,18 +49,17 @@ def write_tokens(
         positions: ``int32[T]``; one that is on no page of the pool writes nothing.
         k: ``[T, H, D]``.
         v: ``[T, H, Dv]``.
-        k_scale: ``float32[H]`` for an int8 pool.
-        v_scale: ``float32[H]`` for an int8 pool.
-        in_runs: Tokens of one sequence follow each other; else each sequence has one token at most.
+        kv_scales: Scales of an int8 pool, ``float32[H]`` each.
+        in_runs: Tokens of one sequence follow each other; else each sequence has at most one token.
     """
-    if k_scale is None or v_scale is None:
+    if kv_scales is None:
         return write_tokens_at(pool, page_table, seqs, positions, k, v)
     num_pages, _, page, width = pool.shape
     column = positions // page
     entry = jnp.clip(seqs, 0, page_table.shape[0] - 1), jnp.clip(column, 0, page_table.shape[1] - 1)
     pages = page_table[entry]
     writable = (positions >= 0) & (column < page_table.shape[1]) & (pages >= 0) & (pages < num_pages)
-    rows = jnp.concatenate([quantize(k, k_scale), quantize(v, v_scale)], axis=-1)
+    rows = jnp.concatenate([quantize(k, kv_scales.k), quantize(v, kv_scales.v)], axis=-1)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, width - rows.shape[2])))
     pages = jnp.where(writable, pages, -1)
     if in_runs:

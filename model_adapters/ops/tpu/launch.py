@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.tpu.page_buffers import LANES, MASKED, SUBLANES, Blocks, round_up, tile_rows
 
 NAME = "tpu-pallas"
@@ -44,18 +45,8 @@ class Features:
         return scores
 
 
-def row_constants(
-    query_heads: int,
-    heads: int,
-    sinks: jax.Array | None,
-    alibi: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> jax.Array:
-    """``float32[Hq, 4]``, Hq rounded up to 8: of each query head its sink, factor of products, slope, factor of sums.
+def row_constants(query_heads: int, args: AttentionArgs) -> jax.Array:
+    """Returns ``float32[Hq, 4]``, Hq rounded up to 8: sink, factor of products, slope, factor of sums by query head.
 
     The first three for powers of two: what a natural logarithm would be, times log2(e).
     """
@@ -65,12 +56,12 @@ def row_constants(
             return jnp.full((query_heads,), default * factor, jnp.float32)
         return jnp.repeat(values.astype(jnp.float32), query_heads // values.shape[0]) * factor
 
-    sink = jnp.full((query_heads,), MASKED, jnp.float32) if sinks is None else column(sinks, 0.0, LOG2_E)
+    sink = jnp.full((query_heads,), MASKED, jnp.float32) if args.sinks is None else column(args.sinks, 0.0, LOG2_E)
     columns = (
         jnp.maximum(sink, MASKED),
-        column(k_scale, 1.0, scale * LOG2_E if softcap is None else scale / softcap),
-        column(alibi, 0.0, LOG2_E),
-        column(v_scale, 1.0),
+        column(args.k_scale, 1.0, args.scale * LOG2_E if args.softcap is None else args.scale / args.softcap),
+        column(args.alibi_slopes, 0.0, LOG2_E),
+        column(args.v_scale, 1.0),
     )
     missing = round_up(query_heads, SUBLANES) - query_heads
     return jnp.pad(jnp.stack(columns, axis=1), ((0, missing), (0, 0)))
@@ -107,8 +98,8 @@ def buffer_bytes(blocks: Blocks, pool: jax.Array) -> int:
     return 2 * blocks.length * pool.shape[1] * pool.shape[3] * pool.dtype.itemsize
 
 
-def why_not(q: jax.Array, pool: jax.Array, page_table: jax.Array) -> str | None:
-    """Why neither kernel can take a call, or None."""
+def unsupported_reason(q: jax.Array, pool: jax.Array, page_table: jax.Array) -> str | None:
+    """Returns why neither kernel can take ``q[T, Hq, D]``, the pool or the page table, or None."""
     if str(q.dtype) not in QUERY_DTYPES or str(pool.dtype) not in POOL_DTYPES[str(q.dtype)]:
         return f"q is {q.dtype} and pool {pool.dtype}; the kernel has " + ", ".join(
             f"{one} over {' or '.join(pools)}" for one, pools in POOL_DTYPES.items()

@@ -17,9 +17,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
+from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
 from model_adapters.ops.paged_attention import OP
 from model_adapters.ops.tpu.kv_write import write_tokens
-from model_adapters.ops.tpu.launch import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
+from model_adapters.ops.tpu.launch import (
+    NAME,
+    Features,
+    compiler_params,
+    flat_table,
+    product,
+    row_constants,
+    unsupported_reason,
+)
 from model_adapters.ops.tpu.page_buffers import LANES, MASKED, BlockBuffer, Blocks, Lanes, across, round_up
 from model_adapters.ops.tpu.work_items import FIELDS, Item, items_of, positions_of
 
@@ -272,13 +281,24 @@ def _num_queries(num_tokens: int, query_heads: int, width: int) -> int:
     return most
 
 
-def _refuses(
-    q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array, *args: Any, **kwargs: Any
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "prefix_lens", "kv_scales"})
+"""Fields of `AttentionArgs` that the kernel takes."""
+
+
+def _unsupported_reason(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    args: AttentionArgs,
 ) -> str | None:
-    return why_not(q, pool, page_table)
+    return unsupported_field(args, SUPPORTED_ARGS) or unsupported_reason(q, pool, page_table)
 
 
-@registry.register(OP, NAME, ("tpu",), refuses=_refuses)
+@registry.register(OP, NAME, ("tpu",), unsupported_reason=_unsupported_reason)
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
@@ -287,31 +307,28 @@ def paged_attention(
     page_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    prefix_lens: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """The op's Pallas kernel; the new tokens are written before, in place."""
+    """Runs the Pallas kernel after the new tokens are written, in place."""
     seqs, positions = positions_of(q.shape[0], kv_lens, cu_q_lens)
-    pool = write_tokens(pool, page_table, seqs, positions, k, v, k_scale, v_scale, in_runs=True)
+    pool = write_tokens(pool, page_table, seqs, positions, k, v, args.kv_scales, in_runs=True)
     num_tokens, query_heads, dim = q.shape
-    heads = pool.shape[1]
     lanes, blocks = Lanes(dim, v.shape[2]), Blocks.of(pool, page_table.shape[1], MAX_KEYS, MAX_KEYS_BYTES)
-    features = Features(q.dtype, window, softcap, alibi is not None, pool.dtype == jnp.int8)
-    constants = row_constants(query_heads, heads, sinks, alibi, k_scale, v_scale, scale=scale, softcap=softcap)
+    features = Features(q.dtype, args.window, args.softcap, args.alibi_slopes is not None, pool.dtype == jnp.int8)
+    constants = row_constants(query_heads, args)
     num_queries = _num_queries(num_tokens, query_heads, lanes.value_end - lanes.value_begin)
     padded = round_up(num_tokens, num_queries)
-    items = items_of(padded, num_queries, blocks, page_table.shape[1], kv_lens, cu_q_lens, prefix_lens, window)
+    pages_per_seq = page_table.shape[1]
+    items = items_of(padded, num_queries, blocks, pages_per_seq, kv_lens, cu_q_lens, args.prefix_lens, args.window)
     # Heads first: a block of queries of one head is then a matrix, and any of them begins a tile.
     q = jnp.pad(jnp.swapaxes(q, 0, 1), ((0, 0), (0, padded - num_tokens), (0, lanes.key_end - dim)))
     kernel = functools.partial(
-        _kernel, lanes=lanes, features=features, blocks=blocks, num_tokens=padded, has_prefix=prefix_lens is not None
+        _kernel,
+        lanes=lanes,
+        features=features,
+        blocks=blocks,
+        num_tokens=padded,
+        has_prefix=args.prefix_lens is not None,
     )
     call = pl.pallas_call(
         kernel,
