@@ -1,4 +1,4 @@
-"""Logical ops over JAX arrays: one signature each, an implementation per platform, and a plain ``jnp`` reference.
+"""Logical ops over JAX arrays: one signature, a reference, and fast implementations each.
 
 An op is one module of this folder: its signature, its reference, its implementations and how it runs on a mesh. All
 modules are imported here, so that a new one is registered by being there.

@@ -20,7 +20,7 @@ STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVScales:
-    """Scales of an int8 pool: keys and values are stored as ``round(x / scale)`` within -127 .. 127.
+    """Scales of an int8 pool, which holds ``round(x / scale)`` within -127 .. 127.
 
     Attributes:
         k: Scale of the keys of each kv head, ``float32[kv_heads]``.
@@ -34,7 +34,7 @@ class KVScales:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionArgs:
-    """What shapes the scores of an attention call; optional fields are None where they are not used.
+    """Scale and features of an attention call; a feature that is not used is None.
 
     Attributes:
         scale: Factor of the products of queries and keys. Static: kernels are compiled with it.
@@ -74,7 +74,7 @@ OPTIONAL_FIELDS = tuple(each.name for each in fields(AttentionArgs) if each.name
 
 
 def unsupported_field(args: AttentionArgs, supported: Set[str]) -> str | None:
-    """Returns why an implementation that takes only the fields `supported` cannot take `args`, or None."""
+    """Returns the reason if `args` has a field that is not in `supported`, else None."""
     for name in OPTIONAL_FIELDS:
         if name not in supported and getattr(args, name) is not None:
             return f"{name} is not implemented"

@@ -1,4 +1,4 @@
-"""Attention of one new token per row to a paged cache, with the write of that token's key and value."""
+"""Attention of one new token per row to a paged cache, with the write of that token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decode_attention(
     starts: jax.Array,
     args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes the new token of every row to the cache and attends its query to what the row can see.
+    """Writes the new token of every row to the cache and returns the attention of its query.
 
     Args:
         q: Queries ``[B, Hq, D]``; query head ``i`` reads kv head ``i // (Hq // H)``.
@@ -73,7 +73,10 @@ def write_token(
     lens: jax.Array,
     kv_scales: KVScales | None = None,
 ) -> jax.Array:
-    """Returns the pool with each row's new key and value at position ``lens - 1``; without one, nothing is written."""
+    """Returns the pool with each row's new key and value at position ``lens - 1``.
+
+    Rows of length 0 write nothing. Shapes are those of :func:`decode_attention`.
+    """
     rows = jnp.arange(page_table.shape[0], dtype=jnp.int32)
     return write_tokens_at(pool, page_table, rows, lens.astype(jnp.int32) - 1, k, v, kv_scales)
 
@@ -89,7 +92,10 @@ def reference(
     starts: jax.Array,
     args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers each row's pages and computes in float32; right for every shape, dtype and platform."""
+    """Gathers each row's pages and computes in float32.
+
+    Supports every shape, dtype and platform.
+    """
     batch, query_heads, dim = q.shape
     heads = k.shape[1]
     pool = write_token(k, v, pool, page_table, lens, args.kv_scales)

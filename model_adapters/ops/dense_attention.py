@@ -1,4 +1,4 @@
-"""Attention of many queries to dense keys and values, for prefill and for models without a paged cache."""
+"""Attention of many queries to dense keys and values, without a paged cache."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from model_adapters.ops.linear import HALF, MIN_ROWS, pad_rows_to, precision
 
 OP = "dense_attention"
 MAX_BLOCK = 256  # queries at a time; measured best on CPU among 128, 256 and all, from 512 queries on
-MIN_BLOCK = 16
-MAX_SCORES_BYTES = 64 << 20
+MIN_BLOCK = 16  # queries at a time, however many keys there are
+MAX_SCORES_BYTES = 64 << 20  # of one block of queries
 SUPPORTED_ARGS = frozenset({"softcap", "sinks"})
 """Fields of `AttentionArgs` besides the scale that apply to dense keys and values; all others are in the mask."""
-NUM_CAUSAL_PARTS = 4  # each computes scores with the keys before its end alone: 5/8 of the full square
+NUM_CAUSAL_PARTS = 4  # each computes scores only with the keys before its end: 5/8 of the full square
 
 
 def dense_attention(
@@ -33,11 +33,11 @@ def dense_attention(
     causal: bool = False,
     return_weights: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Softmax attention with grouped heads; keys and values are not repeated for their groups.
+    """Returns softmax attention with grouped heads, without repeating keys and values.
 
     A query that sees no key (a boolean mask all False, an additive one all ``-inf``) gives zeros, as
     ``torch.nn.functional.scaled_dot_product_attention`` does. An additive mask of ``finfo.min``, as transformers' eager
-    attention uses it, makes such a row uniform, here as there.
+    attention uses it, makes the weights of such a row uniform, as in transformers.
 
     Args:
         q: Queries ``[B, Hq, T, D]``; query head ``i`` reads kv head ``i // (Hq // H)``.
@@ -88,7 +88,7 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, arg
 
 
 def _masked(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Scores ``[B, H, G, T, S]`` under a mask ``[B|1, Hq|1, T|1, S|1]``."""
+    """Applies a mask ``[B|1, Hq|1, T|1, S|1]`` to scores ``[B, H, G, T, S]``."""
     if mask is None:
         return scores
     heads, group = scores.shape[1:3]
@@ -98,7 +98,7 @@ def _masked(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Softmax over the last axis in float32; a row of -inf alone gives zeros."""
+    """Returns the float32 softmax of ``[B, H, G, T, S]``; rows of only -inf give zeros."""
     top = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
         sink = sinks.astype(scores.dtype).reshape(1, *scores.shape[1:3], 1, 1)
@@ -121,13 +121,13 @@ def _attend(
     *,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and weights of the queries that start at position `first_query`."""
+    """Returns output and weights of queries that start at position `first_query`."""
     batch, num_heads, num_queries, dim = q.shape
     heads, num_keys = k.shape[1:3]
     group = num_heads // heads
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
     exact = precision(q.dtype)
-    # The query heads of a group are further rows of one product with their kv head.
+    # The query heads of a group are more rows of one product with their kv head.
     rows = q.reshape(batch, heads, group * num_queries, dim)
     if q.dtype in HALF and registry.platform() == "cpu":
         rows = pad_rows_to(rows, 2, MIN_ROWS)
@@ -160,13 +160,16 @@ def reference(
     causal: bool,
     return_weights: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """All scores at once."""
+    """Computes all scores at once."""
     out, weights = _attend(q, k, v, mask, args, 0, causal=causal)
     return (out, weights) if return_weights else out
 
 
 def _block_len(batch: int, num_heads: int, num_keys: int) -> int:
-    """Queries at a time, a power of two that keeps their scores within ``MAX_SCORES_BYTES`` where possible."""
+    """Returns how many queries to compute at a time, a power of two.
+
+    Their scores are within ``MAX_SCORES_BYTES`` if possible.
+    """
     block = MAX_BLOCK
     while block > MIN_BLOCK and batch * num_heads * block * num_keys * 4 > MAX_SCORES_BYTES:
         block //= 2
@@ -201,7 +204,10 @@ def blocked(
     causal: bool,
     return_weights: bool,
 ) -> jax.Array:
-    """A few hundred queries at a time, which bounds the scores' memory; causal parts skip the keys behind them."""
+    """Computes up to 256 queries at a time; causal parts skip later keys.
+
+    That bounds the memory of scores.
+    """
     batch, num_heads, num_queries, _ = q.shape
     block = _block_len(batch, num_heads, k.shape[2])
     num_blocks = -(-num_queries // block)
@@ -215,7 +221,7 @@ def blocked(
         return jax.lax.dynamic_slice_in_dim(x, begin, count, axis=2)
 
     def part(first: int, last: int) -> jax.Array:
-        """Blocks `first` to `last`, one after the other."""
+        """Returns the attention of blocks `first` to `last`, computed one after the other."""
         num_keys = min(k.shape[2], last * block) if causal else k.shape[2]
         keys, values = k[:, :, :num_keys], v[:, :, :num_keys]
         seen = mask if mask is None or mask.shape[3] == 1 else mask[..., :num_keys]

@@ -1,6 +1,6 @@
-"""Attention of runs of new tokens to a paged cache, with the write of their keys and values.
+"""Attention of ragged runs of new tokens to a paged cache, with the write of the tokens.
 
-For prefill, chunks of a prefill, and chunks mixed with rows that decode.
+For prefill, chunked prefill, and chunks mixed with rows that decode.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from model_adapters.ops.kv_pool import (
 )
 
 OP = "paged_attention"
-MAX_BLOCK_LEN = 64
-MAX_SCORES_BYTES = 64 << 20
+MAX_BLOCK_LEN = 64  # queries of the reference at a time
+MAX_SCORES_BYTES = 64 << 20  # of one block of queries
 
 
 def paged_attention(
@@ -35,15 +35,16 @@ def paged_attention(
     cu_q_lens: jax.Array,
     args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes the new tokens of every sequence to the cache and attends their queries to what they can see.
+    """Writes the new tokens to the cache and returns the attention of their queries.
 
     The query at position ``p`` of sequence ``s`` sees the keys ``j`` with ``p - window < j <= p``, and those with
-    ``j < prefix_lens[s]``; never one from ``kv_lens[s]`` on. What lies in unused slots, NaN included, reaches no
-    output. Page 0 is the null page: table entries that nothing is to be read from may point at it.
+    ``j < prefix_lens[s]``; never one from ``kv_lens[s]`` on. Unused slots may hold anything, NaN included: no
+    output depends on them. Page 0 is the null page: table entries that are not read may point at it.
 
     Args:
         q: Queries ``[T, Hq, D]``, the new tokens of S sequences one after the other; query head ``i`` reads kv head
-            ``i // (Hq // H)``. Rows from ``cu_q_lens[S]`` on are padding: nothing is written, zeros come out.
+            ``i // (Hq // H)``. Rows from ``cu_q_lens[S]`` on are padding: nothing is written for them, and their
+            output is zero.
         k: The new tokens' keys ``[T, H, D]``.
         v: The new tokens' values ``[T, H, Dv]``.
         pool: Pages ``[P, H, page, W]``, keys at ``[0:D]`` and values at ``[D:D+Dv]`` of the last axis
@@ -52,7 +53,7 @@ def paged_attention(
         kv_lens: ``int32[S]``, the length of each sequence with its new tokens; 0 for an unused row.
         cu_q_lens: ``int32[S + 1]``, ascending from 0: sequence ``s`` has the tokens ``cu_q_lens[s]`` to
             ``cu_q_lens[s + 1]``, the last of them at position ``kv_lens[s] - 1``. A token at a negative position or
-            behind the row's pages writes nothing; one at a negative position gives zeros.
+            beyond the row's pages writes nothing; one at a negative position gives zeros.
         args: Scale and features of the scores.
 
     Returns:
@@ -82,7 +83,10 @@ def write_tokens(
     cu_q_lens: jax.Array,
     kv_scales: KVScales | None = None,
 ) -> jax.Array:
-    """Returns the pool with all new keys and values, at the positions that :func:`paged_attention` names."""
+    """Returns the pool with all new keys and values.
+
+    Shapes and positions are those of :func:`paged_attention`.
+    """
     tokens = jnp.arange(k.shape[0], dtype=jnp.int32)
     # Every end is compared: a search step by step would be a loop that the host steers on a GPU.
     seqs = jnp.searchsorted(cu_q_lens[1:], tokens, side="right", method="compare_all")
@@ -93,7 +97,10 @@ def write_tokens(
 
 
 def _block_len(num_tokens: int, query_heads: int, capacity: int) -> int:
-    """Queries at a time: a power of two that keeps their scores within ``MAX_SCORES_BYTES`` where possible."""
+    """Returns how many queries to compute at a time, a power of two.
+
+    Their scores are within ``MAX_SCORES_BYTES`` if possible.
+    """
     block = MAX_BLOCK_LEN
     while block > 1 and (block >= 2 * num_tokens or block * query_heads * capacity * 4 > MAX_SCORES_BYTES):
         block //= 2
@@ -111,9 +118,9 @@ def reference(
     cu_q_lens: jax.Array,
     args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Blocks of queries of one sequence, one after the other, each on the gathered pages of its sequence, in float32.
+    """Computes blocks of queries, each on the gathered pages of its sequence, in float32.
 
-    Right for every shape, dtype and platform. Memory: the scores of one block and the keys and values of one sequence.
+    Supports every shape, dtype and platform. Memory: scores of one block, keys and values of one sequence.
     """
     num_tokens, query_heads, _ = q.shape
     num_seqs, pages_per_seq = page_table.shape
@@ -126,7 +133,7 @@ def reference(
     num_blocks = -(-q_lens // length)  # of each sequence
     ends = jnp.cumsum(num_blocks)
     most = min(num_tokens, (num_tokens + num_seqs * (length - 1)) // length)  # however the tokens are shared out
-    # One block of padding, so that a slice that begins at the last token is not moved back.
+    # One block of padding: a slice that begins at the last token would else be moved back.
     q = jnp.pad(q, ((0, length), (0, 0), (0, 0)))
 
     def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
@@ -135,9 +142,9 @@ def reference(
         positions = kv_lens[seq] - cu_q_lens[seq + 1] + begin + jnp.arange(length, dtype=jnp.int32)
         prefix_len = jnp.int32(0) if args.prefix_lens is None else args.prefix_lens[seq]
         queries = jax.lax.dynamic_slice_in_dim(q, begin, length)
-        made = _attend(queries, pool, page_table[seq], positions, kv_lens[seq], prefix_len, v.shape[2], args)
-        # What the last block of a sequence makes too much is zeros, and the next sequence writes over it.
-        return jax.lax.dynamic_update_slice_in_dim(out, made, begin, axis=0)
+        attended = _attend(queries, pool, page_table[seq], positions, kv_lens[seq], prefix_len, v.shape[2], args)
+        # Rows beyond the end of a sequence are zeros here; the next sequence overwrites them.
+        return jax.lax.dynamic_update_slice_in_dim(out, attended, begin, axis=0)
 
     def step(block: jax.Array, out: jax.Array) -> jax.Array:
         return jax.lax.cond(block < ends[-1], one_block, lambda _, out: out, block, out)
@@ -156,9 +163,10 @@ def _attend(
     value_dim: int,
     args: AttentionArgs,
 ) -> jax.Array:
-    """Attention ``[n, Hq, Dv]`` of queries ``q[n, Hq, D]`` at ``positions[n]`` to the `pages` of their sequence.
+    """Returns attention ``[n, Hq, Dv]`` of queries ``q[n, Hq, D]`` of one sequence.
 
-    Zeros for those at a negative position, or from `kv_len` on.
+    `pages` are ``int32[pages_per_seq]``, `positions` ``int32[n]``. Queries at a negative position, or from `kv_len` on,
+    give zeros.
     """
     length, query_heads, dim = q.shape
     heads = pool.shape[1]
@@ -180,8 +188,8 @@ def _attend(
     visible = behind <= 0
     if args.window is not None:
         visible &= behind > -args.window
-    there = ((positions >= 0) & (positions < kv_len))[:, None]
-    visible = (visible | (at < prefix_len)) & (at < kv_len) & there
+    exists = ((positions >= 0) & (positions < kv_len))[:, None]
+    visible = (visible | (at < prefix_len)) & (at < kv_len) & exists
     sinks = args.sinks
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(heads, group), length, axis=1)[..., None]

@@ -1,8 +1,9 @@
-"""The ops on a mesh of devices: attention by heads, each device with its own, and products that XLA can divide.
+"""The ops on a mesh of devices: attention divided by heads, and products divided by XLA.
 
-While a program is traced :func:`on_mesh`, these implementations stand before all others. Attention runs under
-`jax.shard_map`, so that the kernel of the platform sees the heads of one device and needs nothing of the others;
-products are left to XLA's partitioner, which cannot look into a kernel.
+While a program is traced inside of :func:`on_mesh`, these implementations take precedence. Attention runs under
+`jax.shard_map`: the kernel of the platform sees the heads of one device and needs no data of the others. Products are
+left to XLA's partitioner, which cannot divide a kernel. An op registers itself by :func:`shard_by_heads` or
+:func:`leave_to_partitioner`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ REPLICATED = PartitionSpec()  # the same on every device
 
 @contextlib.contextmanager
 def on_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """Traces for the devices of `mesh`; None: for one device, as inside of a shard."""
+    """Traces for the devices of `mesh`, or for one device if None, as inside of a shard."""
     token = _MESH.set(mesh)
     try:
         yield
@@ -42,9 +43,9 @@ def on_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tokens_divided() -> Iterator[None]:
-    """Traces a step in which each device has its part of the tokens, heads but in attention.
+    """Traces a step in which tokens are divided among devices, and heads in attention.
 
-    There tokens are exchanged for heads, and behind it heads for tokens (DeepSpeed-Ulysses, Jacobs et al. 2023).
+    Before attention tokens are exchanged for heads, after it heads for tokens (DeepSpeed-Ulysses, Jacobs et al. 2023).
     """
     token = _TOKENS_DIVIDED.set(True)
     try:
@@ -54,28 +55,31 @@ def tokens_divided() -> Iterator[None]:
 
 
 def by_token(array: jax.Array, mesh: Mesh) -> jax.Array:
-    """`array` ``[tokens, ...]``, each device with its part of the tokens."""
+    """Returns ``array[tokens, ...]`` with its tokens divided among the devices of `mesh`."""
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, BY_AXIS_0))
 
 
 def mesh_in_use() -> Mesh | None:
-    """The mesh that is traced for, if there is one."""
+    """Returns the mesh that is traced for, or None."""
     return _MESH.get()
 
 
 def divides_heads(heads: int, kv_heads: int, mesh: Mesh | None) -> bool:
-    """Whether every device of the mesh's model axis has whole heads of its own."""
+    """Returns whether the mesh's model axis divides query heads and kv heads evenly."""
     num_shards = 1 if mesh is None else mesh.shape.get(AXIS, 1)
     return num_shards > 1 and heads % num_shards == 0 and kv_heads % num_shards == 0
 
 
 def pool_spec(kv_heads: int, mesh: Mesh) -> PartitionSpec:
-    """How a pool ``[pages, kv_heads, page_len, width]`` lies on the mesh."""
+    """Returns how a pool ``[pages, kv_heads, page_len, width]`` is divided on the mesh."""
     return BY_AXIS_1 if divides_heads(kv_heads, kv_heads, mesh) else REPLICATED
 
 
 def state_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """How states ``[slots, 1, channels or heads, ...]`` lie on the mesh: as the weights that make them."""
+    """Returns how states ``[slots, 1, channels or heads, ...]`` are divided.
+
+    They are divided as the weights that compute them.
+    """
     divides = len(shape) > 2 and divides_heads(shape[2], shape[2], mesh)
     return PartitionSpec(None, None, AXIS) if divides else REPLICATED
 
@@ -90,17 +94,17 @@ def _attention_unsupported_reason(*arrays: Any, return_weights: bool = False, **
 
 
 def per_shard(call: Callable[..., Any], args: tuple[Any, ...], specs: tuple[PartitionSpec, ...], out_specs: Any) -> Any:
-    """`call` on each device's part of `args`, traced as for one device; arguments may be None."""
+    """Runs `call` on each device's part of `args`, which may be None."""
     given = [number for number, arg in enumerate(args) if arg is not None]
     mesh = mesh_in_use()
     assert mesh is not None
 
     def one_shard(*parts: jax.Array) -> Any:
-        whole: list[Any] = [None] * len(args)
+        arguments: list[Any] = [None] * len(args)
         for number, part in zip(given, parts, strict=True):
-            whole[number] = part
+            arguments[number] = part
         with on_mesh(None):
-            return call(*whole)
+            return call(*arguments)
 
     run = jax.shard_map(
         one_shard, mesh=mesh, in_specs=tuple(specs[n] for n in given), out_specs=out_specs, check_vma=False
@@ -136,7 +140,10 @@ class _ShardedCall:
 
 @partial(jax.jit, static_argnums=0)
 def _layer(call: _ShardedCall, *arrays: jax.Array) -> Any:
-    """Runs `call` by shards. As a function of its own it is traced and lowered once, however many layers there are."""
+    """Runs `call` by shards.
+
+    As a function of its own it is traced and lowered once, however many layers there are.
+    """
     return per_shard(call, arrays, call.specs, call.out_specs)
 
 
@@ -150,7 +157,7 @@ def shard_by_heads(op: str, names: tuple[str, ...], out_specs: Any, *, divides_t
         op: Name of the op.
         names: Names of its positional arrays, the first three of them q, k and v; `AttentionArgs` follow.
         out_specs: How the results are divided.
-        divides_tokens: New tokens come, and their outputs go, divided by token inside of :func:`tokens_divided`.
+        divides_tokens: Inside of :func:`tokens_divided` the first three arrays and the output are divided by token.
     """
 
     def sharded(*args: Any, **options: Any) -> Any:
@@ -159,13 +166,13 @@ def shard_by_heads(op: str, names: tuple[str, ...], out_specs: Any, *, divides_t
         if token_mesh is not None:
             args = (*(by_token(array, token_mesh) for array in args[:3]), *args[3:])
         with_paths, structure = jax.tree_util.tree_flatten_with_path(args)
-        specs, results = tuple(_spec_of(names, path, array) for path, array in with_paths), out_specs
+        in_specs, results_specs = tuple(_spec_of(names, path, array) for path, array in with_paths), out_specs
         if not divides_heads(args[0].shape[1], args[1].shape[1], mesh):
-            specs, results = (REPLICATED,) * len(specs), REPLICATED
+            in_specs, results_specs = (REPLICATED,) * len(in_specs), REPLICATED
         keywords = tuple(sorted(options.items()))
-        call = _ShardedCall(op, structure, specs, results, keywords, mesh, registry.selection_key())
-        made = _layer(call, *(array for _, array in with_paths))
-        return made if token_mesh is None else (by_token(made[0], token_mesh), *made[1:])
+        call = _ShardedCall(op, structure, in_specs, results_specs, keywords, mesh, registry.selection_key())
+        results = _layer(call, *(array for _, array in with_paths))
+        return results if token_mesh is None else (by_token(results[0], token_mesh), *results[1:])
 
     registry.register(
         op, NAME, registry.PLATFORMS, unsupported_reason=_attention_unsupported_reason, takes_precedence=True
@@ -173,7 +180,7 @@ def shard_by_heads(op: str, names: tuple[str, ...], out_specs: Any, *, divides_t
 
 
 def leave_to_partitioner(op: str, reference: Callable[..., Any]) -> None:
-    """Registers the `reference` of `op` for meshes, on CPUs: XLA divides it along whatever its operands are divided.
+    """Registers the `reference` of `op` for meshes on CPUs, where XLA divides it.
 
     A kernel would be given all of its operands on every device.
     """
@@ -187,7 +194,7 @@ def _product_unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
 
 
 def _spec_of(names: tuple[str, ...], path: tuple[Any, ...], array: jax.Array) -> PartitionSpec:
-    """Returns how the array at `path` of the positional arguments is divided: by its name, or its field's name."""
+    """Returns how the array at `path` of the arguments is divided, by name or field."""
     index = path[0].idx
     name = names[index] if index < len(names) else path[1].name
     if name == "mask" and array.shape[1] == 1:  # one mask for all heads

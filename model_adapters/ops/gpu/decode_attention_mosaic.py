@@ -1,6 +1,6 @@
-"""Decode attention for Hopper through Pallas' Mosaic GPU lowering, for whoever asks for it.
+"""Decode attention for Hopper through Pallas' Mosaic GPU lowering.
 
-It is not taken by itself until it has been measured to be the faster one: ``use("decode_attention", "gpu-mosaic")``.
+It runs only inside of ``use("decode_attention", "gpu-mosaic")``: it has not been measured to be the faster one yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks"})
 
 
 def _combine(outs: jax.Array, logs: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Attention over all splits, axis 2 of ``[B, H, splits, G, Dv]`` and of ``[B, H, splits, G]``."""
+    """Returns attention over all splits, ``float32[B, H, G, Dv]``.
+
+    Args:
+        outs: Attention over each split, ``float32[B, H, splits, G, Dv]``.
+        logs: Logarithm to base 2 of each split's sum of weights, ``float32[B, H, splits, G]``.
+        sinks: Logits ``[Hq]`` or None.
+    """
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, outs.shape[1], 1, -1) * LOG2_E
     top = jnp.max(logs, axis=2, keepdims=True)
     top = top if sink is None else jnp.maximum(top, sink)
@@ -82,8 +88,8 @@ def decode_attention(
     starts: jax.Array,
     args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the kernel for Hopper after the new tokens are written, by a scatter of rows that XLA keeps in place."""
-    # Imported where it is needed: the lowering takes longer to import than all the rest of the ops.
+    """Writes the new tokens, by a scatter in place, and runs the kernel for Hopper."""
+    # Imported on use: the lowering takes longer to import than all other ops together.
     from model_adapters.ops.gpu.mosaic_kernel import StageSizes, attend
 
     pool = write_token(k, v, pool, page_table, lens, args.kv_scales)

@@ -1,4 +1,4 @@
-"""Decode attention on GPUs: one query per row, the keys of a row cut into splits until the GPU is full."""
+"""Decode attention on GPUs: one query per row, keys in splits that fill the GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def decode_attention(
     starts: jax.Array,
     args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the Pallas kernel after the new tokens are written, by a scatter of rows that XLA keeps in place."""
+    """Writes the new tokens, by a scatter in place, and runs the Pallas kernel."""
     pool = write_token(k, v, pool, page_table, lens, args.kv_scales)
     capacity = page_table.shape[1] * pool.shape[2]
     features = features_of(q, pool, args)

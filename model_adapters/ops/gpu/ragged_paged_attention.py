@@ -1,4 +1,4 @@
-"""Attention of ragged runs of new tokens on GPUs: prefill, chunks of one, and chunks mixed with rows that decode."""
+"""Attention of ragged runs of new tokens on GPUs: prefill, chunks, and mixed steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ from model_adapters.ops.gpu.work_items import ragged_items, token_places
 from model_adapters.ops.kv_pool import write_tokens_at
 from model_adapters.ops.paged_attention import OP
 
-MAX_ROWS = 128
+MAX_ROWS = 128  # rows of a tile, over a pool in 16 or 8 bits
 MAX_FLOAT32_ROWS = 32  # over a pool in float32
 MAX_TERM_ROWS = 16  # of float32 over a narrower pool
-MAX_QUERIES = 128 * 128  # numbers in the queries of a tile that leave room for another program beside this one
+MAX_QUERIES = (
+    128 * 128
+)  # numbers in the queries of a tile that leave registers for a second program on the multiprocessor
 
 
 def _num_rows(q: jax.Array, v: jax.Array, pool: jax.Array) -> int:
-    """Rows of a tile: as many as there is work and room for, no less than the query heads of one token."""
+    """Returns rows of a tile: as many as there is work and room for.
+
+    At least the query heads of one token.
+    """
     group, dim = q.shape[1] // pool.shape[1], max(q.shape[2], v.shape[2])
     rows = MAX_ROWS
     if q.dtype == jnp.float32:
@@ -66,7 +71,7 @@ def paged_attention(
     cu_q_lens: jax.Array,
     args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the Pallas kernel after the new tokens are written, by a scatter of rows that XLA keeps in place."""
+    """Writes the new tokens, by a scatter in place, and runs the Pallas kernel."""
     seqs, positions = token_places(q.shape[0], kv_lens, cu_q_lens)
     pool = write_tokens_at(pool, page_table, seqs, positions, k, v, args.kv_scales)
     capacity, num_rows = page_table.shape[1] * pool.shape[2], _num_rows(q, v, pool)

@@ -1,8 +1,8 @@
-"""The write of new tokens into an int8 pool, which on TPUs XLA cannot do in place.
+"""The write of new tokens into an int8 pool, which XLA does not do in place on TPUs.
 
-Four int8 rows share a 32-bit row of memory, 32 make a tile, and XLA's scatter wants another tiling than the pool has at
-the borders of a program: it would copy the whole pool twice. So a kernel reads the tiles that get new rows, puts these
-in, and writes the tiles back, many at a time, reading some while others are on their way back.
+Four int8 rows share a 32-bit row of memory, and 32 form a tile. XLA's scatter needs another tiling than the pool has as
+an argument of a program and would copy the pool twice. So a kernel reads the tiles that get new rows, inserts the rows
+and writes the tiles back. It works on groups of tiles: one group is read while the last one is written.
 
 Float pools are written by the scatter of :mod:`model_adapters.ops.kv_pool`, which stays in place.
 """
@@ -22,8 +22,8 @@ from model_adapters.ops.attention_args import KVScales
 from model_adapters.ops.kv_pool import quantize, write_tokens_at
 from model_adapters.ops.tpu.page_buffers import tile_rows
 
-MAX_GROUP_BYTES = 2 << 20
-MAX_GROUP = 32
+MAX_GROUP_BYTES = 2 << 20  # of a group of tiles in vector memory
+MAX_GROUP = 32  # tiles in a group
 FIELDS = ("page", "begin", "row", "count")
 
 
@@ -75,7 +75,18 @@ def write_tokens(
 def _runs(
     pages: jax.Array, inside: jax.Array, seqs: jax.Array, rows: jax.Array, num_seqs: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The tiles that runs of tokens touch ``int32[n, fields]``, and what they are to hold ``[n, H, tile, W]``."""
+    """Returns the tiles that runs of tokens touch and their new rows.
+
+    Args:
+        pages: ``int32[T]``, the page of each token; -1 writes nothing.
+        inside: ``int32[T]``, its position in the page.
+        seqs: ``int32[T]``, its sequence, ascending.
+        rows: ``int8[T, H, W]``.
+        num_seqs: Number of sequences.
+
+    Returns:
+        ``int32[n, fields]`` and ``int8[n, H, tile, W]``.
+    """
     num_tokens, tile = rows.shape[0], tile_rows(rows.dtype)
     changes = (seqs != jnp.roll(seqs, 1)) | (pages != jnp.roll(pages, 1)) | (inside % tile == 0)
     changes = changes.at[0].set(True)
@@ -93,7 +104,7 @@ def _runs(
 
 @dataclass(frozen=True)
 class _Tiles:
-    """The tiles of a call and two buffers of a group of them."""
+    """The tiles of a call, and two buffers of one group of tiles each."""
 
     fields: Any  # int32[groups * group * fields]
     pool: Any
@@ -116,7 +127,7 @@ class _Tiles:
         lax.fori_loop(0, size, one, None)
 
     def read(self, group: Any, *, wait: bool) -> None:
-        """Starts to read the tiles of `group`, or waits for that."""
+        """Starts the reads of the tiles of `group`, or waits for them."""
         half = group % 2
 
         def copy(i: Any, there: Any, *_: Any) -> None:
@@ -126,7 +137,7 @@ class _Tiles:
         self._each(group, copy)
 
     def write(self, group: Any, *, wait: bool) -> None:
-        """Starts to write the tiles of `group` back, or waits for that."""
+        """Starts the writes of the tiles of `group`, or waits for them."""
         half = group % 2
 
         def copy(i: Any, there: Any, *_: Any) -> None:
@@ -136,7 +147,7 @@ class _Tiles:
         self._each(group, copy)
 
     def put(self, group: Any, images: Any) -> None:
-        """Puts the new rows into the tiles of `group`; an image is one row or a whole tile of each head."""
+        """Inserts new rows into the tiles of `group`; an image is one row or one tile of each head."""
         half = group % 2
 
         def one(i: Any, there: Any, row: Any, count: Any) -> None:
@@ -177,7 +188,7 @@ def _kernel(fields: Any, images: Any, pool_in: Any, pool: Any, buffer: Any, read
 
 
 def _write(pool: jax.Array, tiles: jax.Array, images: jax.Array) -> jax.Array:
-    """`pool` with `images` put into its `tiles`."""
+    """Returns ``pool[P, H, page, W]`` with `images` written into ``int32 tiles[n, fields]``."""
     _, heads, _, width = pool.shape
     tile = tile_rows(pool.dtype)
     group = max(1, min(MAX_GROUP, MAX_GROUP_BYTES // (heads * tile * width), tiles.shape[0]))

@@ -1,4 +1,4 @@
-"""What a call of a TPU kernel asks for beyond its arrays, and which calls the kernels refuse."""
+"""Features and constants of a TPU kernel call, and which calls the kernels support."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.tpu.page_buffers import LANES, MASKED, SUBLANES, Blocks, round_up, tile_rows
 
 NAME = "tpu-pallas"
-LOG2_E = 1.4426950408889634  # the kernels take powers of two, which is what the hardware has
-MAX_TABLE_BYTES = 512 << 10
-MAX_BUFFER_BYTES = 32 << 20
-WORKING_BYTES = 32 << 20
+LOG2_E = 1.4426950408889634  # the kernels use powers of two, which the hardware computes
+MAX_TABLE_BYTES = 512 << 10  # of the page table in scalar memory
+MAX_BUFFER_BYTES = 32 << 20  # of the double buffer in vector memory
+WORKING_BYTES = 32 << 20  # of vector memory for everything else
 QUERY_DTYPES = ("float32", "bfloat16")
 POOL_DTYPES = {"float32": ("float32", "bfloat16", "int8"), "bfloat16": ("bfloat16", "int8")}
 
 
 @dataclass(frozen=True)
 class Features:
-    """What is done to scores, and the dtype of the products' operands."""
+    """Static features of the scores, and the dtype of the products' operands."""
 
     dtype: Any
     window: int | None
@@ -33,9 +33,10 @@ class Features:
     is_int8: bool
 
     def score(self, products: jax.Array, factor: Any, slope: Any, distance: Any) -> jax.Array:
-        """Scores for powers of two, out of products ``[R, n]`` and two of :func:`row_constants`, scalars or ``[R, 1]``.
+        """Returns scores ``[R, n]`` times log2(e) of products ``[R, n]`` of queries and keys.
 
-        `distance` is the key's position less that of the query, and broadcasts to the products.
+        `factor` and `slope` come from :func:`row_constants`, scalars or ``[R, 1]``. `distance` is the position of the
+        key minus that of the query and broadcasts to the products.
         """
         scores = products * factor
         if self.softcap is not None:
@@ -46,9 +47,10 @@ class Features:
 
 
 def row_constants(query_heads: int, args: AttentionArgs) -> jax.Array:
-    """Returns ``float32[Hq, 4]``, Hq rounded up to 8: sink, factor of products, slope, factor of sums by query head.
+    """Returns constants ``float32[Hq, 4]`` of the query heads, Hq rounded up to 8.
 
-    The first three for powers of two: what a natural logarithm would be, times log2(e).
+    They are the sink, the factor of products, the ALiBi slope and the factor of sums. The first three are multiplied
+    by log2(e), because the kernels use powers of two.
     """
 
     def column(values: jax.Array | None, default: float, factor: float = 1.0) -> jax.Array:
@@ -68,7 +70,7 @@ def row_constants(query_heads: int, args: AttentionArgs) -> jax.Array:
 
 
 def product(rows: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
-    """``rows[R, n]`` times ``matrix``, over axis `contract` of it, summed in float32."""
+    """Returns ``float32`` products of ``rows[R, n]`` and axis `contract` of a matrix."""
     return lax.dot_general(
         rows,
         matrix,
@@ -79,12 +81,12 @@ def product(rows: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
 
 
 def flat_table(page_table: jax.Array, pool: jax.Array) -> jax.Array:
-    """The page table as the kernels read it: flat, and without pages outside of the pool."""
+    """Returns ``int32 page_table[S, pages_per_seq]`` flat, with pages clipped to the pool."""
     return jnp.clip(page_table.reshape(-1), 0, pool.shape[0] - 1)
 
 
 def compiler_params(blocks: Blocks, pool: jax.Array, flags: dict[str, Any] | None = None) -> pltpu.CompilerParams:
-    """One core, blocks one after the other, and memory for the double buffer."""
+    """Returns compiler parameters: blocks in order on one core, memory for the double buffer."""
     return pltpu.CompilerParams(
         dimension_semantics=("arbitrary",),
         vmem_limit_bytes=buffer_bytes(blocks, pool) + WORKING_BYTES,
@@ -94,7 +96,7 @@ def compiler_params(blocks: Blocks, pool: jax.Array, flags: dict[str, Any] | Non
 
 
 def buffer_bytes(blocks: Blocks, pool: jax.Array) -> int:
-    """Bytes of the double buffer."""
+    """Returns the bytes of the double buffer for ``pool[P, H, page, W]``."""
     return 2 * blocks.length * pool.shape[1] * pool.shape[3] * pool.dtype.itemsize
 
 
