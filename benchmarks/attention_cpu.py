@@ -2,9 +2,9 @@
 
     python benchmarks/attention_cpu.py --batch 1 8 32 --context 256 2048
 
-Each number is the median over interleaved repetitions of one layer's share of a program of several layers, each with a
-cache of its own. Torch has no paged cache on CPU: it gets dense keys and values of the same lengths and no write.
-Threads that spin after a parallel region disturb whatever runs next, so every timing starts after a pause.
+Each number is the median time of one layer over interleaved repetitions of a program of several layers with separate
+caches. Torch has no paged cache on CPU: it gets dense keys and values of the same lengths and writes nothing. Threads
+spin after a parallel region and disturb what runs next, so that every timing starts after a pause.
 """
 
 import argparse
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from model_adapters.ops import decode_attention, use
+from model_adapters.ops import AttentionArgs, decode_attention, use
 
-PAUSE_S = 0.02
+PAUSE_S = 0.02  # until threads of the last parallel region sleep
 
 
 def timed(function):
@@ -45,7 +45,7 @@ def ours(implementation, q, k, v, pools, page_table, lens):
     def layers(q, pools):
         new = []
         for pool in pools:
-            out, pool = decode_attention(q, k, v, pool, page_table, lens, starts, scale=q.shape[2] ** -0.5)
+            out, pool = decode_attention(q, k, v, pool, page_table, lens, starts, AttentionArgs(q.shape[2] ** -0.5))
             q, _ = q + out, new.append(pool)
         return q, new
 

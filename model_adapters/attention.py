@@ -25,6 +25,7 @@ from model_adapters.caches.layers import KVWrite
 from model_adapters.caches.paged_cache import NotPackableError, PagedWrite, attend_paged
 from model_adapters.lowerings import constant_folding
 from model_adapters.ops import decode_attention, dense_attention
+from model_adapters.ops.attention_args import AttentionArgs
 
 
 class ImplementationName(str):
@@ -187,7 +188,7 @@ def torchax_attention(
         write = None  # model code has made other values of those that were written
     q = jax_view(query)
     if q.shape[2] == 1 and write is not None and write.pool_before is not None and note and position_bias is None:
-        out: Any = _decode(q, write, note, scale=scale, softcap=softcap, sinks=sinks, alibi=alibi)
+        out: Any = _decode(q, write, note, AttentionArgs(scale, note.window, softcap, sinks, alibi))
     else:
         mask = None if attention_mask is None else jax_view(attention_mask)
         bias = None if position_bias is None else jax_view(position_bias)
@@ -198,7 +199,7 @@ def torchax_attention(
         keys, values = jax_view(key), jax_view(value)
         if q.shape[0] == 1:  # queries that a model has learned, the same for all
             q = jnp.broadcast_to(q, (keys.shape[0], *q.shape[1:]))
-        out = dense_attention(q, keys, values, mask, sinks, scale=scale, softcap=softcap, causal=causal)
+        out = dense_attention(q, keys, values, mask, AttentionArgs(scale, None, softcap, sinks), causal=causal)
     return torch_view(jnp.swapaxes(out, 1, 2)), None
 
 
@@ -237,7 +238,7 @@ def _additive(mask: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(mask, 0, jnp.finfo(dtype).min).astype(dtype) if mask.dtype == jnp.bool else mask.astype(dtype)
 
 
-def _decode(q: jax.Array, write: KVWrite, note: CausalMask, **features: Any) -> jax.Array:
+def _decode(q: jax.Array, write: KVWrite, note: CausalMask, args: AttentionArgs) -> jax.Array:
     """One new token per row: writes its keys and values and attends, in one op."""
     assert write.pool_before is not None
     layer, batch = write.layer, q.shape[0]
@@ -251,8 +252,7 @@ def _decode(q: jax.Array, write: KVWrite, note: CausalMask, **features: Any) -> 
         jnp.arange(batch, dtype=jnp.int32)[:, None],  # the row's whole capacity is its one page
         lens,
         starts,
-        window=note.window,
-        **features,
+        args,
     )
     layer.pool = torch_view(pool)
     return out[:, :, None]

@@ -58,7 +58,11 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
         names_of.setdefault(id(array), []).append(name)
 
     def is_packable(array: Weight) -> bool:
-        return not isinstance(array, CompressedWeight) and array.nbytes >= MIN_BYTES and compress.refuses(array) is None
+        return (
+            not isinstance(array, CompressedWeight)
+            and array.nbytes >= MIN_BYTES
+            and compress.unsupported_reason(array) is None
+        )
 
     # In the order in which layers run, nearly: what lies behind a weight is what is read after it.
     arrays = {id(weights[name]): weights[name] for name in linear if name in weights}

@@ -7,6 +7,7 @@ attention interface.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ import torch
 
 from model_adapters import ops
 from model_adapters.bridge.views import set_lowering
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops.attention_args import AttentionArgs, KVScales
 
 _FEATURES = (
     "*, float scale, int? window=None, float? softcap=None, Tensor? alibi=None, Tensor? k_scale=None, "
@@ -27,6 +30,24 @@ _SCHEMAS = (
 )
 
 
+def _args_of(
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: jax.Array | None = None,
+    prefix_lens: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> AttentionArgs:
+    """Returns the flat arguments of the torch operators as `AttentionArgs`."""
+    if (k_scale is None) != (v_scale is None):
+        raise InvalidArgumentError("expected k_scale and v_scale, or neither; got one of them")
+    kv_scales = None if k_scale is None or v_scale is None else KVScales(k_scale, v_scale)
+    return AttentionArgs(scale, window, softcap, sinks, alibi, prefix_lens, kv_scales)
+
+
 def _decode_attention(
     q: jax.Array,
     k: jax.Array,
@@ -34,31 +55,25 @@ def _decode_attention(
     pool: jax.Array,
     page_table: jax.Array,
     kv_lens: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    *sinks: jax.Array | None,
+    **features: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    return ops.decode_attention(
-        q,
-        k,
-        v,
-        pool,
-        page_table,
-        kv_lens,
-        jnp.zeros_like(kv_lens),
-        sinks,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        alibi=alibi,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    args = _args_of(*sinks, **features)
+    return ops.decode_attention(q, k, v, pool, page_table, kv_lens, jnp.zeros_like(kv_lens), args)
+
+
+def _paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    *sinks: jax.Array | None,
+    **features: Any,
+) -> tuple[jax.Array, jax.Array]:
+    return ops.paged_attention(q, k, v, pool, page_table, kv_lens, cu_q_lens, _args_of(*sinks, **features))
 
 
 @functools.cache
@@ -68,5 +83,5 @@ def install() -> torch.library.Library:
     for schema in _SCHEMAS:
         library.define(schema)
     set_lowering(torch.ops.torchax_serve.decode_attention.default, _decode_attention)
-    set_lowering(torch.ops.torchax_serve.paged_attention.default, ops.paged_attention)
+    set_lowering(torch.ops.torchax_serve.paged_attention.default, _paged_attention)
     return library

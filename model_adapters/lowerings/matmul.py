@@ -63,7 +63,7 @@ def _attention(
         attn_mask = mask.reshape(-1, *mask.shape[-3:])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     try:
-        out: Any = ops.dense_attention(q, k, v, attn_mask, scale=scale, causal=is_causal)
+        out: Any = ops.dense_attention(q, k, v, attn_mask, ops.AttentionArgs(scale), causal=is_causal)
     except InvalidArgumentError as error:
         raise RuntimeError(str(error)) from None  # as torch has it: model code made the shapes, and no user
     return out.reshape(*batch, *out.shape[1:])

@@ -1,22 +1,30 @@
-"""Logical ops over JAX arrays: one signature each, an implementation per platform, a plain ``jnp`` reference always."""
+"""Logical ops over JAX arrays: one signature, a reference, and fast implementations each.
+
+An op is one module of this folder: its signature, its reference, its implementations and how it runs on a mesh. All
+modules are imported here, so that a new one is registered by being there.
+"""
+
+import importlib
+import pkgutil
 
 from model_adapters.ops.activation import gelu, silu
+from model_adapters.ops.attention_args import AttentionArgs, KVScales
 from model_adapters.ops.decode_attention import decode_attention
 from model_adapters.ops.dense_attention import dense_attention
 from model_adapters.ops.grouped_matmul import grouped_matmul
 from model_adapters.ops.linear import addmm, baddbmm, bmm, einsum, linear, matmul
 from model_adapters.ops.paged_attention import paged_attention
 from model_adapters.ops.reductions import layer_norm, row_sum, softmax
-from model_adapters.ops.registry import list_ops, on_platform, register_module, use
+from model_adapters.ops.registry import list_ops, on_platform, use
 from model_adapters.ops.rms_norm import rms_norm
 
-for op in ("decode_attention", "paged_attention"):
-    register_module(op, "gpu", "model_adapters.ops.gpu")
-    register_module(op, "tpu", "model_adapters.ops.tpu")
-
-from model_adapters.ops import spmd  # isort: skip  # noqa: E402, F401  stands before all others on a mesh
+for _module in pkgutil.iter_modules(__path__):
+    if not _module.ispkg:  # kernels of a platform are imported when they are needed
+        importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
+    "AttentionArgs",
+    "KVScales",
     "addmm",
     "baddbmm",
     "bmm",

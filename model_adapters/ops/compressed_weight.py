@@ -1,9 +1,9 @@
-"""Weights that lie packed, as model code's products take them: three quarters of the bytes, every bit kept.
+"""Losslessly compressed bfloat16 weights of three quarters of the bytes, for CPUs.
 
-Decoding waits for memory, so on a CPU it goes faster by what the weights are smaller. A `CompressedWeight` stands among
-a model's weights in the place of an array. In a trace model code holds the weight as it was, by :func:`substituted`;
-where it multiplies by it, the op `linear` takes the packed one instead, and XLA leaves out what nobody reads then.
-Other code reads the weight unpacked, which is right and slow.
+Decoding is bound by memory bandwidth, so that smaller weights make it faster. A `CompressedWeight` takes the place of
+an array among a model's weights. While a model is traced, :func:`substituted` gives model code the decompressed array;
+the op `linear` finds the compressed form by it and multiplies with that, and XLA removes the unused decompression.
+Other code reads the decompressed array, which is correct and slow.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from model_adapters.ops.cpu import compress, ffi
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompressedWeight:
-    """A matrix bfloat16[n, k].
+    """A compressed matrix bfloat16[n, k].
 
     Attributes:
-        groups: uint8[n / 16, k / 8, 192], its numbers, 8 of 16 rows together.
-        index: int32[...], the table of high bytes and the groups that do not go by it.
-        plain: the array itself, where other code reads it as well, such as the table of a tied head.
+        groups: Compressed numbers, uint8[n / 16, k / 8, 192]: 8 columns of 16 rows form a group.
+        index: Table of high bytes, and the groups that are stored uncompressed, int32[...].
+        plain: Uncompressed bfloat16[n, k], if other code reads it as well (a tied embedding table); else None.
     """
 
     groups: jax.Array
@@ -38,46 +38,52 @@ class CompressedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix."""
+        """Shape ``(n, k)`` of the matrix."""
         return self.groups.shape[0] * ffi.GROUP_ROWS, self.groups.shape[1] * ffi.GROUP_COLUMNS
 
     @property
     def ndim(self) -> int:
-        """Of the matrix."""
+        """Number of axes of the matrix."""
         return 2
 
     @property
     def dtype(self) -> Any:
-        """Of the matrix."""
+        """Dtype of the matrix."""
         return jnp.dtype(jnp.bfloat16)
 
     @property
     def nbytes(self) -> int:
-        """That a product reads."""
+        """Number of bytes that a product reads."""
         return int(self.groups.nbytes + self.index.nbytes)
 
     def unpacked(self) -> jax.Array:
-        """The matrix, to the last bit as it was."""
+        """Returns the matrix bfloat16[n, k], bit for bit."""
         return ffi.unpack(self.groups, self.index) if self.plain is None else self.plain
 
 
 Weight = jax.Array | CompressedWeight
 Weights = Mapping[str, Weight]
-"""Of a model, by qualified name."""
+"""Weights of a model by qualified name."""
 
 
 def compress_weight(
     weight: jax.Array, place: np.ndarray | None = None, *, keeps_plain: bool = False
 ) -> CompressedWeight | None:
-    """`weight` packed, or None where it is left as it is: see `packing.refuses`, or little would be gained."""
-    if compress.refuses(weight) is not None or (packed := compress.pack(np.asarray(weight), place)) is None:
+    """Returns ``weight[n, k]`` compressed, or None if that is unsupported or saves little.
+
+    Args:
+        weight: bfloat16[n, k].
+        place: Memory for the groups, uint8[`compress.group_bytes`], or None for new memory.
+        keeps_plain: Keep the uncompressed array as well.
+    """
+    if compress.unsupported_reason(weight) is not None or (packed := compress.pack(np.asarray(weight), place)) is None:
         return None
     groups, index = (jax.device_put(part, may_alias=True) for part in packed)
     return CompressedWeight(groups, index, weight if keeps_plain else None)
 
 
 def unpacked(weight: Weight) -> jax.Array:
-    """`weight` as an array."""
+    """Returns `weight` as an array."""
     return weight.unpacked() if isinstance(weight, CompressedWeight) else weight
 
 
@@ -86,7 +92,7 @@ _IN_TRACE: contextvars.ContextVar[dict[int, CompressedWeight]] = contextvars.Con
 
 @contextlib.contextmanager
 def substituted(weights: Weights) -> Iterator[dict[str, jax.Array]]:
-    """`weights` as arrays; inside, :func:`compressed_of` knows those that lie packed."""
+    """Yields `weights` as arrays, whose compressed forms :func:`compressed_of` then finds."""
     arrays = {name: unpacked(weight) for name, weight in weights.items()}
     known = {id(arrays[name]): weight for name, weight in weights.items() if isinstance(weight, CompressedWeight)}
     before = _IN_TRACE.set(known)
@@ -97,5 +103,5 @@ def substituted(weights: Weights) -> Iterator[dict[str, jax.Array]]:
 
 
 def compressed_of(weight: jax.Array) -> CompressedWeight | None:
-    """The packed form of a weight that model code has in its hand, unchanged."""
+    """Returns the compressed form of a weight ``[n, k]`` of the traced model, or None."""
     return _IN_TRACE.get().get(id(weight))

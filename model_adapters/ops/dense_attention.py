@@ -1,4 +1,4 @@
-"""Attention of many queries to dense keys and values, for prefill and for models without a paged cache."""
+"""Attention of many queries to dense keys and values, without a paged cache."""
 
 from __future__ import annotations
 
@@ -10,43 +10,42 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import registry
+from model_adapters.ops import registry, spmd
+from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
 from model_adapters.ops.linear import HALF, MIN_ROWS, pad_rows_to, precision
 
 OP = "dense_attention"
 MAX_BLOCK = 256  # queries at a time; measured best on CPU among 128, 256 and all, from 512 queries on
-MIN_BLOCK = 16
-MAX_SCORES_BYTES = 64 << 20
-NUM_CAUSAL_PARTS = 4  # each computes scores with the keys before its end alone: 5/8 of the full square
+MIN_BLOCK = 16  # queries at a time, however many keys there are
+MAX_SCORES_BYTES = 64 << 20  # of one block of queries
+SUPPORTED_ARGS = frozenset({"softcap", "sinks"})
+"""Fields of `AttentionArgs` besides the scale that apply to dense keys and values; all others are in the mask."""
+NUM_CAUSAL_PARTS = 4  # each computes scores only with the keys before its end: 5/8 of the full square
 
 
 def dense_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    mask: jax.Array | None = None,
-    sinks: jax.Array | None = None,
+    mask: jax.Array | None,
+    args: AttentionArgs,
     *,
-    scale: float,
-    softcap: float | None = None,
     causal: bool = False,
     return_weights: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Softmax attention with grouped heads; keys and values are not repeated for their groups.
+    """Returns softmax attention with grouped heads, without repeating keys and values.
 
     A query that sees no key (a boolean mask all False, an additive one all ``-inf``) gives zeros, as
     ``torch.nn.functional.scaled_dot_product_attention`` does. An additive mask of ``finfo.min``, as transformers' eager
-    attention uses it, makes such a row uniform, here as there.
+    attention uses it, makes the weights of such a row uniform, as in transformers.
 
     Args:
         q: Queries ``[B, Hq, T, D]``; query head ``i`` reads kv head ``i // (Hq // H)``.
         k: Keys ``[B, H, S, D]``.
         v: Values ``[B, H, S, Dv]``.
         mask: Boolean (True: may attend) or additive, of rank 4, broadcastable to ``[B, Hq, T, S]``; or None.
-        sinks: ``[Hq]`` logits that take part in the softmax and carry no value, or None.
-        scale: Multiplies the products of queries and keys.
-        softcap: Scores ``s`` become ``softcap * tanh(s / softcap)`` before the mask; None for none.
-        causal: Query ``i`` sees keys ``j <= i`` (counted from the first of each, as in torch) out of what `mask` lets.
+        args: Scale, soft cap (before the mask) and sinks. A window, ALiBi and a prefix are part of `mask` here.
+        causal: Query ``i`` sees only keys ``j <= i`` of those that `mask` shows, both counted from 0 as in torch.
         return_weights: Return the attention weights as well.
 
     Returns:
@@ -54,18 +53,16 @@ def dense_attention(
         weights ``[B, Hq, T, S]`` in q's dtype (a sink's share is left out).
 
     Raises:
-        InvalidArgumentError: shapes that do not fit together.
+        InvalidArgumentError: shapes that do not fit together, or a field of `args` that belongs into the mask.
     """
-    _check(q, k, v, mask, sinks, softcap)
+    _check(q, k, v, mask, args)
     result: jax.Array | tuple[jax.Array, jax.Array] = registry.call(
-        OP, q, k, v, mask, sinks, scale=scale, softcap=softcap, causal=causal, return_weights=return_weights
+        OP, q, k, v, mask, args, causal=causal, return_weights=return_weights
     )
     return result
 
 
-def _check(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, sinks: jax.Array | None, softcap: float | None
-) -> None:
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, args: AttentionArgs) -> None:
     def expect(condition: bool, expected: str, got: Any) -> None:
         if not condition:
             raise InvalidArgumentError(f"dense_attention: expected {expected}, got {got}")
@@ -83,13 +80,15 @@ def _check(
             f"a mask that broadcasts to {list(full)}",
             list(mask.shape),
         )
-    if sinks is not None:
-        expect(sinks.shape == (num_heads,), f"sinks of shape [{num_heads}]", list(sinks.shape))
-    expect(softcap is None or softcap > 0, "a positive softcap or None", softcap)
+    if args.sinks is not None:
+        expect(args.sinks.shape == (num_heads,), f"sinks of shape [{num_heads}]", list(args.sinks.shape))
+    expect(args.softcap is None or args.softcap > 0, "a positive softcap or None", args.softcap)
+    reason = unsupported_field(args, SUPPORTED_ARGS)
+    expect(reason is None, f"args with scale, {' and '.join(sorted(SUPPORTED_ARGS))}; all else in the mask", reason)
 
 
 def _masked(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Scores ``[B, H, G, T, S]`` under a mask ``[B|1, Hq|1, T|1, S|1]``."""
+    """Applies a mask ``[B|1, Hq|1, T|1, S|1]`` to scores ``[B, H, G, T, S]``."""
     if mask is None:
         return scores
     heads, group = scores.shape[1:3]
@@ -99,7 +98,7 @@ def _masked(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Softmax over the last axis in float32; a row of -inf alone gives zeros."""
+    """Returns the float32 softmax of ``[B, H, G, T, S]``; rows of only -inf give zeros."""
     top = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
         sink = sinks.astype(scores.dtype).reshape(1, *scores.shape[1:3], 1, 1)
@@ -117,33 +116,31 @@ def _attend(
     k: jax.Array,
     v: jax.Array,
     mask: jax.Array | None,
-    sinks: jax.Array | None,
+    args: AttentionArgs,
     first_query: jax.Array | int,
     *,
-    scale: float,
-    softcap: float | None,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and weights of the queries that start at position `first_query`."""
+    """Returns output and weights of queries that start at position `first_query`."""
     batch, num_heads, num_queries, dim = q.shape
     heads, num_keys = k.shape[1:3]
     group = num_heads // heads
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
     exact = precision(q.dtype)
-    # The query heads of a group are further rows of one product with their kv head.
+    # The query heads of a group are more rows of one product with their kv head.
     rows = q.reshape(batch, heads, group * num_queries, dim)
     if q.dtype in HALF and registry.platform() == "cpu":
         rows = pad_rows_to(rows, 2, MIN_ROWS)
-    scores = jnp.einsum("bhrd,bhsd->bhrs", rows, k, precision=exact, preferred_element_type=accumulate) * scale
+    scores = jnp.einsum("bhrd,bhsd->bhrs", rows, k, precision=exact, preferred_element_type=accumulate) * args.scale
     scores = scores[:, :, : group * num_queries].reshape(batch, heads, group, num_queries, num_keys)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    if args.softcap is not None:
+        scores = args.softcap * jnp.tanh(scores / args.softcap)
     scores = _masked(scores, mask)
     if causal:
         positions = first_query + jnp.arange(num_queries, dtype=jnp.int32)
         seen = jnp.arange(num_keys, dtype=jnp.int32) <= positions[:, None]
         scores = jnp.where(seen, scores, -jnp.inf)
-    weights = _softmax(scores, sinks).astype(q.dtype)
+    weights = _softmax(scores, args.sinks).astype(q.dtype)
     rows = weights.reshape(batch, heads, group * num_queries, num_keys)
     if q.dtype in HALF and registry.platform() == "cpu":
         rows = pad_rows_to(rows, 2, MIN_ROWS)
@@ -158,27 +155,37 @@ def reference(
     k: jax.Array,
     v: jax.Array,
     mask: jax.Array | None,
-    sinks: jax.Array | None,
+    args: AttentionArgs,
     *,
-    scale: float,
-    softcap: float | None,
     causal: bool,
     return_weights: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """All scores at once."""
-    out, weights = _attend(q, k, v, mask, sinks, 0, scale=scale, softcap=softcap, causal=causal)
+    """Computes all scores at once."""
+    out, weights = _attend(q, k, v, mask, args, 0, causal=causal)
     return (out, weights) if return_weights else out
 
 
 def _block_len(batch: int, num_heads: int, num_keys: int) -> int:
-    """Queries at a time, a power of two that keeps their scores within ``MAX_SCORES_BYTES`` where possible."""
+    """Returns how many queries to compute at a time, a power of two.
+
+    Their scores are within ``MAX_SCORES_BYTES`` if possible.
+    """
     block = MAX_BLOCK
     while block > MIN_BLOCK and batch * num_heads * block * num_keys * 4 > MAX_SCORES_BYTES:
         block //= 2
     return block
 
 
-def _blocked_refuses(q: jax.Array, k: jax.Array, *args: Any, return_weights: bool, **kwargs: Any) -> str | None:
+def _blocked_unsupported_reason(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    args: AttentionArgs,
+    *,
+    causal: bool,
+    return_weights: bool,
+) -> str | None:
     if return_weights:
         return "the weights are asked for, which needs all scores at once"
     if q.shape[2] <= _block_len(q.shape[0], q.shape[1], k.shape[2]):
@@ -186,25 +193,26 @@ def _blocked_refuses(q: jax.Array, k: jax.Array, *args: Any, return_weights: boo
     return None
 
 
-@registry.register(OP, "blocked", registry.PLATFORMS, refuses=_blocked_refuses)
+@registry.register(OP, "blocked", registry.PLATFORMS, unsupported_reason=_blocked_unsupported_reason)
 def blocked(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     mask: jax.Array | None,
-    sinks: jax.Array | None,
+    args: AttentionArgs,
     *,
-    scale: float,
-    softcap: float | None,
     causal: bool,
     return_weights: bool,
 ) -> jax.Array:
-    """A few hundred queries at a time, which bounds the scores' memory; causal parts skip the keys behind them."""
+    """Computes up to 256 queries at a time; causal parts skip later keys.
+
+    That bounds the memory of scores.
+    """
     batch, num_heads, num_queries, _ = q.shape
     block = _block_len(batch, num_heads, k.shape[2])
     num_blocks = -(-num_queries // block)
     padding = num_blocks * block - num_queries
-    attend = partial(_attend, scale=scale, softcap=softcap, causal=causal)
+    attend = partial(_attend, causal=causal)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
     if mask is not None and mask.shape[2] > 1:
         mask = jnp.pad(mask, ((0, 0), (0, 0), (0, padding), (0, 0)))
@@ -213,14 +221,14 @@ def blocked(
         return jax.lax.dynamic_slice_in_dim(x, begin, count, axis=2)
 
     def part(first: int, last: int) -> jax.Array:
-        """Blocks `first` to `last`, one after the other."""
+        """Returns the attention of blocks `first` to `last`, computed one after the other."""
         num_keys = min(k.shape[2], last * block) if causal else k.shape[2]
         keys, values = k[:, :, :num_keys], v[:, :, :num_keys]
         seen = mask if mask is None or mask.shape[3] == 1 else mask[..., :num_keys]
 
         def one(begin: jax.Array | int) -> jax.Array:
             here = seen if seen is None or seen.shape[2] == 1 else queries(seen, begin, block)
-            return attend(queries(q, begin, block), keys, values, here, sinks, begin)[0]
+            return attend(queries(q, begin, block), keys, values, here, args, begin)[0]
 
         if last - first == 1:
             return one(first * block)
@@ -231,3 +239,6 @@ def blocked(
     bounds = [i * num_blocks // num_parts for i in range(num_parts + 1)]
     parts = [part(first, last) for first, last in itertools.pairwise(bounds)]
     return jnp.concatenate(parts, axis=2)[:, :, :num_queries]
+
+
+spmd.shard_by_heads(OP, ("q", "k", "v", "mask"), spmd.BY_AXIS_1)

@@ -1,4 +1,4 @@
-"""Products of runs of rows with one weight matrix each: the experts of a mixture, tokens sorted by expert."""
+"""Products of groups of rows with one weight each: tokens sorted by expert."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import registry
+from model_adapters.ops import registry, spmd
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.linear import accumulator, precision
 
 OP = "grouped_matmul"
 Layout = Literal["ekn", "enk"]
-MAX_TILE = 64
+MAX_TILE = 64  # rows of a product of the tiled implementation
 
 
 def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout = "ekn") -> jax.Array:
-    """Row ``t`` of `x` times the weight of the group it lies in.
+    """Returns each row of `x` times the weight of its group.
 
     Args:
         x: ``[T, K]``, rows sorted by group.
-        weight: ``[E, K, N]``, or ``[E, N, K]`` with ``layout="enk"``, which needs no transposed copy of weights kept as
-            ``[out, in]`` and is the one that the CPU kernel takes.
-        group_sizes: ``int32[E]``, the rows of each group. What they leave of T gives zeros.
-        layout: How `weight` lies.
+        weight: ``[E, K, N]``, or ``[E, N, K]`` with ``layout="enk"``, which needs no transposed copy of weights
+            stored as ``[out, in]`` and is the layout of the CPU kernel.
+        group_sizes: ``int32[E]``, the number of rows of each group. Rows after the last group give zeros.
+        layout: Order of the axes of `weight`.
 
     Returns:
         ``[T, N]`` in x's dtype, sums in float32.
@@ -49,7 +49,7 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, l
 
 @registry.define(OP, "runs of rows times one weight matrix each (experts)")
 def reference(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
-    """XLA's ragged product; on CPU that is a dense one with every group, masked."""
+    """Computes XLA's ragged product; on CPU that is a masked dense product with every group."""
     if layout == "enk":
         weight = jnp.swapaxes(weight, 1, 2)
     sums = jax.lax.ragged_dot(
@@ -59,16 +59,16 @@ def reference(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout
         precision=precision(x.dtype),
         preferred_element_type=accumulator(x.dtype),
     )
-    return _zero_behind(sums, group_sizes).astype(x.dtype)
+    return _zero_after(sums, group_sizes).astype(x.dtype)
 
 
-def _zero_behind(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def _zero_after(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
     inside = jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes)
     return jnp.where(inside[:, None], rows, 0)
 
 
 def _tile_len(num_rows: int, num_groups: int) -> int:
-    """Rows at a time: near the mean of a group, a power of two from 4 to ``MAX_TILE``."""
+    """Returns the rows of a tile, a power of two near the mean size of a group."""
     tile = 4
     while tile < MAX_TILE and tile * num_groups < num_rows:
         tile *= 2
@@ -77,9 +77,9 @@ def _tile_len(num_rows: int, num_groups: int) -> int:
 
 @registry.register(OP, "tiled", ("cpu",))
 def loop_over_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
-    """One product per tile of rows, over the groups that have any: reads the weights of those alone.
+    """Computes one product per tile of rows, and reads no weights of empty groups.
 
-    Tiles go upwards and a group's last one may run over its end; what it writes there the next group overwrites.
+    The last tile of a group may extend beyond its end; the next group overwrites those rows.
     """
     num_rows, num_groups = x.shape[0], weight.shape[0]
     tile = _tile_len(num_rows, num_groups)
@@ -106,19 +106,24 @@ def loop_over_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *
 
     num_columns = weight.shape[1 if layout == "enk" else 2]
     out = jax.lax.fori_loop(0, tile_ends[-1], step, jnp.zeros((num_rows + tile, num_columns), x.dtype))
-    return _zero_behind(out[:num_rows], group_sizes)
+    return _zero_after(out[:num_rows], group_sizes)
 
 
-def _kernel_refuses(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> str | None:
+def _kernel_unsupported_reason(
+    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout
+) -> str | None:
     if layout != "enk":
         return "the kernel takes weights [E, N, K]"
-    return ffi.refuses(x)
+    return ffi.unsupported_reason(x)
 
 
-@registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
+@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
 def streamed(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
-    """The C++ stream over the weights of the groups that have rows."""
+    """Computes with the C++ kernel, which reads only the weights of groups with rows."""
     return _differentiable(x, weight, group_sizes)
 
 
 _differentiable = ffi.differentiable(ffi.grouped_linear, partial(reference, layout="enk"))
+
+
+spmd.leave_to_partitioner(OP, reference)

@@ -1,13 +1,14 @@
-"""The pool of keys and values as both paged ops see it: its layout, its int8 form, the write of new rows.
+"""The pool of keys and values: its layout, its int8 form, the write of new tokens.
 
-A pool is ``[P, H, page, W]`` with ``W >= D + Dv``: keys at ``[0:D]``, values at ``[D:D+Dv]``, zeros behind, so that a
-platform that likes its last dimension a multiple of 128 may have it so. An int8 pool holds ``round(x / scale)``,
-clipped to -127 .. 127, with one scale per kv head for keys and one for values (symmetric quantization; -128 stays
-unused so that the range is).
+A pool is ``[P, H, page, W]`` with ``W >= D + Dv``: keys at ``[0:D]``, values at ``[D:D+Dv]``, then zeros, so that W can
+be a multiple of 128 where a platform needs that. An int8 pool holds ``round(x / scale)``, clipped to -127 .. 127, with
+one scale per kv head for keys and one for values (symmetric quantization; -128 is unused so that the range is
+symmetric).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,21 +16,22 @@ import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
+from model_adapters.ops.attention_args import AttentionArgs, KVScales
 
-INT8_LARGEST = 127
+INT8_LARGEST = 127  # largest magnitude of a stored number
 
 
 def expect(op: str, what: str, expected: Any, got: Any) -> None:
-    """Raises InvalidArgumentError where `got` is not `expected`."""
+    """Raises InvalidArgumentError if `got` is not `expected`."""
     if expected != got:
         raise InvalidArgumentError(f"{op}: expected {what} {expected}, got {got}")
 
 
 def check_int_array(op: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`array` as int32.
+    """Returns `array` as int32.
 
     Raises:
-        InvalidArgumentError: it holds no whole numbers, or its shape is not `shape`.
+        InvalidArgumentError: a dtype that is not an integer one, or another shape than `shape`.
     """
     expect(op, f"{name} of shape", shape, array.shape)
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -44,10 +46,9 @@ def check_arrays(
     v: jax.Array,
     pool: jax.Array,
     page_table: jax.Array,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
+    kv_scales: KVScales | None,
 ) -> None:
-    """Raises InvalidArgumentError where queries, new tokens, pool and its scales do not fit together."""
+    """Raises InvalidArgumentError if queries, new tokens, pool and scales do not fit."""
     for name, array, rank in (("q", q, 3), ("k", k, 3), ("v", v, 3), ("pool", pool, 4), ("page_table", page_table, 2)):
         expect(op, f"{name} of rank", rank, array.ndim)
     num_tokens, query_heads, dim = q.shape
@@ -66,55 +67,61 @@ def check_arrays(
             f"{op}: expected at least one page of at least one position, got pool {pool.shape}, "
             f"page_table {page_table.shape}"
         )
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if (pool.dtype == jnp.int8) != (scale is not None):
-            raise InvalidArgumentError(
-                f"{op}: expected {name} with an int8 pool and with no other, got a pool of {pool.dtype} "
-                f"{'without' if scale is None else 'with'} {name}"
-            )
-        if scale is not None:
-            expect(op, f"{name} of shape", (heads,), scale.shape)
+    if (pool.dtype == jnp.int8) != (kv_scales is not None):
+        raise InvalidArgumentError(
+            f"{op}: expected kv_scales with an int8 pool and with no other, got a pool of {pool.dtype} "
+            f"{'without' if kv_scales is None else 'with'} kv_scales"
+        )
+    if kv_scales is not None:
+        for name, scale in (("k", kv_scales.k), ("v", kv_scales.v)):
+            expect(op, f"kv_scales.{name} of shape", (heads,), scale.shape)
     if pool.dtype != jnp.int8 and not jnp.issubdtype(pool.dtype, jnp.floating):
         raise InvalidArgumentError(f"{op}: expected a pool of a float dtype or int8, got {pool.dtype}")
 
 
-def check_features(
-    op: str,
-    query_heads: int,
-    sinks: jax.Array | None,
-    window: int | None,
-    softcap: float | None,
-    alibi: jax.Array | None,
-) -> None:
-    """Raises InvalidArgumentError for a feature of the scores that nobody can honour."""
-    for name, array in (("sinks", sinks), ("alibi", alibi)):
+def checked_args(op: str, args: AttentionArgs, query_heads: int, num_seqs: int) -> AttentionArgs:
+    """Returns `args` with `prefix_lens` as int32.
+
+    Raises:
+        InvalidArgumentError: an array of another shape, a window or soft cap that is not positive, or a soft cap
+            together with ALiBi.
+    """
+    for name, array in (("sinks", args.sinks), ("alibi_slopes", args.alibi_slopes)):
         if array is not None:
             expect(op, f"{name} of shape", (query_heads,), array.shape)
-    if window is not None and window < 1:
-        raise InvalidArgumentError(f"{op}: expected a window of at least 1 or None, got {window}")
-    if softcap is not None and softcap <= 0:
-        raise InvalidArgumentError(f"{op}: expected a positive softcap or None, got {softcap}")
-    if softcap is not None and alibi is not None:
+    if args.window is not None and args.window < 1:
+        raise InvalidArgumentError(f"{op}: expected a window of at least 1 or None, got {args.window}")
+    if args.softcap is not None and args.softcap <= 0:
+        raise InvalidArgumentError(f"{op}: expected a positive softcap or None, got {args.softcap}")
+    if args.softcap is not None and args.alibi_slopes is not None:
         raise InvalidArgumentError(
-            f"{op}: expected softcap or alibi, got both; which of them comes first is not defined, so leave one out"
+            f"{op}: expected softcap or alibi_slopes, got both; the order of the two is not defined, so leave one out"
         )
+    if args.prefix_lens is None:
+        return args
+    prefix_lens = check_int_array(op, "prefix_lens", args.prefix_lens, (num_seqs,))
+    return dataclasses.replace(args, prefix_lens=prefix_lens)
 
 
 def quantize(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """``x[..., H, D]`` as int8 by ``scale[H]``: to nearest, ties to even, clipped to -127 .. 127."""
+    """Returns ``x[..., H, D]`` as int8 by ``float32 scale[H]``, clipped to -127 .. 127.
+
+    Ties are rounded to even.
+    """
     steps = jnp.round(x.astype(jnp.float32) / scale.astype(jnp.float32)[:, None])
     return jnp.clip(steps, -INT8_LARGEST, INT8_LARGEST).astype(jnp.int8)
 
 
-def split(
-    rows: jax.Array, dim: int, value_dim: int, k_scale: jax.Array | None, v_scale: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Keys and values in float32 out of pool rows ``[..., H, n, W]``."""
+def split(rows: jax.Array, dim: int, value_dim: int, kv_scales: KVScales | None) -> tuple[jax.Array, jax.Array]:
+    """Returns keys ``[..., H, n, D]`` and values ``[..., H, n, Dv]`` in float32.
+
+    `rows` of the pool are ``[..., H, n, W]``.
+    """
     keys = rows[..., :dim].astype(jnp.float32)
     values = rows[..., dim : dim + value_dim].astype(jnp.float32)
-    if k_scale is not None and v_scale is not None:
-        keys = keys * k_scale.astype(jnp.float32)[:, None, None]
-        values = values * v_scale.astype(jnp.float32)[:, None, None]
+    if kv_scales is not None:
+        keys = keys * kv_scales.k.astype(jnp.float32)[:, None, None]
+        values = values * kv_scales.v.astype(jnp.float32)[:, None, None]
     return keys, values
 
 
@@ -125,21 +132,19 @@ def write_tokens_at(
     positions: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    kv_scales: KVScales | None = None,
 ) -> jax.Array:
-    """The pool with new keys and values written, in place where it is donated.
+    """Returns the pool with new keys and values written; in place if the pool is donated.
 
     Args:
         pool: ``[P, H, page, W]``.
         page_table: ``int32[S, pages_per_seq]``.
         rows: ``int32[T]``, the row of `page_table` that each token belongs to.
-        positions: ``int32[T]``; a negative one, one behind the row's pages, or one on a page outside the pool writes
+        positions: ``int32[T]``; a negative one, one beyond the row's pages, or one on a page outside the pool writes
             nothing.
         k: ``[T, H, D]``.
         v: ``[T, H, Dv]``.
-        k_scale: ``float32[H]`` for an int8 pool.
-        v_scale: ``float32[H]`` for an int8 pool.
+        kv_scales: Scales of an int8 pool, ``float32[H]`` each.
     """
     num_pages, heads, page, width = pool.shape
     column = positions // page
@@ -148,14 +153,14 @@ def write_tokens_at(
     writable = (positions >= 0) & (column < page_table.shape[1]) & (pages >= 0) & (pages < num_pages)
     flat = (pages[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)) * page + (positions % page)[:, None]
     flat = jnp.where(writable[:, None], flat, num_pages * heads * page)  # out of bounds, hence dropped
-    if k_scale is not None and v_scale is not None:
-        k, v = quantize(k, k_scale), quantize(v, v_scale)
+    if kv_scales is not None:
+        k, v = quantize(k, kv_scales.k), quantize(v, kv_scales.v)
     token = jnp.concatenate([k, v], axis=-1).astype(pool.dtype)
     token = jnp.pad(token, ((0, 0), (0, 0), (0, width - token.shape[2])))
     dtype = pool.dtype
     if registry.platform() == "cpu" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
-        # XLA's CPU backend scatters narrow floats by way of float32, the whole pool there and back. As whole numbers
-        # it costs one copy of the pool instead of three passes; the C++ kernels have none.
+        # XLA's CPU backend scatters narrow floats in float32, converting all of the pool and back. As integers it
+        # costs one copy of the pool instead of three passes; the C++ kernels copy nothing.
         bits = jnp.uint16 if dtype.itemsize == 2 else jnp.uint8
         pool, token = (jax.lax.bitcast_convert_type(x, bits) for x in (pool, token))
     # One flat row per token and head: XLA keeps this scatter in place, unlike one over (page, :, slot).
@@ -166,13 +171,15 @@ def write_tokens_at(
 def softmax_times_values(
     scores: jax.Array, visible: jax.Array, values: jax.Array, seen: jax.Array, sinks: jax.Array | None
 ) -> jax.Array:
-    """Softmax over the visible scores, times the values; zeros where nothing is visible.
+    """Returns the softmax over visible scores times the values, ``float32[..., R, Dv]``.
+
+    Queries that see nothing give zeros.
 
     Args:
         scores: ``float32[..., R, n]``.
         visible: Booleans that broadcast to `scores`.
         values: ``float32[..., n, Dv]``.
-        seen: Booleans that broadcast to `values`: False where no query looks, whatever lies there.
+        seen: Booleans that broadcast to `values`: False where no query sees the value, which may then be NaN.
         sinks: float32 logits that broadcast to ``[..., R, 1]`` and carry no value, or None.
     """
     scores = jnp.where(visible, scores, -jnp.inf)
@@ -185,5 +192,5 @@ def softmax_times_values(
     if sinks is not None:
         total = total + jnp.exp(sinks - top)
     weights = weights / jnp.where(total == 0, 1.0, total)
-    values = jnp.where(seen, values, 0.0)  # a weight of 0 times whatever lies in an unused page
+    values = jnp.where(seen, values, 0.0)  # 0 * NaN would be NaN: unused slots may hold it
     return jnp.einsum("...rs,...sd->...rd", weights, values, precision=jax.lax.Precision.HIGHEST)

@@ -1,10 +1,10 @@
-"""Matrix products as PyTorch has them: sums in float32, whatever the dtype; on CPU never one row of a 16-bit type.
+"""Matrix products with PyTorch's semantics, summed in float32.
 
-What XLA does with them on a CPU: one row of bfloat16 alone becomes "convert all weights, then multiply"; a bfloat16
-*result* is 9 times slower than a float32 one and a cast; float16 is converted number by number. So on a CPU the C++
-product of `cpu/product.h` is taken where it can be built, whose outputs are the same to the last bit for any number of
-rows; but up to four rows of a 16-bit type are summed in another order (`cpu/few_rows.h`), for which the weights come a
-third faster, unless `kernels.one_order` asks for one.
+XLA on a CPU converts all weights to float32 for a product of one bfloat16 row; a bfloat16 *result* is 9 times slower
+than a float32 one and a cast; float16 is converted number by number. So the C++ product of `cpu/product.h` is used
+where it can be built. Its outputs are bit-equal for any number of rows, except that up to four rows of a 16-bit type
+are summed in another order (`cpu/few_rows.h`), which reads weights a third faster, unless `ffi.batch_invariant` asks
+for one order.
 
 GFLOP/s with weights of 3072 x 1024, eight of them in turns so that most come from memory (2 cores of an AVX-512 server
 processor with 44 to 51 GB/s, 986 GFLOP/s in bfloat16 and 493 in float32; best of ten):
@@ -29,29 +29,29 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import registry
+from model_adapters.ops import registry, spmd
 from model_adapters.ops.compressed_weight import compressed_of
 from model_adapters.ops.cpu import ffi
 
 OP = "linear"
-MIN_ROWS = 4
+MIN_ROWS = 4  # rows that a 16-bit product is padded to: XLA is slow with fewer
 HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype that products of `dtype` are summed in: float32 for narrower floats, else `dtype` itself."""
+    """Returns the dtype that products of `dtype` are summed in, at least float32."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         return jnp.dtype(jnp.float32)
     return jnp.dtype(dtype)
 
 
 def precision(dtype: jnp.dtype) -> jax.lax.Precision:
-    """Full precision for float32, which TPUs and GPUs otherwise round to fewer bits and PyTorch does not."""
+    """Returns the precision of products of `dtype`: full from float32 on, as in PyTorch."""
     return jax.lax.Precision.HIGHEST if accumulator(dtype) == dtype else jax.lax.Precision.DEFAULT
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """``x[..., in] @ weight[out, in].T + bias[out]`` in x's dtype, as ``torch.nn.functional.linear``.
+    """Returns ``x[..., in] @ weight[out, in].T + bias[out]`` in x's dtype.
 
     Raises:
         InvalidArgumentError: `x` and `weight` differ in dtype or in their last dimension.
@@ -74,7 +74,7 @@ def _finish(sums: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Ar
 
 @registry.define(OP, "x[rows, in] times weight[out, in] transposed, plus bias")
 def reference(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """XLA's own product."""
+    """Computes XLA's own product."""
     sums = jax.lax.dot_general(
         x,
         weight,
@@ -85,19 +85,19 @@ def reference(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) ->
     return _finish(sums, bias, x.dtype)
 
 
-def _padding_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
+def _padding_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
     return None if x.dtype in HALF else f"x is {x.dtype}; only 16-bit floats need their rows padded"
 
 
-@registry.register(OP, "padded", ("cpu",), refuses=_padding_refuses)
+@registry.register(OP, "padded", ("cpu",), unsupported_reason=_padding_unsupported_reason)
 def padded(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """XLA's own product of at least four rows."""
+    """Computes XLA's own product of at least four rows."""
     num_rows = x.shape[0]
     return reference(pad_rows_to(x, 0, MIN_ROWS), weight, bias)[:num_rows]
 
 
-def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
-    if (reason := ffi.refuses(x)) is not None:
+def _kernel_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
+    if (reason := ffi.unsupported_reason(x)) is not None:
         return reason
     limit = ffi.max_linear_rows(x.dtype)
     if limit is not None and x.shape[0] > limit:
@@ -105,31 +105,31 @@ def _kernel_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = No
     return None if x.shape[0] else "no rows"
 
 
-@registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)
+@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
 def weight_streaming(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """The C++ product."""
+    """Computes with the C++ kernel."""
     return _differentiable(x, weight, bias)
 
 
-def _packed_refuses(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
+def _packed_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
     if compressed_of(weight) is None:
         return "the weight is not packed"
     return None if x.shape[0] else "no rows"
 
 
-@registry.register(OP, "cpu-packed", ("cpu",), refuses=_packed_refuses, before_all=True)
+@registry.register(OP, "cpu-packed", ("cpu",), unsupported_reason=_packed_unsupported_reason, takes_precedence=True)
 def packed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """The C++ product with a packed weight; to the last bit that with it unpacked, in one order."""
-    held = compressed_of(weight)
-    assert held is not None
-    return ffi.packed_linear(x, held.groups, held.index, bias)
+    """Computes with a compressed weight, bit-equal to the batch-invariant product."""
+    compressed = compressed_of(weight)
+    assert compressed is not None
+    return ffi.packed_linear(x, compressed.groups, compressed.index, bias)
 
 
 _differentiable = ffi.differentiable(lambda x, weight, bias: ffi.linear(x, weight, bias, x.dtype), reference)
 
 
 def not_invariant_reason() -> str | None:
-    """Why a row's numbers may depend on how many are beside it although `kernels.one_order` is asked for, or None."""
+    """Returns why `ffi.batch_invariant` cannot be kept here, or None."""
     if registry.platform() != "cpu":
         return f"products on a {registry.platform()} are its compiler's"
     if (reason := ffi.missing()) is not None:
@@ -140,7 +140,7 @@ def not_invariant_reason() -> str | None:
 
 
 def pad_rows_to(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """`x` with zeros behind `axis` where that is shorter than `size`."""
+    """Returns `x` padded with zeros to at least `size` along `axis`."""
     missing = size - x.shape[axis]
     if missing <= 0:
         return x
@@ -148,7 +148,7 @@ def pad_rows_to(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 
 def _matmul_sums(a: jax.Array, b: jax.Array, name: str) -> jax.Array:
-    """``a @ b`` in the accumulator's dtype."""
+    """Returns ``a[..., n, k] @ b[..., k, m]`` in the accumulator's dtype."""
     if a.ndim == 0 or b.ndim == 0 or a.dtype != b.dtype or a.shape[-1] != b.shape[0 if b.ndim == 1 else -2]:
         raise InvalidArgumentError(
             f"{name}: expected [..., n, k] and [..., k, m] of one dtype, got {a.dtype}{list(a.shape)} and "
@@ -170,7 +170,7 @@ def _matmul_sums(a: jax.Array, b: jax.Array, name: str) -> jax.Array:
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a @ b`` with ``torch.matmul``'s rules for vectors and batches, in their dtype.
+    """Returns ``a[..., n, k] @ b[..., k, m]`` in their dtype, as ``torch.matmul``.
 
     Raises:
         InvalidArgumentError: dtypes or inner dimensions that differ, or a scalar.
@@ -188,22 +188,26 @@ def _add(bias: jax.Array, sums: jax.Array, beta: float, alpha: float, dtype: jnp
 
 
 def addmm(bias: jax.Array, x: jax.Array, weight: jax.Array, *, beta: float = 1.0, alpha: float = 1.0) -> jax.Array:
-    """``beta * bias + alpha * (x[rows, in] @ weight[in, out])``, as ``torch.addmm`` (GPT-2's ``Conv1D``)."""
+    """Returns ``beta * bias + alpha * (x[rows, in] @ weight[in, out])``, as ``torch.addmm``."""
     return _add(bias, _matmul_sums(x, weight, "addmm"), beta, alpha, x.dtype)
 
 
 def bmm(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a[B, n, k] @ b[B, k, m]``, as ``torch.bmm``."""
+    """Returns ``a[B, n, k] @ b[B, k, m]``, as ``torch.bmm``."""
     return _matmul_sums(a, b, "bmm").astype(a.dtype)
 
 
 def baddbmm(bias: jax.Array, a: jax.Array, b: jax.Array, *, beta: float = 1.0, alpha: float = 1.0) -> jax.Array:
-    """``beta * bias + alpha * (a[B, n, k] @ b[B, k, m])``, as ``torch.baddbmm``."""
+    """Returns ``beta * bias + alpha * (a[B, n, k] @ b[B, k, m])``, as ``torch.baddbmm``."""
     return _add(bias, _matmul_sums(a, b, "baddbmm"), beta, alpha, a.dtype)
 
 
 def einsum(equation: str, *operands: jax.Array) -> jax.Array:
-    """``torch.einsum`` of operands of one dtype, in that dtype."""
+    """Returns ``torch.einsum`` of operands of one dtype, in that dtype.
+
+    Raises:
+        InvalidArgumentError: operands of several dtypes.
+    """
     dtype = operands[0].dtype
     if any(operand.dtype != dtype for operand in operands):
         raise InvalidArgumentError(
@@ -211,3 +215,6 @@ def einsum(equation: str, *operands: jax.Array) -> jax.Array:
         )
     sums = jnp.einsum(equation, *operands, precision=precision(dtype), preferred_element_type=accumulator(dtype))
     return sums.astype(dtype)
+
+
+spmd.leave_to_partitioner(OP, reference)

@@ -1,30 +1,28 @@
-"""Attention of runs of new tokens to a paged cache, with the write of their keys and values.
+"""Attention of ragged runs of new tokens to a paged cache, with the write of the tokens.
 
-For prefill, chunks of a prefill, and chunks mixed with rows that decode.
+For prefill, chunked prefill, and chunks mixed with rows that decode.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from model_adapters.ops import registry
+from model_adapters.ops import registry, spmd
+from model_adapters.ops.attention_args import AttentionArgs, KVScales, unsupported_field
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.kv_pool import (
     check_arrays,
-    check_features,
     check_int_array,
+    checked_args,
     softmax_times_values,
     split,
     write_tokens_at,
 )
 
 OP = "paged_attention"
-MAX_BLOCK_LEN = 64
-MAX_SCORES_BYTES = 64 << 20
+MAX_BLOCK_LEN = 64  # queries of the reference at a time
+MAX_SCORES_BYTES = 64 << 20  # of one block of queries
 
 
 def paged_attention(
@@ -35,25 +33,18 @@ def paged_attention(
     page_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    prefix_lens: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes the new tokens of every sequence to the cache and attends their queries to what they can see.
+    """Writes the new tokens to the cache and returns the attention of their queries.
 
     The query at position ``p`` of sequence ``s`` sees the keys ``j`` with ``p - window < j <= p``, and those with
-    ``j < prefix_lens[s]``; never one from ``kv_lens[s]`` on. What lies in unused slots, NaN included, reaches no
-    output. Page 0 is the null page: table entries that nothing is to be read from may point at it.
+    ``j < prefix_lens[s]``; never one from ``kv_lens[s]`` on. Unused slots may hold anything, NaN included: no
+    output depends on them. Page 0 is the null page: table entries that are not read may point at it.
 
     Args:
         q: Queries ``[T, Hq, D]``, the new tokens of S sequences one after the other; query head ``i`` reads kv head
-            ``i // (Hq // H)``. Rows from ``cu_q_lens[S]`` on are padding: nothing is written, zeros come out.
+            ``i // (Hq // H)``. Rows from ``cu_q_lens[S]`` on are padding: nothing is written for them, and their
+            output is zero.
         k: The new tokens' keys ``[T, H, D]``.
         v: The new tokens' values ``[T, H, Dv]``.
         pool: Pages ``[P, H, page, W]``, keys at ``[0:D]`` and values at ``[D:D+Dv]`` of the last axis
@@ -62,17 +53,8 @@ def paged_attention(
         kv_lens: ``int32[S]``, the length of each sequence with its new tokens; 0 for an unused row.
         cu_q_lens: ``int32[S + 1]``, ascending from 0: sequence ``s`` has the tokens ``cu_q_lens[s]`` to
             ``cu_q_lens[s + 1]``, the last of them at position ``kv_lens[s] - 1``. A token at a negative position or
-            behind the row's pages writes nothing; one at a negative position gives zeros.
-        sinks: ``[Hq]`` logits that take part in the softmax and carry no value, or None.
-        scale: Multiplies the products of queries and keys.
-        window: A query sees the last `window` positions, its own among them; None for all.
-        softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``; None for none.
-        alibi: ``float32[Hq]`` slopes: ``slope * (key position - query position)`` is added to the scaled scores
-            (Press et al., 2022); None for none. Not together with `softcap`.
-        prefix_lens: ``int32[S]``, the length of the beginning that all queries of a sequence see (prefix language
-            models, images read in both directions); None for none.
-        k_scale: ``float32[H]``, for an int8 pool alone: keys are stored as ``round(x / k_scale)`` within -127 .. 127.
-        v_scale: ``float32[H]``, the same for values.
+            beyond the row's pages writes nothing; one at a negative position gives zeros.
+        args: Scale and features of the scores.
 
     Returns:
         ``[T, Hq, Dv]`` in q's dtype (softmax and sums in float32), and the pool. Page numbers outside the pool are
@@ -80,34 +62,15 @@ def paged_attention(
 
     Raises:
         InvalidArgumentError: shapes that do not fit together, an int8 pool without scales or scales without one, a
-            window or soft cap that is not positive, a soft cap together with alibi.
+            window or soft cap that is not positive, a soft cap together with ALiBi.
     """
-    check_arrays(OP, q, k, v, pool, page_table, k_scale, v_scale)
+    check_arrays(OP, q, k, v, pool, page_table, args.kv_scales)
     num_seqs = page_table.shape[0]
     page_table = check_int_array(OP, "page_table", page_table, page_table.shape)
     kv_lens = check_int_array(OP, "kv_lens", kv_lens, (num_seqs,))
     cu_q_lens = check_int_array(OP, "cu_q_lens", cu_q_lens, (num_seqs + 1,))
-    if prefix_lens is not None:
-        prefix_lens = check_int_array(OP, "prefix_lens", prefix_lens, (num_seqs,))
-    check_features(OP, q.shape[1], sinks, window, softcap, alibi)
-    out, pool = registry.call(
-        OP,
-        q,
-        k,
-        v,
-        pool,
-        page_table,
-        kv_lens,
-        cu_q_lens,
-        sinks,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        alibi=alibi,
-        prefix_lens=prefix_lens,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    args = checked_args(OP, args, q.shape[1], num_seqs)
+    out, pool = registry.call(OP, q, k, v, pool, page_table, kv_lens, cu_q_lens, args)
     return out, pool
 
 
@@ -118,34 +81,26 @@ def write_tokens(
     page_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    kv_scales: KVScales | None = None,
 ) -> jax.Array:
-    """The pool with all new keys and values, at the positions that :func:`paged_attention` names."""
+    """Returns the pool with all new keys and values.
+
+    Shapes and positions are those of :func:`paged_attention`.
+    """
     tokens = jnp.arange(k.shape[0], dtype=jnp.int32)
     # Every end is compared: a search step by step would be a loop that the host steers on a GPU.
     seqs = jnp.searchsorted(cu_q_lens[1:], tokens, side="right", method="compare_all")
     seqs = seqs.astype(jnp.int32)  # S for padding
     known = jnp.minimum(seqs, kv_lens.shape[0] - 1)
     positions = jnp.where(seqs == known, kv_lens[known] - cu_q_lens[known + 1] + tokens, -1)
-    return write_tokens_at(pool, page_table, seqs, positions, k, v, k_scale, v_scale)
-
-
-@dataclass(frozen=True)
-class _Features:
-    """What shapes the scores of a call, the same for all its queries; None: not asked for."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    alibi: jax.Array | None  # float32[Hq]
-    sinks: jax.Array | None  # [Hq]
-    k_scale: jax.Array | None  # float32[H]
-    v_scale: jax.Array | None  # float32[H]
+    return write_tokens_at(pool, page_table, seqs, positions, k, v, kv_scales)
 
 
 def _block_len(num_tokens: int, query_heads: int, capacity: int) -> int:
-    """Queries at a time: a power of two that keeps their scores within ``MAX_SCORES_BYTES`` where possible."""
+    """Returns how many queries to compute at a time, a power of two.
+
+    Their scores are within ``MAX_SCORES_BYTES`` if possible.
+    """
     block = MAX_BLOCK_LEN
     while block > 1 and (block >= 2 * num_tokens or block * query_heads * capacity * 4 > MAX_SCORES_BYTES):
         block //= 2
@@ -161,23 +116,15 @@ def reference(
     page_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    prefix_lens: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Blocks of queries of one sequence, one after the other, each on the gathered pages of its sequence, in float32.
+    """Computes blocks of queries, each on the gathered pages of its sequence, in float32.
 
-    Right for every shape, dtype and platform. Memory: the scores of one block and the keys and values of one sequence.
+    Supports every shape, dtype and platform. Memory: scores of one block, keys and values of one sequence.
     """
     num_tokens, query_heads, _ = q.shape
     num_seqs, pages_per_seq = page_table.shape
-    pool = write_tokens(k, v, pool, page_table, kv_lens, cu_q_lens, k_scale, v_scale)
+    pool = write_tokens(k, v, pool, page_table, kv_lens, cu_q_lens, args.kv_scales)
     out = jnp.zeros((num_tokens, query_heads, v.shape[2]), q.dtype)
     if num_tokens == 0 or num_seqs == 0:
         return out, pool
@@ -186,19 +133,18 @@ def reference(
     num_blocks = -(-q_lens // length)  # of each sequence
     ends = jnp.cumsum(num_blocks)
     most = min(num_tokens, (num_tokens + num_seqs * (length - 1)) // length)  # however the tokens are shared out
-    features = _Features(scale, window, softcap, alibi, sinks, k_scale, v_scale)
-    # One block of padding, so that a slice that begins at the last token is not moved back.
+    # One block of padding: a slice that begins at the last token would else be moved back.
     q = jnp.pad(q, ((0, length), (0, 0), (0, 0)))
 
     def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
         seq = jnp.searchsorted(ends, block, side="right", method="compare_all").astype(jnp.int32)
         begin = cu_q_lens[seq] + (block - ends[seq] + num_blocks[seq]) * length
         positions = kv_lens[seq] - cu_q_lens[seq + 1] + begin + jnp.arange(length, dtype=jnp.int32)
-        prefix_len = jnp.int32(0) if prefix_lens is None else prefix_lens[seq]
+        prefix_len = jnp.int32(0) if args.prefix_lens is None else args.prefix_lens[seq]
         queries = jax.lax.dynamic_slice_in_dim(q, begin, length)
-        made = _attend(queries, pool, page_table[seq], positions, kv_lens[seq], prefix_len, v.shape[2], features)
-        # What the last block of a sequence makes too much is zeros, and the next sequence writes over it.
-        return jax.lax.dynamic_update_slice_in_dim(out, made, begin, axis=0)
+        attended = _attend(queries, pool, page_table[seq], positions, kv_lens[seq], prefix_len, v.shape[2], args)
+        # Rows beyond the end of a sequence are zeros here; the next sequence overwrites them.
+        return jax.lax.dynamic_update_slice_in_dim(out, attended, begin, axis=0)
 
     def step(block: jax.Array, out: jax.Array) -> jax.Array:
         return jax.lax.cond(block < ends[-1], one_block, lambda _, out: out, block, out)
@@ -215,35 +161,36 @@ def _attend(
     kv_len: jax.Array,
     prefix_len: jax.Array,
     value_dim: int,
-    features: _Features,
+    args: AttentionArgs,
 ) -> jax.Array:
-    """Attention ``[n, Hq, Dv]`` of queries ``q[n, Hq, D]`` at ``positions[n]`` to the `pages` of their sequence.
+    """Returns attention ``[n, Hq, Dv]`` of queries ``q[n, Hq, D]`` of one sequence.
 
-    Zeros for those at a negative position, or from `kv_len` on.
+    `pages` are ``int32[pages_per_seq]``, `positions` ``int32[n]``. Queries at a negative position, or from `kv_len` on,
+    give zeros.
     """
     length, query_heads, dim = q.shape
     heads = pool.shape[1]
     group = query_heads // heads
     gathered = jnp.take(pool, pages, axis=0, mode="clip")  # [pages, H, page, W]
     gathered = jnp.moveaxis(gathered, 1, 0).reshape(heads, -1, pool.shape[3])
-    keys, values = split(gathered, dim, value_dim, features.k_scale, features.v_scale)
+    keys, values = split(gathered, dim, value_dim, args.kv_scales)
     # The query heads of a group are further rows of one product with their kv head: [H, group * n, D].
     rows = jnp.moveaxis(q.reshape(length, heads, group, dim), 0, 2).reshape(heads, group * length, dim)
     exact = jax.lax.Precision.HIGHEST
-    scores = jnp.einsum("hrd,hsd->hrs", rows.astype(jnp.float32), keys, precision=exact) * features.scale
-    if features.softcap is not None:
-        scores = features.softcap * jnp.tanh(scores / features.softcap)
+    scores = jnp.einsum("hrd,hsd->hrs", rows.astype(jnp.float32), keys, precision=exact) * args.scale
+    if args.softcap is not None:
+        scores = args.softcap * jnp.tanh(scores / args.softcap)
     at = jnp.arange(keys.shape[1], dtype=jnp.int32)
     behind = at - positions[:, None]  # [n, S]
-    if features.alibi is not None:
-        bias = features.alibi.astype(jnp.float32).reshape(heads, group, 1, 1) * behind.astype(jnp.float32)
+    if args.alibi_slopes is not None:
+        bias = args.alibi_slopes.astype(jnp.float32).reshape(heads, group, 1, 1) * behind.astype(jnp.float32)
         scores = scores + bias.reshape(scores.shape)
     visible = behind <= 0
-    if features.window is not None:
-        visible &= behind > -features.window
-    there = ((positions >= 0) & (positions < kv_len))[:, None]
-    visible = (visible | (at < prefix_len)) & (at < kv_len) & there
-    sinks = features.sinks
+    if args.window is not None:
+        visible &= behind > -args.window
+    exists = ((positions >= 0) & (positions < kv_len))[:, None]
+    visible = (visible | (at < prefix_len)) & (at < kv_len) & exists
+    sinks = args.sinks
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(heads, group), length, axis=1)[..., None]
     seen = visible.any(axis=0)[None, :, None]
@@ -252,8 +199,25 @@ def _attend(
     return out.reshape(length, query_heads, value_dim).astype(q.dtype)
 
 
-def _kernel_refuses(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, *args: Any, **kwargs: Any) -> str | None:
-    return ffi.refuses_attention(q, k, v, pool)
+def _kernel_unsupported_reason(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    args: AttentionArgs,
+) -> str | None:
+    return unsupported_field(args, ffi.PAGED_ARGS) or ffi.attention_unsupported_reason(q, k, v, pool)
 
 
-registry.register(OP, "cpu-ffi", ("cpu",), refuses=_kernel_refuses)(ffi.paged_attention)
+registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(ffi.paged_attention)
+registry.register_module(OP, "gpu", "model_adapters.ops.gpu")
+registry.register_module(OP, "tpu", "model_adapters.ops.tpu")
+spmd.shard_by_heads(
+    OP,
+    ("q", "k", "v", "pool", "page_table", "kv_lens", "cu_q_lens"),
+    (spmd.BY_AXIS_1, spmd.BY_AXIS_1),
+    divides_tokens=True,
+)

@@ -1,7 +1,7 @@
-"""One logical op, several implementations under one signature, chosen when a program is traced.
+"""Logical ops: several implementations of one signature, selected at tracing.
 
-An op is defined by its plain ``jnp`` reference, which runs everywhere. Faster implementations name the platforms they
-are for and may refuse a call (a dtype, a shape, a missing compiler); the newest that does not is taken::
+An op is defined by its plain ``jnp`` reference, which runs everywhere. Faster implementations name their platforms and
+may not support a call (a dtype, a shape, a missing compiler). The one registered last that supports the call is used::
 
     registry.call("linear", x, weight, bias)
 
@@ -23,32 +23,44 @@ import jax
 from model_adapters.errors import InvalidArgumentError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Refusal = Callable[..., str | None]
+UnsupportedReason = Callable[..., str | None]
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 REFERENCE = "reference"
 
 
-def _never_refuses(*args: Any, **kwargs: Any) -> str | None:
+def _supports_all(*args: Any, **kwargs: Any) -> str | None:
     return None
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op; `unsupported_reason` gets the call's arguments and answers why not, or None."""
+    """One way to compute an op.
+
+    Attributes:
+        name: Name of the implementation, unique for its op.
+        platforms: Platforms that it is selected on; with none it runs only inside of :func:`use`.
+        function: The implementation, with the signature of the reference.
+        unsupported_reason: Gets the arguments of a call; returns why it cannot be computed, or None.
+        takes_precedence: Is selected before those registered later as well.
+    """
 
     name: str
     platforms: tuple[str, ...]
     function: Callable[..., Any]
-    unsupported_reason: Refusal = _never_refuses
+    unsupported_reason: UnsupportedReason = _supports_all
     takes_precedence: bool = False
 
 
 @dataclass(frozen=True)
 class Op:
-    """A logical op: what it does in one line, and its implementations, the reference first.
+    """A logical op and its implementations.
 
-    `providers` names by platform the module that registers more of them, until it is imported.
+    Attributes:
+        name: Name of the op.
+        summary: What the op computes, in one line.
+        implementations: Implementations in the order of their registration, the reference first.
+        providers: Module that registers more implementations, by platform, until it is imported.
     """
 
     name: str
@@ -57,7 +69,7 @@ class Op:
     providers: dict[str, str] = field(default_factory=dict)
 
     def find(self, name: str) -> Implementation:
-        """The implementation called `name`."""
+        """Returns the implementation called `name`."""
         for implementation in self.implementations:
             if implementation.name == name:
                 return implementation
@@ -83,11 +95,16 @@ def define(name: str, summary: str) -> Callable[[Function], Function]:
 
 
 def register(
-    op: str, name: str, platforms: tuple[str, ...], refuses: Refusal = _never_refuses, *, before_all: bool = False
+    op: str,
+    name: str,
+    platforms: tuple[str, ...],
+    unsupported_reason: UnsupportedReason = _supports_all,
+    *,
+    takes_precedence: bool = False,
 ) -> Callable[[Function], Function]:
-    """Decorates a further implementation of `op`, preferred on `platforms` to those registered before it.
+    """Decorates an implementation of `op`, preferred to those registered before it.
 
-    With `takes_precedence`, to those that are registered later as well.
+    With `takes_precedence` it is preferred to those registered later, too.
     """
     if unknown := set(platforms) - set(PLATFORMS):
         raise InvalidArgumentError(f"expected platforms out of {PLATFORMS}, got {sorted(unknown)}")
@@ -96,16 +113,16 @@ def register(
         implementations = _defined(op).implementations
         if any(other.name == name for other in implementations):
             raise InvalidArgumentError(f"op {op!r} has an implementation {name!r} already; choose another name")
-        implementations.append(Implementation(name, platforms, function, refuses, before_all))
+        implementations.append(Implementation(name, platforms, function, unsupported_reason, takes_precedence))
         return function
 
     return add
 
 
 def register_module(op: str, platform: str, module: str) -> None:
-    """Names the module whose import registers implementations of `op` for `platform`; imported when they are needed.
+    """Names the module whose import, on first use, registers implementations of `op`.
 
-    Kernels bring compilers along that take their time to import, and a process runs on one platform.
+    Kernels import compilers, which takes seconds, and a process runs on one platform.
     """
     _defined(op).providers[platform] = module
 
@@ -113,13 +130,13 @@ def register_module(op: str, platform: str, module: str) -> None:
 def _import_providers(op: Op, platforms: tuple[str, ...]) -> None:
     for name in platforms:
         if (module := op.providers.get(name)) is not None:
-            with jax.ensure_compile_time_eval():  # this may be amid a trace; what a module makes must not be part of it
+            with jax.ensure_compile_time_eval():  # may run inside a trace, which the module's own arrays must not join
                 importlib.import_module(module)
             op.providers.pop(name, None)
 
 
 def find(op: str) -> Op:
-    """The op called `op`, with all its implementations."""
+    """Returns the op called `op`, with the implementations of all platforms imported."""
     found = _defined(op)
     _import_providers(found, PLATFORMS)
     return found
@@ -132,12 +149,15 @@ def _defined(op: str) -> Op:
 
 
 def list_ops() -> list[Op]:
-    """All ops, by name."""
+    """Returns all ops in the order of their names."""
     return [find(name) for name in sorted(_OPS)]
 
 
 def platform() -> str:
-    """The platform that programs are traced for: that of :func:`on_platform`, else of JAX's default device."""
+    """Returns the platform that is traced for.
+
+    It is that of :func:`on_platform`, else of JAX's default device.
+    """
     if (chosen := _PLATFORM.get()) is not None:
         return chosen
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
@@ -147,7 +167,7 @@ def platform() -> str:
 
 @contextlib.contextmanager
 def on_platform(name: str) -> Iterator[None]:
-    """Traces for `name` ("cpu", "gpu", "tpu") whatever the default device: for compiling ahead of time."""
+    """Traces for platform `name` ("cpu", "gpu", "tpu"), to compile ahead of time."""
     if name not in PLATFORMS:
         raise InvalidArgumentError(f"expected a platform out of {PLATFORMS}, got {name!r}")
     token = _PLATFORM.set(name)
@@ -158,18 +178,18 @@ def on_platform(name: str) -> Iterator[None]:
 
 
 def is_overridden() -> bool:
-    """Whether `use` or `on_platform` decides what is traced here."""
+    """Returns whether `use` or `on_platform` decides which implementations are traced."""
     return bool(_CHOSEN.get()) or _PLATFORM.get() is not None
 
 
 def selection_key() -> tuple[Any, ...]:
-    """All that decides here which implementations are traced: equal for two calls that are traced alike."""
+    """Returns a key that is equal for two calls that select the same implementations."""
     return platform(), tuple(sorted(_CHOSEN.get().items()))
 
 
 @contextlib.contextmanager
 def use(op: str, implementation: str) -> Iterator[None]:
-    """Has calls of `op` traced inside the block go to `implementation`, which then must not refuse them."""
+    """Selects `implementation` for calls of `op` traced inside the block; it must support them."""
     find(op).find(implementation)
     token = _CHOSEN.set({**_CHOSEN.get(), op: implementation})
     try:
@@ -183,7 +203,7 @@ _RECORDS: list[set[tuple[str, str]]] = []
 
 @contextlib.contextmanager
 def record_calls() -> Iterator[set[tuple[str, str]]]:
-    """Collects (op, implementation) of what is traced meanwhile, in any thread."""
+    """Collects (op, implementation) of the calls traced inside the block, in any thread."""
     record: set[tuple[str, str]] = set()
     _RECORDS.append(record)
     try:
@@ -197,7 +217,10 @@ _FALLBACKS: list[list[str]] = []
 
 @contextlib.contextmanager
 def fallbacks() -> Iterator[list[str]]:
-    """Collects why kernels refuse the calls that are traced meanwhile, in any thread, and that go to the reference."""
+    """Collects why kernels do not support calls that are traced inside the block.
+
+    Calls of any thread count, if they use the reference.
+    """
     record: list[str] = []
     _FALLBACKS.append(record)
     try:
@@ -207,10 +230,10 @@ def fallbacks() -> Iterator[list[str]]:
 
 
 def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
-    """The implementation that a call with these arguments is given to.
+    """Returns the implementation that computes a call with these arguments.
 
     Raises:
-        InvalidArgumentError: :func:`use` asks for an implementation that refuses these arguments.
+        InvalidArgumentError: :func:`use` selects an implementation that does not support these arguments.
     """
     here, found = platform(), _defined(op)
     _import_providers(found, (here,))
@@ -223,22 +246,22 @@ def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
             )
         return chosen
     newest_first = found.implementations[::-1]
-    refusals = []
+    reasons = []
     for candidate in sorted(newest_first, key=lambda each: not each.takes_precedence):
         if here in candidate.platforms:
             if (reason := candidate.unsupported_reason(*args, **kwargs)) is None:
                 if candidate.name == REFERENCE:
                     break
                 return candidate
-            if not candidate.takes_precedence:  # which hand on to another one
-                refusals.append(f"{op}, {candidate.name}: {reason}")
+            if not candidate.takes_precedence:  # those call another implementation
+                reasons.append(f"{op}, {candidate.name}: {reason}")
     for record in _FALLBACKS:
-        record += refusals
+        record += reasons
     return found.implementations[0]
 
 
 def call(op: str, *args: Any, **kwargs: Any) -> Any:
-    """Computes `op` with the implementation that the platform, the arguments and :func:`use` select."""
+    """Computes `op` with the implementation that platform, arguments and `use` select."""
     chosen = implementation_for(op, *args, **kwargs)
     for record in _RECORDS:
         record.add((op, chosen.name))

@@ -1,15 +1,15 @@
-"""The ops on a mesh of devices: attention by heads, each device with its own, and products that XLA can divide.
+"""The ops on a mesh of devices: attention divided by heads, and products divided by XLA.
 
-While a program is traced :func:`on_mesh`, these implementations stand before all others. Attention runs under
-`jax.shard_map`, so that the kernel of the platform sees the heads of one device and needs nothing of the others;
-products are left to XLA's partitioner, which cannot look into a kernel.
+While a program is traced inside of :func:`on_mesh`, these implementations take precedence. Attention runs under
+`jax.shard_map`: the kernel of the platform sees the heads of one device and needs no data of the others. Products are
+left to XLA's partitioner, which cannot divide a kernel. An op registers itself by :func:`shard_by_heads` or
+:func:`leave_to_partitioner`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -19,36 +19,21 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_adapters.ops import registry
-from model_adapters.ops.activation import OP as ACTIVATION
-from model_adapters.ops.activation import reference as activation_reference
-from model_adapters.ops.decode_attention import OP as DECODE
-from model_adapters.ops.decode_attention import decode_attention
-from model_adapters.ops.dense_attention import OP as DENSE
-from model_adapters.ops.dense_attention import dense_attention
-from model_adapters.ops.grouped_matmul import OP as GROUPED
-from model_adapters.ops.grouped_matmul import reference as grouped_reference
-from model_adapters.ops.linear import OP as LINEAR
-from model_adapters.ops.linear import reference as linear_reference
-from model_adapters.ops.paged_attention import OP as PAGED
-from model_adapters.ops.paged_attention import paged_attention
-from model_adapters.ops.reductions import OP as ROW_SUM
-from model_adapters.ops.reductions import reference as row_sum_reference
-from model_adapters.ops.rms_norm import OP as RMS_NORM
-from model_adapters.ops.rms_norm import reference as rms_norm_reference
+from model_adapters.ops.attention_args import unsupported_field
 
 NAME = "sharded"
 AXIS = "model"
 _MESH: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 _TOKENS_DIVIDED: ContextVar[bool] = ContextVar("tokens divided", default=False)
 
-_HEADS = PartitionSpec(None, AXIS)  # of [tokens, heads, ...], of a pool [pages, heads, ...] and of [rows, heads, ...]
-_BY_HEAD = PartitionSpec(AXIS)
-_WHOLE = PartitionSpec()
+BY_AXIS_1 = PartitionSpec(None, AXIS)  # heads of [tokens, heads, ...], [rows, heads, ...] or a pool [pages, heads, ...]
+BY_AXIS_0 = PartitionSpec(AXIS)  # heads of [heads, ...], or tokens of [tokens, ...]
+REPLICATED = PartitionSpec()  # the same on every device
 
 
 @contextlib.contextmanager
 def on_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """Traces for the devices of `mesh`; None: for one device, as inside of a shard."""
+    """Traces for the devices of `mesh`, or for one device if None, as inside of a shard."""
     token = _MESH.set(mesh)
     try:
         yield
@@ -58,9 +43,9 @@ def on_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tokens_divided() -> Iterator[None]:
-    """Traces a step in which each device has its part of the tokens, heads but in attention.
+    """Traces a step in which tokens are divided among devices, and heads in attention.
 
-    There tokens are exchanged for heads, and behind it heads for tokens (DeepSpeed-Ulysses, Jacobs et al. 2023).
+    Before attention tokens are exchanged for heads, after it heads for tokens (DeepSpeed-Ulysses, Jacobs et al. 2023).
     """
     token = _TOKENS_DIVIDED.set(True)
     try:
@@ -70,51 +55,56 @@ def tokens_divided() -> Iterator[None]:
 
 
 def by_token(array: jax.Array, mesh: Mesh) -> jax.Array:
-    """`array` ``[tokens, ...]``, each device with its part of the tokens."""
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, _BY_HEAD))
+    """Returns ``array[tokens, ...]`` with its tokens divided among the devices of `mesh`."""
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, BY_AXIS_0))
 
 
 def mesh_in_use() -> Mesh | None:
-    """The mesh that is traced for, if there is one."""
+    """Returns the mesh that is traced for, or None."""
     return _MESH.get()
 
 
 def divides_heads(heads: int, kv_heads: int, mesh: Mesh | None) -> bool:
-    """Whether every device of the mesh's model axis has whole heads of its own."""
+    """Returns whether the mesh's model axis divides query heads and kv heads evenly."""
     num_shards = 1 if mesh is None else mesh.shape.get(AXIS, 1)
     return num_shards > 1 and heads % num_shards == 0 and kv_heads % num_shards == 0
 
 
 def pool_spec(kv_heads: int, mesh: Mesh) -> PartitionSpec:
-    """How a pool ``[pages, kv_heads, page_len, width]`` lies on the mesh."""
-    return _HEADS if divides_heads(kv_heads, kv_heads, mesh) else _WHOLE
+    """Returns how a pool ``[pages, kv_heads, page_len, width]`` is divided on the mesh."""
+    return BY_AXIS_1 if divides_heads(kv_heads, kv_heads, mesh) else REPLICATED
 
 
 def state_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """How states ``[slots, 1, channels or heads, ...]`` lie on the mesh: as the weights that make them."""
+    """Returns how states ``[slots, 1, channels or heads, ...]`` are divided.
+
+    They are divided as the weights that compute them.
+    """
     divides = len(shape) > 2 and divides_heads(shape[2], shape[2], mesh)
-    return PartitionSpec(None, None, AXIS) if divides else _WHOLE
+    return PartitionSpec(None, None, AXIS) if divides else REPLICATED
 
 
-def _refuses_attention(*args: Any, return_weights: bool = False, **kwargs: Any) -> str | None:
+def _attention_unsupported_reason(*arrays: Any, return_weights: bool = False, **kwargs: Any) -> str | None:
     mesh = mesh_in_use()
     if mesh is None or mesh.size == 1:
         return "no mesh of several devices"
-    return "weights are asked for, which are not divided" if return_weights else None
+    if return_weights:
+        return "weights are asked for, which are not divided"
+    return unsupported_field(arrays[-1], SUPPORTED_ARGS)
 
 
 def per_shard(call: Callable[..., Any], args: tuple[Any, ...], specs: tuple[PartitionSpec, ...], out_specs: Any) -> Any:
-    """`call` on each device's part of `args`, traced as for one device; arguments may be None."""
+    """Runs `call` on each device's part of `args`, which may be None."""
     given = [number for number, arg in enumerate(args) if arg is not None]
     mesh = mesh_in_use()
     assert mesh is not None
 
     def one_shard(*parts: jax.Array) -> Any:
-        whole: list[Any] = [None] * len(args)
+        arguments: list[Any] = [None] * len(args)
         for number, part in zip(given, parts, strict=True):
-            whole[number] = part
+            arguments[number] = part
         with on_mesh(None):
-            return call(*whole)
+            return call(*arguments)
 
     run = jax.shard_map(
         one_shard, mesh=mesh, in_specs=tuple(specs[n] for n in given), out_specs=out_specs, check_vma=False
@@ -123,90 +113,100 @@ def per_shard(call: Callable[..., Any], args: tuple[Any, ...], specs: tuple[Part
 
 
 @dataclass(frozen=True)
-class _Call:
-    """An op with everything of a call that is not an array, and all that decides how it is traced."""
+class _ShardedCall:
+    """A call of an op without its arrays: all that decides how it is traced.
+
+    Attributes:
+        op: Name of the op.
+        structure: Tree of the positional arguments. It holds the static fields of `AttentionArgs`.
+        specs: How each array is divided, in the order of the tree's leaves.
+        out_specs: How the results are divided.
+        options: Keyword arguments of the call.
+        mesh: Devices that the call is traced for.
+        traced_for: Selection of implementations, as :func:`registry.selection_key` has it.
+    """
 
     op: str
-    signature: inspect.Signature
-    names: tuple[str, ...]  # of the arrays
+    structure: jax.tree_util.PyTreeDef
     specs: tuple[PartitionSpec, ...]
     out_specs: Any
-    features: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
     mesh: Mesh | None
     traced_for: Any
 
-    def __call__(self, *arrays: Any) -> Any:
-        bound = self.signature.bind(**dict(zip(self.names, arrays, strict=True)), **dict(self.features))
-        return registry.call(self.op, *bound.args, **bound.kwargs)
+    def __call__(self, *arrays: jax.Array) -> Any:
+        return registry.call(self.op, *jax.tree.unflatten(self.structure, arrays), **dict(self.options))
 
 
 @partial(jax.jit, static_argnums=0)
-def _layer(call: _Call, *arrays: Any) -> Any:
-    """`call` by shards. Being a function of its own it is traced and lowered once, however many layers there are."""
+def _layer(call: _ShardedCall, *arrays: jax.Array) -> Any:
+    """Runs `call` by shards.
+
+    As a function of its own it is traced and lowered once, however many layers there are.
+    """
     return per_shard(call, arrays, call.specs, call.out_specs)
 
 
-def _by_heads(op: str, function: Callable[..., Any], specs: Mapping[str, PartitionSpec], out_specs: Any) -> Any:
-    """An implementation of `op` that runs it on each device's part; on all of it where heads do not divide.
+def shard_by_heads(op: str, names: tuple[str, ...], out_specs: Any, *, divides_tokens: bool = False) -> None:
+    """Registers an implementation of attention `op` that runs it on each device's heads.
 
-    The partitioner cannot look into a kernel, and for some platforms it does not even copy one to all devices.
+    The partitioner cannot look into a kernel, and for some platforms it does not even copy one to all devices. Where
+    heads do not divide, every device computes all of them.
 
     Args:
-        op: its name.
-        function: whose parameters a call is read by.
-        specs: how each parameter that is an array lies; all others are the same on every device.
-        out_specs: of the results.
+        op: Name of the op.
+        names: Names of its positional arrays, the first three of them q, k and v; `AttentionArgs` follow.
+        out_specs: How the results are divided.
+        divides_tokens: Inside of :func:`tokens_divided` the first three arrays and the output are divided by token.
     """
-    signature = inspect.signature(function)
 
-    def sharded(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        arrays = {name: value for name, value in given.items() if name in specs}
-        features = tuple(sorted((name, value) for name, value in given.items() if name not in specs))
-        lying = tuple(_fitting(name, specs[name], array) for name, array in arrays.items())
-        mesh, results = mesh_in_use(), out_specs
-        if not divides_heads(given["q"].shape[1], given["k"].shape[1], mesh):
-            lying, results = (_WHOLE,) * len(lying), _WHOLE
-        call = _Call(op, signature, tuple(arrays), lying, results, features, mesh, registry.selection_key())
-        if op != PAGED or mesh is None or not _TOKENS_DIVIDED.get():
-            return _layer(call, *arrays.values())
-        out, pool = _layer(call, *(by_token(x, mesh) if name in _NEW_TOKENS else x for name, x in arrays.items()))
-        return by_token(out, mesh), pool
+    def sharded(*args: Any, **options: Any) -> Any:
+        mesh = mesh_in_use()
+        token_mesh = mesh if divides_tokens and _TOKENS_DIVIDED.get() else None
+        if token_mesh is not None:
+            args = (*(by_token(array, token_mesh) for array in args[:3]), *args[3:])
+        with_paths, structure = jax.tree_util.tree_flatten_with_path(args)
+        in_specs, results_specs = tuple(_spec_of(names, path, array) for path, array in with_paths), out_specs
+        if not divides_heads(args[0].shape[1], args[1].shape[1], mesh):
+            in_specs, results_specs = (REPLICATED,) * len(in_specs), REPLICATED
+        keywords = tuple(sorted(options.items()))
+        call = _ShardedCall(op, structure, in_specs, results_specs, keywords, mesh, registry.selection_key())
+        results = _layer(call, *(array for _, array in with_paths))
+        return results if token_mesh is None else (by_token(results[0], token_mesh), *results[1:])
 
-    return sharded
-
-
-def _fitting(name: str, spec: PartitionSpec, array: jax.Array | None) -> PartitionSpec:
-    """`spec`, but for a mask of all heads alike, which every device has whole."""
-    return _WHOLE if name == "mask" and array is not None and array.shape[1] == 1 else spec
+    registry.register(
+        op, NAME, registry.PLATFORMS, unsupported_reason=_attention_unsupported_reason, takes_precedence=True
+    )(sharded)
 
 
-_NEW_TOKENS = frozenset({"q", "k", "v"})
-_NEW = {"q": _HEADS, "k": _HEADS, "v": _HEADS, "sinks": _BY_HEAD}
-_CACHED = {**_NEW, "pool": _HEADS, "page_table": _WHOLE, "alibi": _BY_HEAD, "k_scale": _BY_HEAD, "v_scale": _BY_HEAD}
+def leave_to_partitioner(op: str, reference: Callable[..., Any]) -> None:
+    """Registers the `reference` of `op` for meshes on CPUs, where XLA divides it.
 
-registry.register(DECODE, NAME, registry.PLATFORMS, refuses=_refuses_attention, before_all=True)(
-    _by_heads(DECODE, decode_attention, {**_CACHED, "lens": _WHOLE, "starts": _WHOLE}, (_HEADS, _HEADS))
-)
-_RAGGED = {**_CACHED, "kv_lens": _WHOLE, "cu_q_lens": _WHOLE, "prefix_lens": _WHOLE}
-registry.register(PAGED, NAME, registry.PLATFORMS, refuses=_refuses_attention, before_all=True)(
-    _by_heads(PAGED, paged_attention, _RAGGED, (_HEADS, _HEADS))
-)
-registry.register(DENSE, NAME, registry.PLATFORMS, refuses=_refuses_attention, before_all=True)(
-    _by_heads(DENSE, dense_attention, {**_NEW, "mask": _HEADS}, _HEADS)
-)
+    A kernel would be given all of its operands on every device.
+    """
+    registry.register(op, NAME, ("cpu",), unsupported_reason=_product_unsupported_reason, takes_precedence=True)(
+        reference
+    )
 
 
-def _refuses_product(*args: Any, **kwargs: Any) -> str | None:
+def _product_unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     return "no mesh" if mesh_in_use() is None else None
 
 
-# XLA divides its own products along whatever their operands are divided; a kernel it would give everything to.
-for _op, _reference in (
-    (LINEAR, linear_reference),
-    (GROUPED, grouped_reference),
-    (ACTIVATION, activation_reference),
-    (RMS_NORM, rms_norm_reference),
-    (ROW_SUM, row_sum_reference),
-):
-    registry.register(_op, NAME, ("cpu",), refuses=_refuses_product, before_all=True)(_reference)
+def _spec_of(names: tuple[str, ...], path: tuple[Any, ...], array: jax.Array) -> PartitionSpec:
+    """Returns how the array at `path` of the arguments is divided, by name or field."""
+    index = path[0].idx
+    name = names[index] if index < len(names) else path[1].name
+    if name == "mask" and array.shape[1] == 1:  # one mask for all heads
+        return REPLICATED
+    return _SPECS[name]
+
+
+_SPECS = {
+    **dict.fromkeys(("q", "k", "v", "pool", "mask"), BY_AXIS_1),
+    **dict.fromkeys(("sinks", "alibi_slopes", "kv_scales"), BY_AXIS_0),
+    **dict.fromkeys(("page_table", "lens", "starts", "kv_lens", "cu_q_lens", "prefix_lens"), REPLICATED),
+}
+"""How each array of an attention op is divided, by its name or by its field in `AttentionArgs`."""
+SUPPORTED_ARGS = frozenset({"window", "softcap"}) | _SPECS.keys()
+"""Fields of `AttentionArgs` that can be divided; static ones need no division."""

@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import model_adapters.ops.gpu  # noqa: F401 registers the kernels
-from model_adapters.ops import decode_attention, on_platform, paged_attention, use
+from model_adapters.ops import AttentionArgs, KVScales, decode_attention, on_platform, paged_attention, use
 
 DEVICE = Path(__file__).with_name("h200.txtpb")
 NEEDED = (
@@ -97,7 +97,7 @@ def ptxas():
 
 
 def arguments(shape):
-    """Abstract arguments and traced keyword arguments of the call."""
+    """Abstract arguments of the call."""
     sharding = NamedSharding(mesh(), PartitionSpec())
 
     def abstract(dims, dtype):
@@ -108,7 +108,8 @@ def arguments(shape):
     num_tokens = shape.num_tokens or shape.num_seqs
     query_heads = shape.heads * shape.group
     row = abstract((shape.num_seqs,), "int32")
-    args = [
+    by_head = abstract((shape.heads,), "float32")
+    return [
         abstract((num_tokens, query_heads, shape.dim), shape.dtype),
         abstract((num_tokens, shape.heads, shape.dim), shape.dtype),
         abstract((num_tokens, shape.heads, value_dim), shape.dtype),
@@ -116,26 +117,25 @@ def arguments(shape):
         abstract((shape.num_seqs, shape.capacity // shape.page), "int32"),
         row,
         row if shape.num_tokens is None else abstract((shape.num_seqs + 1,), "int32"),
-        abstract((query_heads,), shape.dtype) if shape.sinks else None,
+        AttentionArgs(
+            shape.dim**-0.5,
+            shape.window,
+            shape.softcap,
+            abstract((query_heads,), shape.dtype) if shape.sinks else None,
+            abstract((query_heads,), "float32") if shape.alibi else None,
+            row if shape.prefix else None,
+            KVScales(by_head, by_head) if pool_dtype == "int8" else None,
+        ),
     ]
-    traced = {}
-    if shape.alibi:
-        traced["alibi"] = abstract((query_heads,), "float32")
-    if shape.prefix:
-        traced["prefix_lens"] = row
-    if pool_dtype == "int8":
-        traced.update(k_scale=abstract((shape.heads,), "float32"), v_scale=abstract((shape.heads,), "float32"))
-    return args, traced
 
 
 def compile_call(shape, folder, implementation="gpu-triton"):
     """Compiles the call, with XLA's notes in the empty `folder`."""
     op = decode_attention if shape.num_tokens is None else paged_attention
-    args, traced = arguments(shape)
-    static = {"scale": shape.dim**-0.5, "window": shape.window, "softcap": shape.softcap}
+    args = arguments(shape)
     begin = time.perf_counter()
     with jax.set_mesh(mesh()), on_platform("gpu"), use(op.__name__, implementation):
-        call = jax.jit(functools.partial(op, **static), donate_argnums=3).trace(*args, **traced)
+        call = jax.jit(lambda *args: op(*args), donate_argnums=3).trace(*args)
         compiled = call.lower(lowering_platforms=("cuda",)).compile(
             {"xla_gpu_autotune_level": "0", "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
         )

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import model_adapters.ops.tpu  # noqa: F401 registers the kernels
-from model_adapters.ops import decode_attention, on_platform, paged_attention, use
+from model_adapters.ops import AttentionArgs, KVScales, decode_attention, on_platform, paged_attention, use
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,15 @@ def compile_call(op, shape, chip):
     rows, query_heads = shape.rows, shape.heads * shape.group
     tokens = rows if op == "decode_attention" else shape.num_tokens
     ints = array(jnp.int32, rows)
-    named = {"sinks": array(jnp.float32, query_heads)} if shape.sinks else {}
-    named |= {"alibi": array(jnp.float32, query_heads)} if shape.alibi else {}
-    named |= {"prefix_lens": ints} if shape.prefix else {}
-    if shape.pool.dtype == jnp.int8:
-        named |= {name: array(jnp.float32, shape.heads) for name in ("k_scale", "v_scale")}
+    by_query_head, by_head = array(jnp.float32, query_heads), array(jnp.float32, shape.heads)
+    features = AttentionArgs(
+        shape.dim**-0.5,
+        sinks=by_query_head if shape.sinks else None,
+        alibi_slopes=by_query_head if shape.alibi else None,
+        prefix_lens=ints if shape.prefix else None,
+        kv_scales=KVScales(by_head, by_head) if shape.pool.dtype == jnp.int8 else None,
+        **shape.options,
+    )
     args = (
         array(shape.dtype, tokens, query_heads, shape.dim),
         array(shape.dtype, tokens, shape.heads, shape.dim),
@@ -107,11 +111,12 @@ def compile_call(op, shape, chip):
         array(jnp.int32, rows, shape.capacity // shape.page),
         ints,
         ints if op == "decode_attention" else array(jnp.int32, rows + 1),
+        features,
     )
     function = decode_attention if op == "decode_attention" else paged_attention
 
-    def call(*args, **named):
-        return function(*args, scale=shape.dim**-0.5, **named, **shape.options)
+    def call(*args):
+        return function(*args)
 
     with jax.set_mesh(mesh), on_platform("tpu"), use(op, "tpu-pallas"):
-        return jax.jit(call, donate_argnums=3).trace(*args, **named).lower().compile()
+        return jax.jit(call, donate_argnums=3).trace(*args).lower().compile()

@@ -13,9 +13,8 @@ from model_adapters.ops.cpu import ffi
 from torchax_serve import EngineOptions, serve
 from torchax_serve.runtime.eager import EagerReference
 
-pytestmark = pytest.mark.skipif(
-    ffi.refuses_packing() is not None, reason=f"no packed weights on this processor: {ffi.refuses_packing()}"
-)
+REASON = ffi.packing_unsupported_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no packed weights on this processor: {REASON}")
 PROMPTS = [[5, 9, 12], list(range(3, 33)), [7], [60, 2, 31, 8, 8]]
 
 

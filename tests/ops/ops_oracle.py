@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model_adapters.ops import AttentionArgs, KVScales
+
 TOLERANCE = {"float32": (2e-5, 2e-5), "bfloat16": (2**-8, 2e-3), "float16": (2**-10, 5e-4)}
 
 
@@ -21,6 +23,12 @@ def softmax(scores, sink=None):
         return scores
     weights = np.exp(every - every.max())
     return (weights / weights.sum())[: len(scores)]
+
+
+def attention_args(sinks=None, *, alibi=None, k_scale=None, v_scale=None, **options):
+    """`AttentionArgs` of flat arguments, as the torch operators have them."""
+    kv_scales = None if k_scale is None else KVScales(k_scale, v_scale)
+    return AttentionArgs(sinks=sinks, alibi_slopes=alibi, kv_scales=kv_scales, **options)
 
 
 @dataclass
@@ -39,7 +47,8 @@ class DecodeCase:
 
     @property
     def args(self):
-        return (self.q, self.k, self.v, self.pool, self.page_table, self.lens, self.starts, self.sinks)
+        arrays = (self.q, self.k, self.v, self.pool, self.page_table, self.lens, self.starts)
+        return (*arrays, attention_args(self.sinks, **self.options))
 
 
 def decode_case(
@@ -99,9 +108,10 @@ def exact_decode(case):
         length, first = int(case.lens[b]), int(case.starts[b])
         if length > 0:
             pool[table[b, (length - 1) // page], :, (length - 1) % page] = token[b]
-        if window is not None:
-            first = max(first, length - window)
-        rows = [pool[table[b, p // page], :, p % page] for p in range(first, length)]
+        prefix_lens = case.options.get("prefix_lens")
+        prefix = 0 if prefix_lens is None else int(prefix_lens[b])
+        seen_at = [p for p in range(first, length) if window is None or p >= length - window or p < prefix]
+        rows = [pool[table[b, p // page], :, p % page] for p in seen_at]
         for h in range(query_heads):
             if not rows:
                 continue

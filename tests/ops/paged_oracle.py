@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ops_oracle import softmax
+from ops_oracle import attention_args, softmax
 
 
 @dataclass
@@ -24,7 +24,12 @@ class PagedCase:
 
     @property
     def args(self):
-        return (self.q, self.k, self.v, self.pool, self.page_table, self.kv_lens, self.cu_q_lens, self.sinks)
+        arrays = (self.q, self.k, self.v, self.pool, self.page_table, self.kv_lens, self.cu_q_lens)
+        return (*arrays, self.attention_args)
+
+    @property
+    def attention_args(self):
+        return attention_args(self.sinks, **self.options)
 
     def with_(self, **changes):
         return replace(self, **changes)

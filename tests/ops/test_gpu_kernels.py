@@ -18,7 +18,6 @@ from model_adapters.ops.gpu import launch, split_kv
 from model_adapters.ops.gpu.triton_kernel import pieces
 from model_adapters.ops.gpu.work_items import FIELDS, ragged_items
 
-TRACED = ("alibi", "prefix_lens", "k_scale", "v_scale")
 LONG = {"q_lens": (1, 1, 1, 1), "kv_lens": (1, 300, 128, 65)}  # long enough for splits, and at the edges of pages
 MIXED = {"q_lens": (40, 1, 21, 1), "kv_lens": (40, 33, 150, 64)}  # a prefill, a chunk of one, and rows that decode
 # Dims, groups, pages, dtypes of queries and pool: each value of each with several of the others.
@@ -40,15 +39,13 @@ PREFIXES = ((3, 0, 90, 10), (40, 40, 0, 64))
 
 
 @functools.cache
-def compiled(op, implementation, num_programs, **static):
-    return jax.jit(functools.partial(op, **static))
+def compiled(op, implementation, num_programs):
+    return jax.jit(lambda *args: op(*args))
 
 
-def run(op, case, *args, implementation="gpu-triton"):
-    static = {name: value for name, value in case.options.items() if name not in TRACED}
-    traced = {name: value for name, value in case.options.items() if name in TRACED}
+def run(op, *args, implementation="gpu-triton"):
     with use(op.__name__, implementation):  # asked at the first call, when it is traced
-        return compiled(op, implementation, split_kv.NUM_PROGRAMS, **static)(*args, **traced)
+        return compiled(op, implementation, split_kv.NUM_PROGRAMS)(*args)
 
 
 def as_bits(pool):
@@ -56,7 +53,7 @@ def as_bits(pool):
 
 
 def check_ragged(case, **kwargs):
-    out, pool = run(paged_attention, case, *case.args, **kwargs)
+    out, pool = run(paged_attention, *case.args, **kwargs)
     expected, expected_pool = exact_paged(case)
     assert out.dtype == case.q.dtype
     assert_close(out, expected)
@@ -66,8 +63,8 @@ def check_ragged(case, **kwargs):
 def check_decode(case, **kwargs):
     """A ragged case of one token each: what it gives is what the decode op has to give."""
     starts = jnp.zeros_like(case.kv_lens)
-    args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, starts, case.sinks)
-    out, pool = run(decode_attention, case, *args, **kwargs)
+    args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, starts, case.attention_args)
+    out, pool = run(decode_attention, *args, **kwargs)
     expected, expected_pool = exact_paged(case)
     assert out.dtype == case.q.dtype
     assert_close(out, expected)
@@ -136,7 +133,7 @@ def test_decode_with_left_padding_unused_rows_and_lengths_beyond_the_pages(conti
     case = decode_case(
         batch=5, lens=(64, 1, 40, 0, 33), starts=True, sinks=True, contiguous=contiguous, page=64, group=3
     )
-    out, pool = run(decode_attention, case, *case.args)
+    out, pool = run(decode_attention, *case.args)
     expected, expected_pool = exact_decode(case)
     assert_close(out, expected)
     np.testing.assert_array_equal(np.asarray(pool, np.float64), expected_pool)
@@ -146,8 +143,8 @@ def test_a_length_beyond_the_pages_writes_nothing_and_attends_to_what_they_hold(
     case = decode_case(batch=2, lens=(40, 64), num_pages=4)
     args = list(case.args)
     args[5] = jnp.asarray((40, 66), jnp.int32)
-    got = run(decode_attention, case, *args)
-    expected = run(decode_attention, case, *args, implementation="reference")
+    got = run(decode_attention, *args)
+    expected = run(decode_attention, *args, implementation="reference")
     np.testing.assert_allclose(got[0], expected[0], rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(got[1], expected[1])
 
@@ -208,11 +205,12 @@ def test_pieces_cover_a_head_once():
 def test_the_kernel_is_what_a_gpu_gets():
     case = paged_case()
     with on_platform("gpu"):
-        assert registry.implementation_for("paged_attention", *case.args, **case.options).name == "gpu-triton"
+        assert registry.implementation_for("paged_attention", *case.args).name == "gpu-triton"
         starts = jnp.zeros_like(case.kv_lens)
-        args = (case.q[:4], case.k[:4], case.v[:4], case.pool, case.page_table, case.kv_lens, starts)
-        assert registry.implementation_for("decode_attention", *args, **case.options).name == "gpu-triton"
-    assert registry.implementation_for("paged_attention", *case.args, **case.options).name != "gpu-triton"
+        new = (case.q[:4], case.k[:4], case.v[:4])
+        args = (*new, case.pool, case.page_table, case.kv_lens, starts, case.attention_args)
+        assert registry.implementation_for("decode_attention", *args).name == "gpu-triton"
+    assert registry.implementation_for("paged_attention", *case.args).name != "gpu-triton"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +228,7 @@ def test_the_kernel_is_what_a_gpu_gets():
 def test_what_is_refused_says_why(changes, reason):
     case = paged_case(q_lens=(1,), kv_lens=(1,), **changes)
     with use("paged_attention", "gpu-triton"), pytest.raises(InvalidArgumentError, match=reason):
-        paged_attention(*case.args, **case.options)
+        paged_attention(*case.args)
 
 
 @pytest.mark.parametrize(
@@ -242,17 +240,18 @@ def test_what_is_refused_says_why(changes, reason):
         ({"dtype": "bfloat16", "group": 65, "heads": 1, "dim": 64}, "65 query heads read one kv head; .* room for 64"),
         ({"dtype": "bfloat16", "page": 24, "dim": 64}, "pages of 24 positions; the kernel has 8, 16, 32 and multiples"),
         ({"dtype": "bfloat16", "dim": 64, "spare": 4}, "rows of the pool have 132 elements; .* a multiple of 8"),
-        ({"dtype": "bfloat16", "dim": 64, "alibi": True}, "alibi is not implemented"),
+        ({"dtype": "bfloat16", "dim": 64, "alibi": True}, "alibi_slopes is not implemented"),
     ],
 )
 def test_what_mosaic_refuses_says_why(changes, reason):
     case = paged_case(q_lens=(1,), kv_lens=(1,), **changes)
     args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, jnp.zeros_like(case.kv_lens))
+    args = (*args, case.attention_args)
     with use("decode_attention", "gpu-mosaic"):
         with on_platform("gpu"), pytest.raises(InvalidArgumentError, match=reason):
-            decode_attention(*args, **case.options)
+            decode_attention(*args)
         with on_platform("cpu"), pytest.raises(InvalidArgumentError, match="traced for a cpu; the kernel is for GPUs"):
-            decode_attention(*args, **case.options)
+            decode_attention(*args)
 
 
 def test_a_pool_whose_elements_the_lowering_cannot_count_is_refused():
@@ -260,7 +259,7 @@ def test_a_pool_whose_elements_the_lowering_cannot_count_is_refused():
     q, v = jax.ShapeDtypeStruct((1, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 8, 128), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((1, 4), jnp.int32)
     reasons = [
-        launch.why_not(q, v, jax.ShapeDtypeStruct((num_pages, 8, 64, 256), dtype), table)
+        launch.unsupported_reason(q, v, jax.ShapeDtypeStruct((num_pages, 8, 64, 256), dtype), table)
         for num_pages, dtype in ((20_000, jnp.int8), (40_000, jnp.int8), (20_000, jnp.bfloat16), (16_000, jnp.int8))
     ]
     assert reasons[0].startswith("a pool of 2621440000 elements in int8")

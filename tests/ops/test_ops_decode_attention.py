@@ -30,13 +30,13 @@ GRID = list(itertools.product((16, 24, 64, 80, 128, 256), (1, 2, 3, 8, 16)))
 
 
 @functools.cache
-def compiled(implementation, **options):
-    return jax.jit(functools.partial(decode_attention, **options))
+def compiled(implementation):
+    return jax.jit(lambda *args: decode_attention(*args))
 
 
 def run(implementation, case):
     with use("decode_attention", implementation):  # asked at the first call, when it is traced
-        return compiled(implementation, **case.options)(*case.args)
+        return compiled(implementation)(*case.args)
 
 
 def check(implementation, case):
@@ -101,9 +101,8 @@ def test_int8_pools(implementation, dtype):
     exact.k, exact.v = (x * scale.astype(np.float64)[:, None] for x, (_, scale) in zip(new, parts, strict=True))
     case.pool = jnp.asarray(steps, jnp.int8)
     with use("decode_attention", implementation):
-        out, pool = decode_attention(
-            *case.args, **case.options, k_scale=jnp.asarray(k_scale), v_scale=jnp.asarray(v_scale)
-        )
+        case.options |= {"k_scale": jnp.asarray(k_scale), "v_scale": jnp.asarray(v_scale)}
+        out, pool = decode_attention(*case.args)
     expected, expected_pool = exact_decode(exact)
     assert_close(out, expected)
     assert pool.dtype == jnp.int8
@@ -114,8 +113,9 @@ def test_int8_pools(implementation, dtype):
 def test_alibi(implementation):
     case = decode_case(batch=4, group=3, starts=True, window=20)
     slopes = np.float32(2.0) ** -np.arange(1, 7, dtype=np.float32)
+    case.options["alibi"] = jnp.asarray(slopes)
     with use("decode_attention", implementation):
-        out, _ = decode_attention(*case.args, **case.options, alibi=jnp.asarray(slopes))
+        out, _ = decode_attention(*case.args)
     # The bias as one more dimension: the position of a key times the slope of a query head.
     positions = np.zeros((*np.asarray(case.pool).shape[:3], 1))
     for b, row in enumerate(np.asarray(case.page_table)):
@@ -214,7 +214,7 @@ def test_the_donated_pool_stays_where_it_is(dtype):
     pool = jnp.array(case.pool, copy=True)  # one made from numpy shares its memory, which JAX cannot give away
 
     def step(pool):
-        return decode_attention(*case.args[:3], pool, *case.args[4:], **case.options)
+        return decode_attention(*case.args[:3], pool, *case.args[4:])
 
     program = jax.jit(step, donate_argnums=0).lower(pool).compile()
     memory = program.memory_analysis()
@@ -254,10 +254,17 @@ def test_a_pool_that_is_not_donated_keeps_its_values():
         ({"sinks": jnp.zeros((2,))}, r"sinks of shape \(4,\), got \(2,\)"),
         ({"options": {"scale": 1.0, "window": 0}}, "a window of at least 1 or None, got 0"),
         ({"options": {"scale": 1.0, "softcap": -1.0}}, "a positive softcap or None, got -1.0"),
-        ({"options": {"scale": 1.0, "softcap": 1.0, "alibi": jnp.zeros(4)}}, "softcap or alibi, got both"),
-        ({"options": {"scale": 1.0, "alibi": jnp.zeros(2)}}, r"alibi of shape \(4,\), got \(2,\)"),
-        ({"options": {"scale": 1.0, "k_scale": jnp.zeros(2)}}, "k_scale with an int8 pool and with no other"),
-        ({"pool": jnp.zeros((14, 2, 16, 128), jnp.int8)}, "got a pool of int8 without k_scale"),
+        ({"options": {"scale": 1.0, "softcap": 1.0, "alibi": jnp.zeros(4)}}, "softcap or alibi_slopes, got both"),
+        ({"options": {"scale": 1.0, "alibi": jnp.zeros(2)}}, r"alibi_slopes of shape \(4,\), got \(2,\)"),
+        (
+            {"options": {"scale": 1.0, "k_scale": jnp.zeros(2), "v_scale": jnp.zeros(2)}},
+            "kv_scales with an int8 pool and",
+        ),
+        (
+            {"options": {"scale": 1.0, "prefix_lens": jnp.zeros(2, jnp.int32)}},
+            r"prefix_lens of shape \(3,\), got \(2,\)",
+        ),
+        ({"pool": jnp.zeros((14, 2, 16, 128), jnp.int8)}, "got a pool of int8 without kv_scales"),
         ({"lens": jnp.zeros((3,))}, "lens of an integer dtype, got float32"),
     ],
 )
@@ -266,12 +273,12 @@ def test_what_does_not_fit_is_refused(change, message):
     for name, value in change.items():
         setattr(case, name, value)
     with pytest.raises(InvalidArgumentError, match=message):
-        decode_attention(*case.args, **case.options)
+        decode_attention(*case.args)
 
 
 def test_a_dtype_the_kernel_lacks_goes_to_the_reference_and_is_refused_when_it_is_asked_for():
     case = decode_case(pool_dtype="float8_e4m3fn")
-    out, _ = decode_attention(*case.args, **case.options)
+    out, _ = decode_attention(*case.args)
     np.testing.assert_allclose(out, exact_decode(case)[0], rtol=2e-5, atol=2e-5)
     with pytest.raises(
         InvalidArgumentError, match="pool is float8_e4m3fn; the kernel has bfloat16, float16, float32, int8"

@@ -8,7 +8,7 @@ from ops_oracle import softmax
 
 from model_adapters import ops
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import registry
+from model_adapters.ops import AttentionArgs, registry
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1.6e-2}
@@ -47,14 +47,12 @@ def test_masks_as_torch(shape, blocks, mask_shape, dtype):
     full = (shape[0], shape[1] * shape[2], shape[3], shape[4])
     mask = RNG.random([1 if fixed == 0 else n for fixed, n in zip([1, *mask_shape[1:]], full, strict=True)]) > 0.3
     mask[..., -1, :] = False  # a query that sees nothing
-    kwargs = {"scale": 0.3}
     arrays = [jnp.asarray(x, dtype) for x in (q, k, v)]
-    chosen = registry.implementation_for(
-        "dense_attention", *arrays, jnp.asarray(mask), None, softcap=None, causal=False, return_weights=False, **kwargs
-    )
+    args = (*arrays, jnp.asarray(mask), AttentionArgs(0.3))
+    chosen = registry.implementation_for("dense_attention", *args, causal=False, return_weights=False)
     assert chosen.name == ("blocked" if blocks else "reference")
-    expected = torch_attention(q, k, v, dtype, attn_mask=torch.from_numpy(mask), **kwargs)
-    got = ops.dense_attention(*arrays, jnp.asarray(mask), **kwargs)
+    expected = torch_attention(q, k, v, dtype, attn_mask=torch.from_numpy(mask), scale=0.3)
+    got = ops.dense_attention(*args)
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert not np.asarray(got)[..., -1, :].any()
 
@@ -65,7 +63,7 @@ def test_causal_blocks_as_torch(num_keys):
     padding = np.arange(num_keys) >= 3
     causal = np.tril(np.ones((600, num_keys), bool))
     expected = torch_attention(q, k, v, "float32", attn_mask=torch.from_numpy(causal & padding), scale=0.25)
-    got = ops.dense_attention(q, k, v, jnp.asarray(padding[None, None, None]), scale=0.25, causal=True)
+    got = ops.dense_attention(q, k, v, jnp.asarray(padding[None, None, None]), AttentionArgs(0.25), causal=True)
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -75,7 +73,7 @@ def test_additive_masks_as_torch(value):
     mask = RNG.standard_normal((2, 1, 4, 6), dtype=np.float32)
     mask[:, :, 1:, 4:] = mask[:, :, 2] = -np.inf if value == "-inf" else np.finfo(np.float32).min
     expected = torch_attention(q, k, v, "float32", attn_mask=torch.from_numpy(mask), scale=0.5)
-    got = ops.dense_attention(q, k, v, jnp.asarray(mask), scale=0.5)
+    got = ops.dense_attention(q, k, v, jnp.asarray(mask), AttentionArgs(0.5))
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
     uniform = np.repeat(v.mean(axis=2), 2, axis=1)
     np.testing.assert_allclose(got[:, :, 2], 0 * uniform if value == "-inf" else uniform, rtol=2e-5, atol=2e-5)
@@ -84,9 +82,8 @@ def test_additive_masks_as_torch(value):
 def test_softcap_sinks_and_weights_by_hand():
     q, k, v = inputs(1, 2, 2, 3, 5, 8, 8)
     sinks = RNG.standard_normal(4).astype(np.float32)
-    out, weights = ops.dense_attention(
-        q, k, v, None, jnp.asarray(sinks), scale=0.5, softcap=2.0, causal=True, return_weights=True
-    )
+    args = AttentionArgs(0.5, softcap=2.0, sinks=jnp.asarray(sinks))
+    out, weights = ops.dense_attention(q, k, v, None, args, causal=True, return_weights=True)
     for head in range(4):
         scores = 2.0 * np.tanh(q[0, head].astype(np.float64) @ k[0, head // 2].T * 0.5 / 2.0)
         for query in range(3):
@@ -99,10 +96,11 @@ def test_softcap_sinks_and_weights_by_hand():
 def test_blocks_give_what_the_whole_gives_with_sinks_and_softcap():
     q, k, v = inputs(1, 2, 2, 700, 700, 16, 16)
     sinks = jnp.asarray(RNG.standard_normal(4), jnp.float32)
+    args = AttentionArgs(0.3, softcap=5.0, sinks=sinks)
     results = []
     for name in ("reference", "blocked"):
         with registry.use("dense_attention", name):
-            results.append(ops.dense_attention(q, k, v, None, sinks, scale=0.3, softcap=5.0, causal=True))
+            results.append(ops.dense_attention(q, k, v, None, args, causal=True))
     np.testing.assert_allclose(*results, rtol=2e-5, atol=2e-5)
 
 
@@ -113,11 +111,13 @@ def test_blocks_give_what_the_whole_gives_with_sinks_and_softcap():
         ({"q": jnp.zeros((1, 3, 3, 8))}, "query heads a multiple of kv heads"),
         ({"mask": jnp.zeros((1, 1, 3, 4))}, r"a mask that broadcasts to \[1, 4, 3, 5\], got \[1, 1, 3, 4\]"),
         ({"mask": jnp.zeros((3, 5))}, r"got \[3, 5\]"),
-        ({"sinks": jnp.zeros(3)}, r"sinks of shape \[4\], got \[3\]"),
-        ({"softcap": 0.0}, "a positive softcap or None, got 0.0"),
+        ({"args": AttentionArgs(1.0, sinks=jnp.zeros(3))}, r"sinks of shape \[4\], got \[3\]"),
+        ({"args": AttentionArgs(1.0, softcap=0.0)}, "a positive softcap or None, got 0.0"),
+        ({"args": AttentionArgs(1.0, window=3)}, "all else in the mask, got window is not implemented"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
     good = {"q": jnp.zeros((1, 4, 3, 8)), "k": jnp.zeros((1, 2, 5, 8)), "v": jnp.zeros((1, 2, 5, 8))}
+    good |= {"mask": None, "args": AttentionArgs(1.0)}
     with pytest.raises(InvalidArgumentError, match=message):
-        ops.dense_attention(**{**good, **change}, scale=1.0)
+        ops.dense_attention(**{**good, **change})

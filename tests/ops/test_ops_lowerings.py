@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from model_adapters.bridge import views
+from model_adapters.bridge.extract import extract_jax
 from model_adapters.bridge.host_arrays import to_jax_zero_copy
 from model_adapters.lowerings import install
 
@@ -25,7 +25,7 @@ class Calls(torch.nn.Module):
 
 def lowered(function, *tensors):
     """`function` of torch tensors, run by JAX under jit."""
-    weights, call = views.extract_jax(Calls(function))
+    weights, call = extract_jax(Calls(function))
     return np.asarray(jax.jit(call)(weights, tuple(to_jax_zero_copy(x) for x in tensors)))
 
 

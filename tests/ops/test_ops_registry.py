@@ -1,8 +1,12 @@
 """How an implementation is chosen."""
 
+import importlib
+import pkgutil
+
 import jax.numpy as jnp
 import pytest
 
+import model_adapters.ops as op_modules
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import list_ops, on_platform, registry, use
 
@@ -55,8 +59,9 @@ def test_unknown_names_list_the_known_ones(op):
 
 def test_every_op_has_a_reference_for_every_platform():
     ops = {op.name: op for op in list_ops()}
-    names = "activation decode_attention dense_attention grouped_matmul linear paged_attention rms_norm row_sum"
-    assert list(ops) == names.split()
+    names = (f"{op_modules.__name__}.{module.name}" for module in pkgutil.iter_modules(op_modules.__path__))
+    modules = [importlib.import_module(name) for name in names]
+    assert list(ops) == sorted(module.OP for module in modules if hasattr(module, "OP"))
     for op in ops.values():
         assert op.summary
         assert op.implementations[0].name == registry.REFERENCE

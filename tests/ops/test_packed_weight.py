@@ -14,9 +14,8 @@ from model_adapters.ops import linear, registry, use
 from model_adapters.ops.compressed_weight import compress_weight, compressed_of, substituted
 from model_adapters.ops.cpu import compress, ffi
 
-pytestmark = pytest.mark.skipif(
-    ffi.refuses_packing() is not None, reason=f"no packed weights on this processor: {ffi.refuses_packing()}"
-)
+REASON = ffi.packing_unsupported_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no packed weights on this processor: {REASON}")
 BF16 = np.dtype(jnp.bfloat16)
 
 
@@ -88,7 +87,7 @@ def test_weights_without_common_exponents_are_left_as_they_are():
 )
 def test_what_cannot_be_packed_is_left_as_it_is(weight, reason):
     assert compress_weight(jnp.asarray(weight)) is None
-    assert re.search(reason, compress.refuses(jnp.asarray(weight)))
+    assert re.search(reason, compress.unsupported_reason(jnp.asarray(weight)))
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -32,19 +32,16 @@ FEATURES = (
 )
 DTYPES = (("float32", None), ("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "int8"), ("float32", "int8"))
 GRID = list(itertools.product((64, 80, 96, 128, 256), (1, 2, 3, 4, 8, 16), (16, 32, 64)))
-TRACED = ("alibi", "prefix_lens", "k_scale", "v_scale")
 
 
 @functools.cache
-def compiled(implementation, **options):
-    return jax.jit(functools.partial(paged_attention, **options))
+def compiled(implementation):
+    return jax.jit(lambda *args: paged_attention(*args))
 
 
 def run(implementation, case):
-    static = {name: value for name, value in case.options.items() if name not in TRACED}
-    traced = {name: value for name, value in case.options.items() if name in TRACED}
     with use("paged_attention", implementation):  # asked at the first call, when it is traced
-        return compiled(implementation, **static)(*case.args, **traced)
+        return compiled(implementation)(*case.args)
 
 
 def check(implementation, case):
@@ -195,7 +192,7 @@ def test_the_donated_pool_stays_where_it_is(implementation, pool_dtype):
     pool = jnp.array(case.pool, copy=True)  # one made from numpy shares its memory, which JAX cannot give away
 
     def step(pool):
-        return paged_attention(*case.args[:3], pool, *case.args[4:], **case.options)
+        return paged_attention(*case.args[:3], pool, *case.args[4:])
 
     with use("paged_attention", implementation):
         program = jax.jit(step, donate_argnums=0).lower(pool).compile()
@@ -219,12 +216,13 @@ def test_the_reference_does_not_gather_for_every_token():
     q_lens, kv_lens = (250, *[1] * 6), (512,) * 7
     case = paged_case(q_lens=q_lens, kv_lens=kv_lens, page=64, dim=32, heads=2, group=1)
     with use("paged_attention", "reference"):
-        program = jax.jit(functools.partial(paged_attention, **case.options)).lower(*case.args).compile()
+        program = jax.jit(lambda *args: paged_attention(*args)).lower(*case.args).compile()
     one_sequence = case.page_table.shape[1] * 64 * 2 * 64 * 4
     per_token = len(case.q) * one_sequence
     assert program.memory_analysis().temp_size_in_bytes < case.pool.nbytes + 12 * one_sequence < per_token // 4
 
 
+SCALES = {"k_scale": jnp.zeros(2), "v_scale": jnp.zeros(2)}
 REFUSED = [
     ({"q": jnp.zeros((24, 5, 32))}, "query heads a multiple of kv heads, got 5 and 2"),
     ({"q": jnp.zeros((24, 4, 1, 32))}, "q of rank 3, got 4"),
@@ -234,7 +232,7 @@ REFUSED = [
     ({"pool": jnp.zeros((0, 2, 16, 64))}, "at least one page of at least one position"),
     (
         {"pool": jnp.zeros((9, 2, 16, 64), jnp.int8)},
-        "k_scale with an int8 pool and with no other, got a pool of int8 w",
+        "kv_scales with an int8 pool and with no other, got a pool of int8 w",
     ),
     ({"pool": jnp.zeros((9, 2, 16, 64), jnp.int32)}, "a pool of a float dtype or int8, got int32"),
     ({"kv_lens": jnp.zeros((3,), jnp.int32)}, r"kv_lens of shape \(4,\), got \(3,\)"),
@@ -244,10 +242,14 @@ REFUSED = [
     ({"sinks": jnp.zeros((2,))}, r"sinks of shape \(4,\), got \(2,\)"),
     ({"options": {"scale": 1.0, "window": 0}}, "a window of at least 1 or None, got 0"),
     ({"options": {"scale": 1.0, "softcap": -1.0}}, "a positive softcap or None, got -1.0"),
-    ({"options": {"scale": 1.0, "alibi": jnp.zeros(2)}}, r"alibi of shape \(4,\), got \(2,\)"),
-    ({"options": {"scale": 1.0, "alibi": jnp.zeros(4), "softcap": 1.0}}, "softcap or alibi, got both"),
+    ({"options": {"scale": 1.0, "alibi": jnp.zeros(2)}}, r"alibi_slopes of shape \(4,\), got \(2,\)"),
+    ({"options": {"scale": 1.0, "alibi": jnp.zeros(4), "softcap": 1.0}}, "softcap or alibi_slopes, got both"),
     ({"options": {"scale": 1.0, "prefix_lens": jnp.zeros(3, jnp.int32)}}, r"prefix_lens of shape \(4,\), got \(3,\)"),
-    ({"options": {"scale": 1.0, "v_scale": jnp.zeros(2)}}, "v_scale with an int8 pool and with no other"),
+    ({"options": {"scale": 1.0, **SCALES}}, "kv_scales with an int8 pool and with no other"),
+    (
+        {"pool": jnp.zeros((9, 2, 16, 64), jnp.int8), "options": {"scale": 1.0, **SCALES, "v_scale": jnp.zeros(3)}},
+        r"kv_scales.v of shape \(2,\), got \(3,\)",
+    ),
 ]
 
 
@@ -255,12 +257,12 @@ REFUSED = [
 def test_what_does_not_fit_is_refused(change, message):
     case = paged_case().with_(**change)
     with pytest.raises(InvalidArgumentError, match=message):
-        paged_attention(*case.args, **case.options)
+        paged_attention(*case.args)
 
 
 def test_a_dtype_the_kernel_lacks_goes_to_the_reference():
     case = paged_case(pool_dtype="float8_e4m3fn")
-    assert registry.implementation_for("paged_attention", *case.args, **case.options).name == "reference"
+    assert registry.implementation_for("paged_attention", *case.args).name == "reference"
     check("reference", case)
     with pytest.raises(InvalidArgumentError, match="pool is float8_e4m3fn; the kernel has"):
         run("cpu-ffi", case)
@@ -287,7 +289,7 @@ def test_torch_operators_take_the_features_of_the_ops(features):
     q_lens, kv_lens = ((1, 1, 1), (5, 33, 40)) if one_each else ((5, 1, 17, 1), (5, 33, 40, 64))
     case = paged_case(q_lens=q_lens, kv_lens=kv_lens, **features)
     custom_ops.install()
-    arrays = list(case.args)
+    arrays = [*case.args[:-1], case.sinks]
     if one_each:
         del arrays[6]  # where each begins
     found, pool = functional_call(TorchOps())({}, (arrays,), {"options": case.options, "one_each": one_each})

@@ -21,20 +21,16 @@ NUM_TOKENS = 700  # more than one span of positions, whatever its length below t
 
 
 @functools.cache
-def compiled(**options):
-    return jax.jit(functools.partial(paged_attention, **options), donate_argnums=3)
+def compiled():
+    return jax.jit(lambda *args: paged_attention(*args), donate_argnums=3)
 
 
 def attend(case, pool, tokens, kv_lens, q_lens, seqs):
     """One call for `tokens` of the case's arrays, which belong to rows `seqs` of its page table."""
-    static = {name: case.options[name] for name in ("scale", "window", "softcap")}
-    traced = {name: value for name, value in case.options.items() if name not in static}
     cu = jnp.asarray(np.concatenate([[0], np.cumsum(q_lens)]), jnp.int32)
     table, lens = case.page_table[jnp.asarray(seqs)], jnp.asarray(kv_lens, jnp.int32)
     with use("paged_attention", "cpu-ffi"):
-        return compiled(**static)(
-            case.q[tokens], case.k[tokens], case.v[tokens], pool, table, lens, cu, case.sinks, **traced
-        )
+        return compiled()(case.q[tokens], case.k[tokens], case.v[tokens], pool, table, lens, cu, case.attention_args)
 
 
 def prompt(dtype, pool_dtype, features, num_tokens=NUM_TOKENS, **options):
@@ -102,8 +98,7 @@ def test_a_decode_step_gives_what_the_prompt_gave(dtype, pool_dtype, features):
                 case.page_table,
                 jnp.array([length], jnp.int32),
                 jnp.zeros(1, jnp.int32),
-                case.sinks,
-                **case.options,
+                case.attention_args,
             )
         assert_same_bits(np.asarray(out), whole[token])
         assert_same_bits(np.asarray(after), pool)
@@ -118,7 +113,7 @@ def digest():
         paged_case(q_lens=(1, 90, 1, 1), kv_lens=(800, 90, 1, 300), heads=4, dim=64),
     ):
         with use("paged_attention", "cpu-ffi"):
-            out, _ = paged_attention(*case.args, **case.options)
+            out, _ = paged_attention(*case.args)
         found.update(np.asarray(out).tobytes())
     return found.hexdigest()
 

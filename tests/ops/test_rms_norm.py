@@ -10,7 +10,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from model_adapters import ops
-from model_adapters.bridge import views
+from model_adapters.bridge.extract import extract_jax
 from model_adapters.bridge.host_arrays import to_jax_zero_copy
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.lowerings import install
@@ -91,7 +91,7 @@ def test_weights_of_another_16_bit_type_are_refused():
 
 def run_in_jax(norm, x):
     """What `norm` makes of `x` by JAX, as a model's part, and the implementations that were traced."""
-    weights, call = views.extract_jax(norm)
+    weights, call = extract_jax(norm)
     with rms_norm.intercepted(norm), registry.record_calls() as record:
         out = jax.jit(call)(weights, (to_jax_zero_copy(x),))
     return torch.from_dlpack(out), record

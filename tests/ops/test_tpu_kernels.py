@@ -18,14 +18,13 @@ from ops_oracle import assert_close
 from paged_oracle import exact_paged, paged_case
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import decode_attention, paged_attention, use
+from model_adapters.ops import KVScales, decode_attention, paged_attention, use
 from model_adapters.ops.kv_pool import write_tokens_at
 from model_adapters.ops.tpu import int8_matmul
 from model_adapters.ops.tpu.kv_write import write_tokens
 from model_adapters.ops.tpu.page_buffers import Blocks
 
 PARAMS = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
-TRACED = ("alibi", "prefix_lens", "k_scale", "v_scale")
 DTYPES = (("float32", None), ("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "int8"), ("float32", "int8"))
 FEATURES = ({}, {"window": 9}, {"softcap": 3.0}, {"sinks": True}, {"alibi": True, "window": 40}, {"sinks": True})
 GROUPS = (1, 2, 3, 4, 8, 16)
@@ -41,24 +40,17 @@ def interpreted(op):
             pltpu.reset_tpu_interpret_mode_state()
 
 
-def options_of(case):
-    static = {name: value for name, value in case.options.items() if name not in TRACED}
-    return static, {name: value for name, value in case.options.items() if name in TRACED}
-
-
 def run_paged(case):
-    static, traced = options_of(case)
     with interpreted("paged_attention"):
-        return jax.block_until_ready(jax.jit(functools.partial(paged_attention, **static))(*case.args, **traced))
+        return jax.block_until_ready(jax.jit(lambda *args: paged_attention(*args))(*case.args))
 
 
 def run_decode(case, starts=None, multiplies_int8=False):
     """`case`, whose sequences have one new token each, as decode_attention where int8 is multiplied or not."""
-    static, traced = options_of(case)
     starts = jnp.zeros_like(case.kv_lens) if starts is None else starts
-    args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, starts, case.sinks)
+    args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, starts, case.attention_args)
     with interpreted("decode_attention"), mock.patch.object(int8_matmul, "multiplies_int8", lambda: multiplies_int8):
-        return jax.block_until_ready(jax.jit(functools.partial(decode_attention, **static))(*args, **traced))
+        return jax.block_until_ready(jax.jit(lambda *args: decode_attention(*args))(*args))
 
 
 def check(made, case, capfd):
@@ -209,9 +201,9 @@ def test_more_int8_tokens_than_are_written_at_once(in_runs, capfd):
     seqs = jnp.arange(num_tokens, dtype=jnp.int32)
     positions = jnp.asarray(rng.integers(-2, 34, num_tokens), jnp.int32)
     scale = jnp.full((heads,), 0.03, jnp.float32)
-    expected = write_tokens_at(pool, table, seqs, positions, k, v, scale, scale)
+    expected = write_tokens_at(pool, table, seqs, positions, k, v, KVScales(scale, scale))
     with interpreted("decode_attention"):
-        made = write_tokens(pool, table, seqs, positions, k, v, scale, scale, in_runs=in_runs)
+        made = write_tokens(pool, table, seqs, positions, k, v, KVScales(scale, scale), in_runs=in_runs)
         np.testing.assert_array_equal(made, expected)
     assert "RACE DETECTED" not in capfd.readouterr().out
 
@@ -232,8 +224,8 @@ def test_starts_hide_what_is_before_them(capfd):
     starts = jnp.array([0, 33, 39, 9, 17, 49], jnp.int32)
     out, pool = run_decode(case, starts)
     with use("decode_attention", "reference"):
-        args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, starts, case.sinks)
-        expected, expected_pool = decode_attention(*args, **case.options)
+        args = (case.q, case.k, case.v, case.pool, case.page_table, case.kv_lens, starts, case.attention_args)
+        expected, expected_pool = decode_attention(*args)
     np.testing.assert_array_equal(out[jnp.array([1, 3])], 0)
     assert_close(out, np.asarray(expected, np.float64))
     np.testing.assert_array_equal(pool, expected_pool)
@@ -261,10 +253,9 @@ def test_nothing_is_written_or_read_outside(pool_dtype, multiplies_int8, capfd):
     table = case.page_table.at[0, 0].set(-1).at[3, 0].set(10**6)
     case = case.with_(page_table=table, kv_lens=jnp.array([3, 10**6, -2, 7], jnp.int32))
     out, pool = run_decode(case, multiplies_int8=multiplies_int8)
-    static, traced = options_of(case)
     with use("decode_attention", "reference"):
-        args = (case.q, case.k, case.v, case.pool, table, case.kv_lens, jnp.zeros(4, jnp.int32), case.sinks)
-        expected, expected_pool = decode_attention(*args, **static, **traced)
+        args = (case.q, case.k, case.v, case.pool, table, case.kv_lens, jnp.zeros(4, jnp.int32), case.attention_args)
+        expected, expected_pool = decode_attention(*args)
     assert_close(out, np.asarray(expected, np.float64))
     np.testing.assert_array_equal(pool, expected_pool)
     np.testing.assert_array_equal(pool, case.pool)

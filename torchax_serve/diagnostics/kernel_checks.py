@@ -1,4 +1,4 @@
-"""Every implementation of every op on this machine beside its reference, and how fast the memory is read.
+"""Checks every implementation of every op against its reference; memory bandwidth.
 
 The reference is computed on the CPU in float32 from the same inputs, whatever the device under test is.
 """
@@ -22,9 +22,9 @@ from model_adapters.ops import compressed_weight, registry
 from torchax_serve.diagnostics.report import Fact
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
-"""Largest ``|kernel - reference| / (|reference| + rms)``; rounding leaves up to 5e-6 and 1.5e-2."""
-_ON_A_MESH = "sharded"
-_ROUNDS = 5
+"""Largest ``|kernel - reference| / (|reference| + rms)`` by dtype; rounding causes up to 5e-6 and 1.5e-2."""
+_ON_A_MESH = "sharded"  # name of the implementations that need several devices
+_ROUNDS = 5  # repetitions of a timing, of which the fastest counts
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class KernelCase:
     """A call of an op.
 
     Attributes:
-        call: the op with all that is static.
-        args: arrays, floats among them in the dtype under test.
-        read_bytes: that the call has to read at least; None where that says nothing of its speed.
+        call: The op with its static arguments.
+        args: Arrays of the call, floats in the dtype under test.
+        read_bytes: Fewest bytes that the call reads; None if reads do not bound its speed.
     """
 
     call: Callable[..., Any]
@@ -43,7 +43,7 @@ class KernelCase:
 
 
 def _untraced(case: KernelCase) -> Callable[..., Any]:
-    """The call as a function of its own: JAX remembers what it has traced, and with it which kernel that took."""
+    """Returns the call as a new function: JAX caches traces, with their kernels, by function."""
     return lambda *args: case.call(*args)
 
 
@@ -80,7 +80,7 @@ def _grouped_matmul(dtype: Any, size: int) -> KernelCase:
 
 def _dense_attention(dtype: Any, size: int) -> KernelCase:
     shape = (1, 2, 256 * size, 64)  # long enough for a second block of queries where `size` is 4
-    call = partial(ops.dense_attention, scale=0.125, causal=True)
+    call = partial(ops.dense_attention, mask=None, args=ops.AttentionArgs(0.125), causal=True)
     return KernelCase(call, tuple(_normal(dtype, *shape, seed=seed) for seed in range(3)))
 
 
@@ -88,7 +88,7 @@ _HEADS, _GROUP, _DIM, _PAGE = 2, 4, 128, 64
 
 
 def _pages(dtype: Any, num_rows: int, row_len: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A pool with `num_rows` sequences of `row_len` tokens on shuffled pages, its page table, and their lengths."""
+    """Returns a pool of sequences on shuffled pages, its page table and their lengths."""
     pages_per_row = -(-row_len // _PAGE)
     order = np.random.default_rng(5).permutation(num_rows * pages_per_row)
     table = jnp.asarray(1 + order.reshape(num_rows, pages_per_row), jnp.int32)
@@ -106,7 +106,7 @@ def _decode_attention(dtype: Any, size: int) -> KernelCase:
     num_rows = 4 * size
     pool, table, lens = _pages(dtype, num_rows, 128 * size)
     starts = jnp.zeros_like(lens)
-    call = partial(ops.decode_attention, scale=_DIM**-0.5)
+    call = partial(ops.decode_attention, args=ops.AttentionArgs(_DIM**-0.5))
     return KernelCase(call, (*_tokens(dtype, num_rows), pool, table, lens, starts), pool.nbytes)
 
 
@@ -114,7 +114,7 @@ def _paged_attention(dtype: Any, size: int) -> KernelCase:
     new = (1, 20, 1, 10)
     pool, table, lens = _pages(dtype, len(new), 64 * size)
     ends = jnp.asarray([0, *np.cumsum(new)], jnp.int32)
-    call = partial(ops.paged_attention, scale=_DIM**-0.5)
+    call = partial(ops.paged_attention, args=ops.AttentionArgs(_DIM**-0.5))
     return KernelCase(call, (*_tokens(dtype, sum(new)), pool, table, lens, ends))
 
 
@@ -128,30 +128,33 @@ CASES: dict[str, Callable[[Any, int], KernelCase]] = {
     "rms_norm": _rms_norm,
     "row_sum": _row_sum,
 }
-"""By op: a call of it in a dtype, its arrays as large as the second argument says (1 is small)."""
+"""Makes a call of each op in a dtype; the second argument scales the arrays (1 is small)."""
 
 
 def kernels_in_use() -> Iterator[Fact]:
-    """By op, which implementation this machine takes in bfloat16 and float32, and why not a faster one."""
+    """Yields the implementation of each op in bfloat16 and float32, and why no faster one."""
     for op in ops.list_ops():
         chosen, reasons = {}, []
         for dtype in ("bfloat16", "float32"):
             case = CASES[op.name](dtype, 1)
-            with registry.record_calls() as record, registry.fallbacks() as refusals:
+            with registry.record_calls() as record, registry.fallbacks() as fallbacks:
                 jax.eval_shape(_untraced(case), *case.args)
             chosen[dtype] = next((name for each, name in sorted(record) if each == op.name), "unknown")
-            reasons += refusals
+            reasons += fallbacks
         names = " and ".join(sorted(set(chosen.values())))
         if len(set(chosen.values())) > 1:
             names = ", ".join(f"{name} in {dtype}" for dtype, name in chosen.items())
         why = f" ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
-        # A kernel of the platform that is left out costs speed; that other ways are for other shapes does not.
+        # A missing kernel of the platform costs speed; an implementation for other shapes does not.
         is_slower = any(f"{op.name}, {registry.platform()}-" in reason for reason in reasons)
         yield Fact(op.name, names + why, "note" if is_slower else "ok")
 
 
 def numerics(note: Callable[[str], None], *, size: int = 4) -> Iterator[Fact]:
-    """By op and implementation, the largest difference from the reference; one beyond `TOLERANCE` is a problem."""
+    """Yields the largest difference from the reference of each implementation.
+
+    One beyond `TOLERANCE` is a problem.
+    """
     for op in ops.list_ops():
         for implementation in op.implementations:
             if registry.platform() not in implementation.platforms or implementation.name == _ON_A_MESH:
@@ -161,25 +164,25 @@ def numerics(note: Callable[[str], None], *, size: int = 4) -> Iterator[Fact]:
 
 
 def _compared(op: str, implementation: str, size: int) -> Fact:
-    differences, refused = {}, []
+    differences, unsupported = {}, []
     for dtype, tolerance in TOLERANCE.items():
         case = CASES[op](dtype, size)
         if implementation == "cpu-packed":
             case = _packed(case, dtype)
         try:
-            reason = _refusal(op, implementation, case)
+            reason = _unsupported_reason(op, implementation, case)
             if reason is not None:
-                refused.append(f"{dtype}: {reason}")
+                unsupported.append(f"{dtype}: {reason}")
                 continue
             with registry.use(op, implementation):
                 got = jax.jit(_untraced(case))(*case.args)
             differences[dtype] = (largest_difference(got, _reference(CASES[op](dtype, size))), tolerance)
-        except Exception as error:  # whatever a compiler raises is what is looked for
+        except Exception as error:  # reports whatever a compiler raises
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             return Fact(f"{op}, {implementation}", f"{dtype} fails with {reason}", "problem")
     said = [f"{dtype} {largest:.1e}" for dtype, (largest, _) in differences.items()]
     beyond = [dtype for dtype, (largest, tolerance) in differences.items() if not largest <= tolerance]
-    text = ", ".join([*said, *(f"not for {each}" for each in refused)])
+    text = ", ".join([*said, *(f"not for {each}" for each in unsupported)])
     if beyond:
         allowed = ", ".join(f"{dtype} {TOLERANCE[dtype]:g}" for dtype in beyond)
         return Fact(f"{op}, {implementation}", f"{text}; expected at most {allowed}", "problem")
@@ -187,7 +190,7 @@ def _compared(op: str, implementation: str, size: int) -> Fact:
 
 
 def _packed(case: KernelCase, dtype: str) -> KernelCase:
-    """`case` of ``linear`` with its weight packed; as it is where it cannot be."""
+    """Returns `case` of ``linear`` with its weight compressed, or `case` if that is unsupported."""
     weight = compressed_weight.compress_weight(case.args[1]) if dtype == "bfloat16" else None
     if weight is None:
         return case
@@ -199,8 +202,8 @@ def _packed(case: KernelCase, dtype: str) -> KernelCase:
     return KernelCase(call, (case.args[0], weight))
 
 
-def _refusal(op: str, implementation: str, case: KernelCase) -> str | None:
-    """Why `implementation` does not take the call, or None."""
+def _unsupported_reason(op: str, implementation: str, case: KernelCase) -> str | None:
+    """Returns why `implementation` does not support the call, or None."""
     try:
         with registry.use(op, implementation):
             jax.eval_shape(_untraced(case), *case.args)
@@ -210,7 +213,7 @@ def _refusal(op: str, implementation: str, case: KernelCase) -> str | None:
 
 
 def _reference(case: KernelCase) -> Any:
-    """What `case` is in float32 on the CPU, by references alone: they are made of each other."""
+    """Returns the result of `case` in float32 on the CPU, with references for all ops."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.default_device(jax.devices("cpu")[0]))
         stack.enter_context(registry.on_platform("cpu"))
@@ -225,7 +228,7 @@ def _wide(array: jax.Array) -> jax.Array:
 
 
 def largest_difference(got: Any, expected: Any) -> float:
-    """The largest ``|got - expected| / (|expected| + rms)`` of two results; nan where one of them has one."""
+    """Returns the largest ``|got - expected| / (|expected| + rms)``, nan if a result is nan."""
     largest = 0.0
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         one, other = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
@@ -235,7 +238,7 @@ def largest_difference(got: Any, expected: Any) -> float:
 
 
 def bandwidth(note: Callable[[str], None], *, buffer_bytes: int | None = None) -> Iterator[Fact]:
-    """How fast memory is read here, and how much of that the kernels reach that wait for it."""
+    """Yields the memory bandwidth and how much of it bandwidth-bound kernels reach."""
     from torchax_serve.bench.machine import measure_bandwidth
 
     note("reading memory")

@@ -1,9 +1,9 @@
 """Compiles the C++ kernels at their first use, into the user's cache folder.
 
-The file is named by what it depends on: the sources, the processor's features, jaxlib and the compiler. A second
-process finds it; where the compiler has gone, or fails, a library that another one made of the same sources serves as
-well. Two processes that start at once are kept apart by a lock. The library is sealed
-(`model_adapters/disk_cache.py`): one that is damaged, or that others could have written, is never loaded.
+The name of the file is a digest of its sources, the processor's features, jaxlib and the compiler, so that a second
+process finds it. If the compiler is missing or fails, a library that another compiler built from the same sources is
+used. A lock keeps two processes from building at once. The library is sealed (`model_adapters/disk_cache.py`): one that
+is damaged, or that other users could have written, is never loaded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from model_adapters.disk_cache import SealedFolder, cache_root, open_lock
 FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off")
-COMPILE_LIMIT_S = 300.0
+COMPILE_LIMIT_S = 300.0  # seconds for one run of the compiler; files take 10 to 20 s on a free core
 
 
 class BuildError(Exception):
     """Why there is no kernel library; the caller falls back to XLA's own operations.
 
     Attributes:
-        remedy: what the user can do.
+        remedy: What the user can do, as an imperative.
     """
 
     def __init__(self, reason: str, remedy: str = "install g++ or set CXX") -> None:
@@ -44,10 +44,12 @@ class BuildError(Exception):
 
 
 def cache_folder() -> SealedFolder:
-    """Where built libraries are kept: ``$XDG_CACHE_HOME/torchax-serve/kernels``, else under ``~/.cache``.
+    """Returns the folder of built libraries.
+
+    It is ``$XDG_CACHE_HOME/torchax-serve/kernels``, else under ``~/.cache``.
 
     Raises:
-        BuildError: there is no home folder, or others could have written there.
+        BuildError: no home folder, or a folder that other users could have written to.
     """
     try:
         folder = SealedFolder(cache_root() / "kernels", "compiled kernels")
@@ -60,7 +62,10 @@ def cache_folder() -> SealedFolder:
 
 
 def find_compiler() -> list[str]:
-    """The command of the C++ compiler: ``$CXX`` if set, else the first of g++, clang++ and c++ on the path."""
+    """Returns the command of the C++ compiler.
+
+    It is ``$CXX`` if set, else the first of g++, clang++ and c++ on the path.
+    """
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
         if shutil.which(named[0]) is None:
@@ -84,14 +89,14 @@ def _run(command: list[str]) -> str:
 
 
 def _cpuinfo() -> list[str]:
-    """The lines in which Linux describes the processor; none elsewhere."""
+    """Returns the lines in which Linux describes the processor; none on other systems."""
     with contextlib.suppress(OSError):
         return Path("/proc/cpuinfo").read_text().splitlines()
     return []
 
 
 def processor() -> str:
-    """What decides which instructions ``-march=native`` stands for."""
+    """Returns the features of the processor, which decide what ``-march=native`` means."""
     named = (line for line in _cpuinfo() if line.lower().startswith(("flags", "features")))
     return next(named, f"{platform.machine()} {platform.processor()}")
 
@@ -104,12 +109,12 @@ def _processor_flags() -> list[str]:
 
 
 def sources() -> list[Path]:
-    """The C++ files, in a fixed order."""
+    """Returns the C++ files in a fixed order."""
     return sorted(FOLDER.glob("*.cc"))
 
 
 def _source_key(flags: list[str]) -> str:
-    """Of what a library must have in common with this process, whoever compiled it."""
+    """Returns a digest of what a library and this process must share, for any compiler."""
     parts = [processor(), jaxlib.version.__version__, " ".join([os.environ.get("CXX", ""), *flags])]
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in [*sources(), *sorted(FOLDER.glob("*.h"))]:
@@ -124,7 +129,10 @@ def _compiler_key(compiler: list[str]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`; where files cannot be locked, two processes build and the later one wins."""
+    """Holds an exclusive lock on `path`.
+
+    If files cannot be locked, two processes build and the later one wins.
+    """
     with open(open_lock(path), "w") as file:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
@@ -153,11 +161,11 @@ def library_path(extra_flags: tuple[str, ...] | None = None, *, rebuild: bool = 
     """Returns the compiled library, building it if there is none for this machine yet.
 
     Args:
-        extra_flags: In place of those that select this machine's instruction set.
-        rebuild: Build even when there is one (it could not be loaded).
+        extra_flags: Flags in place of those that select this machine's instruction set.
+        rebuild: Build even if there is a library (it could not be loaded).
 
     Raises:
-        BuildError: there is none, and no compiler, a failed compilation, or a cache folder that cannot be written.
+        BuildError: no library and no compiler, a failed compilation, or a cache folder that cannot be written.
     """
     flags = [*FLAGS, *(_processor_flags() if extra_flags is None else extra_flags)]
     folder = cache_folder()
@@ -165,7 +173,7 @@ def library_path(extra_flags: tuple[str, ...] | None = None, *, rebuild: bool = 
     try:
         return _built(find_compiler(), flags, folder, stem, rebuild)
     except BuildError:
-        # Newest first: any that was made of these sources for this processor.
+        # The last used of those that were built from these sources for this processor.
         entries = sorted(folder.entries(), key=lambda entry: -entry.last_used)
         found = (entry.path for entry in entries if entry.path.name.startswith(stem) and folder.has(entry.path.name))
         if rebuild or (path := next(found, None)) is None:
@@ -174,7 +182,7 @@ def library_path(extra_flags: tuple[str, ...] | None = None, *, rebuild: bool = 
 
 
 def _built(compiler: list[str], flags: list[str], folder: SealedFolder, stem: str, rebuild: bool) -> Path:
-    """The library that `compiler` makes, from the folder or built now."""
+    """Returns the library of `compiler`, from the folder or built now."""
     name = f"{stem}-{_compiler_key(compiler)}.so"
     if rebuild or not folder.has(name):
         try:

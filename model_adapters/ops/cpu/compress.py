@@ -1,4 +1,4 @@
-"""Weights of bfloat16 taken together in three quarters of their bytes, and apart again; `packed.h` says how."""
+"""Lossless compression of bfloat16 weights to three quarters; see `packed.h` for the format."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from model_adapters.bridge.host_arrays import XLA_CPU_ALIGNMENT
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.cpu.ffi import GROUP_COLUMNS, GROUP_ROWS
 
-GROUP_BYTES = 192
-CODES = 16
-_LISTED = 8
-"""Of so many groups one may stay as it was. With more of them, little is gained."""
+GROUP_BYTES = 192  # of a group of 16 rows and 8 columns, which takes 256 bytes uncompressed
+CODES = 16  # entries in the table of high bytes: 4 bits each
+_MAX_UNCOMPRESSED_SHARE = 8  # at most one group of so many is stored uncompressed; with more, little is saved
 
 
-def refuses(weight: jax.Array) -> str | None:
-    """Why a weight is left as it is, or None."""
+def unsupported_reason(weight: jax.Array) -> str | None:
+    """Returns why ``weight[...]`` cannot be compressed, or None."""
     if weight.dtype != jnp.bfloat16:
         return f"it is {weight.dtype}; only the high bytes of bfloat16 are much alike"
     if weight.ndim != 2 or weight.shape[0] % GROUP_ROWS or weight.shape[1] % GROUP_COLUMNS or not weight.size:
         return f"its shape is {list(weight.shape)}, not [n, k] of whole {GROUP_ROWS}s and {GROUP_COLUMNS}s"
-    return ffi.refuses_packing()
+    return ffi.packing_unsupported_reason()
 
 
 def group_bytes(shape: tuple[int, ...]) -> int:
-    """Of the groups of a weight of `shape`, and of what lies between them and the next weight's."""
+    """Returns the bytes of the groups of a weight of `shape`, padded for the next weight."""
     size = math.prod(shape) * GROUP_BYTES // (GROUP_ROWS * GROUP_COLUMNS)
     return size + -size % XLA_CPU_ALIGNMENT
 
 
 def pack(weight: np.ndarray, place: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray] | None:
-    """Groups uint8[n / 16, k / 8, 192] and index int32[...] of `weight` bfloat16[n, k]; None where little is gained.
+    """Returns groups uint8[n / 16, k / 8, 192] and index int32[...], or None if little is saved.
 
-    The groups lie in `place`, uint8[group_bytes(weight.shape)], if there is one.
+    Args:
+        weight: bfloat16[n, k].
+        place: Memory for the groups, uint8[group_bytes(weight.shape)], or None for new memory.
     """
     n, k = weight.shape
     plain = np.ascontiguousarray(weight)
     shape = (n // GROUP_ROWS, k // GROUP_COLUMNS, GROUP_BYTES)
     groups = (np.empty(math.prod(shape), np.uint8) if place is None else place[: math.prod(shape)]).reshape(shape)
     table, first = np.empty(CODES, np.uint8), np.empty(n // GROUP_ROWS + 1, np.int32)
-    most = shape[0] * shape[1] // _LISTED
+    most = shape[0] * shape[1] // _MAX_UNCOMPRESSED_SHARE
     at, words = np.empty(most, np.int32), np.empty((most, GROUP_ROWS * GROUP_COLUMNS // 2), np.int32)
     sizes = [ctypes.c_int64(size) for size in (n, k, most)]
     arrays = [_pointer(array) for array in (table, groups, first, at, words)]

@@ -1,6 +1,6 @@
 """The C++ kernels as JAX functions.
 
-Without a compiler there are none: :func:`missing` says why, and callers use XLA's own operations.
+Without a compiler there are none: :func:`missing` returns why, and callers use XLA's own operations.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.cpu import build
 
 logger = logging.getLogger("torchax_serve")
@@ -27,7 +28,7 @@ logger = logging.getLogger("torchax_serve")
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8))
 GROUP_ROWS, GROUP_COLUMNS = 16, 8
-"""Of a weight, whose numbers are packed together."""
+"""Rows and columns of a weight that are compressed together."""
 TARGETS = (
     "tas_activation",
     "tas_decode_attention",
@@ -40,7 +41,7 @@ TARGETS = (
     "tas_unpack",
 )
 ROW_BY_ROW = ("tas_activation", "tas_linear", "tas_packed_linear", "tas_rms_norm", "tas_row_sum")
-"""Targets that treat each row of their first operand by itself, and give as many."""
+"""Targets that compute each row of their result from the same row of their first operand."""
 _lock = threading.Lock()
 _BATCH_INVARIANT = contextvars.ContextVar("in_order", default=False)
 
@@ -55,13 +56,13 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def _loaded() -> ctypes.CDLL | str:
-    """The library with its targets registered, or why there is none. Logs one line."""
+    """Returns the library with its targets registered, or why there is none. Logs one line."""
     begin = time.perf_counter()
     try:
         path = build.library_path()
         try:
             library = _open(path)
-        except (OSError, AttributeError):  # intact, and for other libraries than this system has
+        except (OSError, AttributeError):  # an intact file, linked to libraries that this system lacks
             library = _open(build.library_path(rebuild=True))
     except (build.BuildError, OSError, AttributeError) as error:
         remedy = error.remedy if isinstance(error, build.BuildError) else "install g++ or set CXX"
@@ -76,32 +77,39 @@ def _loaded() -> ctypes.CDLL | str:
 
 
 def _library() -> ctypes.CDLL | str:
-    with _lock:  # functools.cache alone would let two threads build
+    with _lock:  # functools.cache by itself would let two threads build
         return _loaded()
 
 
 def missing() -> str | None:
-    """Why the kernels cannot be used here, or None when they can; builds or loads them at the first call."""
+    """Returns why the kernels cannot be used here, or None.
+
+    The first call builds or loads them.
+    """
     found = _library()
     return found if isinstance(found, str) else None
 
 
 def max_linear_rows(dtype: jnp.dtype) -> int | None:
-    """Up to how many rows of `dtype` :func:`linear` is faster than XLA's product here; None: any number."""
+    """Returns the most rows for which :func:`linear` is faster than XLA's; None: any number."""
     library = _library()
     return 0 if isinstance(library, str) else int(library.tas_linear_max_rows(jnp.dtype(dtype).itemsize)) or None
 
 
 def library() -> ctypes.CDLL:
-    """The library; there must be one."""
+    """Returns the library.
+
+    Raises:
+        RuntimeError: there is none; call :func:`missing` first.
+    """
     found = _library()
     if isinstance(found, str):
         raise RuntimeError(f"no CPU kernels: {found}; ask missing() first")
     return found
 
 
-def refuses_packing() -> str | None:
-    """Why products with packed weights are not for this processor, or None."""
+def packing_unsupported_reason() -> str | None:
+    """Returns why this processor does not multiply with compressed weights, or None."""
     if (reason := missing()) is not None:
         return reason
     return None if library().tas_packs() else "they are for processors with AVX2 or AVX-512BW and without AMX"
@@ -116,15 +124,15 @@ def _or_empty(array: jax.Array | None) -> jax.Array:
     return jnp.zeros((0,), jnp.float32) if array is None else array.astype(jnp.float32)
 
 
-def refuses(x: jax.Array) -> str | None:
-    """Why the kernels cannot take numbers of x's dtype here, or None."""
+def unsupported_reason(x: jax.Array) -> str | None:
+    """Returns why the kernels cannot take the dtype of `x`, of any shape, or None."""
     if x.dtype not in DTYPES:
         return f"x is {x.dtype}, the kernel has bfloat16, float16 and float32"
     return missing()
 
 
 def differentiable(kernel: Callable[..., jax.Array], reference: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`kernel` with the derivatives of `reference`, which computes the same of the same arrays."""
+    """Returns `kernel` with the derivatives of `reference`, which has the same result."""
 
     @jax.custom_jvp
     def run(*arrays: Any) -> jax.Array:
@@ -137,12 +145,17 @@ def differentiable(kernel: Callable[..., jax.Array], reference: Callable[..., ja
     return run
 
 
-def refuses_attention(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array) -> str | None:
-    """Why the attention kernels cannot take these arrays, or None."""
+def attention_unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array) -> str | None:
+    """Returns why the attention kernels cannot take the dtypes of the arrays, or None."""
     for name, array, dtypes in (("q", q, DTYPES), ("k", k, DTYPES), ("v", v, DTYPES), ("pool", pool, POOL_DTYPES)):
         if array.dtype not in dtypes:
             return f"{name} is {array.dtype}; the kernel has {', '.join(str(dtype) for dtype in dtypes)}"
     return missing()
+
+
+DECODE_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales"})
+PAGED_ARGS = DECODE_ARGS | {"prefix_lens"}
+"""Fields of `AttentionArgs` that the kernels take."""
 
 
 def decode_attention(
@@ -153,19 +166,12 @@ def decode_attention(
     page_table: jax.Array,
     lens: jax.Array,
     starts: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """See :func:`model_adapters.ops.decode_attention`; one fused kernel, the pool in place when it is donated."""
-    floats = [_or_empty(array) for array in (sinks, alibi, k_scale, v_scale)]
-    whole = [array.astype(jnp.int32) for array in (page_table, lens, starts)]
-    return _attend("tas_decode_attention", q, k, v, pool, [*whole, *floats], scale, window, softcap)
+    """Runs the op as one fused kernel, which updates a donated pool in place."""
+    floats = [_or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
+    ints = [array.astype(jnp.int32) for array in (page_table, lens, starts)]
+    return _attend("tas_decode_attention", q, k, v, pool, [*ints, *floats], args)
 
 
 def paged_attention(
@@ -176,25 +182,17 @@ def paged_attention(
     page_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    prefix_lens: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """See :func:`model_adapters.ops.paged_attention`; one fused kernel, the pool in place when it is donated.
+    """Runs the op as one fused kernel, which updates a donated pool in place.
 
-    A token's result is the same to the last bit whatever else is in the batch, however its prompt was cut into chunks
-    and on however many threads; and the same as that of :func:`decode_attention`.
+    A token's result is bit-equal for any batch, any chunks of its prompt and any number of threads, and bit-equal to
+    that of :func:`decode_attention`.
     """
-    prefix_lens = jnp.zeros((0,), jnp.int32) if prefix_lens is None else prefix_lens
-    floats = [_or_empty(array) for array in (sinks, alibi, k_scale, v_scale)]
-    whole = [array.astype(jnp.int32) for array in (page_table, kv_lens, cu_q_lens, prefix_lens)]
-    return _attend("tas_paged_attention", q, k, v, pool, [*whole, *floats], scale, window, softcap)
+    prefix_lens = jnp.zeros((0,), jnp.int32) if args.prefix_lens is None else args.prefix_lens
+    floats = [_or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
+    ints = [array.astype(jnp.int32) for array in (page_table, kv_lens, cu_q_lens, prefix_lens)]
+    return _attend("tas_paged_attention", q, k, v, pool, [*ints, *floats], args)
 
 
 def _attend(
@@ -204,25 +202,29 @@ def _attend(
     v: jax.Array,
     pool: jax.Array,
     arrays: list[jax.Array],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
+    """Calls an attention target; absent arrays are passed as arrays without elements."""
     results = (
         jax.ShapeDtypeStruct((*q.shape[:2], v.shape[2]), q.dtype),
         jax.ShapeDtypeStruct(pool.shape, pool.dtype),
     )
     call = _call(target, results, input_output_aliases={3: 1})
-    options = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0), "window": np.int64(window or 0)}
+    options = {
+        "scale": np.float32(args.scale),
+        "softcap": np.float32(args.softcap or 0.0),
+        "window": np.int64(args.window or 0),
+    }
     out, pool = call(q, k, v, pool, *arrays, **options)
     return out, pool
 
 
 @contextlib.contextmanager
 def batch_invariant(wanted: bool = True) -> Iterator[None]:
-    """Products traced inside sum in one order for any number of rows: each row's are the same whatever is beside it.
+    """Makes rows of products traced inside bit-equal for any number of rows.
 
-    Else up to four rows of a 16-bit type are summed in an order of their own, which reads weights a third faster.
+    All sums are in one order. Else up to four rows of a 16-bit type are summed in another order, which reads weights a
+    third faster.
     """
     before = _BATCH_INVARIANT.set(wanted)
     try:
@@ -232,25 +234,41 @@ def batch_invariant(wanted: bool = True) -> Iterator[None]:
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """``x[rows, K] @ weight[N, K].T + bias[N]`` in `dtype` (that of x, or float32), sums in float32."""
+    """Returns ``x[rows, K] @ weight[N, K].T + bias[N]`` in `dtype`, summed in float32.
+
+    `dtype` is that of x, or float32.
+    """
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
     return _call("tas_linear", result)(x, weight, _or_empty(bias), in_order=_BATCH_INVARIANT.get())
 
 
 def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """`linear` of bfloat16, its weight packed. Summed as in :func:`batch_invariant`, to the last bit."""
+    """Returns :func:`linear` with a compressed weight, bit-equal to :func:`batch_invariant`.
+
+    Args:
+        x: bfloat16[rows, K].
+        groups: Compressed weight, uint8[N / 16, K / 8, 192].
+        index: Table of the weight, int32[...].
+        bias: float[N] or None.
+    """
     result = jax.ShapeDtypeStruct((x.shape[0], groups.shape[0] * GROUP_ROWS), x.dtype)
     return _call("tas_packed_linear", result)(x, groups, index, _or_empty(bias))
 
 
 def unpack(groups: jax.Array, index: jax.Array) -> jax.Array:
-    """The weight bfloat16[N, K] that was packed."""
+    """Returns the weight bfloat16[N, K] of a compressed one.
+
+    `groups` are uint8[N / 16, K / 8, 192], `index` int32[...].
+    """
     result = jax.ShapeDtypeStruct((groups.shape[0] * GROUP_ROWS, groups.shape[1] * GROUP_COLUMNS), jnp.bfloat16)
     return _call("tas_unpack", result)(groups, index)
 
 
 def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """``x[T, K]`` in runs of `group_sizes[E]` rows, each times its ``weight[E, N, K]`` transposed; zeros behind."""
+    """Returns groups of rows of ``x[T, K]``, each times its ``weight[E, N, K]`` transposed.
+
+    `group_sizes` is ``int32[E]``. Rows after the last group are zero.
+    """
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
     return _call("tas_grouped_linear", result)(
         x, weight, group_sizes.astype(jnp.int32), in_order=_BATCH_INVARIANT.get()
@@ -258,20 +276,20 @@ def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> j
 
 
 def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:
-    """SiLU of `x`, or GELU by the hyperbolic tangent, in x's dtype; computed in float32."""
+    """Returns SiLU or tanh GELU of ``x[...]`` in x's dtype, computed in float32."""
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     out: jax.Array = _call("tas_activation", result)(x, is_gelu=np.int64(is_gelu))
     return out
 
 
 def row_sum(x: jax.Array) -> jax.Array:
-    """float32[rows]: the sums of the rows of ``x[rows, n]``."""
+    """Returns the sums float32[rows] of the rows of ``x[rows, n]``."""
     out: jax.Array = _call("tas_row_sum", jax.ShapeDtypeStruct(x.shape[:1], jnp.float32))(x)
     return out
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, rounds_first: bool) -> jax.Array:
-    """`model_adapters.ops.rms_norm` of ``x[rows, n]``."""
+    """Returns `model_adapters.ops.rms_norm` of ``x[rows, n]`` and ``weight[n]``."""
     call = _call("tas_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
     out: jax.Array = call(x, weight, eps=np.float32(eps), rounds_first=np.int64(rounds_first))
     return out

@@ -1,7 +1,7 @@
-"""Memory in pages of 2 MiB, where the system has them.
+"""Memory in huge pages of 2 MiB, where the system has them.
 
-A stream of memory stops at the end of each page to look the next one up, which costs a tenth of the time with pages of
-4 KiB (2 cores of Zen 4, reading weights or keys and values).
+Sequential reads wait at the end of each page for its address translation, which costs a tenth of the time with pages
+of 4 KiB (2 cores of Zen 4, reading weights or keys and values).
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ _MADV_COLLAPSE = 25  # of Linux 6.1 and later: copies what is there into huge pa
 
 
 class HugePages:
-    """Memory for `num_bytes` bytes of weights that are read one behind the other, in such pages."""
+    """Allocates huge pages for `num_bytes` bytes of weights that are read one after the other."""
 
     def __init__(self, num_bytes: int) -> None:
         memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(AttributeError, OSError):  # no Linux, or pages of one size alone
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(memory, np.uint8)
         self._next = -self._bytes.ctypes.data % HUGE_PAGE_BYTES
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """The next uint8[num_bytes], at the beginning of a line of the cache."""
+        """Returns the next uint8[num_bytes], aligned to a cache line."""
         begin, self._next = self._next, self._next + num_bytes + -num_bytes % XLA_CPU_ALIGNMENT
         return self._bytes[begin : begin + num_bytes]
 
 
 def in_huge_pages(array: jax.Array) -> jax.Array:
-    """`array`, on one CPU device, moved into such pages at its own addresses; as it was, where the system refuses."""
+    """Moves ``array[...]`` on a CPU device into huge pages at its addresses, if possible."""
     _advise(array, _MADV_COLLAPSE)
     return array
 
 
 def without_memory(zeros: jax.Array) -> jax.Array:
-    """`zeros`, an array of zeros on one CPU device, with its memory given back to the system until it is written.
+    """Releases the memory of ``zeros[...]`` on a CPU device until it is written.
 
-    Memory of a process that is private and anonymous, as XLA's is, reads as zeros after that, and comes back in huge
-    pages, part by part. Where the system refuses, the array keeps its memory.
+    Private anonymous memory of a process, as XLA's is, then reads as zeros and is allocated again in huge pages as it
+    is written. If the system cannot release it, the array keeps its memory.
     """
     _advise(zeros, _MADV_DONTNEED, _MADV_HUGEPAGE)
     return zeros
 
 
 def _advise(array: jax.Array, *advice: int) -> None:
-    """Tells Linux about all whole huge pages within `array`; other systems are told nothing."""
-    array.block_until_ready()  # nothing is there before it is written
+    """Calls ``madvise`` on all complete huge pages within `array`, on Linux."""
+    array.block_until_ready()  # its memory may not be allocated before
     begin = array.unsafe_buffer_pointer()
     first = begin + -begin % HUGE_PAGE_BYTES
     num_bytes = (begin + array.nbytes - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

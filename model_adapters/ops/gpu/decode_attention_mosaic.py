@@ -1,16 +1,15 @@
-"""Decode attention for Hopper through Pallas' Mosaic GPU lowering, for whoever asks for it.
+"""Decode attention for Hopper through Pallas' Mosaic GPU lowering.
 
-It is not taken by itself until it has been measured to be the faster one: ``use("decode_attention", "gpu-mosaic")``.
+It runs only inside of ``use("decode_attention", "gpu-mosaic")``: it has not been measured to be the faster one yet.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from model_adapters.ops import registry
+from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
 from model_adapters.ops.decode_attention import OP, write_token
 from model_adapters.ops.gpu.split_kv import LOG2_E, NOTHING, num_splits
 
@@ -22,10 +21,18 @@ MAX_DIMS = 448  # keys and values together: two blocks of them, queries and sums
 DIM_MULTIPLE = 64  # the 128 bytes of a swizzle
 PAGE_MULTIPLE = 8  # rows of a tile in shared memory
 BLOCK_LEN = 64
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks"})
+"""Fields of `AttentionArgs` that the kernel takes."""
 
 
 def _combine(outs: jax.Array, logs: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Attention over all splits, axis 2 of ``[B, H, splits, G, Dv]`` and of ``[B, H, splits, G]``."""
+    """Returns attention over all splits, ``float32[B, H, G, Dv]``.
+
+    Args:
+        outs: Attention over each split, ``float32[B, H, splits, G, Dv]``.
+        logs: Logarithm to base 2 of each split's sum of weights, ``float32[B, H, splits, G]``.
+        sinks: Logits ``[Hq]`` or None.
+    """
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, outs.shape[1], 1, -1) * LOG2_E
     top = jnp.max(logs, axis=2, keepdims=True)
     top = top if sink is None else jnp.maximum(top, sink)
@@ -36,18 +43,20 @@ def _combine(outs: jax.Array, logs: jax.Array, sinks: jax.Array | None) -> jax.A
     return jnp.sum(outs * weights[..., None], axis=2)
 
 
-def _refuses(
+def _unsupported_reason(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     pool: jax.Array,
     page_table: jax.Array,
-    *args: Any,
-    alibi: jax.Array | None = None,
-    **kwargs: Any,
+    lens: jax.Array,
+    starts: jax.Array,
+    args: AttentionArgs,
 ) -> str | None:
     if registry.platform() != "gpu":
         return f"programs are traced for a {registry.platform()}; the kernel is for GPUs"
+    if (reason := unsupported_field(args, SUPPORTED_ARGS)) is not None:
+        return reason
     if str(q.dtype) not in DTYPES or pool.dtype != q.dtype:
         return f"q is {q.dtype} and pool {pool.dtype}; the kernel has bfloat16 over itself and float16 over itself"
     if 0 in q.shape:
@@ -63,14 +72,12 @@ def _refuses(
         return f"pages of {page} positions; the kernel has 8, 16, 32 and multiples of {BLOCK_LEN}"
     if pool.shape[3] % PAGE_MULTIPLE:
         return f"rows of the pool have {pool.shape[3]} elements; the kernel needs a multiple of {PAGE_MULTIPLE}"
-    if alibi is not None:
-        return "alibi is not implemented"
     if jax.default_backend() == "gpu" and not str(jax.devices()[0].compute_capability).startswith("9."):
         return f"a GPU of compute capability {jax.devices()[0].compute_capability}; the kernel is for 9.0, Hopper"
     return None
 
 
-@registry.register(OP, NAME, (), refuses=_refuses)
+@registry.register(OP, NAME, (), unsupported_reason=_unsupported_reason)
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
@@ -79,24 +86,17 @@ def decode_attention(
     page_table: jax.Array,
     lens: jax.Array,
     starts: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """The op's kernel for Hopper; the new token is written before, by a scatter of rows that XLA keeps in place."""
-    # Imported where it is needed: the lowering takes longer to import than all the rest of the ops.
+    """Writes the new tokens, by a scatter in place, and runs the kernel for Hopper."""
+    # Imported on use: the lowering takes longer to import than all other ops together.
     from model_adapters.ops.gpu.mosaic_kernel import StageSizes, attend
 
-    pool = write_token(k, v, pool, page_table, lens, k_scale, v_scale)
+    pool = write_token(k, v, pool, page_table, lens, args.kv_scales)
     batch, query_heads, dim = q.shape
     num_pages, heads, page, _ = pool.shape
     group, capacity = query_heads // heads, page_table.shape[1] * page
-    reach = capacity if window is None else min(capacity, window)
+    reach = capacity if args.window is None else min(capacity, args.window)
     sizes = StageSizes(
         dim,
         v.shape[2],
@@ -104,11 +104,11 @@ def decode_attention(
         num_pages,
         page_table.shape[1],
         num_splits(batch * heads, reach),
-        scale,
-        window,
-        softcap,
+        args.scale,
+        args.window,
+        args.softcap,
     )
     rows = jnp.pad(q.reshape(batch, heads, group, dim), ((0, 0), (0, 0), (0, -group % PAGE_MULTIPLE), (0, 0)))
     outs, logs = attend(rows, pool, page_table, lens, starts, sizes)
-    out = _combine(outs[..., :group, :], logs[..., :group], sinks)
+    out = _combine(outs[..., :group, :], logs[..., :group], args.sinks)
     return out.reshape(batch, query_heads, -1).astype(q.dtype), pool

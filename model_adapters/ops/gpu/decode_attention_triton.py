@@ -1,24 +1,33 @@
-"""Decode attention on GPUs: one query per row, the keys of a row cut into splits until the GPU is full."""
+"""Decode attention on GPUs: one query per row, keys in splits that fill the GPU."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 
 from model_adapters.ops import registry
+from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
 from model_adapters.ops.decode_attention import OP, write_token
-from model_adapters.ops.gpu.launch import NAME, attend, features_of, least_rows, tile_for, why_not
+from model_adapters.ops.gpu.launch import NAME, attend, features_of, least_rows, tile_for, unsupported_reason
 from model_adapters.ops.gpu.work_items import decode_items
 
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales"})
+"""Fields of `AttentionArgs` that the kernel takes for one query a row."""
 
-def _refuses(
-    q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array, *args: Any, **kwargs: Any
+
+def _unsupported_reason(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    lens: jax.Array,
+    starts: jax.Array,
+    args: AttentionArgs,
 ) -> str | None:
-    return why_not(q, v, pool, page_table)
+    return unsupported_field(args, SUPPORTED_ARGS) or unsupported_reason(q, v, pool, page_table)
 
 
-@registry.register(OP, NAME, ("gpu",), refuses=_refuses)
+@registry.register(OP, NAME, ("gpu",), unsupported_reason=_unsupported_reason)
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
@@ -27,34 +36,15 @@ def decode_attention(
     page_table: jax.Array,
     lens: jax.Array,
     starts: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """The op's Pallas kernel; the new token is written before, by a scatter of rows that XLA keeps in place."""
-    pool = write_token(k, v, pool, page_table, lens, k_scale, v_scale)
+    """Writes the new tokens, by a scatter in place, and runs the Pallas kernel."""
+    pool = write_token(k, v, pool, page_table, lens, args.kv_scales)
     capacity = page_table.shape[1] * pool.shape[2]
-    features = features_of(q, pool, scale=scale, window=window, softcap=softcap, has_prefix=False)
+    features = features_of(q, pool, args)
     num_rows = least_rows(q.shape[1] // pool.shape[1])
-    tile = tile_for(num_rows, 1, q.shape[0], q, v, pool, capacity if window is None else min(capacity, window))
-    items = decode_items(lens, starts, capacity, window)
-    out = attend(
-        items,
-        q,
-        pool,
-        page_table,
-        sinks,
-        alibi,
-        k_scale,
-        v_scale,
-        value_dim=v.shape[2],
-        features=features,
-        tile=tile,
-        name=OP,
-    )
+    reach = capacity if args.window is None else min(capacity, args.window)
+    tile = tile_for(num_rows, 1, q.shape[0], q, v, pool, reach)
+    items = decode_items(lens, starts, capacity, args.window)
+    out = attend(items, q, pool, page_table, args, value_dim=v.shape[2], features=features, tile=tile, name=OP)
     return out, pool

@@ -1,4 +1,4 @@
-"""Calls of the GPU kernel: which it refuses, the sizes of its tiles, and how splits are put together."""
+"""Calls of the GPU kernel: support, tile sizes, and the combination of splits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from model_adapters.ops import registry
+from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.gpu.split_kv import num_splits, round_up_to_power
 from model_adapters.ops.gpu.triton_kernel import (
     Inputs,
@@ -23,18 +24,18 @@ from model_adapters.ops.gpu.triton_kernel import (
 )
 
 NAME = "gpu-triton"
-MIN_ROWS = 16  # and least keys: no product on tensor cores is smaller
+MIN_ROWS = 16  # fewest rows and keys of a product on tensor cores
 MAX_BLOCK_BYTES = 32 << 10  # keys and values of a block: two of them fit into the shared memory of any GPU from sm_80
-# A page is found before it is read, so that each block on its way takes two of the compiler's stages. A decode step
-# only reads, and has two blocks on their way; a tile of many queries, or in float32, works on one while one comes.
-STAGES_OF_ONE = 5
-STAGES_OF_MANY = 3
-MAX_GROUP = 128
-MAX_DIM = 576
-MAX_KEYS = 64
+# The page table is read before the page, so that each block in flight takes two of the compiler's stages. A decode step
+# is bound by reads and has two blocks in flight; a tile of many queries, or in float32, has one.
+STAGES_OF_ONE = 5  # pipeline stages for one query a tile
+STAGES_OF_MANY = 3  # pipeline stages for several
+MAX_GROUP = 128  # query heads of a kv head: rows of a tile
+MAX_DIM = 576  # of keys and of values: columns of two power-of-two pieces
+MAX_KEYS = 64  # keys of a block
 MAX_FLOAT32_KEYS = 32  # for queries in float32
-# Numbers in the queries of a tile, rows times dimensions, beside which warps hold what they sum without spilling: in 16
-# bits; and in float32, which is either three terms of 16 bits or multiplied by threads, with operands in registers.
+# Most numbers in the queries of a tile (rows times dimensions) without register spills: in 16 bits, and in float32,
+# which is either three terms of 16 bits or multiplied without tensor cores, with operands in registers.
 MAX_QUERIES = 128 * 256
 MAX_FLOAT32_QUERIES = 32 * 128
 NARROW_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # all their values exist in any 16-bit float
@@ -45,8 +46,11 @@ POOL_DTYPES = {
 }
 
 
-def why_not(q: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array) -> str | None:
-    """Why the kernel cannot take a call, or None."""
+def unsupported_reason(q: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array) -> str | None:
+    """Returns why the kernel cannot take a call, or None.
+
+    Arrays are ``q[T, Hq, D]``, ``v[T, H, Dv]``, the pool and the page table.
+    """
     if str(pool.dtype) not in POOL_DTYPES.get(str(q.dtype), ()):
         return f"q is {q.dtype} and pool {pool.dtype}; the kernel has " + "; ".join(
             f"{one} over {', '.join(pools)}" for one, pools in POOL_DTYPES.items()
@@ -67,28 +71,32 @@ def why_not(q: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array) 
 
 
 def max_queries(q: jax.Array) -> int:
-    """How many numbers the queries of a tile may have, rows times dimensions."""
+    """Returns the most numbers in the queries of a tile, rows times dimensions."""
     return MAX_FLOAT32_QUERIES if q.dtype == jnp.float32 else MAX_QUERIES
 
 
 def least_rows(group: int) -> int:
-    """Rows that the query heads of one token take."""
+    """Returns the rows that the query heads of one token and kv head take."""
     return max(MIN_ROWS, round_up_to_power(group))
 
 
-def features_of(
-    q: jax.Array, pool: jax.Array, *, scale: float, window: int | None, softcap: float | None, has_prefix: bool
-) -> TritonFeatures:
-    """The call's features; float32 queries on a narrower pool are three terms in bfloat16."""
+def features_of(q: jax.Array, pool: jax.Array, args: AttentionArgs) -> TritonFeatures:
+    """Returns the kernel's static features.
+
+    Queries in float32 on a narrower pool are three terms in bfloat16.
+    """
     has_terms = q.dtype == jnp.float32 and pool.dtype != jnp.float32
     dtype, num_terms = (jnp.dtype(jnp.bfloat16), 3) if has_terms else (q.dtype, 1)
-    return TritonFeatures(dtype, num_terms, scale, window, softcap, has_prefix)
+    return TritonFeatures(dtype, num_terms, args.scale, args.window, args.softcap, args.prefix_lens is not None)
 
 
 def tile_for(
     num_rows: int, num_queries: int, num_items: int, q: jax.Array, v: jax.Array, pool: jax.Array, reach: int
 ) -> Tile:
-    """Sizes of a tile of `num_rows` rows and `num_queries` queries, of which none sees more than `reach` keys."""
+    """Returns the sizes of a tile of queries that see at most `reach` keys.
+
+    `num_items` is the number of items of the call, ``q[T, Hq, D]``, ``v[T, H, Dv]``, ``pool[P, H, page, W]``.
+    """
     heads, group = pool.shape[1], q.shape[1] // pool.shape[1]
     row_bytes = (q.shape[2] + v.shape[2]) * max(2, pool.dtype.itemsize)  # 8 bits become 16, in registers
     num_keys = MAX_FLOAT32_KEYS if q.dtype == jnp.float32 else MAX_KEYS
@@ -109,23 +117,21 @@ def attend(
     q: jax.Array,
     pool: jax.Array,
     page_table: jax.Array,
-    sinks: jax.Array | None,
-    alibi: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
+    args: AttentionArgs,
     *,
     value_dim: int,
     features: TritonFeatures,
     tile: Tile,
     name: str,
 ) -> jax.Array:
-    """Runs the kernel over `items`, which between them have every token once; ``[T, Hq, Dv]`` in q's dtype.
+    """Runs the kernel over ``int32 items[num_items, fields]``, which cover every token once.
 
-    Where programs are traced for another platform than a GPU the kernel is interpreted: for tests, and slow.
+    Returns ``[T, Hq, Dv]`` in q's dtype for ``q[T, Hq, D]``, ``pool[P, H, page, W]`` and ``int32 page_table[S,
+    pages_per_seq]``. The kernel is interpreted if programs are not traced for a GPU: slow, for tests.
     """
     num_tokens, query_heads, dim = q.shape
     _, heads, page, width = pool.shape
-    optional = {"sinks": sinks, "alibi": alibi, "k_scale": k_scale, "v_scale": v_scale}
+    optional = {"sinks": args.sinks, "alibi": args.alibi_slopes, "k_scale": args.k_scale, "v_scale": args.v_scale}
     given = {key: array for key, array in optional.items() if array is not None}
     # The last dimension of the pool is never cut and the others are one: a bitcast.
     arrays = [items, page_table.reshape(-1), q, pool.reshape(-1, width), *given.values()]
@@ -139,7 +145,7 @@ def attend(
         out, logs = (*refs[len(arrays) :], None)[:2]
         kernel(TritonProgram(inputs, features, tile, heads, page, page_table.shape[1], dim, value_dim), out, logs)
 
-    made = pl.pallas_call(
+    results = pl.pallas_call(
         body,
         out_shape=out_shape,
         grid=(items.shape[0], heads, tile.num_splits),
@@ -148,11 +154,11 @@ def attend(
         interpret=registry.platform() != "gpu",
         name=name,
     )(*arrays)
-    return made[0] if tile.num_splits == 1 else combine(made[0], made[1], sinks, q.dtype, name)
+    return results[0] if tile.num_splits == 1 else combine(results[0], results[1], args.sinks, q.dtype, name)
 
 
 def cost(num_items: int, q: jax.Array, pool: jax.Array, page_table: jax.Array, value_dim: int) -> pl.CostEstimate:
-    """What a call costs where all sequences are as long as their pages allow: the most there is to plan for."""
+    """Returns the cost of a call whose sequences fill their pages, the upper bound."""
     num_tokens, query_heads, dim = q.shape
     capacity = page_table.shape[1] * pool.shape[2]
     read = min(page_table.shape[0], num_items) * capacity * pool.shape[1] * (dim + value_dim) * pool.dtype.itemsize
@@ -164,14 +170,14 @@ def cost(num_items: int, q: jax.Array, pool: jax.Array, page_table: jax.Array, v
 
 
 def combine(outs: jax.Array, logs: jax.Array, sinks: jax.Array | None, dtype: Any, name: str) -> jax.Array:
-    """Attention over all splits ``[T, Hq, Dv]`` in `dtype`.
+    """Returns attention over all splits, ``[T, Hq, Dv]`` in `dtype`.
 
     Args:
         outs: ``float32[splits, T, Hq, Dv]``, attention over the keys of each split.
         logs: ``float32[splits, T, Hq]``, logarithms to base 2 of their sums of weights; `MASKED` for an empty split.
         sinks: ``[Hq]`` logits without a value, or None.
-        dtype: Of the output.
-        name: Of the op, for profiles.
+        dtype: Dtype of the output.
+        name: Name of the op, for profiles.
     """
     dims = pieces(outs.shape[3])
 

@@ -1,7 +1,8 @@
-"""The decode kernel for Hopper through Pallas' Mosaic GPU lowering, the successor of the Triton one.
+"""The decode kernel for Hopper through Pallas' Mosaic GPU lowering.
 
-The method is that of :mod:`flash`, with what that lowering cannot ask for: pages are read by the tensor memory
-accelerator, several blocks ahead, and multiplied by whole warp groups out of shared memory, 64 rows at a time.
+The method is that of :mod:`model_adapters.ops.gpu.triton_kernel`, with features that the Triton lowering lacks: pages
+are read by the tensor memory accelerator, several blocks ahead, and warp groups multiply shared memory, 64 rows at a
+time.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ NUM_KEYS = 64  # of a block
 NUM_ROWS = 64  # of a warp group's product
 TILE_ROWS = 8  # of a tile in shared memory
 TILE_COLUMNS = 64  # of 16 bits: the 128 bytes of a swizzle
-MAX_STAGES = 3
-SHARED_BYTES = 224 << 10  # of a program, less what barriers and alignment take
+MAX_STAGES = 3  # blocks in flight
+SHARED_BYTES = 224 << 10  # shared memory of a program, less than the 227 KiB of Hopper for barriers and alignment
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class StageSizes:
 
     @property
     def piece(self) -> int:
-        """Positions that are read at once."""
+        """Number of positions that one copy reads."""
         return min(self.page, NUM_KEYS)
 
     @property
     def num_stages(self) -> int:
-        """Blocks on their way, as many as there is room for."""
+        """Number of blocks in flight, as many as there is shared memory for."""
         fixed_bytes = NUM_ROWS * (2 * self.dim + 4 * self.value_dim)
         return min(MAX_STAGES, (SHARED_BYTES - fixed_bytes) // (2 * NUM_KEYS * (self.dim + self.value_dim)))
 
@@ -69,11 +70,11 @@ class MosaicProgram:
     values: Any  # [stages, 64, Dv]
     out_tile: Any  # float32[64, Dv]
     log_tile: Any  # float32[64]
-    came: Any  # a barrier for each stage
-    queries_came: Any
+    loaded: Any  # a barrier for each stage
+    queries_loaded: Any
 
     def blocks(self, row: Any, split: Any) -> tuple[Any, Any, Any, Any]:
-        """What a row sees, positions ``[low, high)``, and the blocks ``[begin, end)`` of them that are this split's."""
+        """Returns a row's visible positions ``[low, high)``, and the split's blocks ``[begin, end)``."""
         sizes, length = self.sizes, self.lens[row]
         high = jnp.minimum(length, sizes.pages_per_seq * sizes.page)
         low = jnp.maximum(self.starts[row], 0)
@@ -86,27 +87,29 @@ class MosaicProgram:
         return low, high, begin, jnp.maximum(jnp.minimum(begin + share, first + total), begin)
 
     def fetch(self, row: Any, head: Any, block: Any, stage: Any) -> None:
-        """Starts to read a block, piece by piece."""
+        """Starts the copies of a block into stage `stage`."""
         sizes = self.sizes
         for i in range(NUM_KEYS // sizes.piece):
             position = block * NUM_KEYS + i * sizes.piece
             column = jnp.minimum(lax.div(position, jnp.int32(sizes.page)), sizes.pages_per_seq - 1)
             page = jnp.clip(self.table[row, column], 0, sizes.num_pages - 1)
             source = self.pool.at[page, head, pl.ds(lax.rem(position, jnp.int32(sizes.page)), sizes.piece)]
-            place, came = pl.ds(i * sizes.piece, sizes.piece), self.came.at[stage]
-            plgpu.copy_gmem_to_smem(source.at[:, pl.ds(0, sizes.dim)], self.keys.at[stage, place], came)
-            plgpu.copy_gmem_to_smem(source.at[:, pl.ds(sizes.dim, sizes.value_dim)], self.values.at[stage, place], came)
+            place, loaded = pl.ds(i * sizes.piece, sizes.piece), self.loaded.at[stage]
+            plgpu.copy_gmem_to_smem(source.at[:, pl.ds(0, sizes.dim)], self.keys.at[stage, place], loaded)
+            plgpu.copy_gmem_to_smem(
+                source.at[:, pl.ds(sizes.dim, sizes.value_dim)], self.values.at[stage, place], loaded
+            )
 
     def clean(self, low: Any, high: Any, block: Any, stage: Any) -> None:
-        """Zeroes values that no one sees: a weight of zero is multiplied with whatever lies there."""
+        """Zeroes values that no query sees: their weight is zero, and 0 * NaN would be NaN."""
         position = block * NUM_KEYS + warpgroup.iota((NUM_KEYS, self.sizes.value_dim), 0)
-        there = warpgroup.load(self.values.at[stage]).astype(jnp.float32)
-        kept = jnp.where(jnp.logical_and(position >= low, position < high), there, 0.0)
-        self.values[stage] = kept.astype(self.values.dtype)
+        values = warpgroup.load(self.values.at[stage]).astype(jnp.float32)
+        visible = jnp.where(jnp.logical_and(position >= low, position < high), values, 0.0)
+        self.values[stage] = visible.astype(self.values.dtype)
         plgpu.commit_smem()
 
     def scores(self, low: Any, high: Any, block: Any, stage: Any) -> jax.Array:
-        """Scores of a block for powers of two, masked."""
+        """Returns the masked scores ``float32[64, keys]`` of a block, times log2(e)."""
         products = warpgroup.scores(self.queries, self.keys.at[stage])
         if self.sizes.softcap is None:
             scores = products * (self.sizes.scale * LOG2_E)
@@ -116,17 +119,17 @@ class MosaicProgram:
         return jnp.where(jnp.logical_and(position >= low, position < high), scores, MASKED)
 
     def run(self, row: Any, head: Any, split: Any) -> Any:
-        """All blocks of the split: largest score and sum of weights ``[64]``, weighted values ``[64, Dv]``."""
+        """Returns largest scores [64], sums of weights [64] and weighted values [64, Dv]."""
         low, high, begin, end = self.blocks(row, split)
         num_stages = self.sizes.num_stages
         for i in range(num_stages):
             pl.when(begin + i < end)(lambda i=i: self.fetch(row, head, begin + i, i))  # type: ignore[misc]
-        plgpu.barrier_wait(self.queries_came)
+        plgpu.barrier_wait(self.queries_loaded)
 
         def step(block: Any, carry: Any) -> Any:
             top, total, sums = carry
             stage = lax.rem(block - begin, jnp.int32(num_stages))
-            plgpu.barrier_wait(self.came.at[stage])
+            plgpu.barrier_wait(self.loaded.at[stage])
             is_edge = jnp.logical_or(block * NUM_KEYS < low, (block + 1) * NUM_KEYS > high)
             pl.when(is_edge)(lambda: self.clean(low, high, block, stage))
             scores = self.scores(low, high, block, stage)
@@ -145,10 +148,10 @@ class MosaicProgram:
         return lax.fori_loop(begin, end, step, (top, total, sums))
 
     def __call__(self) -> None:
-        """Attention of the split alone, and the logarithm, to base 2, of its sum of weights."""
+        """Writes the attention over this split and the logarithm to base 2 of its sum of weights."""
         row, head, split = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("split")
-        num_rows = self.q.shape[2]  # the other rows of the tile are whatever lies there: no row depends on another
-        plgpu.copy_gmem_to_smem(self.q.at[row, head], self.queries.at[pl.ds(0, num_rows)], self.queries_came)
+        num_rows = self.q.shape[2]  # further rows of the tile are undefined; no row depends on another
+        plgpu.copy_gmem_to_smem(self.q.at[row, head], self.queries.at[pl.ds(0, num_rows)], self.queries_loaded)
         top, total, sums = self.run(row, head, split)
         divisor = jnp.where(total > 0, total, 1.0)
         self.out_tile[...] = sums * lax.broadcast_in_dim(1.0 / divisor, sums.shape, [0])
@@ -162,7 +165,9 @@ class MosaicProgram:
 def attend(
     q: jax.Array, pool: jax.Array, page_table: jax.Array, lens: jax.Array, starts: jax.Array, sizes: StageSizes
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over each split, and the logarithms to base 2 of its sums of weights, `MASKED` where it is empty.
+    """Returns attention over each split and the logarithms to base 2 of its sums of weights.
+
+    The logarithm of an empty split is `MASKED`.
 
     Args:
         q: ``[B, H, R, D]``, the query heads of each kv head, R a multiple of 8 up to 64.
@@ -170,7 +175,7 @@ def attend(
         page_table: ``int32[B, pages_per_seq]``.
         lens: ``int32[B]``.
         starts: ``int32[B]``.
-        sizes: Of the call.
+        sizes: Sizes and features of the call.
 
     Returns:
         ``float32[B, H, splits, R, Dv]`` and ``float32[B, H, splits, 64]``.

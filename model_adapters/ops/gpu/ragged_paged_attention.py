@@ -1,26 +1,38 @@
-"""Attention of ragged runs of new tokens on GPUs: prefill, chunks of one, and chunks mixed with rows that decode."""
+"""Attention of ragged runs of new tokens on GPUs: prefill, chunks, and mixed steps."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from model_adapters.ops import registry
-from model_adapters.ops.gpu.launch import NAME, attend, features_of, least_rows, max_queries, tile_for, why_not
+from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
+from model_adapters.ops.gpu.launch import (
+    NAME,
+    attend,
+    features_of,
+    least_rows,
+    max_queries,
+    tile_for,
+    unsupported_reason,
+)
 from model_adapters.ops.gpu.work_items import ragged_items, token_places
 from model_adapters.ops.kv_pool import write_tokens_at
 from model_adapters.ops.paged_attention import OP
 
-MAX_ROWS = 128
+MAX_ROWS = 128  # rows of a tile, over a pool in 16 or 8 bits
 MAX_FLOAT32_ROWS = 32  # over a pool in float32
 MAX_TERM_ROWS = 16  # of float32 over a narrower pool
-MAX_QUERIES = 128 * 128  # numbers in the queries of a tile that leave room for another program beside this one
+MAX_QUERIES = (
+    128 * 128
+)  # numbers in the queries of a tile that leave registers for a second program on the multiprocessor
 
 
 def _num_rows(q: jax.Array, v: jax.Array, pool: jax.Array) -> int:
-    """Rows of a tile: as many as there is work and room for, no less than the query heads of one token."""
+    """Returns rows of a tile: as many as there is work and room for.
+
+    At least the query heads of one token.
+    """
     group, dim = q.shape[1] // pool.shape[1], max(q.shape[2], v.shape[2])
     rows = MAX_ROWS
     if q.dtype == jnp.float32:
@@ -31,13 +43,24 @@ def _num_rows(q: jax.Array, v: jax.Array, pool: jax.Array) -> int:
     return max(rows, least_rows(group))
 
 
-def _refuses(
-    q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array, *args: Any, **kwargs: Any
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "prefix_lens", "kv_scales"})
+"""Fields of `AttentionArgs` that the kernel takes for runs of queries."""
+
+
+def _unsupported_reason(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    args: AttentionArgs,
 ) -> str | None:
-    return why_not(q, v, pool, page_table)
+    return unsupported_field(args, SUPPORTED_ARGS) or unsupported_reason(q, v, pool, page_table)
 
 
-@registry.register(OP, NAME, ("gpu",), refuses=_refuses)
+@registry.register(OP, NAME, ("gpu",), unsupported_reason=_unsupported_reason)
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
@@ -46,37 +69,18 @@ def paged_attention(
     page_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    prefix_lens: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """The op's Pallas kernel; new tokens are written before, by a scatter of rows that XLA keeps in place."""
+    """Writes the new tokens, by a scatter in place, and runs the Pallas kernel."""
     seqs, positions = token_places(q.shape[0], kv_lens, cu_q_lens)
-    pool = write_tokens_at(pool, page_table, seqs, positions, k, v, k_scale, v_scale)
+    pool = write_tokens_at(pool, page_table, seqs, positions, k, v, args.kv_scales)
     capacity, num_rows = page_table.shape[1] * pool.shape[2], _num_rows(q, v, pool)
     num_queries = num_rows // (q.shape[1] // pool.shape[1])
-    features = features_of(q, pool, scale=scale, window=window, softcap=softcap, has_prefix=prefix_lens is not None)
-    items = ragged_items(q.shape[0], num_queries, capacity, kv_lens, cu_q_lens, prefix_lens, window)
-    reach = capacity if window is None or prefix_lens is not None else min(capacity, window + num_queries - 1)
+    items = ragged_items(q.shape[0], num_queries, capacity, kv_lens, cu_q_lens, args.prefix_lens, args.window)
+    # A beginning that all queries see may be as far away as the pages reach.
+    window = None if args.prefix_lens is not None else args.window
+    reach = capacity if window is None else min(capacity, window + num_queries - 1)
+    features = features_of(q, pool, args)
     tile = tile_for(num_rows, num_queries, items.shape[0], q, v, pool, reach)
-    out = attend(
-        items,
-        q,
-        pool,
-        page_table,
-        sinks,
-        alibi,
-        k_scale,
-        v_scale,
-        value_dim=v.shape[2],
-        features=features,
-        tile=tile,
-        name=OP,
-    )
+    out = attend(items, q, pool, page_table, args, value_dim=v.shape[2], features=features, tile=tile, name=OP)
     return out, pool

@@ -1,10 +1,10 @@
-"""The attention kernel for GPUs, through Pallas' Triton lowering: queries of one sequence on its pages.
+"""The attention kernel for GPUs through Pallas' Triton lowering.
 
 Attention with a running softmax over blocks of keys (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv
-2205.14135) on pages (Kwon et al., arXiv 2309.06180). One program computes an item (see :mod:`items`) for one kv head:
-its rows are the item's queries times the query heads of the group, so that a key is read once for all of them
-(packing, as in arXiv 2511.11581). The keys of an item may be cut into splits, computed by programs of their own and
-put together afterwards (Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023).
+2205.14135) on pages (Kwon et al., arXiv 2309.06180). One program computes an item (see `work_items.py`) for one kv
+head: its rows are the item's queries times the query heads of the group, so that a key is read once for all of them
+(query packing, as in arXiv 2511.11581). The keys of an item may be divided into splits, which are computed by separate
+programs and combined afterwards (Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Carry = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]  # largest score [R],
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns ``[begin, begin + size)`` of a row; those from `end` on are no part of it."""
+    """Columns ``[begin, begin + size)`` of a row; columns from `end` on are padding."""
 
     begin: int
     size: int
@@ -35,9 +35,9 @@ class Piece:
 
 
 def pieces(dim: int) -> tuple[Piece, ...]:
-    """`dim` columns as one or two powers of two, the only sizes there are; 16 is the least of a product.
+    """Returns `dim` columns as one or two pieces of power-of-two size, at least 16.
 
-    The second is 32 at least: one of 16 takes twice the registers, by the compiler's own count.
+    The second has at least 32: with 16 the compiler uses twice the registers.
     """
     first = max(16, 1 << (dim.bit_length() - 1))
     rest = dim - first
@@ -51,10 +51,10 @@ def pieces(dim: int) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True)
 class TritonFeatures:
-    """What is done to scores, and the dtype of the products' operands."""
+    """Static features of the scores, and the dtype of the products' operands."""
 
     dtype: Any
-    num_terms: int  # that a row is written as in that dtype
+    num_terms: int  # terms of that dtype whose sum is a row
     scale: float
     window: int | None
     softcap: float | None
@@ -63,7 +63,7 @@ class TritonFeatures:
 
 @dataclass(frozen=True)
 class Tile:
-    """The share of one program: `num_rows` rows, `num_keys` keys at a time, and how it is compiled."""
+    """Sizes of a program: `num_rows` rows, `num_keys` keys at a time; compiler options."""
 
     num_rows: int
     num_queries: int  # of an item; all their heads of one group are rows
@@ -76,7 +76,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Inputs:
-    """References of a call; None for what it does not have."""
+    """References to the arrays of a call; None for arrays that are not given."""
 
     items: Any  # int32[num_items, fields]
     table: Any  # int32[S * pages_per_seq]
@@ -90,7 +90,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class QueryRows:
-    """Of each of a program's rows: its token, query head and position, and whether it is the item's own."""
+    """Token, query head and position of each row; whether the row belongs to the item."""
 
     token: jax.Array
     head: jax.Array
@@ -99,9 +99,9 @@ class QueryRows:
 
 
 def load_columns(ref: Any, index: tuple[jax.Array, ...], piece: Piece, offset: int, mask: jax.Array) -> jax.Array:
-    """``[len(mask), piece.size]`` at ``ref[*index, offset + column]``; zeros where `mask` is not and beyond the piece.
+    """Loads ``[len(mask), piece.size]`` at ``ref[*index, offset + column]``, else zeros.
 
-    What is masked is not read, NaN or not.
+    Masked elements are not read: they may be NaN.
     """
     column = piece.begin + lax.broadcasted_iota(jnp.int32, (1, piece.size), 1)
     keep = mask[:, None]
@@ -112,7 +112,10 @@ def load_columns(ref: Any, index: tuple[jax.Array, ...], piece: Piece, offset: i
 
 
 def terms(rows: jax.Array, dtype: Any, count: int) -> list[jax.Array]:
-    """`rows` as a sum of `count` arrays of `dtype`, smallest last: three of bfloat16 are a float32 to the last bit."""
+    """Returns `count` terms of `dtype` whose sum is ``rows[R, n]``, smallest last.
+
+    Three terms of bfloat16 equal float32 bit for bit.
+    """
     made = [rows.astype(dtype)]
     for _ in range(count - 1):
         rows = rows - made[-1].astype(jnp.float32)
@@ -121,9 +124,9 @@ def terms(rows: jax.Array, dtype: Any, count: int) -> list[jax.Array]:
 
 
 def product(rows: list[jax.Array], matrix: jax.Array) -> jax.Array:
-    """The product of a sum of matrices and a matrix, in float32; float32 operands are not rounded on the way in.
+    """Returns the float32 product of a sum of ``rows[R, n]`` and ``matrix[n, m]``.
 
-    Several terms of a narrow dtype go through tensor cores, where one product in float32 would go through threads.
+    Operands in float32 are not rounded. Terms of a 16-bit dtype use tensor cores, which a product in float32 does not.
     """
     precision = lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None
     made = [plgpu.dot(term, matrix, precision=precision) for term in reversed(rows)]
@@ -144,18 +147,18 @@ class TritonProgram:
     value_dim: int
 
     def rows(self, item: SplitKVItem, head: Any) -> QueryRows:
-        """The rows of `item` for kv head `head`: query by query, the heads of a group side by side."""
+        """Returns the rows of `item` for kv head `head`, by query and then by query head."""
         row = lax.iota(jnp.int32, self.tile.num_rows)
         query = lax.div(row, jnp.int32(self.tile.group))
         token = item.begin + query
         own = (token < item.end) & (query < self.tile.num_queries)
-        token = jnp.where(own, token, self.refs.q.shape[0])  # out of bounds where masked, so that no two coincide
+        token = jnp.where(own, token, self.refs.q.shape[0])  # out of bounds if masked: no two rows write the same place
         return QueryRows(token, head * self.tile.group + row - query * self.tile.group, token + item.shift, own)
 
     def block_list(self, item: SplitKVItem) -> tuple[Any, Any, Any, Any]:
-        """The item's blocks are those of the prefix and then those from `low` to `high`, none twice.
+        """Lists the item's blocks: those of the prefix, then those from `low` to `high`, none twice.
 
-        Returns begin and end of this split in that list, how many of the list are prefix, and the block after those.
+        Returns begin and end of this split in the list, the number of prefix blocks, and the first block after them.
         """
         num_keys = jnp.int32(self.tile.num_keys)
 
@@ -172,7 +175,7 @@ class TritonProgram:
         return begin, jnp.minimum(begin + share, total), num_prefix, rest
 
     def visible(self, item: SplitKVItem, key: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which keys ``[n]`` the item is to be shown, and which of them ``[R, n]`` each row sees."""
+        """Returns which of ``key[n]`` any query sees, ``[n]``, and which each row sees, ``[R, n]``."""
         seen = key >= item.low
         if self.features.has_prefix:
             seen = seen | (key < item.prefix)
@@ -189,7 +192,7 @@ class TritonProgram:
         return seen, by_row & causal & (position >= 0)[:, None]
 
     def scores(self, products: jax.Array, head: Any, rows: QueryRows, key: jax.Array) -> jax.Array:
-        """Scores for powers of two, out of the products of queries and keys."""
+        """Returns scores ``float32[R, n]`` times log2(e), of products ``float32[R, n]``."""
         scale = self.features.scale
         factor = jnp.float32(scale if self.features.softcap is None else scale / self.features.softcap)
         if self.refs.k_scale is not None:
@@ -203,7 +206,7 @@ class TritonProgram:
         return scores
 
     def run(self, item: SplitKVItem, head: Any, rows: QueryRows) -> Carry:
-        """All blocks of this split."""
+        """Returns largest scores, sums of weights and weighted values of this split."""
         refs, tile, dtype, count = self.refs, self.tile, self.features.dtype, self.features.num_terms
         key_pieces, value_pieces = pieces(self.dim), pieces(self.value_dim)
         loaded = [load_columns(refs.q, (rows.token, rows.head), piece, 0, rows.own) for piece in key_pieces]
@@ -240,7 +243,7 @@ class TritonProgram:
         return lax.fori_loop(begin, end, step, (top, jnp.zeros((tile.num_rows,), jnp.float32), sums))
 
     def store(self, ref: Any, index: tuple[Any, ...], rows: QueryRows, parts: list[jax.Array]) -> None:
-        """Writes rows of values at ``ref[*index, token, head]``."""
+        """Writes rows of values ``float32[R, piece]`` at ``ref[*index, token, head]``."""
         for piece, part in zip(pieces(self.value_dim), parts, strict=True):
             column = piece.begin + lax.broadcasted_iota(jnp.int32, (1, piece.size), 1)
             keep = jnp.broadcast_to(rows.own[:, None] & (column < self.value_dim), part.shape)
@@ -249,10 +252,10 @@ class TritonProgram:
 
 
 def kernel(program: TritonProgram, out: Any, logs: Any) -> None:
-    """Attention of one item and kv head.
+    """Computes the attention of one item and kv head.
 
-    Without splits the output ``[T, Hq, Dv]`` is written. Else `out` is ``float32[splits, T, Hq, Dv]`` and gets that of
-    the split alone, and `logs` ``float32[splits, T, Hq]`` the logarithm, to base 2, of its sum of weights.
+    Without splits it writes the output ``[T, Hq, Dv]``. Else `out` is ``float32[splits, T, Hq, Dv]`` and gets the
+    attention over the split, and `logs`, ``float32[splits, T, Hq]``, the logarithm to base 2 of its sum of weights.
     """
     index, head = pl.program_id(0), pl.program_id(1)
     item = SplitKVItem(*(program.refs.items[index, i] for i in range(len(FIELDS))))
@@ -279,7 +282,7 @@ def kernel(program: TritonProgram, out: Any, logs: Any) -> None:
 
 
 def combine_kernel(outs: Any, logs: Any, sinks: Any, out: Any, dims: tuple[Piece, ...]) -> None:
-    """Attention of one token over all splits, out of what `kernel` left of them; `sinks` may be None."""
+    """Combines the splits of one token and head that `kernel` has written; `sinks` may be None."""
     token, head = pl.program_id(0), pl.program_id(1)
     split = lax.iota(jnp.int32, outs.shape[0])
     log = plgpu.load(logs.at[split, token, head])

@@ -1,6 +1,6 @@
-"""What a Hopper warp group does in ways of its own: products out of shared memory, and the layouts that they give.
+"""Operations of a Hopper warp group: products of shared memory, and their layouts.
 
-An interpreter has other means for each of these, and may put them in their place.
+Tests replace each of these functions, because the interpreter does not know the instructions.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ def _product(left: Any, right: Any, num_columns: int) -> jax.Array:
 
 
 def scores(queries: Any, keys: Any) -> jax.Array:
-    """``float32[64, n]``: the products of queries ``[64, D]`` and keys ``[n, D]``, both in shared memory."""
+    """Returns ``queries[64, D] @ keys[n, D].T``, both in shared memory, as float32."""
     return _product(queries, plgpu.transpose_ref(keys, (1, 0)), keys.shape[0])
 
 
 def sums(weights: jax.Array, values: Any) -> jax.Array:
-    """``float32[64, Dv]``: values ``[n, Dv]`` in shared memory, summed by weights ``[64, n]``."""
+    """Returns ``weights[64, n] @ values[n, Dv]`` as float32, values in shared memory."""
     return _product(weights, values, values.shape[1])
 
 
 def iota(shape: tuple[int, int], axis: int) -> jax.Array:
-    """The index along `axis`, laid out as a product is."""
+    """Returns the index along `axis`, int32 of `shape`, in the layout of a product."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
 
 
 def by_row(x: jax.Array) -> jax.Array:
-    """``x[64]``, laid out as the rows of a product are."""
+    """Returns ``x[64]`` in the layout of the rows of a product."""
     return plgpu.layout_cast(x, LAYOUT.reduce(1))
 
 
 def by_tile(x: jax.Array) -> jax.Array:
-    """``x[64, n]``, laid out as a product is."""
+    """Returns ``x[64, n]`` in the layout of a product."""
     return plgpu.layout_cast(x, LAYOUT)
 
 
 def load(ref: Any) -> jax.Array:
-    """A tile ``[64, n]`` of shared memory, laid out as a product is."""
+    """Returns a tile ``[64, n]`` of shared memory in the layout of a product."""
     return plgpu.load(ref, (), layout=LAYOUT)

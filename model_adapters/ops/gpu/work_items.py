@@ -1,7 +1,6 @@
-"""The work of a call, cut into items: a run of queries of one sequence, and the keys that they are to be shown.
+"""The work of a call as items: a run of queries and the range of keys they see.
 
-A GPU has many multiprocessors and no order among them, so every item stands for itself: it carries all that a program
-of the kernel has to know.
+Programs on a GPU run in no order, so that an item holds all that one program of the kernel needs.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ FIELDS = ("seq", "begin", "end", "shift", "low", "high", "prefix")
 
 @dataclass(frozen=True)
 class SplitKVItem:
-    """Tokens ``[begin, end)`` of the packed axis, of sequence `seq`, at positions ``shift`` more.
+    """Tokens ``[begin, end)`` of sequence `seq`, at positions ``token + shift``.
 
     The keys are positions ``[low, high)``, and ``[0, prefix)`` as far as that is below `high`.
     """
@@ -32,15 +31,18 @@ class SplitKVItem:
 
 
 def num_at_most(ascending: jax.Array, values: jax.Array) -> jax.Array:
-    """How many of `ascending` are no more than each of `values`, int32: a binary search without its loop.
+    """Returns, for each of int32 ``values[n]``, how many of ``ascending[m]`` are at most it.
 
-    XLA runs a loop on a GPU step by step from the host; comparing all with all is one small kernel.
+    XLA runs the loop of a binary search step by step from the host; comparing all with all is one small kernel.
     """
     return jnp.searchsorted(ascending, values, side="right", method="compare_all").astype(jnp.int32)
 
 
 def token_places(num_tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of each token its sequence and its position there, ``int32[T]``; the position of padding is below zero."""
+    """Returns each token's sequence and position, ``int32[T]`` each.
+
+    Padding has a negative position. `kv_lens` is ``int32[S]``, `cu_q_lens` ``int32[S + 1]``.
+    """
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     seq = num_at_most(cu_q_lens[1:], token)
     known = jnp.minimum(seq, kv_lens.shape[0] - 1)
@@ -48,7 +50,10 @@ def token_places(num_tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> t
 
 
 def decode_items(lens: jax.Array, starts: jax.Array, capacity: int, window: int | None) -> jax.Array:
-    """``int32[B, fields]``: one query per row, at position ``lens - 1``, on rows that hold `capacity` positions."""
+    """Returns items ``int32[B, fields]``: one query per row, at position ``lens - 1``.
+
+    Rows hold `capacity` positions. `lens` and `starts` are ``int32[B]``.
+    """
     rows = jnp.arange(lens.shape[0], dtype=jnp.int32)
     low = jnp.maximum(starts, 0)
     if window is not None:
@@ -65,10 +70,11 @@ def ragged_items(
     prefix_lens: jax.Array | None,
     window: int | None,
 ) -> jax.Array:
-    """``int32[num_items, fields]``: at most `block_len` queries each, all tokens covered, padding among them.
+    """Returns items ``int32[num_items, fields]`` that cover all tokens and padding.
 
-    Padding counts as one more sequence, at positions below zero: it sees nothing and gets zeros. There are as many
-    items as any split of the tokens into sequences may need; those that are not needed are empty.
+    An item has at most `block_len` queries. Padding is one more sequence at negative positions: it sees nothing and
+    gives zeros. The number of items is enough for any division of the tokens into sequences; unused items are empty.
+    `kv_lens` and `prefix_lens` are ``int32[S]``, `cu_q_lens` is ``int32[S + 1]``.
     """
     num_seqs = kv_lens.shape[0]
     ends = jnp.clip(jnp.append(cu_q_lens[1:], jnp.int32(num_tokens)), 0, num_tokens)

@@ -1,10 +1,10 @@
 """Decode attention on TPUs: one query per row, all its heads at once.
 
 The method is attention with a running softmax over blocks (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv
-2205.14135) on pages (Kwon et al., arXiv 2309.06180), as a kernel that is to take no longer than reading the pages (int8
-on tpu7x does, see tests/aot): blocks are read ahead across rows, keys and values are the stationary operand of the
-products, and the scores of all heads lie in one array without padding between groups, so that the softmax is done once
-a block. Pages of int8 are multiplied as they are where the chip can, else as the queries' dtype.
+2205.14135) on pages (Kwon et al., arXiv 2309.06180), as a kernel that should take no longer than the reads of the pages
+(int8 on tpu7x takes longer, see tests/aot): blocks are read ahead across rows, keys and values are the stationary
+operand of the products, and the scores of all heads are one array without padding between groups, so that the softmax
+is computed once a block. Pages of int8 are multiplied as int8 if the chip can, else in the queries' dtype.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
+from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
 from model_adapters.ops.decode_attention import OP
 from model_adapters.ops.tpu import int8_matmul
 from model_adapters.ops.tpu.kv_write import write_tokens
-from model_adapters.ops.tpu.launch import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
+from model_adapters.ops.tpu.launch import (
+    NAME,
+    Features,
+    compiler_params,
+    flat_table,
+    product,
+    row_constants,
+    unsupported_reason,
+)
 from model_adapters.ops.tpu.page_buffers import (
     LANES,
     MASKED,
@@ -38,15 +47,15 @@ from model_adapters.ops.tpu.page_buffers import (
 from model_adapters.ops.tpu.row_pipeline import Reader, Row, rows_of
 
 FLOAT32_BLOCK_BYTES = MAX_BLOCK_BYTES // 4
-"""Of the pool. A product of float32 is several on the unit: blocks as long as others took up to 40 s to compile, these
-take 7 s, and by the schedule 4 % longer to compute, which takes twice as long as reading them in any case."""
-SCHEDULER = {"XLA_TPU_FORCE_LP_LLO_SCHEDULER": True}  # heads of 64 take 3 to 5 % fewer cycles than by the usual one
+"""Largest block of a call in float32. A float32 product is several on the unit: compilation took up to 40 s with blocks
+of the full size, 7 s with these. By the schedule they take 4 % longer; computing takes twice as long as reading."""
+SCHEDULER = {"XLA_TPU_FORCE_LP_LLO_SCHEDULER": True}  # 3 to 5 % fewer cycles for heads of 64
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights [R, 128], weighted values [R, lanes]
 
 
 @dataclass(frozen=True)
 class _Decode:
-    """One call's references and sizes; `heads` kv heads, or pairs of them, of `group` query heads each."""
+    """References and sizes of a call; `heads` kv heads, or pairs, of `group` query heads each."""
 
     reader: Reader
     lanes: Lanes
@@ -56,31 +65,31 @@ class _Decode:
 
     @property
     def buffer(self) -> BlockBuffer:
-        """What the reader reads into."""
+        """Double buffer that the reader fills."""
         return self.reader.buffer
 
     @property
     def blocks(self) -> Blocks:
-        """How rows are cut."""
+        """Sizes of pieces and blocks."""
         return self.buffer.blocks
 
     @property
     def counts(self) -> list[int]:
-        """How many pieces a block that is not wholly seen is computed with: the first of these that is enough."""
+        """Numbers of pieces that a partly visible block is computed with: the first that is enough."""
         size = self.blocks.num_pieces
         return sorted({-(-size * eighths // 8) for eighths in (1, 2, 4, 6, 8)})
 
     @property
     def unit(self) -> int:
-        """The fewest heads whose rows are whole tiles of 8, of which the softmax is done at once; else all heads."""
+        """Fewest heads whose rows are complete tiles of 8, computed in one softmax; else all heads."""
         sizes = (n for n in range(1, self.heads) if self.heads % n == 0 and n * self.group % SUBLANES == 0)
         return next(sizes, self.heads)
 
     def by_head(self, rows: jax.Array, first: int, other: Any, times: Any) -> jax.Array:
-        """`times` of row i of ``rows[R, n]`` and the matrix ``other(kv head of i)``; `first` is row 0's head.
+        """Returns `times` of row i of ``rows[R, n]`` and the matrix ``other(kv head of i)``.
 
-        The tiles that hold a head's rows are multiplied whole, and of a tile of several heads each keeps its rows:
-        nothing moves between sublanes.
+        `first` is the head of row 0. All rows of the tiles that hold a head's rows are multiplied, and the rows of the
+        head are selected from the result: no data moves between sublanes.
         """
         tiles: dict[int, jax.Array] = {}
         head_of = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0) // self.group
@@ -96,7 +105,7 @@ class _Decode:
 
     @property
     def units(self) -> list[tuple[int, slice]]:
-        """First head and query rows of each unit."""
+        """First head and query rows of each unit of heads."""
         num_rows = round_up(self.unit * self.group, SUBLANES)
         heads = range(0, self.heads, self.unit)
         return [(head, slice(i * num_rows, (i + 1) * num_rows)) for i, head in enumerate(heads)]
@@ -113,12 +122,10 @@ class _Decode:
         *,
         sees_all: bool = False,
     ) -> Carry:
-        """`carry` with the first `size` pieces of the row's block from `begin` on, in half `slot` of the buffer.
+        """Returns `carry` after `size` pieces in half `slot`, positions from `begin` on.
 
-        `sees_all`: the row is known to see all of their positions.
-
-        Products with keys come first, of all units and, where there is one alone, of both halves of the pieces: some
-        are then done beside the softmax of others.
+        `sees_all`: the row sees all of their positions. Products with keys come first, of all units, or of both halves
+        of the pieces if there is one unit: some then run in parallel with the softmax of others.
         """
         count = size // 2 if self.unit == self.heads and size % 2 == 0 else size
         parts = range(0, size, count)
@@ -132,7 +139,7 @@ class _Decode:
         return carry
 
     def times_keys(self, q: jax.Array, slot: Any, place: Any, size: int) -> list[jax.Array]:
-        """Each unit's queries times the keys of `size` pieces from place `place` of `slot` on."""
+        """Returns each unit's queries times the keys of `size` pieces from `place` of `slot` on."""
 
         def keys(head: int) -> jax.Array:
             return self.buffer.keys(slot, head, place, size, self.lanes, self.features.dtype)
@@ -150,7 +157,7 @@ class _Decode:
         size: int,
         carry: Carry,
     ) -> Carry:
-        """`carry` with values of the pieces whose keys gave `products`, are at `distance` and `seen` (None: all)."""
+        """Returns `carry` after the pieces whose keys gave `products`; `seen` None: all are visible."""
         num_keys = distance.shape[1]
 
         def values(head: int) -> jax.Array:
@@ -173,20 +180,20 @@ class _Decode:
         return top, total, out
 
     def run(self, q: jax.Array, constants: jax.Array, index: Any) -> Carry:
-        """All blocks of row `index`; behind each, the next but one is read into its half, of this row or a later one.
+        """Computes all blocks of row `index`; after each, the next but one is read into its half.
 
-        A block that is wholly seen needs no mask, and no branch where it is known whether the next but one is whole.
+        A fully visible block needs no mask, and no branch if it is known whether the next but one is full.
         """
         row = self.reader[index]
         size = self.blocks.num_pieces
 
-        def whole(begin: Any, left: Any, slot: Any, carry: Carry, *, next_is_whole: bool) -> Carry:
+        def fully_visible(begin: Any, left: Any, slot: Any, carry: Carry, *, next_is_full: bool) -> Carry:
             self.buffer.wait_block(slot)
             carry = self.attend(q, constants, row, begin, slot, size, carry, sees_all=True)
-            self.reader.read_next(slot, is_whole=next_is_whole)
+            self.reader.read_next(slot, is_full=next_is_full)
             return carry
 
-        def some(begin: Any, left: Any, slot: Any, carry: Carry, *, count: int) -> Carry:
+        def partly_visible(begin: Any, left: Any, slot: Any, carry: Carry, *, count: int) -> Carry:
             self.buffer.wait(left, slot)
             self.buffer.clean(slot, row.begin - begin, row.end - begin, self.lanes.values_read)
             carry = self.attend(q, constants, row, begin, slot, count, carry)
@@ -194,19 +201,19 @@ class _Decode:
             return carry
 
         branches = [
-            functools.partial(whole, next_is_whole=True),
-            functools.partial(whole, next_is_whole=False),
-            *(functools.partial(some, count=count) for count in self.counts),
+            functools.partial(fully_visible, next_is_full=True),
+            functools.partial(fully_visible, next_is_full=False),
+            *(functools.partial(partly_visible, count=count) for count in self.counts),
         ]
 
         def one(block: Any, carry: Carry) -> Carry:
             begin = self.blocks.begin_of(block, row.begin)
             sees_all = (row.begin <= begin) & (begin + self.blocks.length <= row.end)
-            of_whole = jnp.where(self.reader.next_is_whole, 0, 1)
+            of_full = jnp.where(self.reader.next_is_full, 0, 1)
             left = row.num_pieces - block * size
-            of_some = 2 + sum((left > count).astype(jnp.int32) for count in self.counts[:-1])
+            of_part = 2 + sum((left > count).astype(jnp.int32) for count in self.counts[:-1])
             slot = self.reader.take_turn()
-            return lax.switch(jnp.where(sees_all, of_whole, of_some), branches, begin, left, slot, carry)
+            return lax.switch(jnp.where(sees_all, of_full, of_part), branches, begin, left, slot, carry)
 
         num_query_rows = q.shape[0]
         sink = jnp.broadcast_to(constants[:, :1], (num_query_rows, LANES))
@@ -215,7 +222,7 @@ class _Decode:
         return lax.fori_loop(0, pl.cdiv(row.num_pieces, size), one, carry)
 
     def spread(self, q: jax.Array) -> jax.Array:
-        """Queries ``[R, D]`` in the lanes of their keys, zero in the others."""
+        """Returns queries ``[R, D]`` in the lanes of their keys, zero in the others."""
         zeros = jnp.zeros((q.shape[0], self.lanes.query_width - self.lanes.dim), q.dtype)
         first = jnp.concatenate([q, zeros], axis=1) if zeros.size else q
         if self.lanes.num_packed == 1:
@@ -225,25 +232,25 @@ class _Decode:
         return chosen.astype(q.dtype)
 
     def gather(self, sums: jax.Array) -> jax.Array:
-        """Values ``[R, Dv]`` out of the lanes of :meth:`run`'s weighted values."""
+        """Returns values ``[R, Dv]`` from the lanes of the weighted values of :meth:`run`."""
         if self.lanes.num_packed == 1:
             return sums[:, self.lanes.values_kept]
         dim = self.lanes.value_dim
         return jnp.where(self.is_second(sums.shape[0]), sums[:, :dim], sums[:, dim:])
 
     def is_second(self, num_query_rows: int) -> jax.Array:
-        """Which rows belong to the second of two packed heads, ``[R, 1]``."""
+        """Returns which rows belong to the second of two packed heads, ``[R, 1]``."""
         row = lax.broadcasted_iota(jnp.int32, (num_query_rows, 1), 0)
         return row // (self.group // 2) % 2 == 1
 
 
 def _times_keys(q: jax.Array, keys: jax.Array) -> jax.Array:
-    """``q[R, lanes]`` times each row of ``keys[n, lanes]``, summed in float32."""
+    """Returns ``float32[R, n]``: ``q[R, lanes]`` times ``keys[n, lanes]`` transposed."""
     return int8_matmul.times_keys(q, keys) if keys.dtype == jnp.int8 else product(q.astype(keys.dtype), keys, 1)
 
 
 def _times_values(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """``weights[R, n]`` times ``values[n, lanes]``, summed in float32."""
+    """Returns ``float32[R, lanes]``: ``weights[R, n]`` times ``values[n, lanes]``."""
     if values.dtype == jnp.int8:
         return int8_matmul.times_values(weights, values)
     return product(weights.astype(values.dtype), values, 0)
@@ -283,13 +290,24 @@ def _kernel(
     out_ref[0] = decode.gather(sums)[:query_heads].astype(out_ref.dtype)
 
 
-def _refuses(
-    q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array, *args: Any, **kwargs: Any
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales"})
+"""Fields of `AttentionArgs` that the kernel takes."""
+
+
+def _unsupported_reason(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    lens: jax.Array,
+    starts: jax.Array,
+    args: AttentionArgs,
 ) -> str | None:
-    return why_not(q, pool, page_table)
+    return unsupported_field(args, SUPPORTED_ARGS) or unsupported_reason(q, pool, page_table)
 
 
-@registry.register(OP, NAME, ("tpu",), refuses=_refuses)
+@registry.register(OP, NAME, ("tpu",), unsupported_reason=_unsupported_reason)
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
@@ -298,26 +316,19 @@ def decode_attention(
     page_table: jax.Array,
     lens: jax.Array,
     starts: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """The op's Pallas kernel; the new tokens are written before, in place."""
+    """Runs the Pallas kernel after the new tokens are written, in place."""
     rows = jnp.arange(lens.shape[0], dtype=jnp.int32)
-    pool = write_tokens(pool, page_table, rows, lens - 1, k, v, k_scale, v_scale, in_runs=False)
+    pool = write_tokens(pool, page_table, rows, lens - 1, k, v, args.kv_scales, in_runs=False)
     num_rows, query_heads, dim = q.shape
     _, heads, _, width = pool.shape
     is_int8, is_float32 = pool.dtype == jnp.int8, q.dtype == jnp.float32
     blocks = Blocks.of(pool, page_table.shape[1], max_bytes=FLOAT32_BLOCK_BYTES if is_float32 else MAX_BLOCK_BYTES)
     lanes = Lanes.packing(dim, v.shape[2], heads)
     dtype = jnp.int8 if is_int8 and int8_matmul.multiplies_int8() else q.dtype
-    features = Features(dtype, window, softcap, alibi is not None, is_int8)
-    constants = row_constants(query_heads, heads, sinks, alibi, k_scale, v_scale, scale=scale, softcap=softcap)
+    features = Features(dtype, args.window, args.softcap, args.alibi_slopes is not None, is_int8)
+    constants = row_constants(query_heads, args)
     call = pl.pallas_call(
         functools.partial(_kernel, lanes=lanes, features=features, blocks=blocks),
         out_shape=jax.ShapeDtypeStruct((num_rows, query_heads, v.shape[2]), q.dtype),
@@ -340,5 +351,5 @@ def decode_attention(
         compiler_params=compiler_params(blocks, pool, SCHEDULER),
         name="decode_attention",
     )
-    row_fields = rows_of(lens, starts, window, page_table.shape[1], blocks)
+    row_fields = rows_of(lens, starts, args.window, page_table.shape[1], blocks)
     return call(row_fields, flat_table(page_table, pool), q, constants, pool), pool

@@ -1,8 +1,8 @@
-"""The write of new tokens into an int8 pool, which on TPUs XLA cannot do in place.
+"""The write of new tokens into an int8 pool, which XLA does not do in place on TPUs.
 
-Four int8 rows share a 32-bit row of memory, 32 make a tile, and XLA's scatter wants another tiling than the pool has at
-the borders of a program: it would copy the whole pool twice. So a kernel reads the tiles that get new rows, puts these
-in, and writes the tiles back, many at a time, reading some while others are on their way back.
+Four int8 rows share a 32-bit row of memory, and 32 form a tile. XLA's scatter needs another tiling than the pool has as
+an argument of a program and would copy the pool twice. So a kernel reads the tiles that get new rows, inserts the rows
+and writes the tiles back. It works on groups of tiles: one group is read while the last one is written.
 
 Float pools are written by the scatter of :mod:`model_adapters.ops.kv_pool`, which stays in place.
 """
@@ -18,11 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from model_adapters.ops.attention_args import KVScales
 from model_adapters.ops.kv_pool import quantize, write_tokens_at
 from model_adapters.ops.tpu.page_buffers import tile_rows
 
-MAX_GROUP_BYTES = 2 << 20
-MAX_GROUP = 32
+MAX_GROUP_BYTES = 2 << 20  # of a group of tiles in vector memory
+MAX_GROUP = 32  # tiles in a group
 FIELDS = ("page", "begin", "row", "count")
 
 
@@ -33,8 +34,7 @@ def write_tokens(
     positions: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
+    kv_scales: KVScales | None,
     *,
     in_runs: bool,
 ) -> jax.Array:
@@ -49,18 +49,17 @@ def write_tokens(
         positions: ``int32[T]``; one that is on no page of the pool writes nothing.
         k: ``[T, H, D]``.
         v: ``[T, H, Dv]``.
-        k_scale: ``float32[H]`` for an int8 pool.
-        v_scale: ``float32[H]`` for an int8 pool.
-        in_runs: Tokens of one sequence follow each other; else each sequence has one token at most.
+        kv_scales: Scales of an int8 pool, ``float32[H]`` each.
+        in_runs: Tokens of one sequence follow each other; else each sequence has at most one token.
     """
-    if k_scale is None or v_scale is None:
+    if kv_scales is None:
         return write_tokens_at(pool, page_table, seqs, positions, k, v)
     num_pages, _, page, width = pool.shape
     column = positions // page
     entry = jnp.clip(seqs, 0, page_table.shape[0] - 1), jnp.clip(column, 0, page_table.shape[1] - 1)
     pages = page_table[entry]
     writable = (positions >= 0) & (column < page_table.shape[1]) & (pages >= 0) & (pages < num_pages)
-    rows = jnp.concatenate([quantize(k, k_scale), quantize(v, v_scale)], axis=-1)
+    rows = jnp.concatenate([quantize(k, kv_scales.k), quantize(v, kv_scales.v)], axis=-1)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, width - rows.shape[2])))
     pages = jnp.where(writable, pages, -1)
     if in_runs:
@@ -76,7 +75,18 @@ def write_tokens(
 def _runs(
     pages: jax.Array, inside: jax.Array, seqs: jax.Array, rows: jax.Array, num_seqs: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The tiles that runs of tokens touch ``int32[n, fields]``, and what they are to hold ``[n, H, tile, W]``."""
+    """Returns the tiles that runs of tokens touch and their new rows.
+
+    Args:
+        pages: ``int32[T]``, the page of each token; -1 writes nothing.
+        inside: ``int32[T]``, its position in the page.
+        seqs: ``int32[T]``, its sequence, ascending.
+        rows: ``int8[T, H, W]``.
+        num_seqs: Number of sequences.
+
+    Returns:
+        ``int32[n, fields]`` and ``int8[n, H, tile, W]``.
+    """
     num_tokens, tile = rows.shape[0], tile_rows(rows.dtype)
     changes = (seqs != jnp.roll(seqs, 1)) | (pages != jnp.roll(pages, 1)) | (inside % tile == 0)
     changes = changes.at[0].set(True)
@@ -94,7 +104,7 @@ def _runs(
 
 @dataclass(frozen=True)
 class _Tiles:
-    """The tiles of a call and two buffers of a group of them."""
+    """The tiles of a call, and two buffers of one group of tiles each."""
 
     fields: Any  # int32[groups * group * fields]
     pool: Any
@@ -117,7 +127,7 @@ class _Tiles:
         lax.fori_loop(0, size, one, None)
 
     def read(self, group: Any, *, wait: bool) -> None:
-        """Starts to read the tiles of `group`, or waits for that."""
+        """Starts the reads of the tiles of `group`, or waits for them."""
         half = group % 2
 
         def copy(i: Any, there: Any, *_: Any) -> None:
@@ -127,7 +137,7 @@ class _Tiles:
         self._each(group, copy)
 
     def write(self, group: Any, *, wait: bool) -> None:
-        """Starts to write the tiles of `group` back, or waits for that."""
+        """Starts the writes of the tiles of `group`, or waits for them."""
         half = group % 2
 
         def copy(i: Any, there: Any, *_: Any) -> None:
@@ -137,7 +147,7 @@ class _Tiles:
         self._each(group, copy)
 
     def put(self, group: Any, images: Any) -> None:
-        """Puts the new rows into the tiles of `group`; an image is one row or a whole tile of each head."""
+        """Inserts new rows into the tiles of `group`; an image is one row or one tile of each head."""
         half = group % 2
 
         def one(i: Any, there: Any, row: Any, count: Any) -> None:
@@ -178,7 +188,7 @@ def _kernel(fields: Any, images: Any, pool_in: Any, pool: Any, buffer: Any, read
 
 
 def _write(pool: jax.Array, tiles: jax.Array, images: jax.Array) -> jax.Array:
-    """`pool` with `images` put into its `tiles`."""
+    """Returns ``pool[P, H, page, W]`` with `images` written into ``int32 tiles[n, fields]``."""
     _, heads, _, width = pool.shape
     tile = tile_rows(pool.dtype)
     group = max(1, min(MAX_GROUP, MAX_GROUP_BYTES // (heads * tile * width), tiles.shape[0]))

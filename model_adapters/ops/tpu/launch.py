@@ -1,4 +1,4 @@
-"""What a call of a TPU kernel asks for beyond its arrays, and which calls the kernels refuse."""
+"""Features and constants of a TPU kernel call, and which calls the kernels support."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.tpu.page_buffers import LANES, MASKED, SUBLANES, Blocks, round_up, tile_rows
 
 NAME = "tpu-pallas"
-LOG2_E = 1.4426950408889634  # the kernels take powers of two, which is what the hardware has
-MAX_TABLE_BYTES = 512 << 10
-MAX_BUFFER_BYTES = 32 << 20
-WORKING_BYTES = 32 << 20
+LOG2_E = 1.4426950408889634  # the kernels use powers of two, which the hardware computes
+MAX_TABLE_BYTES = 512 << 10  # of the page table in scalar memory
+MAX_BUFFER_BYTES = 32 << 20  # of the double buffer in vector memory
+WORKING_BYTES = 32 << 20  # of vector memory for everything else
 QUERY_DTYPES = ("float32", "bfloat16")
 POOL_DTYPES = {"float32": ("float32", "bfloat16", "int8"), "bfloat16": ("bfloat16", "int8")}
 
 
 @dataclass(frozen=True)
 class Features:
-    """What is done to scores, and the dtype of the products' operands."""
+    """Static features of the scores, and the dtype of the products' operands."""
 
     dtype: Any
     window: int | None
@@ -32,9 +33,10 @@ class Features:
     is_int8: bool
 
     def score(self, products: jax.Array, factor: Any, slope: Any, distance: Any) -> jax.Array:
-        """Scores for powers of two, out of products ``[R, n]`` and two of :func:`row_constants`, scalars or ``[R, 1]``.
+        """Returns scores ``[R, n]`` times log2(e) of products ``[R, n]`` of queries and keys.
 
-        `distance` is the key's position less that of the query, and broadcasts to the products.
+        `factor` and `slope` come from :func:`row_constants`, scalars or ``[R, 1]``. `distance` is the position of the
+        key minus that of the query and broadcasts to the products.
         """
         scores = products * factor
         if self.softcap is not None:
@@ -44,20 +46,11 @@ class Features:
         return scores
 
 
-def row_constants(
-    query_heads: int,
-    heads: int,
-    sinks: jax.Array | None,
-    alibi: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> jax.Array:
-    """``float32[Hq, 4]``, Hq rounded up to 8: of each query head its sink, factor of products, slope, factor of sums.
+def row_constants(query_heads: int, args: AttentionArgs) -> jax.Array:
+    """Returns constants ``float32[Hq, 4]`` of the query heads, Hq rounded up to 8.
 
-    The first three for powers of two: what a natural logarithm would be, times log2(e).
+    They are the sink, the factor of products, the ALiBi slope and the factor of sums. The first three are multiplied
+    by log2(e), because the kernels use powers of two.
     """
 
     def column(values: jax.Array | None, default: float, factor: float = 1.0) -> jax.Array:
@@ -65,19 +58,19 @@ def row_constants(
             return jnp.full((query_heads,), default * factor, jnp.float32)
         return jnp.repeat(values.astype(jnp.float32), query_heads // values.shape[0]) * factor
 
-    sink = jnp.full((query_heads,), MASKED, jnp.float32) if sinks is None else column(sinks, 0.0, LOG2_E)
+    sink = jnp.full((query_heads,), MASKED, jnp.float32) if args.sinks is None else column(args.sinks, 0.0, LOG2_E)
     columns = (
         jnp.maximum(sink, MASKED),
-        column(k_scale, 1.0, scale * LOG2_E if softcap is None else scale / softcap),
-        column(alibi, 0.0, LOG2_E),
-        column(v_scale, 1.0),
+        column(args.k_scale, 1.0, args.scale * LOG2_E if args.softcap is None else args.scale / args.softcap),
+        column(args.alibi_slopes, 0.0, LOG2_E),
+        column(args.v_scale, 1.0),
     )
     missing = round_up(query_heads, SUBLANES) - query_heads
     return jnp.pad(jnp.stack(columns, axis=1), ((0, missing), (0, 0)))
 
 
 def product(rows: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
-    """``rows[R, n]`` times ``matrix``, over axis `contract` of it, summed in float32."""
+    """Returns ``float32`` products of ``rows[R, n]`` and axis `contract` of a matrix."""
     return lax.dot_general(
         rows,
         matrix,
@@ -88,12 +81,12 @@ def product(rows: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
 
 
 def flat_table(page_table: jax.Array, pool: jax.Array) -> jax.Array:
-    """The page table as the kernels read it: flat, and without pages outside of the pool."""
+    """Returns ``int32 page_table[S, pages_per_seq]`` flat, with pages clipped to the pool."""
     return jnp.clip(page_table.reshape(-1), 0, pool.shape[0] - 1)
 
 
 def compiler_params(blocks: Blocks, pool: jax.Array, flags: dict[str, Any] | None = None) -> pltpu.CompilerParams:
-    """One core, blocks one after the other, and memory for the double buffer."""
+    """Returns compiler parameters: blocks in order on one core, memory for the double buffer."""
     return pltpu.CompilerParams(
         dimension_semantics=("arbitrary",),
         vmem_limit_bytes=buffer_bytes(blocks, pool) + WORKING_BYTES,
@@ -103,12 +96,12 @@ def compiler_params(blocks: Blocks, pool: jax.Array, flags: dict[str, Any] | Non
 
 
 def buffer_bytes(blocks: Blocks, pool: jax.Array) -> int:
-    """Bytes of the double buffer."""
+    """Returns the bytes of the double buffer for ``pool[P, H, page, W]``."""
     return 2 * blocks.length * pool.shape[1] * pool.shape[3] * pool.dtype.itemsize
 
 
-def why_not(q: jax.Array, pool: jax.Array, page_table: jax.Array) -> str | None:
-    """Why neither kernel can take a call, or None."""
+def unsupported_reason(q: jax.Array, pool: jax.Array, page_table: jax.Array) -> str | None:
+    """Returns why neither kernel can take ``q[T, Hq, D]``, the pool or the page table, or None."""
     if str(q.dtype) not in QUERY_DTYPES or str(pool.dtype) not in POOL_DTYPES[str(q.dtype)]:
         return f"q is {q.dtype} and pool {pool.dtype}; the kernel has " + ", ".join(
             f"{one} over {' or '.join(pools)}" for one, pools in POOL_DTYPES.items()

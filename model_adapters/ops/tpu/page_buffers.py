@@ -1,7 +1,7 @@
-"""What the TPU kernels share: which lanes hold keys and values, how a row is cut into blocks, their double buffer.
+"""Shared by the TPU kernels: lanes of keys and values, blocks of a row, their double buffer.
 
-A pool is ``[P, H, page, W]``; a page of all its heads is one contiguous piece of memory and one DMA. Several pages of
-one row make a block, and the next block is on its way while one is computed with, across rows as well.
+A pool is ``[P, H, page, W]``; a page of all heads is contiguous in memory and one DMA. Several pages of one row form a
+block. The next block, also of the next row, is read while one is computed.
 """
 
 from __future__ import annotations
@@ -16,46 +16,49 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
-SUBLANES = 8
+LANES = 128  # columns of a register
+SUBLANES = 8  # rows of a register, of 32 bits
 MASKED = -1e30  # below every real score; finite, so that the difference of two is no NaN
-MAX_PIECE_LEN = 256
-MAX_BLOCK_LEN = 4096
-MAX_BLOCK_BYTES = 8 << 20  # as they are multiplied
-MAX_UNROLLED = 64
+MAX_PIECE_LEN = 256  # positions of one DMA
+MAX_BLOCK_LEN = 4096  # positions of a block
+MAX_BLOCK_BYTES = 8 << 20  # of a block in the dtype of its products
+MAX_UNROLLED = 64  # starts of DMAs without a loop
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is no less than `value`."""
+    """Returns the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def tile_rows(dtype: Any) -> int:
-    """Rows of a tile of `dtype` in vector memory: 8 of 32 bits, and as many times more as fit into 32 bits."""
+    """Returns the rows of a tile of `dtype` in vector memory: 8 of 32 bits, 16 of 16, 32 of 8."""
     return SUBLANES * 4 // jnp.dtype(dtype).itemsize
 
 
 def following_of(num_pieces: jax.Array) -> jax.Array:
-    """int32[n]: behind each of ``num_pieces[n]`` the next one that is not zero; n, if none is."""
+    """Returns int32[n]: after each index the next with ``num_pieces[n] > 0``, else n."""
     count = num_pieces.shape[0]
     index = jnp.where(num_pieces > 0, jnp.arange(count, dtype=jnp.int32), count)
     return jnp.append(lax.cummin(index, reverse=True)[1:], jnp.int32(count))
 
 
 def across(column: jax.Array, width: int) -> jax.Array:
-    """``column[R, 128]``, one value per row in every lane, as ``[R, width]``; nothing moves between lanes."""
+    """Returns ``column[R, 128]``, one value per row in every lane, as ``[R, width]``.
+
+    No data moves between lanes.
+    """
     if width <= LANES:
         return column[:, :width]
-    whole = jnp.concatenate([column] * -(-width // LANES), axis=1)
-    return whole if width % LANES == 0 else whole[:, :width]
+    repeated = jnp.concatenate([column] * -(-width // LANES), axis=1)
+    return repeated if width % LANES == 0 else repeated[:, :width]
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """Where keys and values lie in the last dimension of a pool, in whole registers of 128 lanes.
+    """Lanes of keys and values in the last axis of a pool, in registers of 128 lanes.
 
-    Keys are ``[0, dim)`` and are read as ``[0, key_end)``; the query is zero where that reads too much. Values are
-    ``[dim, dim + value_dim)`` and are read as ``[value_begin, value_end)``; what is too much is cut from the output.
+    Keys are ``[0, dim)`` and are read as ``[0, key_end)``; the query is zero in the additional lanes. Values are
+    ``[dim, dim + value_dim)`` and are read as ``[value_begin, value_end)``; additional lanes are cut from the output.
     """
 
     dim: int
@@ -64,7 +67,7 @@ class Lanes:
 
     @classmethod
     def packing(cls, dim: int, value_dim: int, heads: int) -> Lanes:
-        """Two heads at once where both keys and values of one fill half of the lanes or all of them."""
+        """Packs two heads if keys and values of one fill half of the lanes or all."""
         is_fitting = dim == value_dim and dim in (LANES // 2, LANES)
         return cls(dim, value_dim, 2 if is_fitting and heads % 2 == 0 else 1)
 
@@ -85,12 +88,12 @@ class Lanes:
 
     @property
     def query_width(self) -> int:
-        """Lanes of a query that is multiplied with a matrix of keys."""
+        """Number of lanes of a query that is multiplied with a matrix of keys."""
         return self.key_end if self.num_packed == 1 else self.num_packed * self.dim
 
     @property
     def sums_width(self) -> int:
-        """Lanes of a product with a matrix of values."""
+        """Number of lanes of a product with a matrix of values."""
         return self.value_end - self.value_begin if self.num_packed == 1 else self.num_packed * self.value_dim
 
     @property
@@ -100,16 +103,16 @@ class Lanes:
 
     @property
     def values_kept(self) -> slice:
-        """The values proper within what is summed."""
+        """Lanes of the output within the lanes that are summed."""
         begin = self.dim - self.value_begin
         return slice(begin, begin + self.value_dim)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the positions of a row are cut: a page into pieces of one DMA each, and pieces put together to a block.
+    """Sizes of pieces and blocks: a piece is one DMA, a page has one or more, a block several.
 
-    A page is one piece unless it is long, as that of a cache with one page per row is.
+    A page is one piece unless it is long, as in a cache with one page per row.
     """
 
     page: int
@@ -120,7 +123,7 @@ class Blocks:
     def of(
         cls, pool: jax.Array, pages_per_seq: int, max_len: int = MAX_BLOCK_LEN, max_bytes: int = MAX_BLOCK_BYTES
     ) -> Blocks:
-        """Large enough that a block's fixed costs do not count, and no longer than a row."""
+        """Returns blocks that hide their fixed costs, for ``pool[P, H, page, W]``."""
         _, heads, page, width = pool.shape
         piece = page
         while piece > MAX_PIECE_LEN and piece % (2 * tile_rows(pool.dtype)) == 0:
@@ -131,11 +134,11 @@ class Blocks:
 
     @property
     def length(self) -> int:
-        """Positions in a block."""
+        """Number of positions in a block."""
         return self.piece * self.num_pieces
 
     def begin_of(self, block: Any, first: Any) -> Any:
-        """The position that block `block` of a row begins with whose first position is `first`."""
+        """Returns the first position of block `block` of a row read from `first` on."""
         return first // self.piece * self.piece + block * self.length
 
 
@@ -143,20 +146,20 @@ class Blocks:
 class BlockBuffer:
     """The double buffer ``buffer[2, pieces, H, piece, W]``, filled from ``pool[P, H, page, W]``.
 
-    ``table`` is the page table in scalar memory, flat. Each :meth:`start` is followed by one :meth:`wait` with the same
-    `count` and `slot` before what it reads is used or that half is filled again. All entries of the table are pages of
-    the pool: a DMA outside of memory stops the device.
+    ``table`` is the flat page table in scalar memory. Each :meth:`start` needs one :meth:`wait` with the same `count`
+    and `slot` before that half is used or filled again. All entries of the table must be pages of the pool: a DMA
+    outside of memory stops the device.
     """
 
     pool: Any
     buffer: Any
     semaphores: Any  # DMA[2]
-    filled: Any  # int32[2]: pieces of each half that something may lie in
+    filled: Any  # int32[2]: pieces of each half that may have been written
     table: Any  # int32[rows * pages_per_seq]
     blocks: Blocks
 
     def _copy(self, index: Any, slot: Any, i: Any) -> Any:
-        """The DMA of piece `index`, counted through the flat table, to place `i` of half `slot`."""
+        """Returns the DMA of piece `index` of the flat table to place `i` of half `slot`."""
         per_page = self.blocks.page // self.blocks.piece
         entry = index if per_page == 1 else index // per_page
         source = self.pool.at[self.table[entry]]
@@ -166,7 +169,7 @@ class BlockBuffer:
         return pltpu.make_async_copy(source, self.buffer.at[slot, i], self.semaphores.at[slot])
 
     def start(self, first: Any, count: Any, slot: Any) -> None:
-        """Starts to read `count` pieces, or a block if that is less, from piece `first` of the flat table on."""
+        """Starts reads of `count` pieces, at most a block, from piece `first` of the flat table on."""
         size = self.blocks.num_pieces
 
         @pl.when(count >= size)
@@ -178,12 +181,12 @@ class BlockBuffer:
             self.start_pieces(first, count, slot)
 
     def start_pieces(self, first: Any, count: Any, slot: Any) -> None:
-        """Starts to read `count` pieces, less than a block, from piece `first` of the flat table on."""
+        """Starts reads of `count` pieces, less than a block, from piece `first` on."""
         self.filled[slot] = jnp.maximum(self.filled[slot], count)
         lax.fori_loop(0, count, lambda i, _: self._copy(first + i, slot, i).start(), None)
 
     def start_block(self, first: Any, slot: Any) -> None:
-        """Starts to read a whole block from piece `first` of the flat table on; no branch if its pieces are few."""
+        """Starts reads of a full block from piece `first` on, unrolled if it is short."""
         size = self.blocks.num_pieces
         self.filled[slot] = size
         step = math.gcd(size, MAX_UNROLLED)
@@ -195,7 +198,7 @@ class BlockBuffer:
         some(0, None) if step == size else lax.fori_loop(0, size // step, some, None)
 
     def wait(self, count: Any, slot: Any) -> None:
-        """Waits until `count` pieces, or a block if that is less, are there."""
+        """Waits for `count` pieces, at most a block."""
 
         @pl.when(count >= self.blocks.num_pieces)
         def _whole() -> None:
@@ -209,18 +212,18 @@ class BlockBuffer:
             )
 
     def wait_block(self, slot: Any) -> None:
-        """Waits until a whole block is there."""
+        """Waits for a full block."""
         here = self.buffer.at[slot]
         pltpu.make_async_copy(here, here, self.semaphores.at[slot]).wait()  # one wait for the bytes of all
 
     def keys(self, slot: Any, head: Any, first: Any, count: int, lanes: Lanes, dtype: Any) -> jax.Array:
-        """Keys ``[n, key lanes]`` of `count` pieces from `first` on."""
+        """Returns keys ``[n, key lanes]`` of `count` pieces from `first` on."""
         if lanes.num_packed == 1:
             return self._rows(slot, head, first, count, slice(0, lanes.key_end)).astype(dtype)
         return self._packed(slot, head, first, count, lanes, dtype, keys=True)
 
     def values(self, slot: Any, head: Any, first: Any, count: int, lanes: Lanes, dtype: Any) -> jax.Array:
-        """Values ``[n, value lanes]`` of `count` pieces from `first` on."""
+        """Returns values ``[n, value lanes]`` of `count` pieces from `first` on."""
         if lanes.num_packed == 1:
             return self._rows(slot, head, first, count, lanes.values_read).astype(dtype)
         return self._packed(slot, head, first, count, lanes, dtype, keys=False)
@@ -232,17 +235,17 @@ class BlockBuffer:
     def _packed(
         self, slot: Any, pair: Any, first: Any, count: int, lanes: Lanes, dtype: Any, *, keys: bool
     ) -> jax.Array:
-        """Keys of two heads side by side, or their values, those of the second head first: ``[n, 2 * dim]``.
+        """Returns keys of two heads side by side, or values, second head first: ``[n, 2 * dim]``.
 
-        Heads of 64 must be moved for that: turned by half its lanes, the second head has its keys beside those of the
-        first, and its values too.
+        Heads of 64 are moved between lanes for that: rotated by half of the lanes, keys and values of the second head
+        are next to those of the first.
         """
         if lanes.dim == LANES:
             half = slice(0, LANES) if keys else slice(LANES, 2 * LANES)
             a, b = (self._rows(slot, 2 * pair + i, first, count, half) for i in range(2))
             return jnp.concatenate([a, b] if keys else [b, a], axis=1).astype(dtype)
         a, b = (self._rows(slot, 2 * pair + i, first, count, slice(0, LANES)).astype(dtype) for i in range(2))
-        if packs := jnp.dtype(dtype).itemsize < 4:  # lanes are turned and chosen 32 bits at a time
+        if packs := jnp.dtype(dtype).itemsize < 4:  # lanes are rotated and selected 32 bits at a time
             a, b = pltpu.bitcast(a, jnp.int32), pltpu.bitcast(b, jnp.int32)
         b = pltpu.roll(b, LANES // 2, 1)
         is_low = lax.broadcasted_iota(jnp.int32, a.shape, 1) < LANES // 2
@@ -250,15 +253,15 @@ class BlockBuffer:
         return pltpu.bitcast(both, dtype) if packs else both
 
     def begin(self) -> None:
-        """To be called before the first start: nothing is known of what lies in the buffer."""
+        """Marks both halves as possibly written; to be called before the first start."""
         for slot in range(2):
             self.filled[slot] = self.blocks.num_pieces
 
     def clean(self, slot: Any, begin: Any, end: Any, lanes: slice) -> None:
-        """Zeroes `lanes` of a half outside of its positions ``[begin, end)``; `begin` is in its first piece or before.
+        """Zeroes `lanes` of a half outside of positions ``[begin, end)``.
 
-        A weight of zero is multiplied with what lies there, which may be NaN: of tokens that another sequence had in
-        the page, or of what was read into this half before. Integers have none.
+        `begin` is in the first piece. Their weights are zero, but 0 * NaN is NaN, and NaN may be left from tokens of
+        another sequence in the page or from an earlier block in this half. Integers have no NaN.
         """
         if jnp.issubdtype(self.buffer.dtype, jnp.integer):
             return
@@ -282,7 +285,7 @@ class BlockBuffer:
 
     def _keep(self, slot: Any, i: Any, begin: Any, end: Any, lanes: slice) -> None:
         """Zeroes `lanes` of piece `i` outside of its positions ``[begin, end)``."""
-        there = self.buffer[slot, i, :, :, lanes]
-        position = lax.broadcasted_iota(jnp.int32, there.shape, 1)
-        kept = jnp.where((position >= begin) & (position < end), there.astype(jnp.float32), 0.0)
-        self.buffer[slot, i, :, :, lanes] = kept.astype(self.buffer.dtype)
+        values = self.buffer[slot, i, :, :, lanes]
+        position = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+        visible = jnp.where((position >= begin) & (position < end), values.astype(jnp.float32), 0.0)
+        self.buffer[slot, i, :, :, lanes] = visible.astype(self.buffer.dtype)

@@ -1,7 +1,7 @@
-"""Attention of runs of new tokens on TPUs: prefill, chunks of one, and chunks beside rows that decode.
+"""Attention of ragged runs of new tokens on TPUs: prefill, chunks, and mixed steps.
 
-The method is that of FlashAttention (Dao et al., arXiv 2205.14135): a running softmax over blocks of keys, of which a
-block of queries is shown those alone that it can see. Query heads of one kv head are further rows of its products.
+The method is FlashAttention (Dao et al., arXiv 2205.14135): a running softmax over blocks of keys; blocks that no query
+of a block of queries sees are skipped. Query heads of one kv head are more rows of its products.
 """
 
 from __future__ import annotations
@@ -17,23 +17,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
+from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
 from model_adapters.ops.paged_attention import OP
 from model_adapters.ops.tpu.kv_write import write_tokens
-from model_adapters.ops.tpu.launch import NAME, Features, compiler_params, flat_table, product, row_constants, why_not
+from model_adapters.ops.tpu.launch import (
+    NAME,
+    Features,
+    compiler_params,
+    flat_table,
+    product,
+    row_constants,
+    unsupported_reason,
+)
 from model_adapters.ops.tpu.page_buffers import LANES, MASKED, BlockBuffer, Blocks, Lanes, across, round_up
 from model_adapters.ops.tpu.work_items import FIELDS, Item, items_of, positions_of
 
-NARROW = 16  # queries that an item is computed with where it has no more: rows that decode, ends of chunks
-MAX_QUERIES = 128
-MAX_SUMS_BYTES = 4 << 20
-MAX_KEYS = 1024
-MAX_KEYS_BYTES = 4 << 20
-ROWS = 64  # of one product
+NARROW = 16  # queries of an item that has at most as many: decode rows, ends of chunks
+MAX_QUERIES = 128  # of a block of queries
+MAX_SUMS_BYTES = 4 << 20  # of the sums of all heads
+MAX_KEYS = 1024  # positions of a block
+MAX_KEYS_BYTES = 4 << 20  # of a block
+ROWS = 64  # rows of one product
 
 
 @dataclass(frozen=True)
 class _Ragged:
-    """One call's references and sizes; `heads` kv heads of `group` query heads each."""
+    """References and sizes of a call; `heads` kv heads of `group` query heads each."""
 
     items: Any  # int32[num_items * fields]
     constants: Any  # float32[rows * 4]
@@ -52,25 +61,25 @@ class _Ragged:
 
     @property
     def blocks(self) -> Blocks:
-        """How rows are cut."""
+        """Sizes of pieces and blocks."""
         return self.buffer.blocks
 
     @property
     def num_items(self) -> int:
-        """Items, empty ones among them."""
+        """Number of items, including empty ones."""
         return self.items.shape[0] // len(FIELDS)
 
     def item(self, index: Any) -> Item:
-        """Item `index`."""
+        """Returns item `index`."""
         return Item(*(self.items[index * len(FIELDS) + i] for i in range(len(FIELDS))))
 
     def fetch(self, item: Item, block: Any, slot: Any) -> None:
-        """Starts to read block `block` of the keys of `item`."""
+        """Starts the reads of block `block` of the keys of `item`."""
         before = block * self.blocks.num_pieces
         self.buffer.start(item.source + before, item.num_pieces - before, slot)
 
     def fetch_very_first(self) -> None:
-        """Starts to read the first block of all."""
+        """Starts the reads of the first block of the call."""
         self.buffer.begin()
         own = self.item(0)
         index = jnp.where(own.num_pieces > 0, 0, own.following)
@@ -80,7 +89,7 @@ class _Ragged:
             self.fetch(self.item(index), 0, 0)
 
     def column(self, head: Any, field: int, num_queries: int) -> jax.Array:
-        """Constant `field` of each query head of kv head `head`, ``[group * num_queries, 1]``."""
+        """Returns constant `field` of a kv head's query heads, ``[group * num_queries, 1]``."""
         first = head * self.group
         columns = [
             jnp.full((num_queries, 1), self.constants[(first + g) * 4 + field], jnp.float32) for g in range(self.group)
@@ -88,7 +97,7 @@ class _Ragged:
         return jnp.concatenate(columns, axis=0)
 
     def begin(self, num_queries: int) -> None:
-        """An empty softmax for `num_queries` queries of all heads."""
+        """Initializes the running softmax of `num_queries` queries of all heads."""
         rows = self.group * num_queries
 
         def one(head: Any, _: None) -> None:
@@ -100,13 +109,13 @@ class _Ragged:
         lax.fori_loop(0, self.heads, one, None)
 
     def positions(self, item: Item, block: Any, first: Any, num_queries: int) -> tuple[jax.Array, jax.Array]:
-        """Positions of the keys ``[1, keys]`` and of the queries ``[queries, 1]``, of which row 0 is token `first`."""
+        """Returns positions of keys ``[1, keys]`` and queries ``[queries, 1]`` from `first` on."""
         keys = self.blocks.begin_of(block, item.low) + lax.broadcasted_iota(jnp.int32, (1, self.blocks.length), 1)
         queries = first + item.shift + lax.broadcasted_iota(jnp.int32, (num_queries, 1), 0)
         return keys, queries
 
     def write_mask(self, item: Item, keys: jax.Array, queries: jax.Array) -> None:
-        """What is added to scores: 0 where a query sees a key."""
+        """Writes the additive mask: 0 where a query sees a key."""
         visible = keys <= queries
         if self.features.window is not None:
             visible &= keys > queries - self.features.window
@@ -116,7 +125,7 @@ class _Ragged:
         self.mask[: queries.shape[0]] = jnp.where(visible, 0.0, MASKED)
 
     def needs_mask(self, item: Item, block: Any) -> Any:
-        """Whether some query of the item does not see some key of the block."""
+        """Returns whether some query of the item does not see some key of the block."""
         begin = self.blocks.begin_of(block, item.low)
         sees_all = begin + self.blocks.length - 1 <= item.begin + item.shift
         if self.features.window is not None:
@@ -124,7 +133,7 @@ class _Ragged:
         return ~sees_all
 
     def attend(self, head: Any, slot: Any, row: Any, num_queries: int, distance: Any, mask: Any | None) -> None:
-        """Adds the block in `slot` to the softmax of one kv head's queries, of `num_queries` from row `row` on."""
+        """Adds the block in `slot` to the softmax of a kv head's queries from `row` on."""
         dtype, length = self.features.dtype, self.blocks.length
         keys = self.buffer.keys(slot, head, 0, self.blocks.num_pieces, self.lanes, dtype)
         values = self.buffer.values(slot, head, 0, self.blocks.num_pieces, self.lanes, dtype)
@@ -135,7 +144,9 @@ class _Ragged:
             return product(q.reshape(at_once * num_queries, -1), keys, 1)
 
         following = products(0)
-        for begin in range(0, self.group, at_once):  # the products of some query heads beside the softmax of others
+        for begin in range(
+            0, self.group, at_once
+        ):  # products of some query heads in parallel with the softmax of others
             scores = following
             if begin + at_once < self.group:
                 following = products(begin + at_once)
@@ -157,7 +168,7 @@ class _Ragged:
             self.sums[head, rows] = across(shrink, sums.shape[1]) * sums + product(weights.astype(dtype), values, 0)
 
     def finish(self, item: Item, first: Any, row: Any, num_queries: int) -> None:
-        """Writes the item's rows of the output; those of other items stay."""
+        """Writes the item's rows of the output and leaves those of other items."""
         rows = self.group * num_queries
         token = first + lax.broadcasted_iota(jnp.int32, (1, num_queries, 1), 1)
         own = (token >= item.begin) & (token < item.end) & (token + item.shift >= 0)
@@ -174,7 +185,7 @@ class _Ragged:
         lax.fori_loop(0, self.heads, one, None)
 
     def run(self, item: Item, slot_ref: Any, first: Any, row: Any, num_queries: int) -> None:
-        """All blocks of an item, computed as `num_queries` rows of which the first is token `first`, row `row`."""
+        """Computes all blocks of an item as `num_queries` rows; token `first` is row `row`."""
         self.begin(num_queries)
         num_blocks = pl.cdiv(item.num_pieces, self.blocks.num_pieces)
 
@@ -260,25 +271,36 @@ def _kernel(
 
 
 def _heads_at_once(group: int, num_queries: int) -> int:
-    """Query heads of a group whose rows make one product: a divisor of the group."""
+    """Returns how many query heads of a group make one product: a divisor of the group."""
     return max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * num_queries <= ROWS))
 
 
 def _num_queries(num_tokens: int, query_heads: int, width: int) -> int:
-    """Queries in a block: a power of two, as many as the sums of all heads may take."""
+    """Returns queries in a block: a power of two, sums of all heads within ``MAX_SUMS_BYTES``."""
     most = MAX_QUERIES
     while most > NARROW and (most >= 2 * num_tokens or most * query_heads * width * 4 > MAX_SUMS_BYTES):
         most //= 2
     return most
 
 
-def _refuses(
-    q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array, *args: Any, **kwargs: Any
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "prefix_lens", "kv_scales"})
+"""Fields of `AttentionArgs` that the kernel takes."""
+
+
+def _unsupported_reason(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    args: AttentionArgs,
 ) -> str | None:
-    return why_not(q, pool, page_table)
+    return unsupported_field(args, SUPPORTED_ARGS) or unsupported_reason(q, pool, page_table)
 
 
-@registry.register(OP, NAME, ("tpu",), refuses=_refuses)
+@registry.register(OP, NAME, ("tpu",), unsupported_reason=_unsupported_reason)
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
@@ -287,31 +309,28 @@ def paged_attention(
     page_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: jax.Array | None = None,
-    prefix_lens: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """The op's Pallas kernel; the new tokens are written before, in place."""
+    """Runs the Pallas kernel after the new tokens are written, in place."""
     seqs, positions = positions_of(q.shape[0], kv_lens, cu_q_lens)
-    pool = write_tokens(pool, page_table, seqs, positions, k, v, k_scale, v_scale, in_runs=True)
+    pool = write_tokens(pool, page_table, seqs, positions, k, v, args.kv_scales, in_runs=True)
     num_tokens, query_heads, dim = q.shape
-    heads = pool.shape[1]
     lanes, blocks = Lanes(dim, v.shape[2]), Blocks.of(pool, page_table.shape[1], MAX_KEYS, MAX_KEYS_BYTES)
-    features = Features(q.dtype, window, softcap, alibi is not None, pool.dtype == jnp.int8)
-    constants = row_constants(query_heads, heads, sinks, alibi, k_scale, v_scale, scale=scale, softcap=softcap)
+    features = Features(q.dtype, args.window, args.softcap, args.alibi_slopes is not None, pool.dtype == jnp.int8)
+    constants = row_constants(query_heads, args)
     num_queries = _num_queries(num_tokens, query_heads, lanes.value_end - lanes.value_begin)
     padded = round_up(num_tokens, num_queries)
-    items = items_of(padded, num_queries, blocks, page_table.shape[1], kv_lens, cu_q_lens, prefix_lens, window)
-    # Heads first: a block of queries of one head is then a matrix, and any of them begins a tile.
+    pages_per_seq = page_table.shape[1]
+    items = items_of(padded, num_queries, blocks, pages_per_seq, kv_lens, cu_q_lens, args.prefix_lens, args.window)
+    # Heads first: a block of queries of one head is then a matrix that begins a tile.
     q = jnp.pad(jnp.swapaxes(q, 0, 1), ((0, 0), (0, padded - num_tokens), (0, lanes.key_end - dim)))
     kernel = functools.partial(
-        _kernel, lanes=lanes, features=features, blocks=blocks, num_tokens=padded, has_prefix=prefix_lens is not None
+        _kernel,
+        lanes=lanes,
+        features=features,
+        blocks=blocks,
+        num_tokens=padded,
+        has_prefix=args.prefix_lens is not None,
     )
     call = pl.pallas_call(
         kernel,
@@ -327,7 +346,7 @@ def paged_attention(
 def _grid(
     num_items: int, q: jax.Array, pool: jax.Array, lanes: Lanes, blocks: Blocks, num_queries: int
 ) -> pltpu.PrefetchScalarGridSpec:
-    """One step an item; consecutive items of one block of queries find it, and its output, where they are."""
+    """Returns a grid of one step an item; items of a block of queries share its copy."""
     query_heads, num_tokens, _ = q.shape
     heads, width = pool.shape[1], pool.shape[3]
     rows = query_heads // heads * num_queries

@@ -1,4 +1,4 @@
-"""What the rows of a decode call see, and the order in which their blocks are read: across rows, a block ahead."""
+"""Key ranges of the rows of a decode call, and reads of their blocks, two ahead across rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FIELDS = ("begin", "end", "source", "num_pieces", "following")
 
 @dataclass(frozen=True)
 class Row:
-    """What a row sees: positions ``[begin, end)``, in `num_pieces` pieces from `source` of the flat page table on.
+    """Positions ``[begin, end)`` of a row, in `num_pieces` pieces from `source` on.
 
-    No piece: nothing. `following` is the next row that sees something; the number of rows, if none does.
+    A row without pieces sees nothing. `following` is the next row with pieces, or the number of rows.
     """
 
     begin: Any
@@ -29,7 +29,7 @@ class Row:
 
 
 def rows_of(lens: jax.Array, starts: jax.Array, window: int | None, pages_per_seq: int, blocks: Blocks) -> jax.Array:
-    """``int32[B * fields]``, flat: rows of ``lens[B]`` positions, the first ``starts[B]`` of them never seen."""
+    """Returns ``int32[B * fields]``: rows of ``lens[B]`` positions, seen from ``starts[B]`` on."""
     end = jnp.clip(lens, 0, pages_per_seq * blocks.page)
     begin = jnp.maximum(starts, 0)
     if window is not None:
@@ -43,23 +43,23 @@ def rows_of(lens: jax.Array, starts: jax.Array, window: int | None, pages_per_se
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the blocks of all rows in turn, each into one half of the buffer while the other's is computed with."""
+    """Reads the blocks of all rows in order into one half, while the other is used."""
 
     rows: Any  # int32[B * fields], as of rows_of
     buffer: BlockBuffer
-    state: Any  # int32[3]: the half whose turn it is; the row and block of it to be read next
+    state: Any  # int32[3]: the half to use next; row and block to read next
 
     @property
     def num_rows(self) -> int:
-        """Rows, also those that see nothing."""
+        """Number of rows, including those that see nothing."""
         return int(self.rows.shape[0]) // len(FIELDS)
 
     def __getitem__(self, index: Any) -> Row:
-        """What row `index` sees."""
+        """Returns row `index`."""
         return Row(*(self.rows[index * len(FIELDS) + i] for i in range(len(FIELDS))))
 
     def begin(self) -> None:
-        """Starts to read the first two blocks of all."""
+        """Starts the reads of the first two blocks."""
         self.buffer.begin()
         first = self[0]
         self.state[0] = 0
@@ -68,20 +68,20 @@ class Reader:
         lax.fori_loop(0, 2, lambda slot, _: self.read_next(slot), None)
 
     @property
-    def next_is_whole(self) -> Any:
-        """Whether the next block of all rows is a whole one."""
+    def next_is_full(self) -> Any:
+        """Whether the next block to read is a full one."""
         return self._next()[1] >= self.buffer.blocks.num_pieces
 
-    def read_next(self, slot: Any, *, is_whole: bool | None = None) -> None:
-        """Starts to read the next block of all rows, if there is one; `is_whole`: what is known of it, None: nothing.
+    def read_next(self, slot: Any, *, is_full: bool | None = None) -> None:
+        """Starts the reads of the next block, if any; `is_full` if that is known.
 
-        Without a branch the compiler puts the starts of DMAs beside products, so that what is known is worth much.
+        Without a branch the compiler schedules the starts of DMAs in parallel with products, which saves much time.
         """
         row, count = self._next()
         source = row.source + self.state[2] * self.buffer.blocks.num_pieces
-        if is_whole is None:
+        if is_full is None:
             self.buffer.start(source, count, slot)
-        elif is_whole:
+        elif is_full:
             self.buffer.start_block(source, slot)
         else:
             self.buffer.start_pieces(source, count, slot)
@@ -90,14 +90,14 @@ class Reader:
         self.state[2] = jnp.where(is_last, 0, self.state[2] + 1)
 
     def _next(self) -> tuple[Row, Any]:
-        """The row to be read next and how many pieces of it are left; the last row and none, if all is read."""
+        """Returns the row to read next and its pieces left; the last row and 0 at the end."""
         index = self.state[1]
         row = self[jnp.minimum(index, self.num_rows - 1)]
         left = row.num_pieces - self.state[2] * self.buffer.blocks.num_pieces
         return row, jnp.where(index < self.num_rows, left, 0)
 
     def take_turn(self) -> Any:
-        """The half of the buffer whose turn it is; the other one is next."""
+        """Returns the half of the buffer to use now; the other one is next."""
         slot = self.state[0]
         self.state[0] = 1 - slot
         return slot

@@ -1,7 +1,7 @@
-"""The work of a ragged call, cut into items: the tokens of one sequence within one block of queries.
+"""The work of a ragged call as items: tokens of one sequence in one block.
 
-Blocks of queries lie on the packed axis of tokens at multiples of their length, so that they move without shifting;
-a sequence may begin anywhere in one. Items are in the order of tokens, and every block has one at least.
+Blocks of queries begin at multiples of their length on the packed axis of tokens, so that they are copied without
+shifts; a sequence may begin anywhere in a block. Items are in the order of tokens, and every block has at least one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ FIELDS = ("begin", "end", "shift", "source", "low", "high", "prefix", "num_piece
 
 @dataclass(frozen=True)
 class Item:
-    """Tokens ``[begin, end)`` of the packed axis, at positions ``shift`` more, and the keys they are to be shown.
+    """Tokens ``[begin, end)`` at positions ``token + shift``, and their keys.
 
-    The keys are positions ``[low, high)``: `num_pieces` pieces, the first of them `source` in the flat page table;
-    none if they see nothing. `following` is the next item that sees something.
+    The keys are positions ``[low, high)``: `num_pieces` pieces, the first of them `source` in the flat page table; no
+    piece if they see nothing. `following` is the next item with pieces.
     """
 
     begin: Any
@@ -46,7 +46,10 @@ def items_of(
     prefix_lens: jax.Array | None,
     window: int | None,
 ) -> jax.Array:
-    """``int32[num_items, fields]``; `num_tokens` is a multiple of `block_len`."""
+    """Returns items ``int32[num_items, fields]``; `num_tokens` is a multiple of `block_len`.
+
+    `kv_lens` and `prefix_lens` are ``int32[S]``, `cu_q_lens` is ``int32[S + 1]``.
+    """
     num_seqs = kv_lens.shape[0]
     cuts = jnp.concatenate([jnp.arange(0, num_tokens, block_len, dtype=jnp.int32), jnp.clip(cu_q_lens, 0, num_tokens)])
     begin = jnp.sort(cuts)
@@ -68,7 +71,10 @@ def items_of(
 
 
 def positions_of(num_tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sequence and the position of each token of the packed axis, ``int32[num_tokens]``; -1 behind the last."""
+    """Returns sequence and position of each token, ``int32[num_tokens]`` each; -1 for padding.
+
+    `kv_lens` is ``int32[S]``, `cu_q_lens` ``int32[S + 1]``.
+    """
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     seqs = jnp.searchsorted(cu_q_lens, tokens, side="right").astype(jnp.int32) - 1
     known = jnp.clip(seqs, 0, kv_lens.shape[0] - 1)

@@ -1,0 +1,81 @@
+"""Arguments of the attention ops besides queries, keys, values and pages: `AttentionArgs`.
+
+A new feature of attention is one optional field of `AttentionArgs` and the implementations that take it. Each
+implementation names the fields that it takes in its ``SUPPORTED_ARGS``; a call with any other field goes to another
+implementation, at last to the reference, which takes them all. ``tests/ops/test_attention_args.py`` checks every field
+against every registered implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field, fields
+
+import jax
+
+STATIC = {"static": True}
+"""Metadata of a field that is part of the traced program rather than an input of it."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVScales:
+    """Scales of an int8 pool, which holds ``round(x / scale)`` within -127 .. 127.
+
+    Attributes:
+        k: Scale of the keys of each kv head, ``float32[kv_heads]``.
+        v: Scale of the values of each kv head, ``float32[kv_heads]``.
+    """
+
+    k: jax.Array
+    v: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionArgs:
+    """Scale and features of an attention call; a feature that is not used is None.
+
+    Attributes:
+        scale: Factor of the products of queries and keys. Static: kernels are compiled with it.
+        window: Number of last positions that a query sees, its own among them; None for all. Static: the number of
+            splits depends on it.
+        softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``. Static: without it there is no tanh in the
+            program.
+        sinks: Logits ``[query_heads]`` that take part in the softmax and carry no value.
+        alibi_slopes: Slopes ``float32[query_heads]``: ``slope * (key position - query position)`` is added to the
+            scaled scores (Press et al., arXiv 2108.12409). Not together with `softcap`.
+        prefix_lens: Length ``int32[num_seqs]`` of the beginning that all queries of a sequence see (prefix language
+            models, images that are read in both directions).
+        kv_scales: Scales of an int8 pool; given with an int8 pool and with no other.
+    """
+
+    scale: float = field(metadata=STATIC)
+    window: int | None = field(default=None, metadata=STATIC)
+    softcap: float | None = field(default=None, metadata=STATIC)
+    sinks: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
+    prefix_lens: jax.Array | None = None
+    kv_scales: KVScales | None = None
+
+    @property
+    def k_scale(self) -> jax.Array | None:
+        """Scale of the keys of each kv head, ``float32[kv_heads]``, of an int8 pool."""
+        return None if self.kv_scales is None else self.kv_scales.k
+
+    @property
+    def v_scale(self) -> jax.Array | None:
+        """Scale of the values of each kv head, ``float32[kv_heads]``, of an int8 pool."""
+        return None if self.kv_scales is None else self.kv_scales.v
+
+
+OPTIONAL_FIELDS = tuple(each.name for each in fields(AttentionArgs) if each.name != "scale")
+"""Names of the features that a call may have or not."""
+
+
+def unsupported_field(args: AttentionArgs, supported: Set[str]) -> str | None:
+    """Returns the reason if `args` has a field that is not in `supported`, else None."""
+    for name in OPTIONAL_FIELDS:
+        if name not in supported and getattr(args, name) is not None:
+            return f"{name} is not implemented"
+    return None
