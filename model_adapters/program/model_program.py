@@ -97,8 +97,8 @@ class ModelProgram:
         self.cache_name = cache_name_of(parameters)
         self.output_class: type[ModelOutput] = ModelOutput  # known after the first trace
         self.needs_mask = False  # found out at the first trace of a decode step
-        self.sliding_cache_unmasked = quirks.sliding_cache_unmasked(module)
-        self.needs_right_aligned_cache = quirks.needs_right_aligned_cache(module)  # or set by a trace that needs one
+        self.sliding_cache_unmasked = quirks.of(module).unmasked_sliding_cache
+        self.needs_right_aligned_cache = quirks.of(module).right_aligned_cache  # or set by a trace that needs one
         self.folds_constants = False  # set where a trace succeeds with nothing else
         self.leaked_tensors: set[str] = set()  # tensors that the code has left on the module in some trace
         self.is_float32 = module.dtype == torch.float32

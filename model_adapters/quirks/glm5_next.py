@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from model_adapters.quirks.quirk import Quirk
+
 
 def _get_pooled_states(self: Any, packed_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     keys, gates, seen = packed_states.split([self.head_dim, self.head_dim, 1], -1)
@@ -31,4 +33,4 @@ def _get_pooled_states(self: Any, packed_states: torch.Tensor) -> tuple[torch.Te
     return pooled, indices.masked_fill(~is_real, -1), is_real.all(-1)
 
 
-METHODS = {"Glm5NextTextIndexer.get_pooled_states": _get_pooled_states}
+QUIRK = Quirk(methods={"Glm5NextTextIndexer.get_pooled_states": _get_pooled_states})

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from model_adapters.quirks.padded_images import any_pixel_counts, image_features_by
+from model_adapters.quirks.quirk import Quirk
 
 _idefics2_features = image_features_by(
     lambda count, size: count == size,
     lambda model, features, patches: model.connector(features, attention_mask=patches.flatten(1)),
 )
 
-METHODS = {
-    "Idefics2Model.get_image_features": _idefics2_features,
-    "Idefics3Model.get_image_features": any_pixel_counts,
-    "SmolVLMModel.get_image_features": any_pixel_counts,
-}
+QUIRK = Quirk(
+    methods={
+        "Idefics2Model.get_image_features": _idefics2_features,
+        "Idefics3Model.get_image_features": any_pixel_counts,
+        "SmolVLMModel.get_image_features": any_pixel_counts,
+    }
+)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.models.mpt import modeling_mpt
 
-RIGHT_ALIGNED_CACHE = True
+from model_adapters.quirks.quirk import Quirk
 
 
 def _distances(self: Any, num_heads: int, sequence_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -36,4 +36,7 @@ def _windowed(
     return weights @ value, weights
 
 
-METHODS = {"MptModel.build_mpt_alibi_tensor": _distances, "GPTNeoSelfAttention._attn": _windowed}
+QUIRK = Quirk(
+    right_aligned_cache=True,
+    methods={"MptModel.build_mpt_alibi_tensor": _distances, "GPTNeoSelfAttention._attn": _windowed},
+)

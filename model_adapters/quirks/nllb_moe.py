@@ -8,6 +8,7 @@ import torch
 
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.program.moe import sum_of_modules
+from model_adapters.quirks.quirk import Quirk
 
 
 def _experts(
@@ -39,4 +40,4 @@ def _sparse_mlp(self: Any, hidden_states: torch.Tensor, padding_mask: torch.Tens
     return self.experts(flat, top_1_mask, router_probs).reshape(batch, length, width)
 
 
-METHODS = {"NllbMoeExperts.forward": _experts, "NllbMoeSparseMLP.forward": _sparse_mlp}
+QUIRK = Quirk(methods={"NllbMoeExperts.forward": _experts, "NllbMoeSparseMLP.forward": _sparse_mlp})

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-RIGHT_ALIGNED_CACHE = True
+from model_adapters.quirks.quirk import Quirk
 
 
 def _indexer(
@@ -68,4 +68,4 @@ def _rotated(
     return rotate(keys[:, :, None], cos=chosen_cos, sin=chosen_sin, unsqueeze_dim=2)[:, :, 0]
 
 
-METHODS = {"Qwen4ExpTextQSAIndexer.forward": _indexer}
+QUIRK = Quirk(right_aligned_cache=True, methods={"Qwen4ExpTextQSAIndexer.forward": _indexer})

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from model_adapters import quirks
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weight, Weights
@@ -29,9 +30,6 @@ from model_adapters.ops.spmd import on_mesh, pool_spec, state_spec
 from model_adapters.sharding.rule_selection import rules_for
 from sharding_rules import HeadCounts, ShardingRuleError, TensorPlacement, place
 from sharding_rules.layout import DimLayout, take
-
-VALUES_READ_TWICE = frozenset({"doge"})
-"""Types in which another product than the output's reads values: their heads cannot be repeated on neighbours."""
 
 _IN_USE: ContextVar[_Trace | None] = ContextVar("sharded trace", default=None)
 
@@ -251,7 +249,7 @@ def _units(module: PreTrainedModel, config: PreTrainedConfig, num_shards: int) -
     Then a layer's heads would have to be repeated more often than another's, and model code knows of one number.
     """
     units = head_counts(config)
-    if config.model_type in VALUES_READ_TWICE and units.kv_heads and units.kv_heads % num_shards:
+    if quirks.of_type(config.model_type).keeps_value_heads and units.kv_heads and units.kv_heads % num_shards:
         return HeadCounts()
     attentions = (child for child in module.modules() if getattr(child, "config", None) is config)
     groups = {size for child in attentions if isinstance(size := getattr(child, "num_key_value_groups", None), int)}
