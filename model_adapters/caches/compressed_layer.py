@@ -44,7 +44,7 @@ class CompressedLayer(AttentionLayer):
         self.overlap: dict[str, Any] = {}  # by name: the half [batch, rate, dim] of the last full block, and its gates
         self.num_new = 0  # tokens of this forward
 
-    def leave_trace(self) -> None:
+    def clear_trace_state(self) -> None:
         """Forgets what holds for one forward alone."""
         super().clear_trace_state()
         self.num_new = 0

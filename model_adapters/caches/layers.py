@@ -161,7 +161,7 @@ class IndexedLayer(AttentionLayer):
         self.index_pool: Any = None  # [batch, 1, capacity, index_dim]
         self.position_pool: Any = None  # int32[batch, 1, capacity, axes]
 
-    def leave_trace(self) -> None:
+    def clear_trace_state(self) -> None:
         """Forgets what holds for one forward alone."""
         super().clear_trace_state()
         self.num_indexed = 0
