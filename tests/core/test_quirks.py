@@ -59,7 +59,7 @@ def test_every_field_is_read_outside_of_its_file():
 
 
 def is_quirk(node, names):
-    """Whether an expression is a quirk: ``quirks.of(...)``, ``quirks.of_type(...)``, or one of the variables `names`."""
+    """Whether an expression is a quirk: the result of ``of`` or ``of_type``, or a variable of `names`."""
     if isinstance(node, ast.Call):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         return name in ("of", "of_type", "_of_folder")
