@@ -190,7 +190,7 @@ class SealedFolder:
             raise
 
     def _verified(self, name: str) -> bytes:
-        """The content of a file.
+        """Returns the content of a file.
 
         Raises:
             OSError: it cannot be read.
@@ -213,7 +213,7 @@ class SealedFolder:
         return mac.digest()
 
     def _stored_key(self) -> bytes | None:
-        """The folder's key; None where there is none, or one that is damaged.
+        """Returns the folder's key; None where there is none, or one that is damaged.
 
         Raises:
             NotPrivateError: there is one that cannot be used: its files are not to blame.
@@ -229,7 +229,7 @@ class SealedFolder:
         return key if len(key) == KEY_BYTES else None
 
     def _key(self) -> bytes:
-        """The folder's key, made at the first write; of several processes that make one, all take the first."""
+        """Returns the folder's key, made at the first write; of several processes that make one, all take the first."""
         if (key := self._stored_key()) is not None:
             return key
         partial = self.path / f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
@@ -314,7 +314,7 @@ def _read_private(path: Path) -> bytes:
 
 
 def _not_private(status: os.stat_result, path: Path) -> str | None:
-    """Why a file or folder may hold what another user has put there, and the remedy; None on systems without owners."""
+    """Returns why another user may have written a file or folder, and the remedy; None on systems without owners."""
     if not hasattr(os, "geteuid"):
         return None
     if status.st_uid != os.geteuid():

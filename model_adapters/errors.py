@@ -34,7 +34,7 @@ class UnsupportedModelError(TorchaxServeError):
 
 
 class InvalidArgumentError(TorchaxServeError, ValueError):
-    """An argument whose value nobody can honour."""
+    """An argument with an invalid value."""
 
 
 class UnsupportedArgumentError(TorchaxServeError, ValueError):
@@ -46,12 +46,12 @@ class ChatTemplateError(TorchaxServeError):
 
 
 class HostsError(TorchaxServeError):
-    """Hosts that are to share a model do not find each other, or are not alike."""
+    """Hosts that share a model do not find each other, or differ."""
 
 
 class QueueFullError(TorchaxServeError):
-    """More requests wait for an engine than it lets wait (``EngineOptions(max_num_waiting=...)``)."""
+    """More requests wait for an engine than it accepts (``EngineOptions(max_num_waiting=...)``)."""
 
 
 class OutOfMemoryError(TorchaxServeError, MemoryError):
-    """Weights or cache do not fit into the memory there is."""
+    """Weights or cache do not fit into the available memory."""

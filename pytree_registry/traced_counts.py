@@ -52,7 +52,7 @@ def exact_counts() -> Iterator[None]:
 
 
 def _known(value: Any) -> int | None:
-    """The integer behind `value`, None where it is traced or no number at all."""
+    """Returns the integer behind `value`, None where it is traced or no number at all."""
     if isinstance(value, torch.Tensor) and hasattr(value, "jax"):
         value = value.jax()  # a torch view of a JAX array; outside its environment it cannot convert itself
     is_host_tensor = type(value) is torch.Tensor and value.device.type != "meta"
@@ -177,7 +177,7 @@ class CountRule:
     exact_below_window: bool
 
     def canonicalize(self, count: Any, window: int) -> TracedCount:
-        """The count as it stands in the pytree of a layer with `window`: over one of the ranges wherever possible.
+        """Returns the count as stored in the pytree of a layer with `window`: over one of the ranges if possible.
 
         Args:
             count: an ``int``, or a count that has been through a pytree.
@@ -212,7 +212,7 @@ def _flatten_with_keys(count: TracedCount) -> tuple[tuple[tuple[Any, Any], ...],
 
 
 def _unflatten(static: tuple[float, float, bool], children: Any) -> Any:
-    """The count back: a plain ``int`` where it is known without asking a device."""
+    """Returns the count back: a plain ``int`` where it is known without asking a device."""
     low, high, settled = static
     (value,) = children
     if isinstance(value, np.generic | np.ndarray) or (type(value) is torch.Tensor and value.device.type == "cpu"):

@@ -24,7 +24,7 @@ from sharding_rules.layout import AxisLayout, DimLayout, Fused, fused_dim, layou
 
 MESH_AXES = ("data", "model", "expert")
 
-# None: every device has the whole dimension.
+# None: every device has all of the dimension.
 LOGICAL_AXES: Mapping[str, str | None] = {
     "vocab": "model",
     "embed": None,
@@ -92,7 +92,7 @@ class RuleTable:
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """Where one tensor lies.
+    """Placement of one tensor.
 
     Attributes:
         name: qualified.
@@ -113,7 +113,7 @@ class TensorPlacement:
 
     @property
     def laid_out_shape(self) -> tuple[int, ...]:
-        """Shape on the mesh, zeros and repeated heads included."""
+        """Shape on the mesh, with zeros and repeated heads."""
         return tuple(dim.size for dim in self.dims)
 
     @property
@@ -129,7 +129,7 @@ class TensorPlacement:
         return number
 
     def bytes_per_device(self, mesh_shape: Mapping[str, int], itemsize: int) -> int:
-        """Bytes of one part, elements of `itemsize` bytes."""
+        """Returns bytes of one part, elements of `itemsize` bytes."""
         size = itemsize
         for length in self.laid_out_shape:
             size *= length
@@ -165,7 +165,7 @@ class _Placement:
         return self.mesh_shape.get(mesh_axis, 1) if mesh_axis is not None else 1
 
     def layout_of(self, axis: str, size: int) -> AxisLayout | str:
-        """How `size` elements of one logical axis are laid out; why they cannot be divided, where they cannot."""
+        """Returns the layout of `size` elements of one logical axis, or why they cannot be divided."""
         shards = self.num_shards(axis)
         if axis in ("heads", "kv_heads"):
             layouts = self.heads(shards)
@@ -198,25 +198,25 @@ class _Placement:
         return layouts
 
     def dim(self, axis: str | None, size: int) -> DimLayout:
-        """How a dimension of `size` is laid out; whole where its axis is, or cannot be divided."""
-        whole = DimLayout(size, size, None, None)
+        """Returns the layout of a dimension of `size`; undivided if its axis is, or cannot be divided."""
+        undivided = DimLayout(size, size, None, None)
         if axis is None:
-            return whole
+            return undivided
         if axis in FUSED_AXES:
             fused = FUSED_AXES[axis]
             shards = self.num_shards(fused.axes[0])
             sizes = self._section_sizes(fused, size)
             if shards == 1 or sizes is None:
-                return whole
+                return undivided
             layouts = [self.layout_of(a, s) for a, s in zip(fused.axes, sizes, strict=True)]
             known = [layout for layout in layouts if isinstance(layout, AxisLayout)]
             if len(known) < len(layouts):
-                return whole
+                return undivided
             return fused_dim(known, sizes, shards, self.logical_axes[fused.axes[0]])
         if self.num_shards(axis) == 1:
-            return whole
+            return undivided
         layout = self.layout_of(axis, size)
-        return whole if isinstance(layout, str) else layout_dim(layout, size, self.logical_axes[axis])
+        return undivided if isinstance(layout, str) else layout_dim(layout, size, self.logical_axes[axis])
 
     def _section_sizes(self, fused: Fused, size: int) -> list[int] | None:
         counts = [getattr(self.units, axis, None) or 1 for axis in fused.axes]
@@ -235,7 +235,7 @@ def place(
     logical_axes: Mapping[str, str | None] = LOGICAL_AXES,
     refuse_uneven: bool = False,
 ) -> dict[str, TensorPlacement]:
-    """Where every tensor of a model lies.
+    """Returns the placement of every tensor of a model.
 
     Args:
         table: rules of the model's family.

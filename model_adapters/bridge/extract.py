@@ -48,7 +48,7 @@ def functional_call(module: torch.nn.Module, method: str = "forward") -> JaxFunc
 
 
 def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call ``f(weights, args, kwargs)``, arrays of NumPy and PyTorch as JAX's."""
+    """Returns the arguments of ``f(weights, args, kwargs)`` with NumPy and PyTorch arrays as JAX arrays."""
     if isinstance(args, Mapping) or not isinstance(kwargs, Mapping | None):
         raise InvalidArgumentError(
             "expected f(weights, args, kwargs) with a tuple of positional and a dict of keyword arguments, got "

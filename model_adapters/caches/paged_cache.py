@@ -71,19 +71,19 @@ Pool = jax.Array | Int8Pool
 
 
 def pages_of(pool: Pool) -> jax.Array:
-    """The array of a pool that pages lie in."""
+    """Returns the array of a pool that pages lie in."""
     return pool.pages if isinstance(pool, Int8Pool) else pool
 
 
 def with_pages(pool: Pool, pages: jax.Array) -> Pool:
-    """A pool like `pool` with these pages."""
+    """Returns a pool like `pool` with these pages."""
     return dataclasses.replace(pool, pages=pages) if isinstance(pool, Int8Pool) else pages
 
 
 def laid_out(
     pool: Pool, sharding: Callable[[int], NamedSharding], place: Callable[[Any, NamedSharding], jax.Array]
 ) -> Pool:
-    """`pool` with each array where `place` puts it; `sharding` is that of pages with so many heads."""
+    """Returns `pool` with each array where `place` puts it; `sharding` is that of pages with so many heads."""
     of_pages = sharding(pages_of(pool).shape[1])
     pages = place(pages_of(pool), of_pages)
     if not isinstance(pool, Int8Pool):
@@ -167,7 +167,7 @@ class PagedTraceCache(Cache):
         super().__init__(layers=list(self.paged_layers))
 
     def pools(self) -> tuple[Pool, ...]:
-        """The pools after the forward.
+        """Returns the pools after the forward.
 
         Raises:
             NotPackableError: a layer was written and not attended to by the op, so its tokens are lost.

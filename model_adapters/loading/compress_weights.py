@@ -39,7 +39,7 @@ def prepare_weights(loaded: LoadedModel) -> int:
 
 
 def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> int:
-    """Puts packed weights in the place of those of `module`'s linear layers, where the processor is made for it.
+    """Puts packed weights in place of those of `module`'s linear layers, where the processor is made for it.
 
     Args:
         module: whose code reads the weights.

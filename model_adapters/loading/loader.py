@@ -249,7 +249,9 @@ class _Builder:
 
     def _check_fits(self, sizes: list[int]) -> None:
         on_one_device = self._device_put is None and self._mesh is None
-        check_fits(sum(sizes), max(sizes), what=self._source.name, device=jax.local_devices()[0], whole=on_one_device)
+        check_fits(
+            sum(sizes), max(sizes), what=self._source.name, device=jax.local_devices()[0], on_one_device=on_one_device
+        )
 
     def _checked(self, dtype: torch.dtype) -> torch.dtype:
         if dtype == torch.float64:

@@ -119,7 +119,7 @@ def parse_name(name_or_path: str | os.PathLike[str] | None, revision: str | None
 
 
 def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | None:
-    """The source where nothing has to be asked of the hub; None where it has."""
+    """Returns the source where nothing has to be asked of the hub; None where it has."""
     if name_or_path is None:
         if not (EMBEDDED / CONFIG).is_file():
             raise ModelNotFoundError(
@@ -169,5 +169,5 @@ def _hub_id(name: str) -> str:
 
 
 def of_object(name: str) -> ModelSource:
-    """The source of a model that the caller has loaded."""
+    """Returns the source of a model that the caller has loaded."""
     return ModelSource("object", name or "a model in memory")

@@ -33,7 +33,7 @@ _BLOCK = 2**22  # elements drawn at once: bounds the random bits that lie beside
 
 @dataclass(frozen=True)
 class InitCall:
-    """One call of an init function of torch on a whole parameter."""
+    """One call of an init function of torch on all of a parameter."""
 
     name: str
     original: Any
@@ -41,7 +41,7 @@ class InitCall:
 
     @classmethod
     def of(cls, name: str, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InitCall:
-        """The call with its arguments by name, defaults filled in."""
+        """Returns the call with its arguments by name, defaults filled in."""
         bound = inspect.signature(original).bind(None, *args, **kwargs)
         bound.apply_defaults()
         options = dict(bound.arguments)
@@ -111,8 +111,8 @@ class RandomInit:
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if not tensor.is_meta or getattr(tensor, "_is_hf_initialized", False):
                 return original(tensor, *args, **kwargs)
-            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-            if whole:  # a row set to zero (padding) says nothing about the rest, and is let go
+            fills_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            if fills_storage:  # a row set to zero (padding) says nothing about the rest, and is ignored
                 self._calls[_storage_id(tensor)] = InitCall.of(name, original, args, kwargs)
             return tensor
 
@@ -191,7 +191,7 @@ def _draw(
 
 
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The weights that stay in another dtype than `dtype` by the model's own ``_keep_in_fp32_modules``, by name."""
+    """Returns weights with another dtype than `dtype` by the model's own ``_keep_in_fp32_modules``, by name."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return {}

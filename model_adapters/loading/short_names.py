@@ -96,7 +96,7 @@ SHORT_NAMES: Mapping[str, ShortName] = MappingProxyType(
 
 
 def short_name(name: str) -> ShortName | None:
-    """The entry of the table that `name` means, whatever its case; None where there is none."""
+    """Returns the entry of the table that `name` means, whatever its case; None where there is none."""
     return SHORT_NAMES.get(name.strip().lower())
 
 

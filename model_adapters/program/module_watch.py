@@ -6,7 +6,7 @@ of attributes by Python's own comparison, tensors by identity, address and versi
 an edit through ``tensor.data`` leaves no other trace.
 
 What is looked at: which modules there are, and their classes; attributes, and what lies in those that are containers;
-hooks; functions in the place of methods, with the values that they close over; the classes and functions of the
+hooks; functions in place of methods, with the values that they close over; the classes and functions of the
 modeling files; configurations. What is not: state that Python code reads from elsewhere.
 """
 
@@ -73,7 +73,7 @@ class ModuleWatch:
         self.is_wrapped = has_hooks(self.module) or "forward" in vars(self.module)
 
     def change(self) -> Change | None:
-        """What has changed; None if nothing. Waits while a trace has exchanged the module's tensors."""
+        """Returns what has changed; None if nothing. Waits while a trace has exchanged the module's tensors."""
         with trace_lock():
             what = self.structure.difference()
             changed = self._tensors.changed(of_all=what is not None)
@@ -165,7 +165,7 @@ def _read(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """`value` with containers of their own, at every depth."""
+    """Returns `value` with containers of their own, at every depth."""
     if type(value) is dict:
         return {key: _copied(item) for key, item in value.items()}
     if type(value) is list:
@@ -183,7 +183,7 @@ def _is_same(now: Any, was: Any) -> bool:
 
 
 def _place(now: Any, was: Any, where: str) -> str:
-    """Names the key under which the dicts `now` and `was` differ, behind `where`."""
+    """Returns names the key under which the dicts `now` and `was` differ, behind `where`."""
     if not (isinstance(now, dict) and isinstance(was, dict)):
         return where
     keys = [key for key in {**was, **now} if key not in NOT_READ]
@@ -192,7 +192,7 @@ def _place(now: Any, was: Any, where: str) -> str:
 
 
 def _state_of(function: Any) -> Any:
-    """What a function of a script reads beside its arguments: values it closes over, and defaults."""
+    """Returns what a function of a script reads beside its arguments: values it closes over, and defaults."""
     if isinstance(function, functools.partial):
         return _copied([function.args, function.keywords, _state_of(function.func)])
     function = getattr(function, "__func__", function)

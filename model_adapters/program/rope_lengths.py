@@ -24,7 +24,7 @@ class RopeLengths:
     recompute_len: int | None = None
 
     def regime(self, length: int) -> str:
-        """A name for the frequencies of a prompt of `length` tokens: prompts may share keys if it is the same."""
+        """Returns a name for the frequencies of a prompt of `length` tokens; prompts with one name may share keys."""
         if length <= self.border:
             return ""
         return "long" if self.has_one_long else str(length)

@@ -68,7 +68,7 @@ def config_overrides(module: PreTrainedModel, *, attention: str | None, experts:
 
 
 def configs_of(module: torch.nn.Module) -> list[Any]:
-    """Each configuration that a part of `module` reads, once."""
+    """Returns each configuration that a part of `module` reads, once."""
     found = {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}
     for config in list(found.values()):
         for part in getattr(config, "sub_configs", {}):
@@ -98,7 +98,7 @@ def restored_attributes(module: torch.nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def replaced_methods(replacements: Iterable[tuple[torch.nn.Module, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Functions stand in the place of methods inside: of this module, the method of this name, this function."""
+    """Functions stand in place of methods inside: of this module, the method of this name, this function."""
     changed: list[tuple[torch.nn.Module, str, Any]] = []
     try:
         for module, method, function in replacements:

@@ -11,7 +11,7 @@ from model_adapters.quirks.quirk import Quirk
 
 
 def _gating(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As the original, with the ends of the groups in the place of their sizes."""
+    """As the original, with the ends of the groups in place of their sizes."""
     logits = self.layer(hidden_states).float()
     chosen, indices = logits.topk(self.top_k, dim=1)
     gates = torch.softmax(chosen, dim=1).to(hidden_states.dtype).flatten()

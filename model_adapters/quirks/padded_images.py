@@ -16,7 +16,7 @@ def image_features_by(
     is_real_patch: Callable[[torch.Tensor, int], torch.Tensor],
     connect: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> Callable[..., Any]:
-    """``get_image_features`` of such a base model.
+    """Returns ``get_image_features`` of such a base model.
 
     Args:
         is_real_patch: bool from the number of real pixels of a patch and the number that it has.

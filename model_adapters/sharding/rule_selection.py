@@ -13,7 +13,7 @@ from sharding_rules.shape_inference import infer_rules
 
 
 def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> RuleTable:
-    """The rule table of `module`, whose tensors have `shapes`.
+    """Returns the rule table of `module`, whose tensors have `shapes`.
 
     What the model's own plan does not name is laid out by shape.
     """
@@ -29,7 +29,7 @@ def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def _vocabulary(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[Rule]:
-    """The table of words and the head, which plans of base models leave out; none where they are of another form."""
+    """Returns rules for the embedding table and the head, which plans of base models omit; none for other forms."""
     parts = (module.get_input_embeddings(), module.get_output_embeddings())
     names = [f"{name}.weight" for name, child in module.named_modules() if any(child is part for part in parts)]
     axes = ("vocab", "embed")
