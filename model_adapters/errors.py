@@ -6,7 +6,7 @@
     ├── ModelNotFoundError      a name, folder or hub id that leads to no model
     ├── CheckpointError         the model is there, its files are not what they should be
     ├── UnsupportedModelError   an architecture or a task that this call cannot run
-    ├── InvalidArgumentError    an argument with a value nobody can honour (also a ValueError)
+    ├── InvalidArgumentError    an argument with an invalid value (also a ValueError)
     ├── UnsupportedArgumentError  an argument that exists in transformers and is not honoured here (also a ValueError)
     ├── ChatTemplateError       no chat template, or one that does not render
     ├── HostsError              hosts of one model that do not find each other, or are not alike

@@ -68,7 +68,7 @@ class Splitter:
         self.paths: list[str] = []
 
     def flatten_object(self, value: Any, path: str) -> Skeleton:
-        """Returns the skeleton of `value`, which stands at `path` (such as ``layers[0]``) of the owner."""
+        """Returns the skeleton of `value`, which is at `path` (such as ``layers[0]``) of the owner."""
         kind = type(value)
         if kind in _STATIC and path not in self.child_paths:
             return kind, value

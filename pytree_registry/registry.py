@@ -114,9 +114,9 @@ def registered_classes() -> tuple[type, ...]:
 
 
 def owner_of(cls: type) -> str | None:
-    """Who makes `cls` a pytree node: ``"pytree_registry"``, the declared ``pytree_owner``, ``"unknown"`` or None.
+    """Returns the owner of `cls` as a pytree node: ``"pytree_registry"``, ``pytree_owner``, ``"unknown"`` or None.
 
-    ``"unknown"`` is a registration by code that does not say its name (JAX's own containers among them), None nobody.
+    ``"unknown"``: registered by code that does not say its name, as JAX's own containers; None: no pytree node.
     """
     if is_registered(cls):
         return OWNER
@@ -193,7 +193,7 @@ def _functions_for(cls: type) -> tuple[Any, Any, Any]:
     """Returns the functions ``(flatten with keys, flatten, unflatten)`` of `cls`.
 
     The static part is ``(attributes, keys)``: the skeletons of the attributes, and the keys of an ordered dict, whose
-    entries repeat attributes; entries that differ from their attribute stand among the skeletons as one more.
+    entries repeat attributes; entries that differ from their attribute are appended to the skeletons.
     """
     is_dict = issubclass(cls, OrderedDict)
     make: Any = cls.__new__

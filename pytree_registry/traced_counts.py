@@ -2,7 +2,7 @@
 
 Sliding-window cache layers of transformers count their tokens in a Python int and ask ``count >= window``. Static, the
 count would make every decode step a new trace; traced, the question would fail. What the questions need, though, is
-only where the count stands in relation to the window. So the static part says in which *range* it lies, and the value
+only where the count is in relation to the window. So the static part says in which *range* it lies, and the value
 is a leaf: a :class:`TracedCount` answers from its range and computes with its value. A question that the range leaves
 open is answered from the value where that is known (outside ``jax.jit``), else it is an error, never a guess.
 
@@ -52,7 +52,7 @@ def exact_counts() -> Iterator[None]:
 
 
 def _known(value: Any) -> int | None:
-    """Returns the integer behind `value`, None where it is traced or no number at all."""
+    """Returns the integer value of `value`; None if it is traced or not a number."""
     if isinstance(value, torch.Tensor) and hasattr(value, "jax"):
         value = value.jax()  # a torch view of a JAX array; outside its environment it cannot convert itself
     is_host_tensor = type(value) is torch.Tensor and value.device.type != "meta"
@@ -147,7 +147,7 @@ class TracedCount:
 
 def _ask(count: TracedCount, question: Callable[[Any, Any], bool]) -> bool:
     """Answers ``question(count, 0)`` from the range where that suffices, else from the value."""
-    # The questions change their answer next to 0 or nowhere, so these points stand for the whole range.
+    # The questions change their answer next to 0 or nowhere, so these points represent the range.
     points = [count.low, count.high, *(point for point in (-1, 0, 1) if count.low <= point <= count.high)]
     answers = {bool(question(point, 0)) for point in points}
     if len(answers) == 1:

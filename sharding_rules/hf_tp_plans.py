@@ -58,7 +58,7 @@ def rules_from_tp_plan(
     """Rules for the tensors that a plan names and that are there.
 
     Raises:
-        ShardingRuleError: words that nobody knows.
+        ShardingRuleError: unknown words.
     """
     unknown = sorted({word for word in (*tp_plan.values(), *ep_plan.values()) if word not in WORDS})
     if unknown:

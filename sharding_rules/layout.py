@@ -2,7 +2,7 @@
 
 A logical axis is counted in *units*, such as heads, that stay together. Where there are fewer heads of keys and values
 than devices, each is repeated on a group of neighbours; where a number does not divide, units of zeros are added. Both
-leave every result what it was: a head of zeros is multiplied by zeros in the product behind it.
+leave every result what it was: a head of zeros is multiplied by zeros in the next product.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DimLayout:
     Attributes:
         size_before: as the model has it.
         size: on the mesh.
-        mesh_axis: that it is divided along; None: every device has it whole.
+        mesh_axis: Mesh axis that it is divided along; None: replicated.
         index: ``int64[size]``, source of each element, `ZERO` for a zero; None: as it was.
         sections: lengths of the parts of a fused dimension, on the mesh and all devices together; empty otherwise.
             Each device has its share of all of them, in order.
@@ -73,7 +73,7 @@ class DimLayout:
 
 
 def padded_units(number: int, shards: int) -> AxisLayout:
-    """Returns `number` units, with as many of zeros behind them as make them divisible by `shards`."""
+    """Returns `number` units, padded with units of zeros to be divisible by `shards`."""
     missing = -number % shards
     return AxisLayout(number, (*range(number), *([ZERO] * missing)))
 

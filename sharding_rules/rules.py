@@ -1,6 +1,6 @@
 """Which dimension of which tensor lies on which axis of the device mesh: rules as data.
 
-Two steps, as in JAX's larger language-model codebases. A *rule* names the dimensions of the tensors whose whole name
+Two steps, as in JAX's larger language-model codebases. A *rule* names the dimensions of the tensors whose full name
 its pattern matches, by *logical axes* (``("heads", "embed")``). One small map then sends logical axes to *mesh axes*:
 
 * ``data``: replicas of the model, each with its part of the requests;
@@ -58,9 +58,9 @@ class Rule:
     """The logical axes of the tensors with a name of one form.
 
     Attributes:
-        pattern: regular expression for the whole name.
+        pattern: Regular expression for the full name.
         axes: a logical axis, or None for a dimension that is never divided, for each dimension; None instead of
-            them all for tensors of any rank that every device has whole.
+            them all for replicated tensors of any rank.
         optional: whether a model of the family may have no such tensor; any other rule must be used.
         source: who says so, for people.
     """
@@ -79,7 +79,7 @@ class RuleTable:
         family: name in messages.
         rules: in order of precedence.
         pads: logical axes that may be filled up with zeros where the devices do not divide their number; every
-            result is then exactly what it was. Others stay whole on every device.
+            result is then exactly what it was. Others are replicated.
         attributes: numbers that modules of the family compute with and that follow from an axis: pattern of the
             module's name, attribute, and the axis whose length it is; ``num_heads`` and ``num_kv_heads`` are how many.
     """
@@ -246,7 +246,7 @@ def place(
         refuse_uneven: an error for what would have to be padded with zeros.
 
     Raises:
-        ShardingRuleError: unmatched tensors, unused rules, ranks that differ, axes that nobody knows, two dimensions on
+        ShardingRuleError: unmatched tensors, unused rules, ranks that differ, unknown axes, two dimensions on
             one mesh axis; all of them.
     """
     run = _Placement(table, mesh_shape, units or HeadCounts(), logical_axes, refuse_uneven)

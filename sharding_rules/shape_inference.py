@@ -1,8 +1,8 @@
-"""Rules from names and shapes alone, for tensors that no table and no plan names.
+"""Rules from names and shapes only, for tensors that no table and no plan names.
 
 Whatever is decided here gives right results: the partitioner moves what has to be moved. It is decided so that usual
 decoders need few moves: what maps the hidden state to something wider is cut by its outputs, what maps back by its
-inputs, and what is small stays whole.
+inputs, and small tensors are replicated.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def is_view(value: Any) -> bool:
 
 
 def accept_host_tensors() -> None:
-    """Has torchax take PyTorch's own tensors for constants, where it refuses them beside its own.
+    """Makes torchax take PyTorch's own tensors as constants, which it refuses together with its own.
 
     Model code that names no device makes them on the host, while it is traced: their values are known.
     """
@@ -180,5 +180,5 @@ def outside_torch_mode() -> Iterator[None]:
 
 
 def in_torch_mode() -> bool:
-    """Tells whether this thread is inside of `torch_mode`; others see the arrays that then stand in a module, too."""
+    """Tells whether this thread is in `torch_mode`; other threads see the arrays in the module too."""
     return getattr(_THREAD, "depth", 0) > 0

@@ -51,7 +51,7 @@ def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
     if COMPRESSED & set(getattr(config, "layer_types", None) or ()):
         return tuple(_compressed(theirs, capacity) for theirs in DynamicCache(config=config).layers)
     layers: list[Any] = []
-    # A static sliding layer knows its window as its own length, unless the whole cache is shorter: ask a long one.
+    # A static sliding layer knows its window as its own length, unless the cache is shorter: make a long one.
     for theirs in StaticCache(config=config, max_cache_len=LONGEST).layers:
         window = theirs.max_cache_len if isinstance(theirs, StaticSlidingWindowLayer) else None
         if type(theirs) in (StaticLayer, StaticSlidingWindowLayer):
@@ -68,7 +68,7 @@ def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
 
 
 def passed_again(config: PreTrainedConfig) -> list[int]:
-    """Returns the index of a layer for each repeated pass through it; the keys of each are stored behind all layers.
+    """Returns the index of a layer for each repeated pass through it; the keys of each follow all layers.
 
     Dory's forward appends such layers to a cache that has none (transformers 5.24: `DoryModel.forward`).
     """

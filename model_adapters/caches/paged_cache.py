@@ -1,7 +1,7 @@
 """The paged KV cache inside a trace: many sequences as one packed row of tokens.
 
 A packed forward sees ``[1, T]`` token ids, the new tokens of S sequences one after the other, each with its position.
-Everything in a decoder but attention works on tokens one by one, so sequences meet in the attention op alone, which is
+Everything in a decoder but attention works on tokens one by one, so sequences meet only in the attention op, which is
 told where each begins. The layers here refuse anything that does not go through that op.
 """
 
@@ -44,7 +44,7 @@ class PagedLayout:
 
     Attributes:
         groups: by layer, the index of its page table.
-        windows: by layer, its sliding window, None for full attention; pages behind it may be gone.
+        windows: by layer, its sliding window, None for full attention; pages before it may be freed.
         max_len: tokens that a page table covers.
         is_decode: every sequence has one new token: T = S, in the order of the rows.
         all_logits: logits of every token instead of each sequence's last.

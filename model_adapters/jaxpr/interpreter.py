@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend import core as jex
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-"""Equations that stand for those of another program, by the parameter that holds it."""
+"""Parameter with the called program, by primitives that call one."""
 
 
 @dataclass(eq=False)

@@ -1,10 +1,10 @@
 """Rows that a program takes at its end are taken before what treats every row by itself.
 
 A packed step computes hidden states of all its tokens, and the model then takes one of each sequence, whose logits are
-wanted. Behind the last layer's attention all code works on tokens one by one, so the others are computed for nobody:
+wanted. After the last layer's attention all code works on tokens one by one, so the others are never read:
 most of a layer, for prompts of any length. XLA does not move a gather before a product. Here the traced program is
 read from its end, as liveness analysis does it (Aho et al., Compilers, 9.2.5), with "these rows" between "live" and
-"dead", and evaluated so. What a primitive's operands are asked for stands in `row_rules.py`.
+"dead", and evaluated so. The rows that a primitive needs of its operands are in `row_dependence.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RowSelection:
 
 @dataclass(frozen=True)
 class EquationPlan:
-    """What of an equation is computed: `rows` of its results, from parts of its operands; None stands for all."""
+    """Plan of an equation: the `rows` of its results to compute, from parts of its operands; None: all."""
 
     rows: RowSelection | None
     parts: tuple[RowSelection | None, ...]
@@ -142,7 +142,7 @@ def _moving_gathers(program: Program) -> dict[Equation, RowSelection]:
 
 
 def _gathered_axis(equation: Equation) -> int | None:
-    """Returns the axis that a gather takes whole rows along, fewer than there are; None for other equations."""
+    """Returns the axis along which a gather takes some of the rows; None for other equations."""
     if equation.name != "gather" or equation.params["mode"] not in GATHER_MODES:
         return None
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]

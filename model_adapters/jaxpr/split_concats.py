@@ -1,8 +1,8 @@
 """Slices of concatenations become the parts themselves, before XLA's partitioner sees either.
 
 A fused product such as q|k|v is computed by shares: each device has its heads' part of all three. Model code then cuts
-the result where q ends, which is no border between devices, and XLA would move data to make the whole first. XLA's
-simplifier knows the identity ``slice(concat(a, b)) = a``, but on CPU and TPU it runs behind the partitioner. Here the
+the result where q ends, which is no border between devices, and XLA would move data to make the full result first.
+XLA's simplifier knows the identity ``slice(concat(a, b)) = a``, but on CPU and TPU it runs after the partitioner. The
 traced program is evaluated with concatenations along the last dimension kept in parts for as long as what is done to
 them can be done to each.
 """
@@ -86,7 +86,7 @@ def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
 
 
 def _in_parts(equation: Any, read: Callable[[Any], Any]) -> Any:
-    """Returns the result of an equation on parts; None where it has to be computed as it stands."""
+    """Returns the result of an equation on parts; None if it cannot be computed on parts."""
     name, params = equation.primitive.name, equation.params
     if name == "concatenate":
         arrays = [read(atom) for atom in equation.invars]

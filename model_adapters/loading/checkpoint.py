@@ -1,6 +1,6 @@
 """The weight files of a model folder: which there are, what they hold, and lazy readers of their tensors.
 
-A reader stands for one tensor and reads it when transformers' loader asks for it, with ``pread`` into a fresh buffer
+A reader represents one tensor and reads it when transformers' loader asks for it, with ``pread`` into a fresh buffer
 that starts at 64 bytes. Nothing is memory-mapped: mapped pages count as resident memory of the process, and a JAX array
 can then take the buffer over without a copy.
 
@@ -176,7 +176,7 @@ def inside(name: Any, said_in: str | os.PathLike[str]) -> str:
 
 
 def pickle_only(where: str) -> CheckpointError:
-    """Returns the error for a checkpoint that exists as pickle files alone."""
+    """Returns the error for a checkpoint that has only pickle files."""
     return CheckpointError(
         f"the weights of {where} are pickle files ({PICKLE_FILE}), which can carry code: "
         "pass allow_pickle=True to load their tensors all the same, or convert them to safetensors"
@@ -211,7 +211,7 @@ def shards_of(index: Path) -> list[Path]:
 
 
 class SafetensorsReader:
-    """Stands for one tensor; ``reader[...]`` reads it. As much of safetensors' slices as transformers uses."""
+    """Reads one tensor by ``reader[...]``; has the methods of safetensors' slices that transformers uses."""
 
     def __init__(self, entry: TensorEntry, descriptor: int, pool: ThreadPoolExecutor, advance: Advance) -> None:
         self._entry, self._descriptor, self._pool, self._advance = entry, descriptor, pool, advance
@@ -257,7 +257,7 @@ class SafetensorsReader:
 
 
 class PickledReader:
-    """Stands for one tensor of a pickle file; ``reader[...]`` copies it out of the mapped file."""
+    """Reads one tensor of a pickle file; ``reader[...]`` copies it out of the mapped file."""
 
     def __init__(self, tensor: torch.Tensor, advance: Advance) -> None:
         self._tensor, self._advance = tensor, advance

@@ -60,7 +60,7 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
     def is_packable(array: Weight) -> bool:
         return not isinstance(array, CompressedWeight) and array.nbytes >= MIN_BYTES and compress.refuses(array) is None
 
-    # In the order in which layers run, nearly: what lies behind a weight is what is read after it.
+    # Roughly in the order in which layers run, so that weights read one after the other are adjacent in memory.
     arrays = {id(weights[name]): weights[name] for name in linear if name in weights}
     chosen = [names_of[key] for key, array in arrays.items() if is_packable(array)]
     if not chosen:

@@ -1,7 +1,7 @@
 """Downloads what a model needs from the Hugging Face Hub into its cache, and says in one line why that failed.
 
 The hub's listing of a repository is asked for once, and the files that are needed come side by side, each by the hub's
-own client at the listed commit: what an interrupted download left behind goes on where it was. This is what
+own client at the listed commit: an interrupted download goes on where it was. This is what
 `huggingface_hub.snapshot_download` does, but for its second listing, which mirrors and look-alikes do not all answer.
 """
 
@@ -33,7 +33,7 @@ from model_adapters.loading.short_names import near_matches
 
 NUM_CONNECTIONS = 8
 
-# beside the weights: configurations, vocabularies in their various formats, chat templates
+# in addition to the weights: configurations, vocabularies in their various formats, chat templates
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja")
 _CODE_FILES = ("*.py", "custom_generate/*.py", "custom_generate/requirements.txt")
 
@@ -192,7 +192,7 @@ def _joined(folder: str, name: str) -> str:
 
 
 def _is_small(name: str, folder: str, request: HubRequest) -> bool:
-    """Tells whether a file is one that belongs to a model in `folder`, beside its weights."""
+    """Tells whether a file belongs to a model in `folder` and is none of its weights."""
     start = _joined(folder, "")
     if not name.startswith(start):
         return False
@@ -204,7 +204,7 @@ def _is_small(name: str, folder: str, request: HubRequest) -> bool:
 
 
 def _of_module(request: HubRequest, files: dict[str, int], folder: str) -> list[str]:
-    """Returns the files of a module behind the model, such as a pooling or a layer with weights of its own."""
+    """Returns the files of a module that follows the model, such as pooling or a layer with its own weights."""
     names = [name for name in files if _is_small(name, folder, request)] if folder else []
     safe, pickled = _joined(folder, checkpoint.SAFE_FILE), _joined(folder, checkpoint.PICKLE_FILE)
     if not folder or not request.with_weights:
@@ -234,7 +234,7 @@ def _weight_names(request: HubRequest, files: dict[str, int], config: Path, mode
         lost = [name for name in names if name not in files]
         if lost:
             raise CheckpointError(f"{request.hub_id} lacks {', '.join(lost[:3])}, which {found} names: ask its owner")
-    # few architectures keep a part of their weights in further files; they are small beside the rest
+    # few architectures have some of their weights in further files, which are small
     return names + [name for extra in _extra_names(config) if (name := _joined(model, extra)) in files]
 
 

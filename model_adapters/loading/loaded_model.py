@@ -82,7 +82,7 @@ class LoadedModel:
     report: LoadReport
     trust_remote_code: bool = False
     sharding: ModelSharding | None = None  # how `weights` lie on a mesh; None: on one device
-    allow_pickle: bool = False  # whether pickle files beside the weights may be read as well
+    allow_pickle: bool = False  # whether further pickle files may be read too
     _tokenizers: list[PreTrainedTokenizerBase | None] = field(default_factory=list, repr=False, compare=False)
     _processors: list[Any] = field(default_factory=list, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)

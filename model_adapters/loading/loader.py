@@ -60,7 +60,7 @@ def load_model(
 
     Args:
         model: What `resolve` accepts, or a `PreTrainedModel` in main memory, which is put into eval mode and shares its
-            tensors. A ``PeftModel`` with adapters stands for the model inside.
+            tensors. A ``PeftModel`` with adapters means the model inside.
         revision, token, local_files_only, cache_dir: See `resolve`.
         dtype: Of floating-point weights; "auto": as the configuration says, else as the files. Buffers, and weights
             that the architecture keeps in float32, keep theirs.

@@ -156,7 +156,7 @@ def find_class(
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """Returns the model class of `config` and the (sub-)configuration that it takes.
 
-    In this order: the repository's own class (with `trust_remote_code` alone), the class that ``config.architectures``
+    In this order: the repository's own class (only with `trust_remote_code`), the class that ``config.architectures``
     names, the class that ``AutoModelForImageTextToText`` has for the model type, that of ``AutoModelForCausalLM``, the
     one that ``AutoModel`` has. Types such as BERT, which have a causal class as well, are encoders unless their
     configuration says ``is_decoder``.

@@ -1,4 +1,4 @@
-"""The list of modules that sentence-transformers keeps beside a model, and the folders that it names."""
+"""Reads sentence-transformers' list of modules of a model, and the folders that it names."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class ShortName:
-    """A model that a short name stands for."""
+    """A model that has a short name."""
 
     hub_id: str
     num_parameters: int
@@ -101,5 +101,5 @@ def short_name(name: str) -> ShortName | None:
 
 
 def near_matches(name: str, limit: int = 4) -> list[str]:
-    """Names of the table that look like `name`, the nearest first; the part behind an organisation's name counts."""
+    """Returns short names similar to `name` without its organisation, the nearest first."""
     return difflib.get_close_matches(name.strip().lower().rsplit("/", 1)[-1], SHORT_NAMES, n=limit, cutoff=0.5)

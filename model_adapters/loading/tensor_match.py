@@ -1,4 +1,4 @@
-"""What the files of a checkpoint hold beside what its class asks for, by transformers' own account of a load.
+"""Compares the tensors of a checkpoint with those of its class, by transformers' own report of a load.
 
 transformers loads what fits, draws at random what is missing and logs both. Here nothing is drawn: what is missing is
 an error, or belongs to a part that the model can be without. What the class has no place for is left unused, as there;
@@ -91,7 +91,7 @@ class TensorMatch:
 def without_missing_parts(module: PreTrainedModel, missing: tuple[str, ...]) -> PreTrainedModel | None:
     """Returns `module`, or what lies under its head, without the parts whose tensors are missing.
 
-    Hidden states of tokens need neither a head nor a pooler behind the last layer. None where more is missing.
+    Hidden states of tokens need neither a head nor a pooler after the last layer. None if more is missing.
     """
     base: Any = module.base_model
     prefix = f"{module.base_model_prefix}." if base is not module else ""
@@ -106,7 +106,7 @@ def without_missing_parts(module: PreTrainedModel, missing: tuple[str, ...]) -> 
 
 
 def smaller_classes(model_class: type[PreTrainedModel], model_type: str) -> list[type[PreTrainedModel]]:
-    """Classes of the same architecture that ask for fewer tensors: without the head, and the encoder alone."""
+    """Yields classes of the same architecture with fewer tensors: without the head, and the encoder only."""
     base = modeling_auto.MODEL_MAPPING_NAMES.get(model_type)
     names = [base if isinstance(base, str) else None]
     names += [f"{names[0].removesuffix('Model')}EncoderModel"] if names[0] else []

@@ -34,7 +34,7 @@ DevicePut = Callable[[str, Any], jax.Array]
 
 _IN_FLIGHT_BYTES = 512 * 2**20
 _TRIM_BYTES = 8 * 2**20  # of weights landed between two looks at what the C library could give back
-_one_load = threading.Lock()  # what is patched here belongs to the whole process
+_one_load = threading.Lock()  # the patches below apply to all threads of the process
 
 
 class DevicePlacement:
@@ -142,7 +142,7 @@ class WeightSink:
 
 @contextlib.contextmanager
 def exclusive_load() -> Iterator[None]:
-    """transformers' loader for this load alone, without its bar."""
+    """Patches transformers' loader for this load only, without its progress bar."""
 
     def without_bar(items: Iterable[Any], **ignored: Any) -> Iterable[Any]:
         return items

@@ -1,4 +1,4 @@
-"""Constants in a trace: what model code computes from known values alone is computed at once, and stays known.
+"""Constant folding in a trace: what model code computes only from constants is computed at once.
 
 Under ``jax.jit`` every operation is staged, also one on constants, and its result has no value that Python could read.
 Model code for images reads many: it splits features by grids, makes positions and windows of them, and indexes by

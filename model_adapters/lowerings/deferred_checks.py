@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def _is_all_true(x: jax.Array) -> jax.Array:
-    """``torch._is_all_true``, which there is for checks alone."""
+    """Computes ``torch._is_all_true``, which exists only for checks."""
     conditions = getattr(_STATE, "conditions", None)
     if not isinstance(x, jax.core.Tracer) or conditions is None:
         return jnp.all(x)
@@ -75,7 +75,7 @@ class TracedAssertValue:
 
 
 def _item(theirs: Any) -> Any:
-    """``tensor.item()``, whose value an ``assert`` alone can do without."""
+    """Computes ``tensor.item()``; only an ``assert`` can do without its value."""
 
     def item(self: torch.Tensor) -> Any:
         if constant_folding.is_traced(self) and getattr(_STATE, "conditions", None) is not None:

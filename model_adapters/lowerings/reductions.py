@@ -19,7 +19,7 @@ def _jax_dtype(dtype: Any) -> Any:
 
 
 def _is_last(dim: Any, x: jax.Array) -> bool:
-    """Tells whether `dim`, a number or a sequence, is the last of two or more dimensions of floats, and that alone."""
+    """Tells whether `dim`, a number or a sequence, is only the last of two or more dimensions of floats."""
     dims = dim if isinstance(dim, Sequence) else (dim,)
     return x.ndim > 1 and len(dims) == 1 and dims[0] in (-1, x.ndim - 1) and jnp.issubdtype(x.dtype, jnp.floating)
 

@@ -28,7 +28,7 @@ class CallSignature:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether the tokens are a decoder's beside an encoder."""
+        """Whether the tokens are those of a decoder with an encoder."""
         return self is ENCODER_DECODER
 
 

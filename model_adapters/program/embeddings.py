@@ -12,7 +12,7 @@ def token_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
     """Returns the table of tokens of `module`; None where it has none, or does not say."""
     try:
         return module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
-    except NotImplementedError:  # such as a sound's encoder
+    except NotImplementedError:  # such as an audio encoder
         return None
 
 

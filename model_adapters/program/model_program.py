@@ -47,7 +47,7 @@ CHECKS = "conditions"
 class ModelProgram:
     """Runs the unmodified forward of `module` as ``forward(weights, states, offset, inputs, spec)``.
 
-    The module is a template: its own tensors are never read, those of `weights` stand in their place.
+    The module is a template: its own tensors are never read, those of `weights` replace them.
 
     Args:
         module: The model.

@@ -193,7 +193,7 @@ def _undecorated(kind: type) -> Callable[..., Any] | None:
 
 
 def _recompute_len(module: torch.nn.Module) -> int | None:
-    """Returns the length behind which the model's own preparation of a step drops the cache, as Phi-3's does."""
+    """Returns the length after which the model's own preparation of a step drops the cache, as Phi-3's does."""
     prepare = getattr(type(module), "prepare_inputs_for_generation", None)
     code = getattr(inspect.unwrap(prepare), "__code__", None) if prepare is not None else None
     name = "original_max_position_embeddings"

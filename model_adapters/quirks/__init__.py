@@ -2,7 +2,7 @@
 
 A file is named after the folder of transformers' modeling code that it is for, or after what several have in common
 (`SAME_AS`), and defines `QUIRK`, whose fields `model_adapters.quirks.quirk.Quirk` lists. Files without a `QUIRK` hold
-functions that several quirks use. General rules stand elsewhere and ask `of` or `of_type` for exceptions.
+functions that several quirks use. General rules are in other packages and ask `of` or `of_type` for exceptions.
 """
 
 from __future__ import annotations

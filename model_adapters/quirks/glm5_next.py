@@ -1,6 +1,6 @@
 """GLM 5's indexer leaves out the pools of keys that no row has, of a number that only the host could count.
 
-Here they stay, marked as what they are: nobody selects them.
+Here they stay and are marked, so that none is selected.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def _get_pooled_states(self: Any, packed_states: torch.Tensor) -> tuple[torch.Te
     size = self.index_kpool
     num_pools = -(-length // size)
     is_seen = seen[..., 0].bool()
-    nobody = torch.full((batch,), length, dtype=torch.long, device=keys.device)
-    first = torch.where(is_seen.any(1), is_seen.long().argmax(1), nobody)
+    none = torch.full((batch,), length, dtype=torch.long, device=keys.device)
+    first = torch.where(is_seen.any(1), is_seen.long().argmax(1), none)
     indices = first[:, None, None] + torch.arange(num_pools * size, device=keys.device).view(1, num_pools, size)
     inside = indices.clamp(0, length - 1).reshape(batch, -1, 1)
 

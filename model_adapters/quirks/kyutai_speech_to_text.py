@@ -1,4 +1,4 @@
-"""Kyutai's speech-to-text model reads audio with every token; here its codec encodes the whole audio first.
+"""Kyutai's speech-to-text model reads audio with every token; here its codec encodes all audio first.
 
 The codec is causal, so both ways give the same codes; encoded window by window it would need a program for each window.
 As every token comes with audio, a probe with tokens only cannot show that its cache may have fixed shapes: it may. Its
@@ -21,7 +21,7 @@ _CODEC_CACHES = ("encoder_past_key_values", "encoder_cache", "padding_cache")
 
 
 def _encode_on_jax(model: Any, run: Run) -> None:
-    """Replaces the codec's ``encode``, and has ``generate`` take the whole audio as one window."""
+    """Replaces the codec's ``encode``, and has ``generate`` take all audio as one window."""
     codec = model.codec_model
     original, signature = codec.encode, inspect.signature(codec.encode)
     prepare = model._prepare_model_inputs

@@ -31,7 +31,7 @@ def _selective_scan(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As the original: of [batch, width, len], `A` [width, state], `B` and `C` [batch, state, len].
 
-    Arguments beside these choose among the original's ways of computing the same.
+    Further arguments choose among the original's ways of computing the same.
     """
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[..., None]

@@ -1,4 +1,4 @@
-"""Voxtral Realtime reads a piece of audio with every token; here the whole audio is encoded before the tokens.
+"""Voxtral Realtime reads a piece of audio with every token; here all audio is encoded before the tokens.
 
 Its encoder is causal, so both ways give the same output. Piece by piece, the encoder's cache would give each step
 another shape, and with it a program of its own. The encoder output replaces the output of the encoder's first layers,
@@ -33,7 +33,7 @@ def _get_audio_features(self: Any, input_features: Any = None, **kwargs: Any) ->
 
 
 def _encode_on_jax(model: Any, run: Run) -> None:
-    """Replaces the forward of the encoder's first layers by that of the whole encoder, on JAX."""
+    """Replaces the forward of the encoder's first layers by that of the full encoder, on JAX."""
     config, embedder = model.config, model.model.audio_tower.embedder
     original, width = embedder.forward, _width(config)
     if width is None:

@@ -99,7 +99,7 @@ class ModelSharding:
         return cls(mesh, placed, vocab_size, values, attributes)
 
     def replicas(self) -> list[ModelSharding]:
-        """Returns the same layout on the devices of each place on the axis ``data`` alone."""
+        """Returns the same layout for each replica: the devices at one index of the axis ``data``."""
         names = self.mesh.axis_names
         axis = names.index("data")
         number = self.mesh.devices.shape[axis]

@@ -19,7 +19,7 @@ def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
     """
     config = module.config.get_text_config(decoder=True)
     table = TABLES.get(config.model_type)
-    if table is not None and config is module.config:  # beside a text model there are towers that the table leaves out
+    if table is not None and config is module.config:  # a model with media encoders, which the table does not cover
         return table
     tp_plan = getattr(config, "base_model_tp_plan", None) or {}
     ep_plan = getattr(config, "base_model_ep_plan", None) or {}
