@@ -198,6 +198,7 @@ class ModelProgram:
         returns_own_cache = dict(spec.static_args).get("use_cache", False)
         fills_cache = returns_own_cache and generates_as_encoder(self.target)
         if fills_cache:
+            assert self.cache_name is not None
             kwargs.setdefault(self.cache_name, DynamicCache(config=self.target.config))
         with (
             self.folding(spec, force=mode.folding),
@@ -212,8 +213,7 @@ class ModelProgram:
             for name, value in output.items()
             if value is not cache and (returns_own_cache or self.cache_name is None or name not in CACHE_NAMES)
         }
-        if fills_cache:
-            assert self.cache_name is not None
+        if fills_cache and self.cache_name is not None:
             fields[self.cache_name] = jax_view(kwargs[self.cache_name])
         if met:
             fields[CHECKS] = jnp.stack(met)
