@@ -35,18 +35,18 @@ def _encode_on_jax(model: Any, run: Run) -> None:
         output: ModelOutput = run("codec_model.encode", inputs)
         return output
 
-    def prepare_one_window(inputs: Any = None, bos_token_id: Any = None, model_kwargs: Any = None) -> Any:
+    def prepare_at_once(inputs: Any = None, bos_token_id: Any = None, model_kwargs: Any = None) -> Any:
         given = dict(model_kwargs or {})
         if given.get("audio_window_size") is not None:
             raise UnsupportedArgumentError(
-                f"audio_window_size: expected None, since a sound is encoded as a whole here, got "
+                f"audio_window_size: expected None, since audio is encoded at once here, got "
                 f"{given['audio_window_size']}; set generation_config.audio_window_size = None"
             )
         given["audio_window_size"] = -(-given["input_values"].shape[-1] // model.config.frame_size)
         return prepare(inputs, bos_token_id, given)
 
     vars(codec)["encode"] = encode
-    vars(model)["_prepare_model_inputs"] = prepare_one_window
+    vars(model)["_prepare_model_inputs"] = prepare_at_once
 
 
 QUIRK = Quirk(unmasked_sliding_cache=True, fixed_cache_is_safe=True, submodules=_encode_on_jax)

@@ -1,4 +1,4 @@
-"""Submodules of a model that its class's ``generate`` calls outside of the forward: they run on JAX, too."""
+"""Submodules that a class's ``generate`` calls outside the forward, compiled as well."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from model_adapters.quirks.quirk import Run
 
 
 def compile_submodules(model: Any, run: Run) -> None:
-    """Replaces methods of submodules of `model` that its ``generate`` calls, as the quirk of its architecture says.
+    """Replaces methods of submodules that the ``generate`` of `model` calls, by the quirk of its architecture.
 
     Args:
         model: A transformers model.
@@ -22,15 +22,15 @@ def compile_submodules(model: Any, run: Run) -> None:
 
 
 def has_parts_on_jax(model: Any) -> bool:
-    """Tells whether `compile_submodules` has replaced methods of submodules of `model`."""
+    """Returns whether `compile_submodules` has replaced methods of submodules of `model`."""
     return quirks.of(model).submodules is not None
 
 
 def reject_generators(kwargs: dict[str, Any]) -> None:
-    """Raises UnsupportedArgumentError for audio that is given in pieces, by a generator."""
+    """Raises UnsupportedArgumentError for audio that arrives in pieces, from a generator."""
     for name, value in kwargs.items():
         if isinstance(value, types.GeneratorType):
             raise UnsupportedArgumentError(
-                f"{name}: expected a tensor with all of the input, got a generator; a sound that is still going on is "
-                "not supported here: collect it first"
+                f"{name}: expected a tensor with all of the input, got a generator; audio that is still being "
+                "recorded is not supported here: collect it first"
             )

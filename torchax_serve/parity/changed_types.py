@@ -15,12 +15,12 @@ READ = ("model_adapters/*", "torchax_serve/parity/*.py")
 
 
 def types_named_in(diff: str, types: Collection[str]) -> list[str]:
-    """Types that a change names, sorted.
+    """Lists the types that a change names, sorted.
 
     Args:
-        diff: as ``git diff`` prints it; its changed lines count, and the names of the files, of those that `READ`
-            names. A quirk that several architectures share, and what several quirks use, names them all.
-        types: as transformers names them. ``a_b`` in a file's name is ``a-b`` as well.
+        diff: Output of ``git diff``; changed lines and names of files count, of the files that `READ`
+            matches. A quirk that several architectures share names them all.
+        types: Model types of transformers. ``a_b`` in a file's name is ``a-b`` as well.
     """
     found: set[str] = set()
     is_read = False

@@ -58,7 +58,7 @@ def quirk_of_type(model_type: str) -> dict[str, str]:
 
 
 def print_type(model_type: str) -> None:
-    """Prints a block for each task that covers `model_type`, and one for its quirk if it has one."""
+    """Prints a block for each task that checks `model_type`."""
     from torchax_serve.parity.tasks import TASKS
 
     for task, result in of_type(model_type).items():
