@@ -58,7 +58,7 @@ def test_state_that_model_code_keeps_on_the_cache_itself_is_not_lost(monkeypatch
     served = served_like_eager(model, 5)
     assert f"outside of them ({CACHE}.seen)" in served._jax_runtime.cache_support.unsupported_reason
     monkeypatch.setattr(CountsOnItsCache, "_can_compile_fullgraph", True)  # what says so is believed, and then checked
-    with pytest.raises(UnsupportedModelError, match=rf"beside them \({CACHE}.seen\)"):
+    with pytest.raises(UnsupportedModelError, match=rf"outside of them \({CACHE}.seen\)"):
         to_jax(random_model(CountsOnItsCache, config)).generate(IDS, max_new_tokens=5)
 
 
