@@ -87,9 +87,9 @@ class RoundRecorder:
         """Records the engine that is built inside."""
         import jax
 
-        from model_adapters.program.model_program import ModelProgram
         from torchax_serve.engine import factory
         from torchax_serve.engine.output_processor import OutputProcessor
+        from torchax_serve.executors import packed
         from torchax_serve.scheduler import Scheduler
 
         timed = [(Scheduler, "schedule"), (Scheduler, "commit"), (OutputProcessor, "deliver"), (factory.Engine, "step")]
@@ -97,7 +97,7 @@ class RoundRecorder:
             for owner, name in [*timed, (jax.stages.Compiled, "__call__")]:
                 span = "call" if name == "__call__" else name
                 stack.enter_context(mock.patch.object(owner, name, self._timed(span, getattr(owner, name))))
-            stack.enter_context(mock.patch.object(ModelProgram, "forward_packed", arguments_only))
+            stack.enter_context(mock.patch.object(packed, "forward_packed", arguments_only))
             stack.enter_context(mock.patch.object(factory, "ModelRunner", self._paced(factory.ModelRunner)))
             yield
 

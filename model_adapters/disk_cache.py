@@ -2,8 +2,8 @@
 
 What lies there is run: machine code, shared libraries, pickles. Two things must never reach a caller: bytes that
 another user could have put there, and bytes that are not the ones that were written. So a folder and its files must
-belong to the user and be writable by nobody else (they are made so, 0700 and 0600), and each file ends with a seal:
-an HMAC-SHA256 of its name and content under a key that lies in the same folder, readable by the user alone. A
+belong to the user and be writable by no one else (they are made so, 0700 and 0600), and each file ends with a seal:
+an HMAC-SHA256 of its name and content under a key in the same folder, readable only by the user. A
 checksum would find flipped bits as well; the key also finds files that were copied in from another folder or under
 another name.
 
@@ -28,11 +28,11 @@ logger = logging.getLogger("torchax_serve")
 
 MARK = b"torchax-serve sealed file 1\n"
 SEAL_BYTES = 32 + len(MARK)
-"""Length of what stands behind the content; at the end, so that a sealed shared library is still one."""
+"""Bytes after the content; at the end, so that a sealed shared library is still one."""
 KEY_NAME, KEY_BYTES = ".key", 32
 PARTIAL = ".partial-"
 PARTIAL_LIFE_S = 3600.0
-"""Age at which a half-written file counts as left behind by a process that has died."""
+"""Age in seconds after which a partially written file is taken to be of a dead process."""
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _WARNED: set[str] = set()
 
@@ -190,7 +190,7 @@ class SealedFolder:
             raise
 
     def _verified(self, name: str) -> bytes:
-        """The content of a file.
+        """Returns the content of a file.
 
         Raises:
             OSError: it cannot be read.
@@ -213,7 +213,7 @@ class SealedFolder:
         return mac.digest()
 
     def _stored_key(self) -> bytes | None:
-        """The folder's key; None where there is none, or one that is damaged.
+        """Returns the folder's key; None where there is none, or one that is damaged.
 
         Raises:
             NotPrivateError: there is one that cannot be used: its files are not to blame.
@@ -229,14 +229,14 @@ class SealedFolder:
         return key if len(key) == KEY_BYTES else None
 
     def _key(self) -> bytes:
-        """The folder's key, made at the first write; of several processes that make one, all take the first."""
+        """Returns the folder's key, made at the first write; of several processes that make one, all take the first."""
         if (key := self._stored_key()) is not None:
             return key
         partial = self.path / f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
         _write_new(partial, secrets.token_bytes(KEY_BYTES))
         try:
             os.link(partial, self.path / KEY_NAME)
-        except OSError:  # there is one, whole or damaged; or the file system has no links
+        except OSError:  # there is one, valid or damaged; or the file system has no links
             if (key := self._stored_key()) is None:
                 os.replace(partial, self.path / KEY_NAME)
         finally:
@@ -299,7 +299,7 @@ def _write_new(path: Path, content: bytes) -> None:
 
 
 def _read_private(path: Path) -> bytes:
-    """Reads a file of the user's own; the open file is examined, so nobody can exchange it in between."""
+    """Reads a file of the user's own; the open file is examined, so that it cannot be replaced in between."""
     descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW)
     try:
         status = os.fstat(descriptor)
@@ -314,7 +314,7 @@ def _read_private(path: Path) -> bytes:
 
 
 def _not_private(status: os.stat_result, path: Path) -> str | None:
-    """Why a file or folder may hold what another user has put there, and the remedy; None on systems without owners."""
+    """Returns why another user may have written a file or folder, and the remedy; None on systems without owners."""
     if not hasattr(os, "geteuid"):
         return None
     if status.st_uid != os.geteuid():

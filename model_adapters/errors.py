@@ -6,7 +6,7 @@
     ├── ModelNotFoundError      a name, folder or hub id that leads to no model
     ├── CheckpointError         the model is there, its files are not what they should be
     ├── UnsupportedModelError   an architecture or a task that this call cannot run
-    ├── InvalidArgumentError    an argument with a value nobody can honour (also a ValueError)
+    ├── InvalidArgumentError    an argument with an invalid value (also a ValueError)
     ├── UnsupportedArgumentError  an argument that exists in transformers and is not honoured here (also a ValueError)
     ├── ChatTemplateError       no chat template, or one that does not render
     ├── HostsError              hosts of one model that do not find each other, or are not alike
@@ -34,7 +34,7 @@ class UnsupportedModelError(TorchaxServeError):
 
 
 class InvalidArgumentError(TorchaxServeError, ValueError):
-    """An argument whose value nobody can honour."""
+    """An argument with an invalid value."""
 
 
 class UnsupportedArgumentError(TorchaxServeError, ValueError):
@@ -46,12 +46,12 @@ class ChatTemplateError(TorchaxServeError):
 
 
 class HostsError(TorchaxServeError):
-    """Hosts that are to share a model do not find each other, or are not alike."""
+    """Hosts that share a model do not find each other, or differ."""
 
 
 class QueueFullError(TorchaxServeError):
-    """More requests wait for an engine than it lets wait (``EngineOptions(max_num_waiting=...)``)."""
+    """More requests wait for an engine than it accepts (``EngineOptions(max_num_waiting=...)``)."""
 
 
 class OutOfMemoryError(TorchaxServeError, MemoryError):
-    """Weights or cache do not fit into the memory there is."""
+    """Weights or cache do not fit into the available memory."""

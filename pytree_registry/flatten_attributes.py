@@ -32,7 +32,7 @@ _STATIC = frozenset(
     {NoneType, bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, np.dtype}
 )
 _ARRAYS = (torch.Tensor, jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_REMEMBERED = "_pytree_child_paths"
+_CHILD_PATHS = "_pytree_child_paths"
 
 
 class _ComparedByValue:
@@ -54,29 +54,29 @@ class _ComparedByValue:
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is a tensor of any kind: torch, JAX, numpy, a tracer, or a shape with a dtype."""
+    """Tells whether `value` is a tensor of any kind: torch, JAX, numpy, a tracer, or a shape with a dtype."""
     return isinstance(value, _ARRAYS)
 
 
 class Splitter:
     """Takes the attributes of one object apart; `children` and `paths` fill in the order of the walk."""
 
-    def __init__(self, owner: type, remembered: frozenset[str] = frozenset()) -> None:
+    def __init__(self, owner: type, child_paths: frozenset[str] = frozenset()) -> None:
         self.owner = owner
-        self.remembered = remembered
+        self.child_paths = child_paths
         self.children: list[Any] = []
         self.paths: list[str] = []
 
     def flatten_object(self, value: Any, path: str) -> Skeleton:
-        """The skeleton of `value`, which stands at `path` (such as ``layers[0]``) of the owner."""
+        """Returns the skeleton of `value`, which is at `path` (such as ``layers[0]``) of the owner."""
         kind = type(value)
-        if kind in _STATIC and path not in self.remembered:
+        if kind in _STATIC and path not in self.child_paths:
             return kind, value
         if kind is dict or kind is OrderedDict:
             return kind, tuple((key, self.flatten_object(item, f"{path}[{key!r}]")) for key, item in value.items())
         if kind is list or issubclass(kind, tuple):
             return kind, tuple(self.flatten_object(item, f"{path}[{i}]") for i, item in enumerate(value))
-        if is_array(value) or path in self.remembered or not jax.tree_util.all_leaves((value,)):
+        if is_array(value) or path in self.child_paths or not jax.tree_util.all_leaves((value,)):
             self.children.append(value)
             self.paths.append(path)
             return None
@@ -114,7 +114,7 @@ def _is_configuration(value: Any) -> bool:
 
 
 def unflatten_object(skeleton: Skeleton, children: Iterator[Any]) -> Any:
-    """The value of `skeleton` with the next ones of `children` in its places; containers are new objects."""
+    """Returns the value of `skeleton` with the next ones of `children` in its places; containers are new objects."""
     if skeleton is None:
         return next(children)
     kind, payload = skeleton
@@ -134,22 +134,22 @@ def unflatten_object(skeleton: Skeleton, children: Iterator[Any]) -> Any:
 
 def split_attributes(obj: Any, attributes: Mapping[str, Any]) -> tuple[Splitter, tuple[tuple[str, Skeleton], ...]]:
     """Splits `attributes` of `obj`: the splitter with the children, and ``(name, skeleton)`` of each attribute."""
-    splitter = Splitter(type(obj), attributes.get(_REMEMBERED, frozenset()))
+    splitter = Splitter(type(obj), attributes.get(_CHILD_PATHS, frozenset()))
     static = tuple(
-        (name, splitter.flatten_object(value, name)) for name, value in attributes.items() if name != _REMEMBERED
+        (name, splitter.flatten_object(value, name)) for name, value in attributes.items() if name != _CHILD_PATHS
     )
     return splitter, static
 
 
 def _comes_apart(child: Any) -> bool:
-    """Whether the rule takes `child` for a child without being told: a tensor or a pytree node, but None is static."""
+    """Tells whether `child` is a child by the general rule: a tensor or a pytree node; None is static."""
     return is_array(child) or (child is not None and not jax.tree_util.all_leaves((child,)))
 
 
 def join_attributes(
     static: tuple[tuple[str, Skeleton], ...], children: tuple[Any, ...], recognized: str | None = None
 ) -> dict[str, Any]:
-    """The attributes that :func:`split_attributes` took apart, around other `children`.
+    """Returns the attributes that :func:`split_attributes` took apart, around other `children`.
 
     Attribute `recognized` needs no memory: its owner takes it for a child whatever it is.
     """
@@ -160,7 +160,7 @@ def join_attributes(
         pairs = zip(paths, children, strict=True)
         foreign = frozenset(path for path, child in pairs if not _comes_apart(child) and path != recognized)
         if foreign:
-            attributes[_REMEMBERED] = foreign
+            attributes[_CHILD_PATHS] = foreign
     return attributes
 
 

@@ -52,7 +52,7 @@ def register_all() -> None:
     Idempotent, and cheap when repeated. A class that must be left to another package says so in its body by
     ``pytree_owner = "name of that package"``.
 
-    An output or a whole cache that a script registers by its own hand, before or afterwards, stays the script's.
+    An output or a cache that a script registers itself, before or afterwards, stays the script's.
 
     Raises:
         RegistrationError: a cache layer has been registered with JAX by somebody else; names it.
@@ -96,12 +96,12 @@ def register(cls: type) -> None:
 
 
 def is_registered(cls: type) -> bool:
-    """Whether this package has registered `cls`, and takes it apart."""
+    """Tells whether this package has registered `cls`, and takes it apart."""
     return cls in _registered and not _registered[cls].is_handed_over
 
 
 def may_be_shared(cls: type) -> bool:
-    """Whether a script may register `cls` by its own hand: outputs and whole caches, whose layers come apart here."""
+    """Tells whether a script may register `cls` itself: outputs and caches, whose layers are flattened here."""
     from transformers.cache_utils import Cache
     from transformers.utils import ModelOutput
 
@@ -109,14 +109,14 @@ def may_be_shared(cls: type) -> bool:
 
 
 def registered_classes() -> tuple[type, ...]:
-    """All classes that this package has registered so far, oldest first."""
+    """Returns all classes that this package has registered so far, oldest first."""
     return tuple(cls for cls in _registered if is_registered(cls))
 
 
 def owner_of(cls: type) -> str | None:
-    """Who makes `cls` a pytree node: ``"pytree_registry"``, the declared ``pytree_owner``, ``"unknown"`` or None.
+    """Returns the owner of `cls` as a pytree node: ``"pytree_registry"``, ``pytree_owner``, ``"unknown"`` or None.
 
-    ``"unknown"`` is a registration by code that does not say its name (JAX's own containers among them), None nobody.
+    ``"unknown"``: registered by code that does not say its name, as JAX's own containers; None: no pytree node.
     """
     if is_registered(cls):
         return OWNER
@@ -190,10 +190,10 @@ def _watch(root: type) -> None:
 
 
 def _functions_for(cls: type) -> tuple[Any, Any, Any]:
-    """The functions ``(flatten with keys, flatten, unflatten)`` of `cls`.
+    """Returns the functions ``(flatten with keys, flatten, unflatten)`` of `cls`.
 
     The static part is ``(attributes, keys)``: the skeletons of the attributes, and the keys of an ordered dict, whose
-    entries repeat attributes; entries that differ from their attribute stand among the skeletons as one more.
+    entries repeat attributes; entries that differ from their attribute are appended to the skeletons.
     """
     is_dict = issubclass(cls, OrderedDict)
     make: Any = cls.__new__

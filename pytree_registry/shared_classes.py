@@ -1,4 +1,4 @@
-"""Classes that a script registers with JAX by its own hand, as tutorials do, beside this package's registration.
+"""Classes that a script registers with JAX itself, as tutorials do, in addition to this package's registration.
 
 JAX takes one registration of a class. Where the script is first, its functions stay; where it comes second, the
 functions registered here hand over to its own (`Handover`). So a script's registration takes effect in either order.
@@ -52,7 +52,7 @@ class Handover:
         return children, (self.is_handed_over, static)
 
     def unflatten(self, static: Any, children: Any) -> Any:
-        """The object again."""
+        """Returns the object again."""
         is_theirs, static = static
         return (self._theirs if is_theirs else self._unflatten)(static, children)
 
@@ -115,7 +115,7 @@ def hands_over(handovers: dict[type, Handover], is_safe: Callable[[type], bool])
 
 
 def refusal(cls: type) -> RegistrationError:
-    """The error for a registration beside this package's that may give wrong numbers."""
+    """Returns the error for an additional registration that may give wrong numbers."""
     return RegistrationError(
         f"expected a class that is registered once, got {cls.__module__}.{cls.__qualname__}, which somebody else has "
         "registered with JAX; remove that registration, pytree_registry provides it (a script's own is fine for "

@@ -37,7 +37,7 @@ class TorchaxFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of torchax; None of everything else."""
+        """Returns the spec of torchax; None of everything else."""
         if fullname != NAME:
             return None
         for finder in sys.meta_path:
@@ -50,7 +50,7 @@ class TorchaxFinder(MetaPathFinder):
 
 
 class _AnsweringLoader(Loader):
-    """Executes torchax by the loader that Python has for it, in the place of what a failed import has left."""
+    """Executes torchax by the loader that Python has for it, in place of what a failed import has left."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -117,7 +117,7 @@ def _missing_named_overloads_answered() -> Iterator[None]:
 
 
 def torch_has_named_overloads() -> bool:
-    """Whether this torch still has the overloads that torchax 0.0.13 names."""
+    """Tells whether this torch still has the overloads that torchax 0.0.13 names."""
     import torch
 
     return "dimname" in torch.ops.aten.all.overloads()

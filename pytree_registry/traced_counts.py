@@ -2,7 +2,7 @@
 
 Sliding-window cache layers of transformers count their tokens in a Python int and ask ``count >= window``. Static, the
 count would make every decode step a new trace; traced, the question would fail. What the questions need, though, is
-only where the count stands in relation to the window. So the static part says in which *range* it lies, and the value
+only where the count is in relation to the window. So the static part says in which *range* it lies, and the value
 is a leaf: a :class:`TracedCount` answers from its range and computes with its value. A question that the range leaves
 open is answered from the value where that is known (outside ``jax.jit``), else it is an error, never a guess.
 
@@ -52,7 +52,7 @@ def exact_counts() -> Iterator[None]:
 
 
 def _known(value: Any) -> int | None:
-    """The integer behind `value`, None where it is traced or no number at all."""
+    """Returns the integer value of `value`; None if it is traced or not a number."""
     if isinstance(value, torch.Tensor) and hasattr(value, "jax"):
         value = value.jax()  # a torch view of a JAX array; outside its environment it cannot convert itself
     is_host_tensor = type(value) is torch.Tensor and value.device.type != "meta"
@@ -147,7 +147,7 @@ class TracedCount:
 
 def _ask(count: TracedCount, question: Callable[[Any, Any], bool]) -> bool:
     """Answers ``question(count, 0)`` from the range where that suffices, else from the value."""
-    # The questions change their answer next to 0 or nowhere, so these points stand for the whole range.
+    # The questions change their answer next to 0 or nowhere, so these points represent the range.
     points = [count.low, count.high, *(point for point in (-1, 0, 1) if count.low <= point <= count.high)]
     answers = {bool(question(point, 0)) for point in points}
     if len(answers) == 1:
@@ -177,7 +177,7 @@ class CountRule:
     exact_below_window: bool
 
     def canonicalize(self, count: Any, window: int) -> TracedCount:
-        """The count as it stands in the pytree of a layer with `window`: over one of the ranges wherever possible.
+        """Returns the count as stored in the pytree of a layer with `window`: over one of the ranges if possible.
 
         Args:
             count: an ``int``, or a count that has been through a pytree.
@@ -212,7 +212,7 @@ def _flatten_with_keys(count: TracedCount) -> tuple[tuple[tuple[Any, Any], ...],
 
 
 def _unflatten(static: tuple[float, float, bool], children: Any) -> Any:
-    """The count back: a plain ``int`` where it is known without asking a device."""
+    """Returns the count back: a plain ``int`` where it is known without asking a device."""
     low, high, settled = static
     (value,) = children
     if isinstance(value, np.generic | np.ndarray) or (type(value) is torch.Tensor and value.device.type == "cpu"):

@@ -58,7 +58,7 @@ def rules_from_tp_plan(
     """Rules for the tensors that a plan names and that are there.
 
     Raises:
-        ShardingRuleError: words that nobody knows.
+        ShardingRuleError: unknown words.
     """
     unknown = sorted({word for word in (*tp_plan.values(), *ep_plan.values()) if word not in WORDS})
     if unknown:
@@ -82,7 +82,7 @@ def rules_from_tp_plan(
 
 
 def _axes(key: str, words: tuple[str | None, str | None], rank: int, *, is_bias: bool) -> tuple[str | None, ...]:
-    """The logical axes of a tensor of `rank` dimensions."""
+    """Returns the logical axes of a tensor of `rank` dimensions."""
     axes: list[str | None] = [None] * rank
     tp_word, ep_word = words
     cut = WORDS[tp_word] if tp_word is not None else None
@@ -99,7 +99,7 @@ def _axes(key: str, words: tuple[str | None, str | None], rank: int, *, is_bias:
 
 
 def _axis_of(key: str) -> str:
-    """What a product makes or takes, by the last word of its name."""
+    """Returns what a product makes or takes, by the last word of its name."""
     if re.search(r"(embed|lm_head)", key.rpartition(".")[2]):
         return "vocab"
     for pattern, axis in ((_QUERY, "heads"), (_KEY, "kv_heads"), (_MLP, "mlp")):

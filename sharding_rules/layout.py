@@ -2,7 +2,7 @@
 
 A logical axis is counted in *units*, such as heads, that stay together. Where there are fewer heads of keys and values
 than devices, each is repeated on a group of neighbours; where a number does not divide, units of zeros are added. Both
-leave every result what it was: a head of zeros is multiplied by zeros in the product behind it.
+leave every result what it was: a head of zeros is multiplied by zeros in the next product.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DimLayout:
     Attributes:
         size_before: as the model has it.
         size: on the mesh.
-        mesh_axis: that it is divided along; None: every device has it whole.
+        mesh_axis: Mesh axis that it is divided along; None: replicated.
         index: ``int64[size]``, source of each element, `ZERO` for a zero; None: as it was.
         sections: lengths of the parts of a fused dimension, on the mesh and all devices together; empty otherwise.
             Each device has its share of all of them, in order.
@@ -73,7 +73,7 @@ class DimLayout:
 
 
 def padded_units(number: int, shards: int) -> AxisLayout:
-    """`number` units, with as many of zeros behind them as make them divisible by `shards`."""
+    """Returns `number` units, padded with units of zeros to be divisible by `shards`."""
     missing = -number % shards
     return AxisLayout(number, (*range(number), *([ZERO] * missing)))
 
@@ -104,7 +104,7 @@ def layout_heads(heads: int, kv_heads: int, shards: int) -> tuple[AxisLayout, Ax
 
 
 def layout_dim(layout: AxisLayout, size: int, mesh_axis: str | None) -> DimLayout:
-    """A dimension of `size` that holds one logical axis."""
+    """Returns a dimension of `size` that holds one logical axis."""
     if layout.is_identity:
         return DimLayout(size, size, mesh_axis, None)
     index = layout.elements(size // layout.num_before)
@@ -112,7 +112,7 @@ def layout_dim(layout: AxisLayout, size: int, mesh_axis: str | None) -> DimLayou
 
 
 def fused_dim(layouts: Sequence[AxisLayout], sizes: Sequence[int], shards: int, mesh_axis: str | None) -> DimLayout:
-    """A dimension of several logical axes, cut so that each device has its share of all of them, in order.
+    """Returns a dimension of several logical axes, cut so that each device has its share of all of them, in order.
 
     Args:
         layouts: of the parts.
@@ -131,7 +131,7 @@ def fused_dim(layouts: Sequence[AxisLayout], sizes: Sequence[int], shards: int, 
 
 
 def take(array: np.ndarray, dim: int, layout: DimLayout, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """The elements `start` to `stop` of dimension `dim` as `layout` has them, out of the model's own `array`."""
+    """Returns elements `start` to `stop` of dimension `dim` in `layout`, taken from the model's own `array`."""
     stop = layout.size if stop is None else stop
     if layout.index is None:
         return array[(slice(None),) * dim + (slice(start, stop),)]

@@ -1,6 +1,6 @@
 """Which dimension of which tensor lies on which axis of the device mesh: rules as data.
 
-Two steps, as in JAX's larger language-model codebases. A *rule* names the dimensions of the tensors whose whole name
+Two steps, as in JAX's larger language-model codebases. A *rule* names the dimensions of the tensors whose full name
 its pattern matches, by *logical axes* (``("heads", "embed")``). One small map then sends logical axes to *mesh axes*:
 
 * ``data``: replicas of the model, each with its part of the requests;
@@ -24,7 +24,7 @@ from sharding_rules.layout import AxisLayout, DimLayout, Fused, fused_dim, layou
 
 MESH_AXES = ("data", "model", "expert")
 
-# None: every device has the whole dimension.
+# None: every device has all of the dimension.
 LOGICAL_AXES: Mapping[str, str | None] = {
     "vocab": "model",
     "embed": None,
@@ -58,9 +58,9 @@ class Rule:
     """The logical axes of the tensors with a name of one form.
 
     Attributes:
-        pattern: regular expression for the whole name.
+        pattern: Regular expression for the full name.
         axes: a logical axis, or None for a dimension that is never divided, for each dimension; None instead of
-            them all for tensors of any rank that every device has whole.
+            them all for replicated tensors of any rank.
         optional: whether a model of the family may have no such tensor; any other rule must be used.
         source: who says so, for people.
     """
@@ -79,7 +79,7 @@ class RuleTable:
         family: name in messages.
         rules: in order of precedence.
         pads: logical axes that may be filled up with zeros where the devices do not divide their number; every
-            result is then exactly what it was. Others stay whole on every device.
+            result is then exactly what it was. Others are replicated.
         attributes: numbers that modules of the family compute with and that follow from an axis: pattern of the
             module's name, attribute, and the axis whose length it is; ``num_heads`` and ``num_kv_heads`` are how many.
     """
@@ -92,7 +92,7 @@ class RuleTable:
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """Where one tensor lies.
+    """Placement of one tensor.
 
     Attributes:
         name: qualified.
@@ -113,7 +113,7 @@ class TensorPlacement:
 
     @property
     def laid_out_shape(self) -> tuple[int, ...]:
-        """Shape on the mesh, zeros and repeated heads included."""
+        """Shape on the mesh, with zeros and repeated heads."""
         return tuple(dim.size for dim in self.dims)
 
     @property
@@ -129,7 +129,7 @@ class TensorPlacement:
         return number
 
     def bytes_per_device(self, mesh_shape: Mapping[str, int], itemsize: int) -> int:
-        """Bytes of one part, elements of `itemsize` bytes."""
+        """Returns bytes of one part, elements of `itemsize` bytes."""
         size = itemsize
         for length in self.laid_out_shape:
             size *= length
@@ -165,7 +165,7 @@ class _Placement:
         return self.mesh_shape.get(mesh_axis, 1) if mesh_axis is not None else 1
 
     def layout_of(self, axis: str, size: int) -> AxisLayout | str:
-        """How `size` elements of one logical axis are laid out; why they cannot be divided, where they cannot."""
+        """Returns the layout of `size` elements of one logical axis, or why they cannot be divided."""
         shards = self.num_shards(axis)
         if axis in ("heads", "kv_heads"):
             layouts = self.heads(shards)
@@ -198,25 +198,25 @@ class _Placement:
         return layouts
 
     def dim(self, axis: str | None, size: int) -> DimLayout:
-        """How a dimension of `size` is laid out; whole where its axis is, or cannot be divided."""
-        whole = DimLayout(size, size, None, None)
+        """Returns the layout of a dimension of `size`; undivided if its axis is, or cannot be divided."""
+        undivided = DimLayout(size, size, None, None)
         if axis is None:
-            return whole
+            return undivided
         if axis in FUSED_AXES:
             fused = FUSED_AXES[axis]
             shards = self.num_shards(fused.axes[0])
             sizes = self._section_sizes(fused, size)
             if shards == 1 or sizes is None:
-                return whole
+                return undivided
             layouts = [self.layout_of(a, s) for a, s in zip(fused.axes, sizes, strict=True)]
             known = [layout for layout in layouts if isinstance(layout, AxisLayout)]
             if len(known) < len(layouts):
-                return whole
+                return undivided
             return fused_dim(known, sizes, shards, self.logical_axes[fused.axes[0]])
         if self.num_shards(axis) == 1:
-            return whole
+            return undivided
         layout = self.layout_of(axis, size)
-        return whole if isinstance(layout, str) else layout_dim(layout, size, self.logical_axes[axis])
+        return undivided if isinstance(layout, str) else layout_dim(layout, size, self.logical_axes[axis])
 
     def _section_sizes(self, fused: Fused, size: int) -> list[int] | None:
         counts = [getattr(self.units, axis, None) or 1 for axis in fused.axes]
@@ -235,7 +235,7 @@ def place(
     logical_axes: Mapping[str, str | None] = LOGICAL_AXES,
     refuse_uneven: bool = False,
 ) -> dict[str, TensorPlacement]:
-    """Where every tensor of a model lies.
+    """Returns the placement of every tensor of a model.
 
     Args:
         table: rules of the model's family.
@@ -246,7 +246,7 @@ def place(
         refuse_uneven: an error for what would have to be padded with zeros.
 
     Raises:
-        ShardingRuleError: unmatched tensors, unused rules, ranks that differ, axes that nobody knows, two dimensions on
+        ShardingRuleError: unmatched tensors, unused rules, ranks that differ, unknown axes, two dimensions on
             one mesh axis; all of them.
     """
     run = _Placement(table, mesh_shape, units or HeadCounts(), logical_axes, refuse_uneven)

@@ -1,8 +1,8 @@
-"""Rules from names and shapes alone, for tensors that no table and no plan names.
+"""Rules from names and shapes only, for tensors that no table and no plan names.
 
 Whatever is decided here gives right results: the partitioner moves what has to be moved. It is decided so that usual
 decoders need few moves: what maps the hidden state to something wider is cut by its outputs, what maps back by its
-inputs, and what is small stays whole.
+inputs, and small tensors are replicated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SOURCE = "shape"
 def infer_rules(
     shapes: Mapping[str, tuple[int, ...]], hidden_size: int | None, family: str, first: Sequence[Rule] = ()
 ) -> RuleTable:
-    """A table of the rules `first`, and of one for each form of a name that they do not match.
+    """Returns a table of the rules `first`, and of one for each form of a name that they do not match.
 
     Args:
         shapes: by qualified name, of all tensors.

@@ -32,7 +32,7 @@ def functional_call(module: torch.nn.Module, method: str = "forward") -> JaxFunc
     """Returns ``f(weights, args, kwargs)`` that runs ``module.method(*args, **kwargs)`` with `weights` in its place.
 
     Args and result are pytrees of JAX arrays; the function is pure, so ``jax.jit`` and ``jax.grad`` apply to it. One
-    array may stand for a tuple of it.
+    array may be given for a tuple of it.
     """
     install.install()
     pytree_registry.register_all()  # now the modeling file is loaded, with the outputs and caches it defines
@@ -48,7 +48,7 @@ def functional_call(module: torch.nn.Module, method: str = "forward") -> JaxFunc
 
 
 def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call ``f(weights, args, kwargs)``, arrays of NumPy and PyTorch as JAX's."""
+    """Returns the arguments of ``f(weights, args, kwargs)`` with NumPy and PyTorch arrays as JAX arrays."""
     if isinstance(args, Mapping) or not isinstance(kwargs, Mapping | None):
         raise InvalidArgumentError(
             "expected f(weights, args, kwargs) with a tuple of positional and a dict of keyword arguments, got "

@@ -48,7 +48,7 @@ def check_floats(module: torch.nn.Module) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in C order on the host, and in a dtype that JAX without 64-bit types has."""
+    """Returns the tensor in C order on the host, and in a dtype that JAX without 64-bit types has."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         raise ValueError(f"expected a tensor on the CPU, got one on {tensor.device}")
@@ -59,7 +59,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The numpy array over the memory of a CPU tensor (bfloat16 and float8 as ml_dtypes has them)."""
+    """Returns the numpy array over the memory of a CPU tensor (bfloat16 and float8 as ml_dtypes has them)."""
     tensor = _plain(tensor)
     if tensor.dtype in _VIA_INTEGER:
         integer, dtype = _VIA_INTEGER[tensor.dtype]
@@ -68,7 +68,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def to_jax_zero_copy(tensor: torch.Tensor) -> jax.Array:
-    """The JAX array of a CPU tensor, on the CPU: its very memory if in C order and starting at 64 bytes, else a copy.
+    """Returns the JAX array of a CPU tensor, on the CPU: a view if in C order and 64-byte aligned, else a copy.
 
     Without 64-bit types in JAX (its default) int64 becomes int32 and float64 becomes float32. Nobody may write into
     the tensor afterwards: JAX takes its arrays for constant.
@@ -82,10 +82,10 @@ def to_jax_zero_copy(tensor: torch.Tensor) -> jax.Array:
 
 
 def to_device(values: Any, dtype: Any) -> jax.Array:
-    """The array of numbers on the host, on the default device; unlike ``jnp.asarray``, compiles nothing."""
+    """Returns the array of numbers on the host, on the default device; unlike ``jnp.asarray``, compiles nothing."""
     return jax.device_put(np.asarray(values).astype(dtype))
 
 
 def shares_memory(array: jax.Array, tensor: torch.Tensor) -> bool:
-    """Whether the array on the CPU is a view of the very buffer of the tensor."""
+    """Tells whether the array on the CPU is a view of the very buffer of the tensor."""
     return array.unsafe_buffer_pointer() == tensor.data_ptr()

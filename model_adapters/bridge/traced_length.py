@@ -17,13 +17,13 @@ from model_adapters.bridge.views import TorchTensor, torchax
 class TracedLength(TorchTensor):
     """The number of tokens that a cache holds, int32[], as model code gets it in a trace.
 
-    What is known of it although it is traced: it is not zero, how many tokens it is at the most, and how far apart it
+    What is known of it although it is traced: it is not zero, how many tokens it is at most, and how far apart it
     and sums of it with numbers are.
     """
 
     @staticmethod
     def __new__(cls: Any, elem: jax.Array, env: Any, most: int, base: Any = None, plus: int = 0) -> Any:
-        """A tensor over `elem`; what else there is to say, `__init__` keeps."""
+        """Returns a tensor over `elem`; `__init__` sets its attributes."""
         return TorchTensor.__new__(cls, elem, env)
 
     def __init__(self, elem: jax.Array, env: Any, most: int, base: Any = None, plus: int = 0) -> None:
@@ -34,11 +34,11 @@ class TracedLength(TorchTensor):
 
     @classmethod
     def of(cls, length: jax.Array, most: int) -> TracedLength:
-        """The length `length` int32[]; the caller knows that it is from 1 to `upper_bound`."""
+        """Returns the length `length` int32[]; the caller knows that it is from 1 to `upper_bound`."""
         return cls(length, torchax.default_env(), most)
 
     def distance(self, other: Any) -> int | None:
-        """`other` less this, where it is known."""
+        """Returns `other` less this, where it is known."""
         return other.offset - self.offset if isinstance(other, TracedLength) and other.root is self.root else None
 
     def _is_zero(self, other: Any) -> bool:

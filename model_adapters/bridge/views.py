@@ -40,12 +40,12 @@ default_env = torchax.default_env
 
 
 def is_view(value: Any) -> bool:
-    """Whether `value` is a torch view of a JAX array."""
+    """Tells whether `value` is a torch view of a JAX array."""
     return isinstance(value, (TorchTensor, TorchView))
 
 
 def accept_host_tensors() -> None:
-    """Has torchax take PyTorch's own tensors for constants, where it refuses them beside its own.
+    """Makes torchax take PyTorch's own tensors as constants, which it refuses together with its own.
 
     Model code that names no device makes them on the host, while it is traced: their values are known.
     """
@@ -59,7 +59,7 @@ def accept_host_tensors() -> None:
 
 
 def as_views(tensors: Any) -> Any:
-    """`tensors`, any tree, with torch views in the place of PyTorch's own tensors on the host."""
+    """Returns `tensors`, any tree, with torch views in place of PyTorch's own tensors on the host."""
     env = torchax.default_env()
 
     def taken(x: torch.Tensor) -> Any:
@@ -92,14 +92,14 @@ def set_raw_lowering(torch_op: Any, function: Callable[..., Any]) -> None:
 
 
 def get_lowering(torch_op: Any) -> Callable[..., Any]:
-    """The function that torchax runs for `torch_op`."""
+    """Returns the function that torchax runs for `torch_op`."""
     return torchax.default_env()._ops[torch_op].func
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All tensors a forward of `module` reads, by qualified name: parameters, buffers, and plain tensor attributes.
+    """Returns the tensors that a forward of `module` reads, by name: parameters, buffers, plain tensor attributes.
 
-    A tensor reached by several names (tied weights) stands under each of them.
+    A tensor with several names (tied weights) is under each of them.
     """
     found: dict[str, torch.Tensor] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
@@ -112,7 +112,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def to_jax_array(tensor: torch.Tensor) -> jax.Array:
-    """The JAX array of a CPU tensor, on JAX's default device; shares memory where that is the CPU and layout allows.
+    """Returns the JAX array of a CPU tensor on the default device; shares memory if that is the CPU and layout allows.
 
     Without 64-bit types in JAX (its default) int64 becomes int32 and float64 becomes float32.
     """
@@ -121,7 +121,7 @@ def to_jax_array(tensor: torch.Tensor) -> jax.Array:
 
 
 def to_torch_tensor(array: jax.Array) -> torch.Tensor:
-    """The CPU tensor of a JAX array, a copy: torch code may write to it, and JAX's arrays never change."""
+    """Returns the CPU tensor of a JAX array, a copy: torch code may write to it, and JAX's arrays never change."""
     if array.dtype == jax.numpy.bfloat16:
         return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(np.array(array))
@@ -129,17 +129,24 @@ def to_torch_tensor(array: jax.Array) -> torch.Tensor:
 
 @contextlib.contextmanager
 def torch_mode(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Torch code inside computes on JAX, and `module` has the tensors of `state` in the place of its own."""
+    """Runs torch code inside on JAX, with the tensors of `state` in place of those of `module`."""
     reparametrized = torch.nn.utils.stateless._reparametrize_module(module, dict(state))
-    with _on_this_thread(), _key_kept(), default_env(), torch.no_grad(), reparametrized, warnings.catch_warnings():
+    with (
+        _on_this_thread(),
+        _restored_random_key(),
+        default_env(),
+        torch.no_grad(),
+        reparametrized,
+        warnings.catch_warnings(),
+    ):
         # Model code asks for int64 everywhere, and JAX without 64-bit types says each time that it gives int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
         yield
 
 
 @contextlib.contextmanager
-def _key_kept() -> Iterator[None]:
-    """A trace in which torchax draws from its random key leaves none of its tracers behind as the next key."""
+def _restored_random_key() -> Iterator[None]:
+    """Restores torchax's random key after a trace, which would leave a tracer as the next key."""
     properties = default_env().param
     before = properties.prng
     try:
@@ -160,7 +167,7 @@ def _on_this_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_torch_mode() -> Iterator[None]:
-    """Torch code inside computes on PyTorch's own tensors again, on a thread that is in `torch_mode`."""
+    """Runs torch code inside on PyTorch's own tensors again, on a thread in `torch_mode`."""
     depth, _THREAD.depth = getattr(_THREAD, "depth", 0), 0
     functions = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     try:
@@ -173,5 +180,5 @@ def outside_torch_mode() -> Iterator[None]:
 
 
 def in_torch_mode() -> bool:
-    """Whether this thread is inside of `torch_mode`; others see the arrays that then stand in a module, too."""
+    """Tells whether this thread is in `torch_mode`; other threads see the arrays in the module too."""
     return getattr(_THREAD, "depth", 0) > 0

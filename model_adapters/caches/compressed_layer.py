@@ -1,10 +1,10 @@
 """The cache layer of attention over compressed keys, in fixed shapes: a window of tokens, and one entry for each block.
 
-DeepSeek-V4 (https://huggingface.co/deepseek-ai) attends to the last tokens as they are, and to older ones by entries
-made of `rate` tokens each. Its code keeps three things beside keys and values, all by name of the part that makes them:
-a buffer of the tokens of a block that is not full yet, the entries, and where blocks overlap a half of the last block.
-In transformers they grow; here an entry stands in a pool at the place of the last token of its block, so that pools
-have a row per token as those of other layers do, and how many there are follows from the number of tokens stored.
+DeepSeek-V4 (https://huggingface.co/deepseek-ai) attends to the last tokens directly, and to older ones by entries that
+compress `rate` tokens each. Its code stores three things in addition to keys and values, by the name of the submodule
+that makes them: a buffer with the tokens of the incomplete block, the entries, and, if blocks overlap, half of the last
+complete block. In transformers they grow; here an entry is in a pool at the position of the last token of its block.
+Pools then have one row per token as in other layers, and the number of entries follows from the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import pytree_registry
 from model_adapters.bridge.views import jax_view, to_jax_array, to_torch_tensor, torch_view
 from model_adapters.caches.layers import AttentionLayer
 
+# Values in the configuration's ``layer_types``.
 LAYER_TYPES = frozenset({"heavily_compressed_attention", "compressed_sparse_attention"})
-"""As a configuration calls them in its ``layer_types``."""
 
 
 class CompressedLayer(AttentionLayer):
     """Keys, values and compressed entries of one layer; its methods are those of transformers' growing layers.
 
     Args:
-        capacity: tokens that fit.
-        window: tokens attended to as they are.
-        rate: tokens of a block, of which one entry is made.
-        overlaps: whether an entry is made of a half of the block before as well.
+        capacity: Number of tokens that fit.
+        window: Number of tokens attended to directly.
+        rate: Number of tokens per block, which one entry compresses.
+        overlaps: Whether an entry also covers half of the previous block.
     """
 
     POOLS = ("pool", "compressor_pool", "indexer_pool")
@@ -40,21 +40,21 @@ class CompressedLayer(AttentionLayer):
         self.rate, self.overlaps = rate, overlaps
         self.compressor_pool: Any = None  # [batch, 1, capacity, dim]
         self.indexer_pool: Any = None
-        self.buffers: dict[str, Any] = {}  # by name: tokens [batch, rate, dim] and gates of the block that is not full
-        self.overlap: dict[str, Any] = {}  # by name: the half [batch, rate, dim] of the last full block, and its gates
-        self.num_new = 0  # tokens of this forward
+        self.buffers: dict[str, Any] = {}  # by name: tokens [batch, rate, dim] and gates of the incomplete block
+        self.overlap: dict[str, Any] = {}  # by name: half [batch, rate, dim] of the last complete block, and gates
+        self.num_new = 0  # number of tokens of this forward
 
-    def leave_trace(self) -> None:
-        """Forgets what holds for one forward alone."""
+    def clear_trace_state(self) -> None:
+        """Clears what holds for one forward only."""
         super().clear_trace_state()
         self.num_new = 0
 
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Buffers new tokens and gates [batch, num_new, dim]; returns blocks to compress, and where the first begins.
+        """Buffers new tokens and gates [batch, num_new, dim]; returns blocks to compress, and the first one's position.
 
-        Blocks behind the last full one may be among them: what is made of them is not kept.
+        They may include incomplete blocks at the end, whose entries are not stored.
         """
         new = (jax_view(kv), jax_view(gate))
         self.num_new = new[0].shape[1]
@@ -74,52 +74,52 @@ class CompressedLayer(AttentionLayer):
         return torch_view(joined[0][:, :room]), torch_view(joined[1][:, :room]), torch_view(first)
 
     def _no_half(self, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The half of a block before the first one, which counts for nothing, and its gates."""
+        """Returns the half of a block before the first one, with gates of -inf so that it has no weight."""
         shape = (kv.shape[0], self.rate, kv.shape[-1] // 2)
         return jnp.zeros(shape, kv.dtype), jnp.full(shape, -jnp.inf, jnp.float32)
 
     def _new_pool(self, entries: jax.Array) -> jax.Array:
-        """A pool with the first `entries` [batch, blocks, dim]."""
+        """Returns a pool with the first `entries` [batch, blocks, dim]."""
         pool = jnp.zeros((entries.shape[0], 1, self.capacity, entries.shape[2]), entries.dtype)
         return pool.at[:, 0, (jnp.arange(entries.shape[1]) + 1) * self.rate - 1].set(entries)
 
     def _joined(self, old: jax.Array, new: jax.Array, room: int) -> jax.Array:
-        """What is buffered and the new tokens behind it, with zeros up to `room` and a block more."""
+        """Returns buffered tokens followed by the new ones, padded with zeros to `room` and one more block."""
         shape = (new.shape[0], room + self.rate, new.shape[2])
-        whole = jnp.zeros(shape, old.dtype).at[:, : self.rate].set(old)
+        padded = jnp.zeros(shape, old.dtype).at[:, : self.rate].set(old)
         return jax.lax.dynamic_update_slice_in_dim(
-            whole, new.astype(old.dtype), jax_view(self.offset) % self.rate, axis=1
+            padded, new.astype(old.dtype), jax_view(self.offset) % self.rate, axis=1
         )
 
     def _num_closed(self) -> jax.Array:
-        """Blocks that the new tokens have filled."""
+        """Returns int32[], the number of blocks that the new tokens complete."""
         return (jax_view(self.offset) % self.rate + self.num_new) // self.rate
 
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The half of the block before those of `chunk_kv` [batch, blocks, rate, dim]; keeps that of the last full one.
+        """Returns half of the block before those of `chunk_kv` [batch, blocks, rate, dim]; stores that of the last one.
 
-        On a first forward there is no block before.
+        A first forward has no block before.
         """
         chunks = (jax_view(chunk_kv)[..., :head_dim], jax_view(chunk_gate)[..., :head_dim])
         before = self.overlap[name]
         is_first = getattr(self, f"{name}_pool") is None
-        kept = []
+        stored = []
         for old, chunk in zip(map(jax_view, before), chunks, strict=True):
             if is_first:
                 last = chunk[:, -1]
             else:
                 closed = self._num_closed()
                 last = jnp.where(closed > 0, jnp.take(chunk, jnp.maximum(closed - 1, 0), axis=1), old)
-            kept.append(torch_view(last.astype(old.dtype)))
-        self.overlap[name] = tuple(kept)
+            stored.append(torch_view(last.astype(old.dtype)))
+        self.overlap[name] = tuple(stored)
         return (None, None) if is_first else before
 
     def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
-        """Stores the entries [batch, blocks, dim] of full blocks; returns those there are room for.
+        """Stores the entries [batch, blocks, dim] of complete blocks; returns all entries of the pool.
 
-        An entry that no token has filled is to be masked: `mask_of_open`, where model code does not.
+        Entries without tokens must be masked: by model code, or by `mask_of_open`.
         """
         new = jax_view(compressed)
         pool_name = f"{name}_pool"
@@ -140,7 +140,7 @@ class CompressedLayer(AttentionLayer):
         return torch_view(jnp.where(jnp.arange(num_entries) < closed, 0.0, -jnp.inf)).to(dtype)
 
     def take(self, theirs: Any) -> None:
-        """Copies what transformers' own layer keeps beside keys and values."""
+        """Copies what transformers' own layer stores in addition to keys and values."""
         for name, buffer in theirs.buffer_kv.items():
             if buffer is None:
                 continue
@@ -155,7 +155,7 @@ class CompressedLayer(AttentionLayer):
                 self.overlap[name] = (to_jax_array(theirs.overlap_kv[name]), gates)
 
     def fill(self, theirs: Any, length: int) -> None:
-        """Copies into transformers' own layer what is kept beside keys and values after `length` tokens."""
+        """Copies what is stored in addition to keys and values into transformers' own layer, after `length` tokens."""
         num_entries = length // self.rate
         for name, (kv, gate) in self.buffers.items():
             end = length % self.rate

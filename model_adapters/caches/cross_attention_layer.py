@@ -1,6 +1,6 @@
-"""The cache of an encoder-decoder model: a decoder's own layers, and what its layers have made of the encoder's output.
+"""The cache of an encoder-decoder model: the decoder's own layers, and keys and values of the encoder output.
 
-Keys and values of the encoder's output are computed in the first forward and stay as they are; later steps read them.
+Keys and values of the encoder output are computed in the first forward; later steps only read them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from model_adapters.bridge.views import jax_view, to_torch_tensor
 
 
 class CrossLayer(CacheLayerMixin):
-    """Keys and values [batch, heads, encoder_len, dim] of one layer over the encoder's output; empty at first."""
+    """Keys and values [batch, heads, encoder_len, dim] of the encoder output in one layer; empty at first."""
 
     is_sliding = False
     is_croppable = True
@@ -26,33 +26,33 @@ class CrossLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether the encoder's output has been stored."""
+        """Whether the encoder output has been stored."""
         return self.keys is not None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: there is one update."""
+        """Does nothing: there is one update."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores keys and values, whole."""
+        """Stores keys and values [batch, heads, encoder_len, dim] and returns them."""
         self.keys, self.values = key_states, value_states
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys."""
+        """Returns length and offset of the keys."""
         return self.get_seq_length(), 0
 
     def get_seq_length(self) -> int:
-        """Length of the encoder's output; 0 before it is there."""
+        """Returns the length of the encoder output; 0 before it is stored."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def get_max_length(self) -> int:
-        """As long as it is."""
+        """Returns the length of the encoder output."""
         return self.get_seq_length()
 
     def cut(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the first `length` keys and values, on the host."""
+        """Returns copies of the first `length` keys and values, on the host."""
         keys, values = (to_torch_tensor(jax_view(x)[:, :, :length]) for x in (self.keys, self.values))
         return keys, values
 
@@ -67,16 +67,16 @@ class TraceEncoderDecoderCache(EncoderDecoderCache):
         super().__init__(own, Cache(layers=list(cross)))
 
     def mask_len(self, query_len: int) -> int:
-        """Length of the decoder's attention mask for `query_len` new tokens."""
+        """Returns the length of the decoder's attention mask for `query_len` new tokens."""
         return self.self_attention_cache.mask_len(query_len)  # type: ignore[attr-defined]
 
     def states(self) -> tuple[Any, ...]:
-        """All layers, to be returned from the trace: the decoder's own, then those over the encoder's output."""
+        """Returns all layers as results of the trace: the decoder's own, then those over the encoder output."""
         return (*self.self_attention_cache.states(), *self.cross_attention_cache.layers)  # type: ignore[attr-defined]
 
 
 def fill(cache: DynamicCache, states: tuple[Any, ...], length: int) -> None:
-    """Copies the layers over the encoder's output into transformers' own, cut to its true `length`."""
+    """Copies the layers over the encoder output into transformers' own layers, cut to `length` without padding."""
     layers: list[Any] = cache.layers
     for layer, state in zip(layers, states, strict=True):
         if state.keys is not None:

@@ -1,11 +1,11 @@
 """The KV cache of a served model: one layer object per layer of the model, tensors as pytree leaves.
 
-Two objects with two lives:
+Two classes with different lifetimes:
 
-* `TraceCache` is what unmodified model code sees inside a trace. It is a `transformers.Cache`; its layers hold traced
-  arrays, and it dies with the trace.
-* `DeviceCache` is the handle that the host keeps between calls. It is a `transformers.Cache` too, so that transformers'
-  own generation loop can carry it around, reorder it for beams and crop it after a rejected draft.
+* `TraceCache` is what unmodified model code sees inside a trace. It is a `transformers.Cache` whose layers hold traced
+  arrays, and it ends with the trace.
+* `DeviceCache` is the host's handle between calls. It is a `transformers.Cache` too, so that transformers' generation
+  loop can pass it on, reorder it for beams and crop it after a rejected draft.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from model_adapters.caches.layers import AttentionLayer, HybridLayer, IndexedLay
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 
 LayerStates = tuple[Any, ...]
-LONGEST = 2**30
+LONGEST = 2**30  # tokens; longer than any window
 
 
 def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
-    """One empty cache layer per layer of the model, and per further pass through it (`passed_again`).
+    """Returns one empty cache layer per layer of the model, and one per repeated pass (`passed_again`).
 
-    Kinds are as transformers' own static cache chooses them.
+    The types correspond to those of transformers' own static cache.
 
     Raises:
-        UnsupportedModelError: a layer kind that has no counterpart here.
+        UnsupportedModelError: a layer type that has no counterpart here.
     """
     if COMPRESSED & set(getattr(config, "layer_types", None) or ()):
         return tuple(_compressed(theirs, capacity) for theirs in DynamicCache(config=config).layers)
     layers: list[Any] = []
-    # A static sliding layer knows its window as its own length, unless the whole cache is shorter: ask a long one.
+    # A static sliding layer knows its window as its own length, unless the cache is shorter: make a long one.
     for theirs in StaticCache(config=config, max_cache_len=LONGEST).layers:
         window = theirs.max_cache_len if isinstance(theirs, StaticSlidingWindowLayer) else None
         if type(theirs) in (StaticLayer, StaticSlidingWindowLayer):
@@ -61,14 +61,14 @@ def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
         elif type(theirs) is StaticIndexedLayer:
             layers.append(IndexedLayer(capacity))
         elif isinstance(theirs, StaticLayer):
-            raise UnsupportedModelError(f"cache layers of kind {type(theirs).__name__} have no static form here")
+            raise UnsupportedModelError(f"cache layers of type {type(theirs).__name__} have no static form here")
         else:
             layers.append(theirs)
     return tuple(layers + [copy.copy(layers[index]) for index in passed_again(config)])
 
 
 def passed_again(config: PreTrainedConfig) -> list[int]:
-    """Layers that a token passes again, once for each time, whose keys are kept apart behind those of all layers.
+    """Returns the index of a layer for each repeated pass through it; the keys of each follow all layers.
 
     Dory's forward appends such layers to a cache that has none (transformers 5.24: `DoryModel.forward`).
     """
@@ -79,7 +79,7 @@ def passed_again(config: PreTrainedConfig) -> list[int]:
 
 
 def _compressed(theirs: Any, capacity: int) -> AttentionLayer:
-    """The counterpart of a layer of a model that attends to compressed keys, which has no static cache."""
+    """Returns the counterpart of a layer of a model that attends to compressed keys, which has no static cache."""
     if not hasattr(theirs, "store_compression_weights"):
         return AttentionLayer(capacity, getattr(theirs, "sliding_window", None))
     overlaps = hasattr(theirs, "overlap_kv")
@@ -87,12 +87,15 @@ def _compressed(theirs: Any, capacity: int) -> AttentionLayer:
 
 
 class TraceCache(Cache):
-    """The cache as model code sees it inside a trace; `offset` is the number of tokens stored, a traced scalar.
+    """The cache as model code sees it inside a trace.
 
-    With `right_align_len`, the number of new tokens, layers that hold something lean.
+    Args:
+        layers: The layers, with traced arrays.
+        offset: int32[], number of tokens stored; None for an empty cache.
+        right_align_len: Number of new tokens, to right-align layers that are not empty; None: do not.
     """
 
-    def __init__(self, layers: LayerStates, offset: Any, lean_len: int | None = None) -> None:
+    def __init__(self, layers: LayerStates, offset: Any, right_align_len: int | None = None) -> None:
         super().__init__(layers=list(layers))
         self.num_layers = len(layers)
         for layer in self.layers:
@@ -100,17 +103,18 @@ class TraceCache(Cache):
                 layer.offset = offset
                 if layer.pool is not None and offset is not None:
                     layer.offset = TracedLength.of(jax_view(offset), layer.capacity)
-                layer.right_align_len, layer.counted_new_tokens = None if layer.pool is None else lean_len, False
+                layer.right_align_len = None if layer.pool is None else right_align_len
+                layer.counted_new_tokens = False
 
     def mask_len(self, query_len: int) -> int:
-        """Length of the attention mask for `query_len` new tokens; 0 where a recurrent state leaves nothing to mask."""
+        """Returns the length of the attention mask for `query_len` new tokens; 0 if a recurrent state needs none."""
         attention = next((layer for layer in self.layers if isinstance(layer, AttentionLayer)), None)
         if attention is not None:
             return attention.get_mask_sizes(query_len)[0]
         return 0 if self.has_previous_state() else query_len
 
     def states(self) -> LayerStates:
-        """The layers, to be returned from the trace; the offset stays with the host."""
+        """Returns the layers, as results of the trace; the host tracks the offset."""
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
                 layer.clear_trace_state()
@@ -118,24 +122,24 @@ class TraceCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """False: transformers would build 4D masks on the host for a cache that says yes."""
+        """False: otherwise transformers builds 4D masks on the host."""
         return False
 
 
-def trace_cache(states: LayerStates, offset: Any, lean_len: int | None) -> TraceCache | TraceEncoderDecoderCache:
-    """The cache that model code gets in a trace, of `states` in torch's view."""
+def trace_cache(states: LayerStates, offset: Any, right_align_len: int | None) -> TraceCache | TraceEncoderDecoderCache:
+    """Returns the cache for model code in a trace, of `states` in the torch view."""
     cross = tuple(layer for layer in states if isinstance(layer, CrossLayer))
-    own = TraceCache(states[: len(states) - len(cross)], offset, lean_len)
+    own = TraceCache(states[: len(states) - len(cross)], offset, right_align_len)
     return TraceEncoderDecoderCache(own, cross) if cross else own
 
 
 def check_layers_keep_all(cache: Cache, argument: str | None, module: torch.nn.Module) -> None:
-    """Raises UnsupportedModelError if the code of `module` keeps more in its `argument` than the layers that it got."""
+    """Raises UnsupportedModelError if the code of `module` stores more in its `argument` than the given layers."""
     left = [name for name, value in vars(cache).items() if isinstance(value, torch.Tensor)]
-    if left:  # the next step gets the layers alone
+    if left:  # the next step gets only the layers
         raise UnsupportedModelError(
             f"expected a model that keeps its state in the layers of its cache, got {type(module).__name__}, which "
-            f"keeps it beside them ({', '.join(f'{argument}.{name}' for name in left)})"
+            f"keeps it outside of them ({', '.join(f'{argument}.{name}' for name in left)})"
         )
     own = getattr(cache, "self_attention_cache", cache)
     if isinstance(own, TraceCache) and len(own.layers) != own.num_layers:
@@ -146,24 +150,24 @@ def check_layers_keep_all(cache: Cache, argument: str | None, module: torch.nn.M
 
 
 def shortest_window(states: LayerStates | None) -> int:
-    """Tokens that a cache which holds something keeps, if it forgets any."""
+    """Returns the shortest window in tokens among layers that are not empty; `LONGEST` if none is sliding."""
     layers = [x for x in states or () if isinstance(x, AttentionLayer) and x.pool is not None]
     return min((x.window for x in layers if x.window is not None), default=LONGEST)
 
 
 class DeviceCache(Cache):
-    """Handle of a cache that lies on the device: a drop-in where transformers' generation loop expects its own.
+    """Handle of a cache on the device, accepted where transformers' generation loop expects its own cache.
 
     Args:
-        config: of the decoder.
-        capacity: tokens that fit at first.
-        with_encoder: the layers attend to an encoder's output as well.
+        config: Configuration of the decoder.
+        capacity: Number of tokens that fit at first.
+        with_encoder: Whether the layers also attend to an encoder output.
 
     Attributes:
-        states: one pytree per layer, arrays on the device; layers over an encoder's output behind the others.
-        encoder_len: true length of the encoder's output, whose keys may be padded.
-        length: tokens stored, the same for every row of the batch (rows are padded on the left).
-        capacity: tokens that fit.
+        states: One pytree per layer, arrays on the device; layers over the encoder output follow the others.
+        encoder_len: Length of the encoder output without padding.
+        length: Number of tokens stored, the same for every row of the batch (rows are padded on the left).
+        capacity: Number of tokens that fit.
     """
 
     def __init__(self, config: PreTrainedConfig, capacity: int, *, with_encoder: bool = False) -> None:
@@ -187,28 +191,28 @@ class DeviceCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """False: compilation is this project's own business."""
+        """False: transformers must not compile the forward itself."""
         return False
 
     @property
     def is_croppable(self) -> bool:
-        """Whether a rollback leaves no trace: only attention layers can forget."""
+        """Whether tokens can be removed: only attention layers can remove them."""
         return all(type(layer) in (AttentionLayer, IndexedLayer, CrossLayer) for layer in self.states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens stored."""
+        """Returns the number of tokens stored."""
         return self.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: the handle grows as needed."""
+        """Returns -1: the cache grows as needed."""
         return -1
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether a recurrent state is there to continue from."""
+        """Tells whether there is a recurrent state to continue from."""
         return self.length > 0
 
     def reserve(self, capacity: int) -> None:
-        """Makes room for `capacity` tokens; what is stored stays."""
+        """Grows the cache to `capacity` tokens; stored tokens stay."""
         if capacity <= self.capacity:
             return
         self._check_is_here()
@@ -225,7 +229,7 @@ class DeviceCache(Cache):
         self.states = jax.tree.map(function, self.states)
 
     def _check_is_here(self) -> None:
-        """Raises UnsupportedArgumentError where devices of other hosts have a part, which runs what the model runs."""
+        """Raises UnsupportedArgumentError if devices of other hosts hold a part: they run only what the model runs."""
         if not all(array.is_fully_addressable for array in jax.tree.leaves(self.states)):
             raise UnsupportedArgumentError(
                 "expected a cache on this host, got one on several, which beams, assistants and callers of the cache "
@@ -233,12 +237,12 @@ class DeviceCache(Cache):
             )
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Rows become those at `beam_idx` int[batch]."""
+        """Replaces the rows by those at `beam_idx` int[batch]."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows at `indices` int[new_batch]."""
-        rows = indices.numpy()  # of no device, so that the array may lie on several
+        """Selects the rows at `indices` int[new_batch]."""
+        rows = indices.numpy()  # on no device, as the array may be on several
         self._map(lambda array: jnp.take(array, rows, axis=0))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -246,7 +250,7 @@ class DeviceCache(Cache):
         self._map(lambda array: jnp.repeat(array, repeats, axis=0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last ``abs(tokens_to_remove)`` tokens."""
+        """Removes the last ``abs(tokens_to_remove)`` tokens."""
         if tokens_to_remove > 0:
             raise ValueError(f"expected a number of tokens to remove that is 0 or negative, got {tokens_to_remove}")
         if tokens_to_remove and not self.is_croppable:
@@ -254,16 +258,16 @@ class DeviceCache(Cache):
         self.length = max(0, self.length + tokens_to_remove)
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: attention layers keep every token."""
+        """Does nothing: attention layers store every token."""
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Removes all tokens."""
         self.length = self.encoder_len = 0
         self.states = self._empty()
 
     @classmethod
     def from_dynamic(cls, cache: DynamicCache | EncoderDecoderCache, config: PreTrainedConfig) -> DeviceCache:
-        """A device copy of transformers' own dynamic cache."""
+        """Copies transformers' own dynamic cache to the device."""
         pair = isinstance(cache, EncoderDecoderCache)
         own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         cross: list[Any] = cache.cross_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else []
@@ -277,7 +281,7 @@ class DeviceCache(Cache):
         return ours
 
     def to_dynamic(self) -> DynamicCache | EncoderDecoderCache:
-        """A copy as transformers' own dynamic cache, tensors on the CPU, cut to the tokens stored."""
+        """Returns a copy as transformers' own dynamic cache, tensors on the CPU, without unused capacity."""
         self._check_is_here()
         cache = DynamicCache(config=self.config)
         cache.layers += [copy.copy(cache.layers[index]) for index in passed_again(self.config)]
@@ -296,7 +300,7 @@ def _take(state: Any, layer: Any, length: int) -> None:
         state.keys, state.values = to_jax_array(layer.keys), to_jax_array(layer.values)
     if isinstance(state, AttentionLayer):
         pool = torch.cat([layer.keys, layer.values], -1)
-        missing = length - pool.shape[2]  # forgotten by a sliding layer, so masked in every step to come
+        missing = length - pool.shape[2]  # dropped by a sliding layer, hence masked in every later step
         state.pool = jnp.pad(to_jax_array(pool), ((0, 0), (0, 0), (missing, state.capacity - length), (0, 0)))
         state.k_dim = layer.keys.shape[-1]
     if isinstance(state, CompressedLayer):

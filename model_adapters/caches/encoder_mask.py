@@ -1,4 +1,4 @@
-"""How much of an encoder's output a decoder sees, by the mask over the encoder's input that both are given."""
+"""The mask by which a decoder sees the real part of an encoder output that is padded on the right."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import PreTrainedModel
 
-CONVOLVED = frozenset({"seamless_m4t", "seamless_m4t_v2"})
-"""Types whose decoder counts how many outputs the last convolution of its encoder of sounds makes of what is real."""
+from model_adapters import quirks
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceMask:
-    """A mask with ones first: as many outputs are seen by it as it has ones, or as a convolution makes of so many.
+    """A mask over encoder inputs with ones first: the decoder sees one output per real input, or per convolution step.
 
     Attributes:
-        stride: of the convolution, which pads half of its kernel on both sides.
-        kernel: its size.
+        stride: Stride of the encoder's last convolution, which pads half of its kernel on both sides; 1: none.
+        kernel: Kernel size of that convolution; 1: none.
     """
 
     stride: int = 1
     kernel: int = 1
 
     def seen(self, num_inputs: np.ndarray) -> np.ndarray:
-        """Outputs that are seen where so many inputs are real."""
+        """Returns the number of outputs that are seen, int[...], for numbers of real inputs int[...]."""
         return (num_inputs + 2 * (self.kernel // 2) - self.kernel) // self.stride + 1
 
     def argument(self, padded_len: int, length: jax.Array | int) -> jax.Array:
-        """The mask int32[1, num_inputs] by which the first `length` of `padded_len` outputs are seen."""
+        """Returns the mask int32[1, num_inputs] by which the first `length` of `padded_len` outputs are seen."""
 
         def num_inputs(num_outputs: jax.Array | int) -> jax.Array | int:
             return (num_outputs - 1) * self.stride + self.kernel - 2 * (self.kernel // 2)
@@ -39,6 +38,6 @@ class SourceMask:
 
 
 def mask_over_sounds(module: PreTrainedModel) -> SourceMask | None:
-    """How the decoder of `module` sees the output of an encoder of sounds; None where that is not known."""
-    config = module.config
-    return SourceMask(config.adaptor_stride, config.adaptor_kernel_size) if config.model_type in CONVOLVED else None
+    """Returns the mask for the output of `module`'s audio encoder; None where it is not known."""
+    names = quirks.of(module).encoder_mask
+    return None if names is None else SourceMask(*(getattr(module.config, name) for name in names))

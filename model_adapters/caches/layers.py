@@ -1,7 +1,7 @@
-"""The layers of a device cache as model code sees them in a trace: what they store, and what they hand out.
+"""The layers of a device cache as model code sees them in a trace: what they store and what they return.
 
-An attention layer keeps K and V side by side in one array ``pool[batch, kv_heads, capacity, k_dim + v_dim]``. Sliding
-layers keep the full length as well: the window is applied by the attention mask or the kernel.
+An attention layer stores K and V side by side in one array ``pool[batch, kv_heads, capacity, k_dim + v_dim]``. Sliding
+layers store the full length too: the window is applied by the attention mask or the kernel.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from model_adapters.errors import UnsupportedModelError
 
 @dataclasses.dataclass(frozen=True)
 class KVWrite:
-    """What one call of ``cache.update`` wrote, attached to the keys it returned.
+    """What one call of ``cache.update`` wrote; attached to the keys it returned.
 
-    The attention function that receives those very keys may attend and write in one pass, from the pool as it was
-    before; the write that ``update`` has traced is then dead code. Model code that changes the keys in between loses
-    the attachment and gets the dense keys and values it computed with.
+    An attention function that receives these keys unchanged may write and attend in one pass, from the pool before the
+    write; the write that ``update`` has traced is then dead code. Model code that changes the keys in between loses the
+    attachment, and attention runs on the dense keys and values of that code.
     """
 
     layer: AttentionLayer
     keys: jax.Array  # [batch, kv_heads, num_new, k_dim]
     values: jax.Array  # [batch, kv_heads, num_new, v_dim]
-    values_out: torch.Tensor  # what `update` returned beside the keys
+    values_out: torch.Tensor  # the values that `update` returned with the keys
     pool_before: jax.Array | None  # [batch, kv_heads, capacity, k_dim + v_dim]; None in a first prefill
 
 
 class AttentionLayer(CacheLayerMixin):
     """Keys and values of one attention layer, full or sliding.
 
-    An empty layer (``pool is None``) takes a first prefill: it returns the new keys and values as they are, and
-    stores them at position 0. Later updates store at ``offset`` and return the whole pool.
+    An empty layer (``pool is None``) takes a first prefill: it returns the new keys and values unchanged and stores
+    them at position 0. Later updates store at ``offset`` and return the full pool.
 
-    A layer that leans returns the pool shifted, so that the newest token is the last of it: to model code it looks like
-    the end of a batch padded on the left, whose lengths are numbers and not traced. For code that counts from the end.
+    With `right_align_len` set, returns keys and values shifted so that the newest token is last, for model code that
+    counts from the end: to such code it looks like a batch padded on the left, of a length that is known.
     """
 
     supports_early_init = False
+    # Names of the attributes with an array [batch, heads, capacity, width], one row per token.
     POOLS: tuple[str, ...] = ("pool",)
-    """Attributes with an array [batch, heads, capacity, width], a row per token."""
 
     def __init__(self, capacity: int, window: int | None = None) -> None:
         self.capacity = capacity
@@ -55,17 +55,17 @@ class AttentionLayer(CacheLayerMixin):
         self.k_dim = 0
         self.pool: Any = None
         self.offset: Any = None
-        self.right_align_len: int | None = None  # new tokens of this forward, if the layer leans in it
-        self.prefill_len: int | None = None  # tokens stored in this forward, if it is the first
-        self.counted_new_tokens = False  # the new tokens are among those stored
+        self.right_align_len: int | None = None  # number of new tokens, in a right-aligned forward
+        self.prefill_len: int | None = None  # number of tokens stored by a first forward
+        self.counted_new_tokens = False  # whether the new tokens are counted as stored
 
     def clear_trace_state(self) -> None:
-        """Forgets what holds for one forward alone."""
+        """Clears what holds for one forward only."""
         self.offset, self.right_align_len, self.prefill_len, self.counted_new_tokens = None, None, None, False
 
     @property
     def is_sliding(self) -> bool:
-        """Whether only the last `window` positions are ever attended to."""
+        """Whether only the last `window` positions are attended to."""
         return self.window is not None
 
     @property
@@ -84,12 +84,12 @@ class AttentionLayer(CacheLayerMixin):
         return torch_view(jax_view(self.pool)[..., self.k_dim :])
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the pool is made by the first update."""
+        """Does nothing: the first update makes the pool."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new keys and values [batch, kv_heads, num_new, dim]; returns those to attend to."""
+        """Stores new keys and values [batch, kv_heads, num_new, dim]; returns the keys and values to attend to."""
         keys, values = jax_view(key_states), jax_view(value_states)
         before = None if self.pool is None else jax_view(self.pool)
         new = jnp.concatenate([keys, values], -1)
@@ -103,25 +103,25 @@ class AttentionLayer(CacheLayerMixin):
             keys_out, values_out = torch_view(keys), torch_view(values)
         else:
             pool = jax.lax.dynamic_update_slice_in_dim(before, new.astype(before.dtype), jax_view(self.offset), axis=2)
-            seen = self._right_aligned(pool)
+            visible = self._right_aligned(pool)
             self.counted_new_tokens = True
-            keys_out, values_out = torch_view(seen[..., : self.k_dim]), torch_view(seen[..., self.k_dim :])
+            keys_out, values_out = torch_view(visible[..., : self.k_dim]), torch_view(visible[..., self.k_dim :])
         self.pool = torch_view(pool)
         keys_out.cache_write = KVWrite(self, keys, values, values_out, before)
         return keys_out, values_out
 
     def _right_aligned(self, pool: jax.Array) -> jax.Array:
-        """`pool` [batch, heads, capacity, width] as model code sees it."""
+        """Returns `pool` [batch, heads, capacity, width] as model code sees it."""
         if self.right_align_len is None:
             return pool
         return jnp.roll(pool, self.capacity - self.right_align_len - jax_view(self.offset), axis=2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that ``update`` returns for `query_length` new tokens."""
+        """Returns length and offset of the keys that ``update`` returns for `query_length` new tokens."""
         return (query_length if self.pool is None else self.capacity), 0
 
     def get_seq_length(self) -> Any:
-        """Tokens stored so far: 0 for an empty layer, else a traced scalar."""
+        """Returns the number of tokens stored: 0 for an empty layer, else a traced scalar."""
         if self.pool is None:
             return 0
         if self.prefill_len is not None:
@@ -131,7 +131,7 @@ class AttentionLayer(CacheLayerMixin):
         return self.capacity - (0 if self.counted_new_tokens else self.right_align_len)
 
     def get_max_length(self) -> int:
-        """Tokens that fit."""
+        """Returns the number of tokens that fit."""
         return self.capacity
 
 
@@ -145,29 +145,29 @@ class HybridLayer(LinearAttentionLayer, AttentionLayer):  # type: ignore[overrid
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Prepares the linear-attention state; keys and values need nothing."""
+        """Prepares the linear-attention state; keys and values need no preparation."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
 class IndexedLayer(AttentionLayer):
-    """An attention layer with the keys of an indexer beside, which chooses the positions that are attended to."""
+    """An attention layer that also stores the keys of an indexer, which selects the positions to attend to."""
 
     POOLS = ("pool", "index_pool", "position_pool")
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.num_indexed = 0  # tokens whose index keys were stored in this forward, behind others
+        self.num_indexed = 0  # number of tokens whose index keys this forward appended
         self.index_pool: Any = None  # [batch, 1, capacity, index_dim]
         self.position_pool: Any = None  # int32[batch, 1, capacity, axes]
 
-    def leave_trace(self) -> None:
-        """Forgets what holds for one forward alone."""
+    def clear_trace_state(self) -> None:
+        """Clears what holds for one forward only."""
         super().clear_trace_state()
         self.num_indexed = 0
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Stores an indexer's new keys [batch, num_new, dim]; returns all there are, as `update` does."""
+        """Stores an indexer's new keys [batch, num_new, dim]; returns all of them, as `update` does."""
         new = jax_view(indexer_key_states)[:, None]
         is_first = self.index_pool is None
         self.num_indexed = 0 if is_first else new.shape[2]
@@ -175,12 +175,12 @@ class IndexedLayer(AttentionLayer):
         return indexer_key_states if is_first else torch_view(self._right_aligned(jax_view(self.index_pool))[:, 0])
 
     def get_seq_length(self) -> Any:
-        """Tokens stored so far, those of this forward among them once their index keys are, as transformers counts."""
+        """Returns the number of tokens stored, with those of this forward once their index keys are."""
         length = super().get_seq_length()
         return length + self.num_indexed if self.num_indexed and self.right_align_len is None else length
 
     def _stored(self, before: Any, new: jax.Array) -> torch.Tensor:
-        """A pool [batch, 1, capacity, width] with `new` [batch, 1, num_new, width] at the offset."""
+        """Returns a pool [batch, 1, capacity, width] with `new` [batch, 1, num_new, width] at the offset."""
         if before is None:
             return torch_view(jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - new.shape[2]), (0, 0))))
         pool = jax_view(before)
@@ -190,11 +190,11 @@ class IndexedLayer(AttentionLayer):
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
-        """The positions int[axes, batch, past] before the new tokens, to which model code appends theirs."""
+        """Positions int[axes, batch, past] before the new tokens, to which model code appends those of the new ones."""
         if self.position_pool is None:
             return None
         if self.right_align_len is None:
-            raise UnsupportedModelError("an indexer that keeps positions needs a cache that leans")
+            raise UnsupportedModelError("an indexer that stores positions needs a right-aligned cache")
         past = self._right_aligned(jax_view(self.position_pool))[:, 0, : self.capacity - self.right_align_len]
         return torch_view(jnp.moveaxis(past, 2, 0))
 

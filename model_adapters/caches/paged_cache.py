@@ -1,7 +1,7 @@
 """The paged KV cache inside a trace: many sequences as one packed row of tokens.
 
 A packed forward sees ``[1, T]`` token ids, the new tokens of S sequences one after the other, each with its position.
-Everything in a decoder but attention works on tokens one by one, so sequences meet in the attention op alone, which is
+Everything in a decoder but attention works on tokens one by one, so sequences meet only in the attention op, which is
 told where each begins. The layers here refuse anything that does not go through that op.
 """
 
@@ -44,7 +44,7 @@ class PagedLayout:
 
     Attributes:
         groups: by layer, the index of its page table.
-        windows: by layer, its sliding window, None for full attention; pages behind it may be gone.
+        windows: by layer, its sliding window, None for full attention; pages before it may be freed.
         max_len: tokens that a page table covers.
         is_decode: every sequence has one new token: T = S, in the order of the rows.
         all_logits: logits of every token instead of each sequence's last.
@@ -71,19 +71,19 @@ Pool = jax.Array | Int8Pool
 
 
 def pages_of(pool: Pool) -> jax.Array:
-    """The array of a pool that pages lie in."""
+    """Returns the array of a pool that pages lie in."""
     return pool.pages if isinstance(pool, Int8Pool) else pool
 
 
 def with_pages(pool: Pool, pages: jax.Array) -> Pool:
-    """A pool like `pool` with these pages."""
+    """Returns a pool like `pool` with these pages."""
     return dataclasses.replace(pool, pages=pages) if isinstance(pool, Int8Pool) else pages
 
 
 def laid_out(
     pool: Pool, sharding: Callable[[int], NamedSharding], place: Callable[[Any, NamedSharding], jax.Array]
 ) -> Pool:
-    """`pool` with each array where `place` puts it; `sharding` is that of pages with so many heads."""
+    """Returns `pool` with each array where `place` puts it; `sharding` is that of pages with so many heads."""
     of_pages = sharding(pages_of(pool).shape[1])
     pages = place(pages_of(pool), of_pages)
     if not isinstance(pool, Int8Pool):
@@ -167,7 +167,7 @@ class PagedTraceCache(Cache):
         super().__init__(layers=list(self.paged_layers))
 
     def pools(self) -> tuple[Pool, ...]:
-        """The pools after the forward.
+        """Returns the pools after the forward.
 
         Raises:
             NotPackableError: a layer was written and not attended to by the op, so its tokens are lost.

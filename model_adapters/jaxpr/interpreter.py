@@ -13,12 +13,12 @@ from typing import Any
 from jax.extend import core as jex
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-"""Equations that stand for those of another program, by the parameter that holds it."""
+"""Parameter with the called program, by primitives that call one."""
 
 
 @dataclass(eq=False)
 class Value:
-    """What an equation or the caller gives; `aval` has its shape and dtype."""
+    """A result of an equation, or an input; `aval` has its shape and dtype."""
 
     aval: Any
 
@@ -36,7 +36,7 @@ class Equation:
 
     @property
     def name(self) -> str:
-        """Of the primitive."""
+        """Name of the primitive."""
         return str(self.primitive.name)
 
 
@@ -50,7 +50,7 @@ class Program:
     equations: list[Equation] = field(default_factory=list)
 
     def ancestors(self, atoms: Iterable[Any]) -> set[Equation]:
-        """All equations that `atoms` are computed by."""
+        """Returns all equations that `atoms` are computed by."""
         sources = {value: equation for equation in self.equations for value in equation.outputs}
         open_atoms, found = list(atoms), set[Equation]()
         while open_atoms:
@@ -63,7 +63,7 @@ class Program:
 
 
 def inlined(closed: jex.ClosedJaxpr) -> Program:
-    """`closed` with the equations of the programs it calls in the place of the calls. Rules of derivatives are lost."""
+    """Returns `closed` with called programs inlined. Rules for derivatives are lost."""
     values = {var: Value(var.aval) for var in closed.jaxpr.invars}
     program = Program([values[var] for var in closed.jaxpr.invars], [])
     program.outputs = _inline(closed, program.inputs, program)
@@ -97,7 +97,7 @@ def _inline(closed: jex.ClosedJaxpr, arguments: Sequence[Any], program: Program)
 
 
 def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
-    """The results of `primitive` on `operands`."""
+    """Returns the results of `primitive` on `operands`."""
     given = primitive.get_bind_params(params)
     functions, params = given if isinstance(given, tuple) else ((), given)
     results = primitive.bind(*functions, *operands, **params)

@@ -15,7 +15,7 @@ log1p logistic lt max min mul ne neg not or pow reduce_precision rem round rsqrt
 tanh xor
 """
 ELEMENT_BY_ELEMENT = frozenset(_NAMES.split())
-"""Primitives whose operands have the sizes of the result, or 1 in the place of one, or are scalars."""
+"""Primitives whose operands have the sizes of the result, or 1 in place of one, or are scalars."""
 
 Shape = tuple[int, ...]
 Axes = tuple[int | None, ...]
@@ -26,7 +26,7 @@ Rule = Callable[[dict[str, Any], int, Shape, list[Shape]], Axes | None]
 def operand_axes(equation: Equation, axis: int) -> Axes | None:
     """By operand, along which axis the rows are wanted that give the rows of the result along `axis`.
 
-    None for an operand that all is wanted of. None in the place of all: not known, or rows are not computed by
+    None for an operand that all is wanted of. None in place of all: not known, or rows are not computed by
     themselves.
     """
     shape = equation.outputs[0].aval.shape
@@ -38,7 +38,7 @@ def operand_axes(equation: Equation, axis: int) -> Axes | None:
 
 
 def params_of_rows(equation: Equation, axis: int, count: int) -> dict[str, Any]:
-    """The parameters with which the equation gives `count` rows along `axis` of its results."""
+    """Returns the parameters with which the equation gives `count` rows along `axis` of its results."""
     params = equation.params
 
     def cut(shape: Shape) -> Shape:

@@ -1,10 +1,10 @@
 """Rows that a program takes at its end are taken before what treats every row by itself.
 
 A packed step computes hidden states of all its tokens, and the model then takes one of each sequence, whose logits are
-wanted. Behind the last layer's attention all code works on tokens one by one, so the others are computed for nobody:
+wanted. After the last layer's attention all code works on tokens one by one, so the others are never read:
 most of a layer, for prompts of any length. XLA does not move a gather before a product. Here the traced program is
 read from its end, as liveness analysis does it (Aho et al., Compilers, 9.2.5), with "these rows" between "live" and
-"dead", and evaluated so. What a primitive's operands are asked for stands in `row_rules.py`.
+"dead", and evaluated so. The rows that a primitive needs of its operands are in `row_dependence.py`.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class RowSelection:
 
     @property
     def indices(self) -> Any:
-        """int32[count, 1]."""
+        """Row indices int32[count, 1]."""
         return self.gather.inputs[1]
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         return int(self.indices.aval.shape[0])
 
     def along(self, axis: int | None) -> RowSelection | None:
-        """The same rows along another axis; None: all of an array."""
+        """Returns the same rows along another axis; None: all of an array."""
         return None if axis is None else RowSelection(axis, self.gather)
 
     def take(self, array: jax.Array, indices: jax.Array) -> jax.Array:
-        """They, of `array`."""
+        """Returns these rows of `array`."""
         others = tuple(axis for axis in range(array.ndim) if axis != self.axis)
         numbers = jax.lax.GatherDimensionNumbers(others, (self.axis,), (self.axis,))
         sizes = tuple(1 if axis == self.axis else size for axis, size in enumerate(array.shape))
@@ -55,14 +55,14 @@ class RowSelection:
 
 @dataclass(frozen=True)
 class EquationPlan:
-    """What of an equation is computed: `rows` of its results, from parts of its operands; None stands for all."""
+    """Plan of an equation: the `rows` of its results to compute, from parts of its operands; None: all."""
 
     rows: RowSelection | None
     parts: tuple[RowSelection | None, ...]
 
 
 def prune_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of pytrees of arrays, whose trace computes no rows that nobody reads; not for derivatives."""
+    """Returns the same function of pytrees of arrays, traced without rows that no result reads; not differentiable."""
 
     def call(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -134,7 +134,7 @@ def _evaluate(program: Program, tasks: dict[Equation, EquationPlan], args: list[
 
 
 def _moving_gathers(program: Program) -> dict[Equation, RowSelection]:
-    """The gathers that take rows, and those rows; none whose indices come from another one's rows."""
+    """Returns the gathers that take rows, and those rows; none whose indices come from another one's rows."""
     axes = {equation: _gathered_axis(equation) for equation in program.equations}
     rows = {equation: RowSelection(axis, equation) for equation, axis in axes.items() if axis is not None}
     depends = [gather for gather in rows if rows.keys() & program.ancestors(gather.inputs[1:])]
@@ -142,7 +142,7 @@ def _moving_gathers(program: Program) -> dict[Equation, RowSelection]:
 
 
 def _gathered_axis(equation: Equation) -> int | None:
-    """The axis that a gather takes whole rows along, fewer than there are; None for other equations."""
+    """Returns the axis along which a gather takes some of the rows; None for other equations."""
     if equation.name != "gather" or equation.params["mode"] not in GATHER_MODES:
         return None
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]

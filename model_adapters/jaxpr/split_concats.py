@@ -1,8 +1,8 @@
 """Slices of concatenations become the parts themselves, before XLA's partitioner sees either.
 
 A fused product such as q|k|v is computed by shares: each device has its heads' part of all three. Model code then cuts
-the result where q ends, which is no border between devices, and XLA would move data to make the whole first. XLA's
-simplifier knows the identity ``slice(concat(a, b)) = a``, but on CPU and TPU it runs behind the partitioner. Here the
+the result where q ends, which is no border between devices, and XLA would move data to make the full result first.
+XLA's simplifier knows the identity ``slice(concat(a, b)) = a``, but on CPU and TPU it runs after the partitioner. The
 traced program is evaluated with concatenations along the last dimension kept in parts for as long as what is done to
 them can be done to each.
 """
@@ -22,17 +22,17 @@ from model_adapters.jaxpr.interpreter import bind
 
 @dataclass(frozen=True)
 class ConcatParts:
-    """A concatenation along the last dimension that has not been made yet."""
+    """A concatenation along the last dimension that is not computed yet."""
 
     arrays: tuple[jax.Array, ...]
 
     @property
     def ends(self) -> list[int]:
-        """Index behind the last element of each part."""
+        """Index after the last element of each part."""
         return list(itertools.accumulate(part.shape[-1] for part in self.arrays))
 
     def concatenated(self) -> jax.Array:
-        """The concatenation, made."""
+        """Returns the concatenation as one array."""
         return jax.lax.concatenate(self.arrays, self.arrays[0].ndim - 1)
 
     def slice(self, start: int, stop: int) -> ConcatParts | jax.Array | None:
@@ -49,7 +49,7 @@ class ConcatParts:
 
 
 def split_concats(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of pytrees of arrays, whose trace cuts no concatenation that its parts are enough for."""
+    """Returns the same function of pytrees of arrays, traced without concatenations that parts can replace."""
 
     def call(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -66,7 +66,7 @@ def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, jex.Literal) else values[atom]
 
-    def read_whole(atom: Any) -> Any:
+    def read_concatenated(atom: Any) -> Any:
         value = read(atom)
         if isinstance(value, ConcatParts):
             value = values[atom] = value.concatenated()
@@ -80,13 +80,13 @@ def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
             if short is not None:
                 values[equation.outvars[0]] = short
                 continue
-            results = bind(equation.primitive, equation.params, [read_whole(atom) for atom in equation.invars])
+            results = bind(equation.primitive, equation.params, [read_concatenated(atom) for atom in equation.invars])
         values.update(zip(equation.outvars, results, strict=True))
-    return [read_whole(atom) for atom in jaxpr.outvars]
+    return [read_concatenated(atom) for atom in jaxpr.outvars]
 
 
 def _in_parts(equation: Any, read: Callable[[Any], Any]) -> Any:
-    """The result of an equation on parts; None where it has to be computed as it stands."""
+    """Returns the result of an equation on parts; None if it cannot be computed on parts."""
     name, params = equation.primitive.name, equation.params
     if name == "concatenate":
         arrays = [read(atom) for atom in equation.invars]

@@ -1,6 +1,6 @@
 """The weight files of a model folder: which there are, what they hold, and lazy readers of their tensors.
 
-A reader stands for one tensor and reads it when transformers' loader asks for it, with ``pread`` into a fresh buffer
+A reader represents one tensor and reads it when transformers' loader asks for it, with ``pread`` into a fresh buffer
 that starts at 64 bytes. Nothing is memory-mapped: mapped pages count as resident memory of the process, and a JAX array
 can then take the buffer over without a copy.
 
@@ -73,7 +73,7 @@ def _corrupt(file: Path, reason: str) -> CheckpointError:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The JSON header of a safetensors file and the offset of its data; raises `CheckpointError`."""
+    """Returns the JSON header of a safetensors file and the offset of its data; raises `CheckpointError`."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -96,7 +96,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file, by name, without reading their data; raises `CheckpointError`."""
+    """Returns the tensors of a safetensors file, by name, without reading their data; raises `CheckpointError`."""
     header, data_start = _header(file)
     ends = [
         value["data_offsets"][1]
@@ -127,7 +127,7 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
 
 
 def weight_files(folder: Path, *, explicit: str | None, extra: tuple[str, ...], allow_pickle: bool) -> list[Path]:
-    """The files that hold the weights of the model in `folder`; raises `CheckpointError` where they are not all there.
+    """Returns the files with the weights of the model in `folder`; raises `CheckpointError` if some are missing.
 
     Args:
         folder: where the model lies.
@@ -153,13 +153,13 @@ def weight_files(folder: Path, *, explicit: str | None, extra: tuple[str, ...], 
 
 
 def dangling(folder: Path) -> str:
-    """What there is to say of links in `folder` to files that are gone, such as of a hub cache; nothing without any."""
+    """Returns a note on links in `folder` to missing files, such as of a hub cache; empty without any."""
     gone = sorted(path.name for path in folder.iterdir() if path.is_symlink() and not path.exists())
     return f"; {', '.join(gone[:3])} links to a file that is gone: download the model again" if gone else ""
 
 
 def inside(name: Any, said_in: str | os.PathLike[str]) -> str:
-    """`name` if it is the path of a file below its folder; raises CheckpointError for one that leads out of it.
+    """Returns `name` if it is the path of a file below its folder; raises CheckpointError for one that leads out of it.
 
     Symbolic links are not followed: the hub's cache consists of them.
 
@@ -176,7 +176,7 @@ def inside(name: Any, said_in: str | os.PathLike[str]) -> str:
 
 
 def pickle_only(where: str) -> CheckpointError:
-    """The error for a checkpoint that exists as pickle files alone."""
+    """Returns the error for a checkpoint that has only pickle files."""
     return CheckpointError(
         f"the weights of {where} are pickle files ({PICKLE_FILE}), which can carry code: "
         "pass allow_pickle=True to load their tensors all the same, or convert them to safetensors"
@@ -184,7 +184,7 @@ def pickle_only(where: str) -> CheckpointError:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index names, in order; raises `CheckpointError` for an index that is none."""
+    """Returns the files that an index names, in order; raises `CheckpointError` for an index that is none."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
@@ -198,7 +198,7 @@ def shard_names(index: Path) -> list[str]:
 
 
 def shards_of(index: Path) -> list[Path]:
-    """The files that an index names; raises `CheckpointError` naming those that are not there."""
+    """Returns the files that an index names; raises `CheckpointError` naming those that are not there."""
     names = shard_names(index)
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
@@ -211,19 +211,19 @@ def shards_of(index: Path) -> list[Path]:
 
 
 class SafetensorsReader:
-    """Stands for one tensor; ``reader[...]`` reads it. As much of safetensors' slices as transformers uses."""
+    """Reads one tensor by ``reader[...]``; has the methods of safetensors' slices that transformers uses."""
 
     def __init__(self, entry: TensorEntry, descriptor: int, pool: ThreadPoolExecutor, advance: Advance) -> None:
         self._entry, self._descriptor, self._pool, self._advance = entry, descriptor, pool, advance
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Shape of the tensor."""
         return self._entry.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """In the file."""
+        """Dtype in the file."""
         return self._entry.dtype
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
@@ -257,19 +257,19 @@ class SafetensorsReader:
 
 
 class PickledReader:
-    """Stands for one tensor of a pickle file; ``reader[...]`` copies it out of the mapped file."""
+    """Reads one tensor of a pickle file; ``reader[...]`` copies it out of the mapped file."""
 
     def __init__(self, tensor: torch.Tensor, advance: Advance) -> None:
         self._tensor, self._advance = tensor, advance
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Shape of the tensor."""
         return tuple(self._tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """In the file."""
+        """Dtype in the file."""
         return self._tensor.dtype
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
@@ -332,11 +332,11 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors as they lie in the files."""
+        """Bytes of all tensors in the files."""
         return sum(self.sizes_in(None).values())
 
     def sizes_in(self, dtype: torch.dtype | None) -> dict[str, int]:
-        """Bytes of each tensor once its floating-point numbers are in `dtype` (None: as in the file)."""
+        """Returns bytes of each tensor once its floating-point numbers are in `dtype` (None: as in the file)."""
         return {
             name: math.prod(entry.shape)
             * (dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype).itemsize

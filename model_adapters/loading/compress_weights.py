@@ -39,7 +39,7 @@ def prepare_weights(loaded: LoadedModel) -> int:
 
 
 def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> int:
-    """Puts packed weights in the place of those of `module`'s linear layers, where the processor is made for it.
+    """Puts packed weights in place of those of `module`'s linear layers, where the processor is made for it.
 
     Args:
         module: whose code reads the weights.
@@ -64,7 +64,7 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
             and compress.unsupported_reason(array) is None
         )
 
-    # In the order in which layers run, nearly: what lies behind a weight is what is read after it.
+    # Roughly in the order in which layers run, so that weights read one after the other are adjacent in memory.
     arrays = {id(weights[name]): weights[name] for name in linear if name in weights}
     chosen = [names_of[key] for key, array in arrays.items() if is_packable(array)]
     if not chosen:

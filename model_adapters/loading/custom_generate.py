@@ -42,7 +42,7 @@ def attach_own_generate(module: PreTrainedModel, folder: Path) -> None:
 
 
 def has_own_generate(module: PreTrainedModel) -> bool:
-    """Whether the ``generate`` of `module` is code of its repository."""
+    """Tells whether the ``generate`` of `module` is code of its repository."""
     return "generate" in vars(module)
 
 

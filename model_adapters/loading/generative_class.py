@@ -26,7 +26,7 @@ _ZERO_AT_FIRST = "final_logits_bias"
 
 
 def generative_class(module: PreTrainedModel) -> type[PreTrainedModel] | None:
-    """The class by which transformers' Auto classes generate with `module`, a base model; None where there is none."""
+    """Returns the class by which transformers' Auto classes generate with the base model `module`; None without one."""
     config = module.config
     causal, seq2seq = (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -41,7 +41,7 @@ def generative_class(module: PreTrainedModel) -> type[PreTrainedModel] | None:
 
 
 def with_head(loaded: LoadedModel) -> tuple[PreTrainedModel, dict[str, Weight]]:
-    """The module that generates with a base model's weights, on the meta device, and its weights, of which none is new.
+    """Returns a generating module on the meta device for a base model's weights, and its weights, none of them new.
 
     Raises:
         UnsupportedModelError: its type has no such class, or the head has weights that the checkpoint does not hold.

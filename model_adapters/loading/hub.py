@@ -1,7 +1,7 @@
 """Downloads what a model needs from the Hugging Face Hub into its cache, and says in one line why that failed.
 
 The hub's listing of a repository is asked for once, and the files that are needed come side by side, each by the hub's
-own client at the listed commit: what an interrupted download left behind goes on where it was. This is what
+own client at the listed commit: an interrupted download goes on where it was. This is what
 `huggingface_hub.snapshot_download` does, but for its second listing, which mirrors and look-alikes do not all answer.
 """
 
@@ -33,7 +33,7 @@ from model_adapters.loading.short_names import near_matches
 
 NUM_CONNECTIONS = 8
 
-# beside the weights: configurations, vocabularies in their various formats, chat templates
+# in addition to the weights: configurations, vocabularies in their various formats, chat templates
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja")
 _CODE_FILES = ("*.py", "custom_generate/*.py", "custom_generate/requirements.txt")
 
@@ -58,7 +58,7 @@ class HubRequest:
 
 
 def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
-    """The cached folder with the files of a model, and the bytes that had to be downloaded for it.
+    """Returns the cached folder with the files of a model, and the bytes that had to be downloaded for it.
 
     Without a network a complete cached copy is used.
 
@@ -109,11 +109,11 @@ def _download(request: HubRequest, names: list[str], commit: str, advance: Advan
 
 
 class _StoppedError(Exception):
-    """Ends a download whose result nobody waits for any more."""
+    """Ends a download whose result is no longer needed."""
 
 
 def _cached(request: HubRequest) -> Path:
-    """The folder of a cached copy; raises LocalEntryNotFoundError without one, CheckpointError without weights."""
+    """Returns the folder of a cached copy; LocalEntryNotFoundError without one, CheckpointError without weights."""
     try:
         folder = _file(request, CONFIG, request.revision, local=True).parent
     except errors.LocalEntryNotFoundError:
@@ -134,7 +134,7 @@ def _cached(request: HubRequest) -> Path:
 
 
 def _info(request: HubRequest, revision: str | None) -> ModelInfo | None:
-    """What the hub says of the repository; None where it does not answer and a cached copy has to do.
+    """Returns what the hub says of the repository; None where it does not answer and a cached copy has to do.
 
     Asked first because it fails at once: a download without a network is tried again for half a minute.
     """
@@ -172,7 +172,7 @@ def _file(
 
 
 def _names(request: HubRequest, folder: Path, files: dict[str, int]) -> list[str]:
-    """What has to be there of the files of a repository, of which `folder` is the cached copy."""
+    """Returns what has to be there of the files of a repository, of which `folder` is the cached copy."""
     commit = folder.name
     if MODULES in files:
         _file(request, MODULES, commit)
@@ -192,7 +192,7 @@ def _joined(folder: str, name: str) -> str:
 
 
 def _is_small(name: str, folder: str, request: HubRequest) -> bool:
-    """Whether a file is one that belongs to a model in `folder`, beside its weights."""
+    """Tells whether a file belongs to a model in `folder` and is none of its weights."""
     start = _joined(folder, "")
     if not name.startswith(start):
         return False
@@ -204,7 +204,7 @@ def _is_small(name: str, folder: str, request: HubRequest) -> bool:
 
 
 def _of_module(request: HubRequest, files: dict[str, int], folder: str) -> list[str]:
-    """The files of a module behind the model, such as a pooling or a layer with weights of its own."""
+    """Returns the files of a module that follows the model, such as pooling or a layer with its own weights."""
     names = [name for name in files if _is_small(name, folder, request)] if folder else []
     safe, pickled = _joined(folder, checkpoint.SAFE_FILE), _joined(folder, checkpoint.PICKLE_FILE)
     if not folder or not request.with_weights:
@@ -215,7 +215,7 @@ def _of_module(request: HubRequest, files: dict[str, int], folder: str) -> list[
 
 
 def _weight_names(request: HubRequest, files: dict[str, int], config: Path, model: str) -> list[str]:
-    """The weight files of one format: safetensors where there are any, pickle files only where they are allowed."""
+    """Returns the weight files of one format: safetensors if there are any, pickle files only if allowed."""
     explicit = read_config_json(config).get("transformers_weights")
     candidates = [checkpoint.inside(explicit, config)] if explicit else [checkpoint.SAFE_FILE, checkpoint.SAFE_INDEX]
     pickles = [checkpoint.PICKLE_FILE, checkpoint.PICKLE_INDEX]
@@ -234,12 +234,12 @@ def _weight_names(request: HubRequest, files: dict[str, int], config: Path, mode
         lost = [name for name in names if name not in files]
         if lost:
             raise CheckpointError(f"{request.hub_id} lacks {', '.join(lost[:3])}, which {found} names: ask its owner")
-    # few architectures keep a part of their weights in further files; they are small beside the rest
+    # few architectures have some of their weights in further files, which are small
     return names + [name for extra in _extra_names(config) if (name := _joined(model, extra)) in files]
 
 
 def _commit_of(config: Path, model: str) -> str:
-    """The name of the cached copy's folder, which is the commit."""
+    """Returns the name of the cached copy's folder, which is the commit."""
     return config.parents[len(Path(model).parts)].name
 
 
@@ -253,13 +253,13 @@ def _status(error: BaseException) -> int | None:
 
 
 def _file_of(error: errors.EntryNotFoundError) -> str:
-    """The file that a refusal is about."""
+    """Returns the file that a refusal is about."""
     url = str(getattr(getattr(error, "response", None), "url", ""))
     return urllib.parse.unquote(url.partition("/resolve/")[2].partition("/")[2].partition("?")[0]) or CONFIG
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Whether a request never got an answer: the classes of the HTTP client, whichever the hub's release uses."""
+    """Tells whether a request never got an answer: the classes of the HTTP client, whichever the hub's release uses."""
     if isinstance(error, errors.OfflineModeIsEnabled | ConnectionError | TimeoutError):
         return True
     return isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError)

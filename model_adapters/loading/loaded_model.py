@@ -46,7 +46,7 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading took."""
+    """Time and memory that loading took."""
 
     load_s: float  # from the files (or the random stream) to arrays, download excluded
     download_s: float
@@ -82,7 +82,7 @@ class LoadedModel:
     report: LoadReport
     trust_remote_code: bool = False
     sharding: ModelSharding | None = None  # how `weights` lie on a mesh; None: on one device
-    allow_pickle: bool = False  # whether pickle files beside the weights may be read as well
+    allow_pickle: bool = False  # whether further pickle files may be read too
     _tokenizers: list[PreTrainedTokenizerBase | None] = field(default_factory=list, repr=False, compare=False)
     _processors: list[Any] = field(default_factory=list, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
@@ -90,7 +90,7 @@ class LoadedModel:
     _making: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer that belongs to the model, loaded at the first call; None where its folder has none.
+        """Returns the model's tokenizer, loaded at the first call; None if its folder has none.
 
         Raises:
             CheckpointError: the files are there and do not make a tokenizer.
@@ -101,7 +101,7 @@ class LoadedModel:
             return self._tokenizers[0]
 
     def once(self, kind: type[T], make: Callable[[], T]) -> T:
-        """What `make` gives, made at the first call for `kind` and kept as long as the model."""
+        """Returns the result of `make`, called once for each `kind`, and stored on the model."""
         with self._making:
             if kind not in self._made:
                 self._made[kind] = make()
@@ -113,7 +113,7 @@ class LoadedModel:
         return self.source.folder if self.source.kind != "object" else _folder_of(self.config.name_or_path)
 
     def processor(self) -> Any:
-        """The processor that belongs to the model, such as one of text and images; None where its folder has none.
+        """Returns the model's processor, such as one of text and images; None if its folder has none.
 
         Raises:
             CheckpointError: the files are there and do not make a processor.
@@ -158,7 +158,7 @@ class LoadedModel:
 
 
 def _folder_of(name_or_path: str | None) -> Path | None:
-    """The folder that an object was loaded from: itself, or its place in the hub's cache."""
+    """Returns the folder that an object was loaded from: itself, or its place in the hub's cache."""
     if not name_or_path:
         return None
     if Path(name_or_path).is_dir():
@@ -176,7 +176,7 @@ def require_causal_lm(loaded: LoadedModel) -> None:
 
 
 def numpy_dtype(dtype: torch.dtype) -> Any:
-    """The numpy dtype of a torch dtype (bfloat16 and float8 as ml_dtypes has them)."""
+    """Returns the numpy dtype of a torch dtype (bfloat16 and float8 as ml_dtypes has them)."""
     return jnp.dtype(str(dtype).removeprefix("torch."))
 
 

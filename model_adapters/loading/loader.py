@@ -1,4 +1,4 @@
-"""A model by name, folder or object becomes an empty torch module and its weights as JAX arrays."""
+"""Loads a model by name, folder or object: an empty torch module and its weights as JAX arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from jax.sharding import Mesh
 from transformers import GenerationConfig, PreTrainedModel
 
-from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import (
     CheckpointError,
@@ -30,8 +29,9 @@ from model_adapters.loading.file_names import CONFIG
 from model_adapters.loading.loaded_model import LoadedModel, numpy_dtype, report_of
 from model_adapters.loading.memory import PeakMemory, check_fits
 from model_adapters.loading.model_class import find_class, load_config, module_of, torch_dtype_of
-from model_adapters.loading.model_source import ModelSource, of_object, resolve
+from model_adapters.loading.model_source import ModelSource, resolve
 from model_adapters.loading.progress import Progress, SilentProgress
+from model_adapters.loading.shared_weights import share_weights, without_adapters
 from model_adapters.loading.tensor_match import TensorMatch, logger, smaller_classes, without_missing_parts
 from model_adapters.loading.weight_sink import DevicePlacement, DevicePut, WeightSink, meta_like
 from model_adapters.ops.compressed_weight import Weight
@@ -56,27 +56,25 @@ def load_model(
     mesh: Mesh | None = None,
     refuse_uneven: bool = False,
 ) -> LoadedModel:
-    """Loads a model of any architecture that transformers knows: module on the meta device, weights as JAX arrays.
+    """Loads a model of any architecture that transformers has: module on the meta device, weights as JAX arrays.
 
     Args:
-        model: what `resolve` accepts, or a `PreTrainedModel` in main memory, which is put into eval mode, keeps its
-            tensors and shares them; a ``PeftModel`` with adapters is the model that they are in.
-        revision, token, local_files_only, cache_dir: see `resolve`.
-        dtype: of the floating-point weights; "auto" is what the configuration says, else what the files hold. Weights
-            that the architecture keeps in float32 and buffers keep theirs.
-        trust_remote_code: run the Python code of the repository.
-        allow_pickle: load tensors (nothing else) from pickle files where there is no safetensors file.
-        strict: an error for tensors that the class has no place for, and for a head that the files do not hold. Without
-            it they are left out, as transformers leaves them out, with one line of the logger ``torchax_serve``.
-        progress: shown for download and load.
-        random_weights: no checkpoint: the configuration (folder, hub id or JSON file) with weights drawn from the
-            architecture's own initial distributions.
-        seed: of the random weights.
-        device_put: places each array, e.g. ``lambda name, x: jax.device_put(x, sharding_of(name))``; it gets a numpy
-            array (a jax.Array for random weights). Default: the default device, on the CPU without a copy.
-        mesh: devices that share the weights; each gets its part of every tensor, as the model's sharding rules say. Not
-            together with `device_put`.
-        refuse_uneven: with `mesh`, an error for sizes that would have to be filled up with zeros.
+        model: What `resolve` accepts, or a `PreTrainedModel` in main memory, which is put into eval mode and shares its
+            tensors. A ``PeftModel`` with adapters means the model inside.
+        revision, token, local_files_only, cache_dir: See `resolve`.
+        dtype: Of floating-point weights; "auto": as the configuration says, else as the files. Buffers, and weights
+            that the architecture keeps in float32, keep theirs.
+        trust_remote_code: Run the Python code of the repository.
+        allow_pickle: Load tensors (nothing else) from pickle files where there is no safetensors file.
+        strict: Raise for tensors in the files that the class has no place for, and for a head that the files lack.
+            Otherwise they are ignored, as in transformers, with one line of the logger ``torchax_serve``.
+        progress: Shown for download and load.
+        random_weights, seed: Read no checkpoint: take the configuration (folder, hub id or JSON file) and draw the
+            weights from the architecture's own initial distributions.
+        device_put: Places each array, e.g. ``lambda name, x: jax.device_put(x, sharding_of(name))``; gets a numpy array
+            (a jax.Array for random weights). Default: the default device, on the CPU without a copy.
+        mesh: Devices that share the weights by the model's sharding rules. Not together with `device_put`.
+        refuse_uneven: With `mesh`, raise for sizes that would have to be padded with zeros.
 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError, InvalidArgumentError, OutOfMemoryError: in one line.
@@ -84,22 +82,13 @@ def load_model(
     if mesh is not None and device_put is not None:
         raise InvalidArgumentError("mesh and device_put: expected one of them, got both; leave one out")
     shown, torch_dtype = progress or SilentProgress(), torch_dtype_of(dtype)
-    model = _inside_of_adapters(model)
+    model = without_adapters(model)
     if isinstance(model, PreTrainedModel):
         _refuse(revision=revision, random_weights=random_weights or None, dtype=torch_dtype, strict=strict or None)
-        sharding = None if mesh is None else ModelSharding.of(model, mesh, refuse_uneven=refuse_uneven)
-        return _share(model, DevicePlacement(device_put if sharding is None else sharding.put), sharding)
-    source = resolve(
-        model,
-        revision=revision,
-        token=token,
-        local_files_only=local_files_only,
-        progress=shown,
-        cache_dir=cache_dir,
-        with_weights=not random_weights,
-        with_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-    )
+        return share_weights(model, device_put=device_put, mesh=mesh, refuse_uneven=refuse_uneven)
+    files: dict[str, Any] = {"with_code": trust_remote_code, "allow_pickle": allow_pickle, "cache_dir": cache_dir}
+    files |= {"revision": revision, "token": token, "local_files_only": local_files_only}
+    source = resolve(model, progress=shown, with_weights=not random_weights, **files)
     if source.kind == "config" and not random_weights:
         raise InvalidArgumentError(
             f"{source.name} is a configuration without weights: pass its folder, or random_weights=True"
@@ -111,23 +100,15 @@ def load_model(
         return builder.from_checkpoint(allow_pickle, strict, shown)
 
 
-def _inside_of_adapters(model: Any) -> Any:
-    """The model that a ``PeftModel`` has put its adapters into; anything else, and learned prompts, as they are."""
-    if not callable(getattr(model, "get_base_model", None)) or model.active_peft_config.is_prompt_learning:
-        return model
-    inner = model.get_base_model()
-    return inner if isinstance(inner, PreTrainedModel) else model
-
-
 def _refuse(**given: Any) -> None:
-    """Raises InvalidArgumentError for an argument that goes with no loaded model; None is one that was not given."""
+    """Raises InvalidArgumentError for an argument that does not apply to a loaded model; None: it was not given."""
     if wrong := [name for name, value in given.items() if value is not None]:
         raise InvalidArgumentError(f"{wrong[0]} was given with a loaded model, which has its own: leave it out")
 
 
 @contextlib.contextmanager
 def _memory_running_out(name: str) -> Iterator[None]:
-    """Whatever says inside that there is no more memory becomes an OutOfMemoryError that names `name`."""
+    """Raises every error inside that says that memory ran out as an OutOfMemoryError that names `name`."""
     try:
         yield
     except TorchaxServeError:
@@ -164,7 +145,7 @@ class _Builder:
         self._dtype: torch.dtype | None = dtype if dtype is not None else said
 
     def _placement(self) -> DevicePlacement:
-        """Where arrays of the class are to live; lays out the mesh, if there is one."""
+        """Returns where the arrays go; lays the class out on the mesh, if there is one."""
         if self._mesh is None:
             return DevicePlacement(self._device_put)
         empty = module_of(self._class, self._config, self._dtype or torch.float32)
@@ -172,7 +153,7 @@ class _Builder:
         return DevicePlacement(self._sharding.put)
 
     def from_checkpoint(self, allow_pickle: bool, strict: bool, progress: Progress) -> LoadedModel:
-        """The weights of the files."""
+        """Returns the model with the weights of the files."""
         assert self._source.path is not None
         self._allow_pickle = allow_pickle
         checkpoint = Checkpoint.of(
@@ -198,12 +179,12 @@ class _Builder:
     def _read(
         self, checkpoint: Checkpoint, dtype: torch.dtype, strict: bool, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
-        """The module whose tensors are all there: that of the class, or what the files hold of it.
+        """Returns the largest module whose tensors are all in the files: that of the class, or a part of it.
 
         Raises:
             CheckpointError: tensors are missing that no part can be without; with `strict`, any that do not correspond.
         """
-        module, place, sink = self._read_as_it_is(checkpoint, dtype, progress)
+        module, place, sink = self._read_class(checkpoint, dtype, progress)
         first = self._match = TensorMatch.of(module, sink.taken())
         if strict and (first.missing or first.unused) and not first.faults:
             raise first.strict_error(self._source.name)
@@ -214,17 +195,17 @@ class _Builder:
         part = without_missing_parts(module, first.missing)
         if part is not None and (part is module or self._mesh is None):
             return part, place, sink
-        whole, smaller = self._class, smaller_classes(self._class, self._config.model_type)
+        full_class, smaller = self._class, smaller_classes(self._class, self._config.model_type)
         for self._class in [type(part)] if part is not None else smaller if module.base_model is module else []:
-            module, place, sink = self._read_as_it_is(checkpoint, dtype, progress)
+            module, place, sink = self._read_class(checkpoint, dtype, progress)
             match = TensorMatch.of(module, sink.taken())
             if not match.faults and without_missing_parts(module, match.missing) is module:
                 self._match = TensorMatch(first.class_name, first.missing, match.unused, ())
                 return module, place, sink
-        self._class = whole
+        self._class = full_class
         raise first.error(self._source.name)
 
-    def _read_as_it_is(
+    def _read_class(
         self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         place = self._placement()
@@ -238,7 +219,7 @@ class _Builder:
         return module, place, sink
 
     def with_random_weights(self, seed: int, progress: Progress) -> LoadedModel:
-        """Weights drawn anew."""
+        """Returns the model with weights drawn from its initial distributions."""
         dtype = self._checked(self._dtype or torch.float32)
         place = self._placement()
         sink, init = WeightSink(place, self._peak), random_init.RandomInit(seed)
@@ -267,8 +248,10 @@ class _Builder:
         return self._loaded(module, weights, dtype, None)
 
     def _check_fits(self, sizes: list[int]) -> None:
-        whole = self._device_put is None and self._mesh is None
-        check_fits(sum(sizes), max(sizes), what=self._source.name, device=jax.local_devices()[0], whole=whole)
+        on_one_device = self._device_put is None and self._mesh is None
+        check_fits(
+            sum(sizes), max(sizes), what=self._source.name, device=jax.local_devices()[0], on_one_device=on_one_device
+        )
 
     def _checked(self, dtype: torch.dtype) -> torch.dtype:
         if dtype == torch.float64:
@@ -319,9 +302,9 @@ class _Builder:
 
 
 def _harvest(module: PreTrainedModel, place: DevicePlacement, sink: WeightSink, fill: Any = None) -> dict[str, Weight]:
-    """The arrays of all tensors of `module`, which is left with tensors on the meta device alone.
+    """Returns the arrays of all tensors of `module`, and leaves only meta tensors on it.
 
-    `fill` gives the array of a tensor that did not land in the sink; without it such a tensor must have its values.
+    `fill` returns the array of a tensor that is not in the sink; without it such a tensor must have values.
     """
     by_tensor: dict[int, tuple[torch.Tensor, torch.Tensor, jax.Array]] = {}  # kept alive: ids must stay unique
     weights: dict[str, Weight] = {}
@@ -332,7 +315,7 @@ def _harvest(module: PreTrainedModel, place: DevicePlacement, sink: WeightSink, 
             _set(module, name, empty)
         elif array is None:
             if fill is None and tensor.is_meta and not tensor.ndim and not _is_registered(module, name):
-                continue  # a number beside the buffers, which transformers leaves without a value, and no code reads
+                continue  # a scalar that is no buffer: transformers leaves it without a value, and no code reads it
             if fill is None and tensor.is_meta:
                 raise UnsupportedModelError(
                     f"{type(module).__name__} has a tensor {name} that neither the files nor its initialisation fill: "
@@ -359,7 +342,7 @@ def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _generation_config(folder: Path, module: PreTrainedModel) -> GenerationConfig:
-    """As ``from_pretrained`` finds it: its own file, else the generation settings in ``config.json``."""
+    """Returns the config that ``from_pretrained`` would: of its own file, else of the settings in ``config.json``."""
     try:
         if (folder / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -371,31 +354,3 @@ def _generation_config(folder: Path, module: PreTrainedModel) -> GenerationConfi
         raise CheckpointError(
             f"{folder / 'generation_config.json'} is not a generation configuration ({lines[0]}): correct or remove it"
         ) from error
-
-
-def _share(module: PreTrainedModel, place: DevicePlacement, sharding: ModelSharding | None) -> LoadedModel:
-    """The weights of a model that the caller has loaded, over its own memory where that can be."""
-    if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
-        raise UnsupportedModelError(
-            f"the {type(module).__name__} that was passed is quantized, which is not supported: load it unquantized"
-        )
-    elsewhere = {str(t.device) for t in named_tensors(module).values() if t.device.type != "cpu"}
-    if elsewhere:
-        raise InvalidArgumentError(
-            f"the {type(module).__name__} that was passed lies on {', '.join(sorted(elsewhere))}, expected the CPU: "
-            "call model.cpu() first (a model on the meta device has no weights to share)"
-        )
-    check_floats(module)
-    peak, start = PeakMemory(), time.perf_counter()
-    module.eval()
-    arrays: dict[int, jax.Array] = {}
-    weights: dict[str, Weight] = {}
-    for name, tensor in named_tensors(module).items():
-        if id(tensor) not in arrays:
-            arrays[id(tensor)] = place(name, tensor)
-        weights[name] = arrays[id(tensor)]
-    source = of_object(module.name_or_path or "")
-    report = report_of(weights, peak, source, time.perf_counter() - start, None)
-    generation = module.generation_config if module.can_generate() else None
-    dtype = numpy_dtype(module.dtype)
-    return LoadedModel(module, weights, source, module.config, generation, dtype, report, sharding=sharding)

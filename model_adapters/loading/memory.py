@@ -22,7 +22,7 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def _cgroup_free_bytes(root: Path) -> int | None:
-    """What the control group of a container still allows; None without a limit."""
+    """Returns what the control group of a container still allows; None without a limit."""
     for folder, limit, used, cache in (
         (root, "memory.max", "memory.current", "inactive_file"),
         (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -39,21 +39,21 @@ def _cgroup_free_bytes(root: Path) -> int | None:
 
 
 def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of main memory that can be had now, seen by this process: of the machine, or of its container if less."""
+    """Returns free bytes of main memory for this process: of the machine, or of its container if less."""
     free = psutil.virtual_memory().available
     allowed = _cgroup_free_bytes(cgroup_root)
     return free if allowed is None else min(free, allowed)
 
 
 def free_device_bytes(device: jax.Device) -> int | None:
-    """Bytes free on an accelerator; None where its runtime does not tell (and on the CPU)."""
+    """Returns bytes free on an accelerator; None where its runtime does not tell (and on the CPU)."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return None
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def check_fits(weights_bytes: int, largest_bytes: int, *, what: str, device: jax.Device, whole: bool) -> None:
+def check_fits(weights_bytes: int, largest_bytes: int, *, what: str, device: jax.Device, on_one_device: bool) -> None:
     """Raises `OutOfMemoryError` before anything is read where the weights of `what` cannot fit.
 
     Args:
@@ -61,12 +61,12 @@ def check_fits(weights_bytes: int, largest_bytes: int, *, what: str, device: jax
         largest_bytes: the largest single tensor; where weights go to an accelerator the host holds a few of these.
         what: the model's name, for the message.
         device: the default device.
-        whole: whether it takes all weights; a caller who places them may spread them over several.
+        on_one_device: Whether `device` holds all weights; a caller that places them may spread them over several.
     """
     remedy = "free memory, choose a smaller dtype or a smaller model"
     on_host = device.platform == "cpu"
     free_there = free_device_bytes(device)
-    if whole and free_there is not None and weights_bytes > free_there:
+    if on_one_device and free_there is not None and weights_bytes > free_there:
         raise OutOfMemoryError(
             f"the weights of {what} need {gigabytes(weights_bytes)}, {device} has {gigabytes(free_there)}: {remedy}"
         )
@@ -100,7 +100,7 @@ class PeakMemory:
 
 
 def _high_water_bytes() -> int:
-    """The most resident memory this process ever had, as Linux counts it; 0 elsewhere."""
+    """Returns the most resident memory this process ever had, as Linux counts it; 0 elsewhere."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

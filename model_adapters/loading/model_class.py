@@ -51,7 +51,7 @@ def _class_names(mapping: Mapping[str, Any]) -> set[str]:
 
 
 def read_config_json(file: Path) -> dict[str, Any]:
-    """The object in a ``config.json``; raises `CheckpointError` where there is none."""
+    """Returns the object in a ``config.json``; raises `CheckpointError` where there is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -88,7 +88,7 @@ def _refuse_what_is_not_honoured(content: Mapping[str, Any], file: Path) -> None
 
 
 def load_config(file: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """The configuration in `file` (a ``config.json`` by whatever name).
+    """Returns the configuration in `file` (a ``config.json`` by whatever name).
 
     Raises:
         CheckpointError: not readable, or with values that its class refuses.
@@ -126,14 +126,14 @@ def load_config(file: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _config_class_of(architectures: Any) -> type[PreTrainedConfig] | None:
-    """The configuration class of the first architecture, for files that name no model type."""
+    """Returns the configuration class of the first architecture, for files that name no model type."""
     name = _first_name(architectures)
     model_class = getattr(transformers, name, None) if name else None
     return getattr(model_class, "config_class", None)
 
 
 def _first_name(architectures: Any) -> str | None:
-    """The first of the class names that a configuration lists, some of them as a string of its own."""
+    """Returns the first of the class names that a configuration lists, some of them as a string of its own."""
     if isinstance(architectures, str):
         return architectures or None
     first = architectures[0] if isinstance(architectures, list | tuple) and architectures else None
@@ -154,9 +154,9 @@ def _made(make: Any, file: Path) -> PreTrainedConfig:
 def find_class(
     config: PreTrainedConfig, *, folder: Path | None, trust_remote_code: bool
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The model class of `config` and the (sub-)configuration that it takes.
+    """Returns the model class of `config` and the (sub-)configuration that it takes.
 
-    In this order: the repository's own class (with `trust_remote_code` alone), the class that ``config.architectures``
+    In this order: the repository's own class (only with `trust_remote_code`), the class that ``config.architectures``
     names, the class that ``AutoModelForImageTextToText`` has for the model type, that of ``AutoModelForCausalLM``, the
     one that ``AutoModel`` has. Types such as BERT, which have a causal class as well, are encoders unless their
     configuration says ``is_decoder``.
@@ -216,7 +216,7 @@ def _check_code_paths(file: Path) -> None:
 
 
 def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """The text part of a composite configuration where the class is the text model's; else the configuration itself."""
+    """Returns the text part of a composite configuration if the class is the text model's; else the configuration."""
     text_class: Any = config.sub_configs.get("text_config")
     if text_class and model_class.config_class is text_class and type(config) is not text_class:
         return config.get_text_config()
@@ -224,7 +224,7 @@ def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
 
 
 def module_of(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A module of `model_class` on the meta device; raises CheckpointError where its code does not take `config`."""
+    """Returns a `model_class` module on the meta device; CheckpointError if its code does not accept `config`."""
     try:
         with torch.device("meta"):
             module = model_class._from_config(config, dtype=dtype)
@@ -238,7 +238,7 @@ def module_of(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtyp
 
 
 def torch_dtype_of(dtype: Any) -> torch.dtype | None:
-    """The torch dtype that a caller's `dtype` means; None for ``"auto"``. Raises `InvalidArgumentError`."""
+    """Returns the torch dtype that a caller's `dtype` means; None for ``"auto"``. Raises `InvalidArgumentError`."""
     if isinstance(dtype, str) and dtype == "auto":
         return None
     aliases = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
@@ -252,7 +252,7 @@ def torch_dtype_of(dtype: Any) -> torch.dtype | None:
 
 
 def task_of(module: PreTrainedModel) -> str | None:
-    """What the model is for, in words; None for a causal language model."""
+    """Returns what the model is for, in words; None for a causal language model."""
     name = type(module).__name__
     if name in _class_names(_CAUSAL) and not getattr(module.config, "is_encoder_decoder", False):
         return None

@@ -60,7 +60,7 @@ def resolve(
     Args:
         name_or_path: None for the embedded model, a short name of `SHORT_NAMES` (any case), a folder, a JSON file with
             a configuration, or a hub id. What exists as a folder or file is taken as that.
-        revision: branch, tag or commit; for models of the hub alone.
+        revision: branch, tag or commit; for models of the hub only.
         token: as huggingface_hub takes it; None for the one it has stored.
         local_files_only: take only what is in the cache; None follows ``HF_HUB_OFFLINE``.
         progress: shown while downloading.
@@ -93,14 +93,14 @@ def resolve(
 
 
 def _model_folder(folder: Path) -> Path:
-    """`folder`, or the folder in it that its ``modules.json`` calls the model, where it has no ``config.json``."""
+    """Returns `folder`, or without a ``config.json`` in it the subfolder that its ``modules.json`` calls the model."""
     from model_adapters.loading.modules_json import transformer_path
 
     return folder / transformer_path(folder, lambda path: (folder / path / CONFIG).is_file())
 
 
 def parse_name(name_or_path: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource | str:
-    """Returns the source of what is on this machine, or the hub id that a name stands for; asks nothing of the hub.
+    """Returns the source of a model on this machine, or the hub id of a name; sends no request to the hub.
 
     Imports neither torch nor jax nor transformers.
 
@@ -119,7 +119,7 @@ def parse_name(name_or_path: str | os.PathLike[str] | None, revision: str | None
 
 
 def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | None:
-    """The source where nothing has to be asked of the hub; None where it has."""
+    """Returns the source where nothing has to be asked of the hub; None where it has."""
     if name_or_path is None:
         if not (EMBEDDED / CONFIG).is_file():
             raise ModelNotFoundError(
@@ -169,5 +169,5 @@ def _hub_id(name: str) -> str:
 
 
 def of_object(name: str) -> ModelSource:
-    """The source of a model that the caller has loaded."""
+    """Returns the source of a model that the caller has loaded."""
     return ModelSource("object", name or "a model in memory")

@@ -1,4 +1,4 @@
-"""The list of modules that sentence-transformers keeps beside a model, and the folders that it names."""
+"""Reads sentence-transformers' list of modules of a model, and the folders that it names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModuleEntry:
 
 
 def read_modules(file: Path) -> list[ModuleEntry]:
-    """The modules in `file`, in their order; raises CheckpointError for a file that is no such list."""
+    """Returns the modules in `file`, in their order; raises CheckpointError for a file that is no such list."""
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -49,7 +49,7 @@ def _path_of(said: Any, file: Path) -> str:
 
 
 def transformer_path(root: Path, has_config: Callable[[str], bool]) -> str:
-    """The folder of the model itself, relative to `root`: where early releases of sentence-transformers put it.
+    """Returns the folder of the model itself, relative to `root`: where early releases of sentence-transformers put it.
 
     Empty where `root` has a ``config.json``, or no ``modules.json`` that leads to one.
 
@@ -64,7 +64,7 @@ def transformer_path(root: Path, has_config: Callable[[str], bool]) -> str:
 
 
 def modules_root(folder: Path) -> Path | None:
-    """The folder whose ``modules.json`` names the model in `folder`; None where there is none."""
+    """Returns the folder whose ``modules.json`` names the model in `folder`; None where there is none."""
     if (folder / MODULES).is_file():
         return folder
     above = folder.parent / MODULES

@@ -38,7 +38,7 @@ class SilentProgress:
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int | None, unit: Unit = "bytes") -> Iterator[Advance]:
-        """A stage that nobody sees."""
+        """Shows nothing."""
         yield lambda amount: None
 
 
@@ -71,7 +71,7 @@ class RichProgress:
 
 
 def hub_bar_class(advance: Advance) -> type[Any]:
-    """A stand-in for ``tqdm`` that hands the counts of huggingface_hub's downloads to `advance` and draws nothing.
+    """Returns a ``tqdm`` class that passes the counts of huggingface_hub's downloads to `advance` and draws nothing.
 
     The hub constructs it as it would construct ``tqdm``; only what its download code calls is here.
     """
@@ -80,7 +80,7 @@ def hub_bar_class(advance: Advance) -> type[Any]:
         def __init__(self, *args: Any, total: float | None = None, initial: float = 0, **options: Any) -> None:
             self.total = total
             self.n = initial
-            if initial:  # the part of a file that an interrupted download left behind
+            if initial:  # the part of a file from an interrupted download
                 advance(int(initial))
 
         def update(self, amount: float = 1) -> None:

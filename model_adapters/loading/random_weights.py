@@ -28,12 +28,12 @@ from model_adapters.loading.weight_sink import replaced
 LARGE = 2**18
 """Number of elements from which a parameter is drawn on the device."""
 _ON_DEVICE = ("normal_", "uniform_", "trunc_normal_", "zeros_", "ones_", "constant_")
-_BLOCK = 2**22  # elements drawn at once: bounds the random bits that lie beside the result
+_BLOCK = 2**22  # elements drawn at once, which limits memory for random bits
 
 
 @dataclass(frozen=True)
 class InitCall:
-    """One call of an init function of torch on a whole parameter."""
+    """One call of an init function of torch on all of a parameter."""
 
     name: str
     original: Any
@@ -41,7 +41,7 @@ class InitCall:
 
     @classmethod
     def of(cls, name: str, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InitCall:
-        """The call with its arguments by name, defaults filled in."""
+        """Returns the call with its arguments by name, defaults filled in."""
         bound = inspect.signature(original).bind(None, *args, **kwargs)
         bound.apply_defaults()
         options = dict(bound.arguments)
@@ -91,7 +91,7 @@ class RandomInit:
                 transformers_logging.set_verbosity(verbosity)
 
     def has_recorded(self, module: PreTrainedModel) -> bool:
-        """Whether all calls on the parameters of `module` are such that can be run later; if not, build it once more.
+        """Tells whether all calls on the parameters of `module` can be run later; if not, it must be built again.
 
         A few architectures compute values on the device of the parameter and copy them in; the next time those
         parameters, however large, are allocated and so get their values at once.
@@ -111,8 +111,8 @@ class RandomInit:
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if not tensor.is_meta or getattr(tensor, "_is_hf_initialized", False):
                 return original(tensor, *args, **kwargs)
-            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-            if whole:  # a row set to zero (padding) says nothing about the rest, and is let go
+            fills_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            if fills_storage:  # a row set to zero (padding) says nothing about the rest, and is ignored
                 self._calls[_storage_id(tensor)] = InitCall.of(name, original, args, kwargs)
             return tensor
 
@@ -121,7 +121,7 @@ class RandomInit:
     def draw(
         self, name: str, tensor: torch.Tensor, dtype: torch.dtype, default_std: float, *, on_device: bool
     ) -> jax.Array | torch.Tensor:
-        """Values for the parameter `name` that `tensor`, on the meta device, stands for.
+        """Returns values for the parameter `name`, given as `tensor` on the meta device.
 
         A parameter that no init function of torch has touched gets a normal distribution of `default_std`.
 
@@ -137,7 +137,7 @@ class RandomInit:
             return self._draw_on_device(call, key, tuple(tensor.shape), jnp.dtype(str(dtype).removeprefix("torch.")))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(self._seed ^ key)
-            # decompositions, which some of the rarer functions use, exist in float32 alone
+            # decompositions, which some of the rarer functions use, exist in float32 only
             values = torch.empty(tensor.shape, dtype=dtype if call.name in _ON_DEVICE else torch.float32)
             call.original(values, **call.options)
         return values.to(dtype)
@@ -191,7 +191,7 @@ def _draw(
 
 
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The weights that stay in another dtype than `dtype` by the model's own ``_keep_in_fp32_modules``, by name."""
+    """Returns weights with another dtype than `dtype` by the model's own ``_keep_in_fp32_modules``, by name."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return {}

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class ShortName:
-    """A model that a short name stands for."""
+    """A model that has a short name."""
 
     hub_id: str
     num_parameters: int
@@ -96,10 +96,10 @@ SHORT_NAMES: Mapping[str, ShortName] = MappingProxyType(
 
 
 def short_name(name: str) -> ShortName | None:
-    """The entry of the table that `name` means, whatever its case; None where there is none."""
+    """Returns the entry of the table that `name` means, whatever its case; None where there is none."""
     return SHORT_NAMES.get(name.strip().lower())
 
 
 def near_matches(name: str, limit: int = 4) -> list[str]:
-    """Names of the table that look like `name`, the nearest first; the part behind an organisation's name counts."""
+    """Returns short names similar to `name` without its organisation, the nearest first."""
     return difflib.get_close_matches(name.strip().lower().rsplit("/", 1)[-1], SHORT_NAMES, n=limit, cutoff=0.5)

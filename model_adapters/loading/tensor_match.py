@@ -1,4 +1,4 @@
-"""What the files of a checkpoint hold beside what its class asks for, by transformers' own account of a load.
+"""Compares the tensors of a checkpoint with those of its class, by transformers' own report of a load.
 
 transformers loads what fits, draws at random what is missing and logs both. Here nothing is drawn: what is missing is
 an error, or belongs to a part that the model can be without. What the class has no place for is left unused, as there;
@@ -40,7 +40,7 @@ class TensorMatch:
 
     @classmethod
     def of(cls, module: PreTrainedModel, info: LoadStateDictInfo) -> TensorMatch:
-        """The account that transformers has given of loading `module`."""
+        """Returns the account that transformers has given of loading `module`."""
         shapes = [f"{name} {list(got)}, expected {list(want)}" for name, got, want in info.mismatched_keys]
         found = {"not convertible": list(info.conversion_errors), "of another shape": shapes}
         faults = tuple(f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names)
@@ -48,7 +48,7 @@ class TensorMatch:
         return cls(type(module).__name__, tuple(sorted(missing)), tuple(sorted(info.unexpected_keys)), faults)
 
     def error(self, model_name: str) -> CheckpointError:
-        """The error that lists everything that does not correspond."""
+        """Returns the error that lists everything that does not correspond."""
         parts = [f"{len(self.missing)} missing: {some(self.missing)}"] if self.missing else []
         parts += self.faults
         if self.unused:
@@ -63,7 +63,7 @@ class TensorMatch:
         )
 
     def strict_error(self, model_name: str) -> CheckpointError:
-        """The error in the place of `note`."""
+        """Returns the error in place of `note`."""
         if not self.missing:
             return self.error(model_name)
         return CheckpointError(
@@ -82,16 +82,16 @@ class TensorMatch:
         return f"{model_name}: {'; '.join(parts)}" if parts else None
 
     def log_names(self) -> None:
-        """Every name that was left out, a line each, for who asked for details."""
+        """Returns every name that was left out, a line each, for who asked for details."""
         for what, names in {"missing": self.missing, "unused": self.unused}.items():
             for name in names:
                 logger.info("%s: %s", what, name)
 
 
 def without_missing_parts(module: PreTrainedModel, missing: tuple[str, ...]) -> PreTrainedModel | None:
-    """`module`, or what lies under its head, without the parts whose tensors are missing.
+    """Returns `module`, or what lies under its head, without the parts whose tensors are missing.
 
-    Hidden states of tokens need neither a head nor a pooler behind the last layer. None where more is missing.
+    Hidden states of tokens need neither a head nor a pooler after the last layer. None if more is missing.
     """
     base: Any = module.base_model
     prefix = f"{module.base_model_prefix}." if base is not module else ""
@@ -106,7 +106,7 @@ def without_missing_parts(module: PreTrainedModel, missing: tuple[str, ...]) -> 
 
 
 def smaller_classes(model_class: type[PreTrainedModel], model_type: str) -> list[type[PreTrainedModel]]:
-    """Classes of the same architecture that ask for fewer tensors: without the head, and the encoder alone."""
+    """Yields classes of the same architecture with fewer tensors: without the head, and the encoder only."""
     base = modeling_auto.MODEL_MAPPING_NAMES.get(model_type)
     names = [base if isinstance(base, str) else None]
     names += [f"{names[0].removesuffix('Model')}EncoderModel"] if names[0] else []
@@ -115,7 +115,7 @@ def smaller_classes(model_class: type[PreTrainedModel], model_type: str) -> list
 
 
 def some(names: Any, limit: int = 6) -> str:
-    """The first of `names`, sorted, and how many more there are."""
+    """Returns the first of `names`, sorted, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(sorted(names)[:limit]) + more
 

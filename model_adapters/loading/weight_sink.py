@@ -34,7 +34,7 @@ DevicePut = Callable[[str, Any], jax.Array]
 
 _IN_FLIGHT_BYTES = 512 * 2**20
 _TRIM_BYTES = 8 * 2**20  # of weights landed between two looks at what the C library could give back
-_one_load = threading.Lock()  # what is patched here belongs to the whole process
+_one_load = threading.Lock()  # the patches below apply to all threads of the process
 
 
 class DevicePlacement:
@@ -52,7 +52,7 @@ class DevicePlacement:
         return self._bounded(jax.device_put(host) if self._device_put is None else self._device_put(name, host))
 
     def of_array(self, name: str, array: jax.Array) -> jax.Array:
-        """The same for an array that was made on the default device."""
+        """Returns the same for an array that was made on the default device."""
         return array if self._device_put is None else self._bounded(self._device_put(name, array))
 
     def _bounded(self, array: jax.Array) -> jax.Array:
@@ -104,7 +104,7 @@ class WeightSink:
         self._landed[id(empty)] = (empty, array)
 
     def array_for(self, tensor: torch.Tensor) -> jax.Array | None:
-        """The array that landed with `tensor` left in its place."""
+        """Returns the array that landed with `tensor` left in its place."""
         found = self._landed.get(id(tensor))
         return None if found is None else found[1]
 
@@ -142,7 +142,7 @@ class WeightSink:
 
 @contextlib.contextmanager
 def exclusive_load() -> Iterator[None]:
-    """transformers' loader for this load alone, without its bar."""
+    """Patches transformers' loader for this load only, without its progress bar."""
 
     def without_bar(items: Iterable[Any], **ignored: Any) -> Iterable[Any]:
         return items
@@ -153,7 +153,7 @@ def exclusive_load() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, attribute: str, value: Any) -> Iterator[None]:
-    """`value` in the place of an attribute, as long as this is open."""
+    """`value` in place of an attribute, as long as this is open."""
     original = getattr(owner, attribute)
     setattr(owner, attribute, value)
     try:
@@ -192,7 +192,7 @@ def _without_remarks_on_missing() -> Iterator[None]:
 
 
 def meta_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same kind, shape and dtype on the meta device, where it has no memory."""
+    """Returns a tensor of the same kind, shape and dtype on the meta device, where it has no memory."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""Constants in a trace: what model code computes from known values alone is computed at once, and stays known.
+"""Constant folding in a trace: what model code computes only from constants is computed at once.
 
 Under ``jax.jit`` every operation is staged, also one on constants, and its result has no value that Python could read.
 Model code for images reads many: it splits features by grids, makes positions and windows of them, and indexes by
@@ -30,7 +30,7 @@ _Dispatch = Callable[..., Any]
 
 
 def is_enabled() -> bool:
-    """Whether operators on known values run at once, on this thread."""
+    """Tells whether operators on known values run at once, on this thread."""
     return getattr(_STATE, "depth", 0) > 0
 
 
@@ -85,7 +85,7 @@ def _dispatch(theirs: _Dispatch, func: Any, types: Any, args: Any, kwargs: Any) 
     read = (args[1:], kwargs) if _name(func) in _OF_SHAPES else (args, kwargs)
     tensors = [x for x in torch.utils._pytree.tree_leaves(read) if isinstance(x, torch.Tensor)]
     if any(is_traced(x) for x in tensors):
-        _check_kept(func, args)
+        _check_not_written(func, args)
         return theirs(func, types, args, kwargs)
     with jax.ensure_compile_time_eval():
         result = theirs(func, types, args, kwargs)
@@ -95,12 +95,12 @@ def _dispatch(theirs: _Dispatch, func: Any, types: Any, args: Any, kwargs: Any) 
 
 
 def is_traced_mask(key: Any) -> bool:
-    """Whether `key` is a mask, the number of whose elements that are set is unknown while the program is made."""
+    """Tells whether `key` is a mask, the number of whose elements that are set is unknown while the program is made."""
     return isinstance(key, torch.Tensor) and key.dtype == torch.bool and key.ndim > 0 and is_traced(key)
 
 
 def is_traced(x: torch.Tensor) -> bool:
-    """Whether the values of `x` are unknown while the program is made."""
+    """Tells whether the values of `x` are unknown while the program is made."""
     while isinstance(x, TorchView):
         x = x.parent
     return isinstance(x, TorchTensor) and isinstance(x._elem, jax.core.Tracer)
@@ -111,13 +111,13 @@ def _num_bytes(x: Any) -> int:
 
 
 def writes_in_place(func: Any) -> bool:
-    """Whether the torch function `func` writes into its first argument."""
+    """Tells whether the torch function `func` writes into its first argument."""
     name = _name(func)
     return is_assignment(func) or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_assignment(func: Any) -> bool:
-    """Whether `func` is one of Python's own: ``x[…] = y``, ``x += y``."""
+    """Tells whether `func` is one of Python's own: ``x[…] = y``, ``x += y``."""
     return _name(func) in _ASSIGNMENTS
 
 
@@ -125,7 +125,7 @@ def _name(func: Any) -> str:
     return getattr(func, "__name__", "").partition(".")[0]
 
 
-def _check_kept(func: Any, args: Any) -> None:
+def _check_not_written(func: Any, args: Any) -> None:
     """Raises UnsupportedModelError where traced values would be written into a tensor that cannot hold them."""
     target = args[0] if args else None
     if writes_in_place(func) and type(target) is torch.Tensor:

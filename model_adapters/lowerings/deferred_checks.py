@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def _is_all_true(x: jax.Array) -> jax.Array:
-    """``torch._is_all_true``, which there is for checks alone."""
+    """Computes ``torch._is_all_true``, which exists only for checks."""
     conditions = getattr(_STATE, "conditions", None)
     if not isinstance(x, jax.core.Tracer) or conditions is None:
         return jnp.all(x)
@@ -75,7 +75,7 @@ class TracedAssertValue:
 
 
 def _item(theirs: Any) -> Any:
-    """``tensor.item()``, whose value an ``assert`` alone can do without."""
+    """Computes ``tensor.item()``; only an ``assert`` can do without its value."""
 
     def item(self: torch.Tensor) -> Any:
         if constant_folding.is_traced(self) and getattr(_STATE, "conditions", None) is not None:
@@ -101,7 +101,7 @@ class TracedMaskSelection(TorchTensor):
 
     def __init__(self, source: torch.Tensor, mask: torch.Tensor) -> None:
         self._env = default_env()
-        self._whole, self._chosen = jax_view(source), jax_view(mask)
+        self._source, self._chosen = jax_view(source), jax_view(mask)
         self._is_assumed = False
 
     @property
@@ -112,7 +112,7 @@ class TracedMaskSelection(TorchTensor):
         if not self._is_assumed:
             conditions.append(jnp.all(self._chosen))
             self._is_assumed = True
-        return self._whole.reshape(-1, *self._whole.shape[self._chosen.ndim :])
+        return self._source.reshape(-1, *self._source.shape[self._chosen.ndim :])
 
     def size(self, dim: int | None = None) -> Any:
         """Of all there is to select from."""
@@ -120,4 +120,4 @@ class TracedMaskSelection(TorchTensor):
 
     def numel(self) -> Any:
         """Its elements, int32[], a traced number."""
-        return torch_view(jnp.sum(self._chosen) * (self._whole.size // max(self._chosen.size, 1)))
+        return torch_view(jnp.sum(self._chosen) * (self._source.size // max(self._chosen.size, 1)))

@@ -67,7 +67,7 @@ def _check_lookups() -> None:
 
 
 def _keep_tables_short() -> None:
-    """``embedding``: indices are checked, and a table of 16-bit floats stays as it is on a CPU.
+    """Returns ``embedding``: indices are checked, and a table of 16-bit floats stays as it is on a CPU.
 
     XLA makes float32 there of what rows are taken from. That is part of the taking, of those rows alone; but before a
     loop it would make a whole table of float32, since the table is the same for all turns of the loop. Behind a barrier
@@ -114,7 +114,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> jax.Array:
-    """``embedding_bag`` of bags int[n, size], all of one size; torchax 0.0.13 mixes up the weights of samples."""
+    """Computes ``embedding_bag`` of bags int[n, size] of one size; torchax 0.0.13 mixes up the weights of samples."""
     if input.ndim != 2 or mode not in ("sum", "mean") or padding_idx is not None or max_norm is not None:
         raise NotImplementedError("embedding_bag: expected bags [n, size], mode sum or mean, no padding and no norm")
     rows = weight[input]
@@ -141,7 +141,7 @@ def _pad_by_known_widths() -> None:
 
 
 def _understand_stored_lengths() -> None:
-    """``arange`` and slices from one stored length to another, which lie a known number of tokens apart."""
+    """Returns ``arange`` and slices from one stored length to another, which lie a known number of tokens apart."""
     their_arange, their_getitem = get_lowering(torch.arange), get_lowering(torch.Tensor.__getitem__)
 
     def arange(start: Any, end: Any = None, step: Any = None, **kwargs: Any) -> jax.Array:

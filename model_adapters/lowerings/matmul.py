@@ -51,7 +51,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> jax.Array:
-    """``scaled_dot_product_attention`` of [..., heads, len, dim]; torchax gives no numbers where nothing is visible."""
+    """Computes attention of [..., heads, len, dim]; torchax returns NaN for queries that see no key."""
     if dropout_p:
         raise NotImplementedError(f"scaled_dot_product_attention: expected no dropout, got {dropout_p}")
     batch = query.shape[:-3]

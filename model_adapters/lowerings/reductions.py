@@ -19,7 +19,7 @@ def _jax_dtype(dtype: Any) -> Any:
 
 
 def _is_last(dim: Any, x: jax.Array) -> bool:
-    """Whether `dim`, a number or a sequence, is the last of two or more dimensions of floats, and that alone."""
+    """Tells whether `dim`, a number or a sequence, is only the last of two or more dimensions of floats."""
     dims = dim if isinstance(dim, Sequence) else (dim,)
     return x.ndim > 1 and len(dims) == 1 and dims[0] in (-1, x.ndim - 1) and jnp.issubdtype(x.dtype, jnp.floating)
 
@@ -35,7 +35,7 @@ def _sum(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = N
     """``torch.sum``; torchax 0.0.13 overlooks `dtype`."""
     x = x if dtype is None else x.astype(_jax_dtype(dtype))
     if _is_last(dim, x):
-        return _kept(ops.row_sum(x), keepdim).astype(x.dtype)
+        return _with_kept_dim(ops.row_sum(x), keepdim).astype(x.dtype)
     return jnp.sum(x, _dims(dim) if x.ndim else None, keepdims=keepdim)
 
 
@@ -43,11 +43,11 @@ def _mean(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = 
     """``torch.mean``."""
     x = x if dtype is None else x.astype(_jax_dtype(dtype))
     if _is_last(dim, x):
-        return _kept(ops.row_sum(x) / x.shape[-1], keepdim).astype(x.dtype)
+        return _with_kept_dim(ops.row_sum(x) / x.shape[-1], keepdim).astype(x.dtype)
     return jnp.mean(x, _dims(dim) if x.ndim else None, keepdims=keepdim)
 
 
-def _kept(x: jax.Array, keepdim: bool) -> jax.Array:
+def _with_kept_dim(x: jax.Array, keepdim: bool) -> jax.Array:
     return x[..., None] if keepdim else x
 
 
@@ -75,5 +75,5 @@ def _layer_norm(
     rows = x.reshape(*x.shape[: x.ndim - size], -1)
     weight, bias = (None if array is None else array.reshape(-1) for array in (weight, bias))
     out, mean, scale = ops.layer_norm(rows, weight, bias, eps)
-    kept = (*x.shape[: x.ndim - size], *[1] * size)
-    return out.reshape(x.shape), mean.reshape(kept), scale.reshape(kept)
+    reduced_shape = (*x.shape[: x.ndim - size], *[1] * size)
+    return out.reshape(x.shape), mean.reshape(reduced_shape), scale.reshape(reduced_shape)

@@ -36,7 +36,7 @@ def _resampled(
     scales_h: float | None = None,
     scales_w: float | None = None,
 ) -> jax.Array:
-    """`x` [batch, channels, height, width] in `output_size`, as `operator` has it."""
+    """Returns `x` [batch, channels, height, width] in `output_size`, as `operator` has it."""
     rows = _matrix(operator, x.shape[2], output_size[0], align_corners, scales_h)
     columns = _matrix(operator, x.shape[3], output_size[1], align_corners, scales_w)
     exact: Any = jax.lax.Precision.HIGHEST
@@ -47,7 +47,7 @@ def _resampled(
 def _matrix(
     operator: Callable[..., torch.Tensor], size: int, wanted: int, align_corners: bool, scale: float | None
 ) -> np.ndarray:
-    """float32[wanted, size]: a column of pixels in another size."""
+    """Returns float32[wanted, size]: a column of pixels in another size."""
     with torch.utils._python_dispatch._disable_current_modes():
         units = torch.eye(size)[None, None]  # a column for each; along the rows nothing changes
         return operator(units, [wanted, size], align_corners, scale, None)[0, 0].numpy().copy()

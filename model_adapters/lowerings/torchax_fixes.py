@@ -68,9 +68,9 @@ def _write_through_views() -> None:
             return theirs(func, types, args, kwargs)
         if env._get_op_or_decomp(func).is_view_op:
             return theirs(func, types, args, kwargs)
-        whole = target.torch()
-        theirs(func, types, (whole, *args[1:]), kwargs)
-        target.update(whole)
+        tensor = target.torch()
+        theirs(func, types, (tensor, *args[1:]), kwargs)
+        target.update(tensor)
         return target
 
     env.dispatch = dispatch

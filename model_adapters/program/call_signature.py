@@ -28,7 +28,7 @@ class CallSignature:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether the tokens are a decoder's beside an encoder."""
+        """Whether the tokens are those of a decoder with an encoder."""
         return self is ENCODER_DECODER
 
 
@@ -39,7 +39,7 @@ ENCODER_DECODER = CallSignature(
 
 
 def signature_of(config: Any, parameters: Collection[str]) -> CallSignature:
-    """The names that a forward with `parameters` has for what it decodes."""
+    """Returns the names that a forward with `parameters` has for what it decodes."""
     has_encoder = bool(getattr(config, "is_encoder_decoder", False)) and ENCODER_DECODER.ids in parameters
     return ENCODER_DECODER if has_encoder else DECODER_ONLY
 
@@ -50,23 +50,23 @@ CACHE_NAMES = ("cache", *OLDER_CACHE_NAMES) if "cache" in ALL_CACHE_NAMES else O
 
 
 def cache_name_of(names: Collection[str]) -> str | None:
-    """The name of the cache among those of arguments or fields; None where there is none."""
+    """Returns the name of the cache among those of arguments or fields; None where there is none."""
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
 def cache_field_of(output_class: type) -> str | None:
-    """The field of an output class, a dataclass, that is the cache; None where it has none."""
+    """Returns the field of an output class, a dataclass, that is the cache; None where it has none."""
     return cache_name_of([field.name for field in dataclasses.fields(output_class)])
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
-    """The cache among arguments or fields by name; None where there is none."""
+    """Returns the cache among arguments or fields by name; None where there is none."""
     name = cache_name_of(given)
     return None if name is None else given[name]
 
 
 def generate_cache_name(cache_name: str | None) -> str | None:
-    """What transformers' ``generate`` calls the cache of a model whose forward calls it `cache_name`.
+    """Returns what transformers' ``generate`` calls the cache of a model whose forward calls it `cache_name`.
 
     It has one name for all models where ``cache`` is one; a forward written for an older release keeps its own.
     """
@@ -74,7 +74,7 @@ def generate_cache_name(cache_name: str | None) -> str | None:
 
 
 def with_cache_named(given: dict[str, Any], cache_name: str | None) -> dict[str, Any]:
-    """`given`, arguments of a forward by name, with the cache under `cache_name`.
+    """Returns `given`, arguments of a forward by name, with the cache under `cache_name`.
 
     Where transformers still takes the names that it has given up, they are taken here, too, with its FutureWarning.
     Where both are given the new one counts, as there.
@@ -90,13 +90,13 @@ def with_cache_named(given: dict[str, Any], cache_name: str | None) -> dict[str,
 TORCH_CLASS = "_torch_class"
 """Attribute of a class that runs on JAX: the class as transformers has it."""
 PATCHED = "_patched_forward"
-"""Attribute of a model with the forward that a script had put in the place of its class's when it came to JAX."""
+"""Attribute of a model with the forward that a script had put in place of its class's when it came to JAX."""
 
 
 def forward_of(model: Any) -> tuple[Callable[..., Any], inspect.Signature]:
-    """The forward of `model` in PyTorch, bound to it, and its signature.
+    """Returns the forward of `model` in PyTorch, bound to it, and its signature.
 
-    One that a script has put in the place of the class's and that takes anything has the signature of the class's.
+    One that a script has put in place of the class's and that takes anything has the signature of the class's.
     """
     cls = getattr(type(model), TORCH_CLASS, type(model))
     of_class = functools.partial(cls.forward, model)

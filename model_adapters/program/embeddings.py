@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 
 def token_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The table of tokens of `module`; None where it has none, or does not say."""
+    """Returns the table of tokens of `module`; None where it has none, or does not say."""
     try:
         return module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
-    except NotImplementedError:  # such as a sound's encoder
+    except NotImplementedError:  # such as an audio encoder
         return None
 
 
@@ -24,7 +24,7 @@ def vocab_rows(module: torch.nn.Module) -> int | None:
 
 
 def submodule_name(module: torch.nn.Module, part: Any) -> str | None:
-    """The name of `part` among the parts of `module`."""
+    """Returns the name of `part` among the parts of `module`."""
     return next((name for name, child in module.named_modules() if child is part and name), None)
 
 
@@ -33,7 +33,7 @@ POSITIONS = frozenset({"embed_positions", "pos_encoding"})
 
 
 def learned_positions(module: torch.nn.Module, max_positions: int | None) -> int | None:
-    """`max_positions` if the model looks positions up in a table, past whose end there is nothing to read."""
+    """Returns `max_positions` if the model looks positions up in a table, past whose end there is nothing to read."""
     if max_positions is None:
         return None
     tables = [child for child in module.modules() if isinstance(child, torch.nn.Embedding)]

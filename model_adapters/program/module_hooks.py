@@ -1,8 +1,8 @@
-"""Forward hooks that a script has set on parts of a model: Python code that runs at every call.
+"""Forward hooks that a script has set on submodules of a model: Python code that runs at every call.
 
-A compiled program would run it once, while it is traced. So where there is such a hook, the forward runs operator by
-operator, and the hook gets tensors of PyTorch, on the CPU and with values, as in eager PyTorch. What it returns takes
-effect, and so does what it writes into what it was given.
+A compiled program would run it once, while it is traced. With such a hook the forward therefore runs operator by
+operator, and the hook gets PyTorch tensors with values on the CPU, as in eager PyTorch. Its results take effect, and so
+do its writes into its arguments.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from model_adapters.bridge.views import as_views, is_view, jax_view, outside_tor
 
 Hook = Callable[..., Any]
 Tables = list[tuple[dict[str, Any], dict[str, Any]]]
+# Packages whose hooks only compute, so that they may be traced.
 _PURE = ("torch.", "transformers.", "accelerate.")
-"""Whose hooks do nothing but compute, so that they may be traced."""
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -43,26 +43,26 @@ def _is_scripts(hook: Hook) -> bool:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether `module` itself has a hook that a script has set."""
+    """Tells whether `module` itself has a hook that a script has set."""
     return any(_is_scripts(hook) for table in _TABLES for hook in vars(module)[table].values())
 
 
 def hooked_parts(module: torch.nn.Module) -> tuple[str, ...]:
-    """Names of the parts of `module` with hooks that a script has set."""
+    """Returns names of the parts of `module` with hooks that a script has set."""
     return tuple(name for name, child in module.named_modules() if name and has_hooks(child))
 
 
 def has_global_hooks() -> bool:
-    """Whether a script has set a hook on all modules of the process."""
+    """Tells whether a script has set a hook on all modules of the process."""
     tables = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
     return any(_is_scripts(hook) for table in tables for hook in table.values())
 
 
 @contextlib.contextmanager
 def on_torch_tensors(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, hooks of scripts on parts of `module` get tensors of PyTorch; where JAX traces, they are not called.
+    """Gives hooks of scripts on submodules of `module` PyTorch tensors; they are not called while JAX traces.
 
-    To be entered while the module has its own tensors: those are what a hook finds on it.
+    To be entered while the module has its own tensors, which a hook then reads.
     """
     replaced: list[tuple[dict[int, Any], int, Hook]] = []
     own = {child: _tables_of(child) for child in module.modules()}
@@ -77,13 +77,13 @@ def on_torch_tensors(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for hooks, key, hook in replaced:
-            if key in hooks:  # else it has removed itself
+            if key in hooks:  # otherwise it has removed itself
                 hooks[key] = hook
 
 
 @contextlib.contextmanager
 def errors_of_hooks() -> Iterator[None]:
-    """Inside, an exception of a hook stops everything; outside it is what the hook has raised."""
+    """Raises an exception of a hook unchanged, past code inside that would try the call in other ways."""
     try:
         yield
     except HookError as carried:
@@ -91,8 +91,8 @@ def errors_of_hooks() -> Iterator[None]:
 
 
 def _call(hook: Hook, own: dict[torch.nn.Module, Tables], module: torch.nn.Module, *args: Any) -> Any:
-    """Calls `hook` of `module` on tensors of PyTorch in the place of views of arrays, and takes over what it does."""
-    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of a view: it, and the tensor of its values
+    """Calls `hook` of `module` on PyTorch tensors in place of views of arrays, and applies its writes and results."""
+    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of a view: the view, and a tensor with its values
     views = [leaf for leaf in _pytree.tree_leaves(args) if is_view(leaf)]
     if any(isinstance(jax_view(view), jax.core.Tracer) for view in views):
         return None
@@ -108,7 +108,7 @@ def _call(hook: Hook, own: dict[torch.nn.Module, Tables], module: torch.nn.Modul
         raise HookError(error) from error
     for key, (view, tensor) in pairs.items():
         if tensor._version != versions[key]:
-            view.copy_(as_views(tensor))  # also seen by whoever else holds it, such as a residual connection
+            view.copy_(as_views(tensor))  # also visible where else it is used, such as in a residual connection
     originals = {id(tensor): view for view, tensor in pairs.values()}
     return _pytree.tree_map_only(
         torch.Tensor, lambda t: originals[id(t)] if id(t) in originals else as_views(t), result
@@ -116,18 +116,18 @@ def _call(hook: Hook, own: dict[torch.nn.Module, Tables], module: torch.nn.Modul
 
 
 def _as_in_torch(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with whole numbers as PyTorch has them, which JAX narrows."""
+    """Returns `tensor` with int64 in place of int32, to which JAX narrows integers."""
     return tensor.long() if tensor.dtype == torch.int32 else tensor
 
 
 def _tables_of(child: torch.nn.Module) -> Tables:
-    """The dicts in which `child` has tensors, each with what is in it."""
+    """Returns the dicts in which `child` has tensors, each with a copy."""
     return [(table, dict(table)) for table in (child._parameters, child._buffers)]
 
 
 @contextlib.contextmanager
 def _with_own_tensors(module: torch.nn.Module, own: dict[torch.nn.Module, Tables]) -> Iterator[None]:
-    """Inside, `module` and what is below it have their own tensors, where a call has exchanged them."""
+    """Restores the own tensors of `module` and its submodules, which a call has replaced."""
     tables = [pair for child in module.modules() for pair in own.get(child, [])]
     exchanged = [(table, dict(table)) for table, _ in tables]
     try:

@@ -6,7 +6,7 @@ of attributes by Python's own comparison, tensors by identity, address and versi
 an edit through ``tensor.data`` leaves no other trace.
 
 What is looked at: which modules there are, and their classes; attributes, and what lies in those that are containers;
-hooks; functions in the place of methods, with the values that they close over; the classes and functions of the
+hooks; functions in place of methods, with the values that they close over; the classes and functions of the
 modeling files; configurations. What is not: state that Python code reads from elsewhere.
 """
 
@@ -38,7 +38,7 @@ _MODELING = ("transformers.models.", "transformers_modules.")
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What is other than it was.
+    """A change of a model.
 
     Attributes:
         what: the first difference, such as the path of an attribute.
@@ -52,7 +52,7 @@ class Change:
 
 
 class ModuleWatch:
-    """Compares `module` with what it was when it was last taken, which making the watch does as well.
+    """Compares `module` with its state when `take` was last called, or the watch was made.
 
     Attributes:
         module: that is watched.
@@ -66,14 +66,14 @@ class ModuleWatch:
         self.take()
 
     def take(self) -> None:
-        """Takes the module as it is now for what it should be."""
+        """Records the current state of the module."""
         self.structure = Structure(self.module)
         self._tensors = TensorWatch(self.module)
         self.hooked = hooked_parts(self.module)
         self.is_wrapped = has_hooks(self.module) or "forward" in vars(self.module)
 
     def change(self) -> Change | None:
-        """What has changed; None if nothing. Waits while a trace has exchanged the module's tensors."""
+        """Returns the change; None if there is none. Waits while a trace has replaced the module's tensors."""
         with trace_lock():
             what = self.structure.difference()
             changed = self._tensors.changed(of_all=what is not None)
@@ -84,7 +84,7 @@ class ModuleWatch:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Model code runs inside: what it changes on its own module is no change."""
+        """Runs model code inside, whose own changes of its module do not count."""
         with trace_lock():
             was_same = self.structure.difference() is None
             try:
@@ -95,7 +95,7 @@ class ModuleWatch:
 
 
 class Structure:
-    """All that programs depend on and that is no tensor's value. Two of them are equal if programs are the same."""
+    """All that programs depend on except values of tensors. Equal structures have equal programs."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._classes = [(child, type(child), name) for name, child in module.named_modules()]
@@ -119,7 +119,7 @@ class Structure:
         self._pairs = [pair for pair in pairs if _is_same(*pair[:2])]  # some values do not equal themselves
 
     def difference(self) -> str | None:
-        """Where the first difference is; None if there is none."""
+        """Returns the place of the first difference; None if there is none."""
         where = "the model"
         try:
             for child, cls, where in self._classes:
@@ -134,7 +134,7 @@ class Structure:
             for function, state, where in self._functions:
                 if _state_of(function) != state:
                     return where
-        except Exception:  # of values that do not compare, such as tensors
+        except Exception:  # values that cannot be compared, such as tensors
             return where or "the model"
         return None
 
@@ -165,7 +165,7 @@ def _read(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """`value` with containers of their own, at every depth."""
+    """Returns `value` with containers of their own, at every depth."""
     if type(value) is dict:
         return {key: _copied(item) for key, item in value.items()}
     if type(value) is list:
@@ -178,12 +178,12 @@ def _copied(value: Any) -> Any:
 def _is_same(now: Any, was: Any) -> bool:
     try:
         return bool(now == was)
-    except Exception:  # of values that do not compare
+    except Exception:  # values that cannot be compared
         return False
 
 
 def _place(now: Any, was: Any, where: str) -> str:
-    """Names the key under which the dicts `now` and `was` differ, behind `where`."""
+    """Returns `where` and the key under which the dicts `now` and `was` differ."""
     if not (isinstance(now, dict) and isinstance(was, dict)):
         return where
     keys = [key for key in {**was, **now} if key not in NOT_READ]
@@ -192,7 +192,7 @@ def _place(now: Any, was: Any, where: str) -> str:
 
 
 def _state_of(function: Any) -> Any:
-    """What a function of a script reads beside its arguments: values it closes over, and defaults."""
+    """Returns what a function of a script reads except its arguments: values it closes over, and defaults."""
     if isinstance(function, functools.partial):
         return _copied([function.args, function.keywords, _state_of(function.func)])
     function = getattr(function, "__func__", function)

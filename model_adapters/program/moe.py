@@ -1,8 +1,8 @@
-"""The experts of a layer on a mesh: each device computes its share of them, and one sum makes the result whole.
+"""The experts of a layer on a mesh: each device computes its share of them, and one sum completes the result.
 
 transformers' own function runs on each device (`grouped_mm_experts_forward`), with the module holding that device's
-part of its tensors: some experts whole, or of every expert some hidden units, or both. Tokens of experts that are
-elsewhere go to the number behind the last one, which that function takes for "not here", with weight zero.
+part of its tensors: complete experts, or some hidden units of every expert, or both. Tokens of experts on other devices
+get the index after the last expert, which that function treats as "not here", with weight zero.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ IMPLEMENTATION = "torchax_serve_sharded"
 GROUPED_MM = "grouped_mm"
 
 
-_WHOLE = PartitionSpec()
+_REPLICATED = PartitionSpec()
 
 
 def sharded_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """transformers' experts function for a mesh: ``[tokens, hidden]`` in and out, k experts a token."""
+    """Computes transformers' experts function on a mesh: ``[tokens, hidden]`` in and out, k experts per token."""
     mesh = mesh_in_trace()
     tensors = {name: jax_view(tensor) for name, tensor in module._parameters.items() if tensor is not None}
     placed = {name: placement_in_trace(array) for name, array in tensors.items()}
-    specs = {name: _WHOLE if each is None else each.spec for name, each in placed.items()}
+    specs = {name: _REPLICATED if each is None else each.spec for name, each in placed.items()}
     divided = {axis for spec in specs.values() for axis in spec if axis is not None}
     if mesh is None or not divided:
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
@@ -56,14 +56,14 @@ def sharded_experts(
         return jax.lax.psum(out, tuple(sorted(divided)))
 
     arrays = (*(jax_view(x) for x in (hidden_states, top_k_index, top_k_weights)), *tensors.values())
-    all_specs = (_WHOLE, _WHOLE, _WHOLE, *(specs[name] for name in names))
-    return torch_view(per_shard(one_device, arrays, all_specs, _WHOLE))
+    all_specs = (_REPLICATED, _REPLICATED, _REPLICATED, *(specs[name] for name in names))
+    return torch_view(per_shard(one_device, arrays, all_specs, _REPLICATED))
 
 
 def _run(
     module: Any, tensors: dict[str, jax.Array], arrays: tuple[jax.Array, ...], num_experts: int, has_others: bool
 ) -> jax.Array:
-    """transformers' function on a module that holds `tensors` and `num_experts` experts."""
+    """Calls transformers' function on a module with `tensors` and `num_experts` experts."""
     before = module.num_experts, module._is_expert_parallel
     stand_ins = {name: torch_view(array) for name, array in tensors.items()}
     try:
@@ -76,7 +76,7 @@ def _run(
 
 @functools.cache
 def install() -> None:
-    """Makes the function known to transformers."""
+    """Registers the function with transformers."""
     ExpertsInterface.register(IMPLEMENTATION, sharded_experts)
 
 
@@ -87,7 +87,7 @@ def route_and_combine(
     num_experts: int,
     experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """The weighted sum of what its experts make of each token: [tokens, hidden].
+    """Returns the weighted sum of the outputs of each token's experts: [tokens, hidden].
 
     Args:
         hidden: [tokens, hidden].
@@ -107,7 +107,7 @@ def route_and_combine(
 
 
 def group_ends(expert_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """int32[num_experts]: where each expert's rows end once the rows are sorted by expert."""
+    """Returns int32[num_experts], the end of each expert's rows after sorting by expert."""
     counted = expert_ids.reshape(-1)[None] <= torch.arange(num_experts, device=expert_ids.device)[:, None]
     return counted.sum(1).to(torch.int32)
 
@@ -118,7 +118,7 @@ def sum_of_modules(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum of what experts that are modules of their own make of tokens: [tokens, hidden].
+    """Returns the weighted sum of outputs of experts that are separate modules: [tokens, hidden].
 
     An expert that some token chose computes all tokens; one that none chose is skipped on the device.
 

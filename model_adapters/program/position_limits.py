@@ -15,12 +15,12 @@ def max_positions(config: Any) -> int | None:
 
 
 def has_end(config: Any) -> bool:
-    """Whether more tokens than `max_positions` are an error; rotary embeddings that go beyond have no last position."""
+    """Tells whether more tokens than `max_positions` are an error; extended rotary embeddings have no last position."""
     return not _extending(config)
 
 
 def has_table_of_distances(config: Any) -> bool:
-    """Whether the code makes biases for `max_positions` distances, so that no more keys than that can be attended."""
+    """Tells whether the code makes biases for `max_positions` distances only, so that no more keys can be attended."""
     return getattr(config, "model_type", None) == "mpt"
 
 
@@ -32,7 +32,7 @@ def _first_positions(config: Any) -> int | None:
 
 
 def _extending(config: Any) -> list[dict[str, Any]]:
-    """The parameters of rotary embeddings, by kind of layer where they differ, that are for longer sequences."""
+    """Returns the parameters of rotary embeddings for longer sequences, by layer type where they differ."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(parameters, dict):
         return []

@@ -42,7 +42,7 @@ def _same_code(kind: type, other: type, method: str) -> bool:
 
 
 def _code(kind: type, method: str) -> tuple[Any, ...] | None:
-    """All that decides what a method computes, but for what its global names stand for; its docstring is left out."""
+    """Returns what decides a method's result except the values of its global names; the docstring is ignored."""
     code = getattr(getattr(kind, method, None), "__code__", None)
     if code is None:
         return None
@@ -60,7 +60,7 @@ def _as_gemma(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _normed(norm: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, *, rounds_first: bool) -> torch.Tensor:
-    """The op's result where it has a kernel that takes these; else that of the model's own code."""
+    """Returns the op's result where it has a kernel that takes these; else that of the model's own code."""
     if is_view(x) and is_view(weight):
         arrays = jax_view(x), jax_view(weight)
         if registry.implementation_for(OP, *arrays, eps=eps, rounds_first=rounds_first).name != registry.REFERENCE:

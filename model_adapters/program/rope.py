@@ -31,7 +31,7 @@ _TOLD: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("rope_l
 
 @contextlib.contextmanager
 def lengths_told(lengths: jax.Array | None) -> Iterator[None]:
-    """Inside, frequencies are those of `lengths`: int32[], or int32[T] for each token; None: of the positions given."""
+    """Sets the lengths that frequencies are for: int32[], or int32[T], one per token; None: those of the positions."""
     token = _TOLD.set(lengths)
     try:
         yield
@@ -40,7 +40,7 @@ def lengths_told(lengths: jax.Array | None) -> Iterator[None]:
 
 
 def lengths_of(position_ids: torch.Tensor) -> torch.Tensor:
-    """The lengths whose frequencies `position_ids` [..., T] have, in a trace: int32[], or int32[T] for each token."""
+    """Returns the lengths for the frequencies of `position_ids` [..., T]: int32[], or int32[T], one per token."""
     told = _TOLD.get()
     lengths = jnp.max(jax_view(as_views(position_ids))) + 1 if told is None else told
     result: torch.Tensor = torch_view(lengths)
@@ -49,7 +49,7 @@ def lengths_of(position_ids: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Frequencies:
-    """Those of one rotary module, or of one kind of its layers.
+    """Frequencies of one rotary module, or of one type of its layers.
 
     Attributes:
         kind: as in transformers' table of rope types.
@@ -63,9 +63,9 @@ class _Frequencies:
 
     @classmethod
     def of(cls, rotary: Any, layer_type: str | None) -> _Frequencies | None:
-        """Those of `rotary`; None where they are the same for all lengths."""
+        """Returns the frequencies of `rotary`; None if they are the same for all lengths."""
         kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
-        if DYNAMIC in kind:  # as transformers asks
+        if DYNAMIC in kind:  # the same test as in transformers
             return cls(kind, int(rotary.original_max_seq_len), None)
         if kind != LONGROPE:
             return None
@@ -75,7 +75,7 @@ class _Frequencies:
         return cls(kind, border, long.numpy())
 
     def at(self, rotary: Any, length: jax.Array, layer_type: str | None, device: Any) -> jax.Array:
-        """float32[dim / 2] for a sequence of `length` int32[] tokens."""
+        """Returns float32[dim / 2] for a sequence of `length` int32[] tokens."""
         short = jax_view(as_views(getattr(rotary, f"{_prefix(layer_type)}original_inv_freq")))
         if self.long is not None:
             long = jnp.asarray(self.long)
@@ -111,7 +111,7 @@ class LengthDependentRope:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> LengthDependentRope | None:
-        """Those of `module`; None where it has none."""
+        """Returns the length-dependent rotary modules of `module`; None if it has none."""
         found = {}
         for child in module.modules():
             if _undecorated(type(child)) is None:
@@ -123,7 +123,7 @@ class LengthDependentRope:
         return cls(module, found) if found else None
 
     def intercepted(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the modules rotate by the frequencies of `lengths_told`, or of their positions, and keep nothing."""
+        """Rotates by the frequencies of `lengths_told` or of the positions, and leaves no state on the modules."""
         modules = {id(child): child for child, _ in self._found}
         return replaced_methods(
             (child, "forward", self._forward) for child in modules.values() if "forward" not in vars(child)
@@ -141,7 +141,7 @@ class LengthDependentRope:
         assert own is not None
         given = {} if layer_type is None else {"layer_type": layer_type}
         frequencies = self._found.get((rotary, layer_type))
-        if frequencies is None:  # of a kind of layers with others
+        if frequencies is None:  # a layer type with other frequencies
             return own(rotary, x, position_ids, **given)
 
         def at(length: jax.Array, positions: jax.Array) -> Any:
@@ -153,7 +153,7 @@ class LengthDependentRope:
 
 
 def _by_token(at: Callable[[jax.Array, jax.Array], Any], lengths: jax.Array, positions: jax.Array) -> Any:
-    """What `at` gives for `positions` [..., T], each token with its own of `lengths` int32[T]."""
+    """Returns what `at` gives for `positions` [..., T], each token with its own of `lengths` int32[T]."""
     one = jax.eval_shape(at, lengths[0], positions[..., :1])
     if lengths.shape[0] == 1:
         return at(lengths[0], positions)
@@ -170,7 +170,7 @@ def _by_token(at: Callable[[jax.Array, jax.Array], Any], lengths: jax.Array, pos
 
 @contextlib.contextmanager
 def _in_place(rotary: Any, layer_type: str | None, frequencies: jax.Array) -> Iterator[None]:
-    """`frequencies` stand in the place of the module's own inside."""
+    """Replaces the module's own frequencies by `frequencies` float32[dim / 2]."""
     name = f"{_prefix(layer_type)}inv_freq"
     before = getattr(rotary, name)
     setattr(rotary, name, torch_view(frequencies))
@@ -181,7 +181,7 @@ def _in_place(rotary: Any, layer_type: str | None, frequencies: jax.Array) -> It
 
 
 def _undecorated(kind: type) -> Callable[..., Any] | None:
-    """The forward of a rotary class under transformers' `dynamic_rope_update`; None for any other class."""
+    """Returns the forward of a rotary class under transformers' `dynamic_rope_update`; None for any other class."""
     function = getattr(kind, "forward", None)
     while function is not None:
         inner = getattr(function, "__wrapped__", None)
@@ -193,7 +193,7 @@ def _undecorated(kind: type) -> Callable[..., Any] | None:
 
 
 def _recompute_len(module: torch.nn.Module) -> int | None:
-    """The length behind which the model's own preparation of a step drops the cache, as Phi-3's does."""
+    """Returns the length after which the model's own preparation of a step drops the cache, as Phi-3's does."""
     prepare = getattr(type(module), "prepare_inputs_for_generation", None)
     code = getattr(inspect.unwrap(prepare), "__code__", None) if prepare is not None else None
     name = "original_max_position_embeddings"

@@ -10,13 +10,13 @@ class RopeLengths:
     """How a model's rotary frequencies depend on the length of the sequence.
 
     A token's keys are rotated once, when it is computed, by the frequencies of the length that the sequence then has: a
-    prompt's tokens by its whole length, each token of the answer by the length that ends with it.
+    prompt's tokens by the prompt's length, each token of the answer by the length that ends with it.
 
     Attributes:
         border: the longest length, in tokens, with the frequencies of a short one.
         has_one_long: whether all longer lengths share theirs (LongRoPE); else each has its own (dynamic NTK scaling).
-        recompute_len: the length behind which transformers' `generate` computes the whole sequence anew, so that all
-            its tokens have the frequencies of one length; None where it goes on with the cache it has.
+        recompute_len: the length after which transformers' `generate` recomputes the sequence, so that all of its
+            tokens have the frequencies of one length; None where it goes on with the cache it has.
     """
 
     border: int
@@ -24,7 +24,7 @@ class RopeLengths:
     recompute_len: int | None = None
 
     def regime(self, length: int) -> str:
-        """A name for the frequencies of a prompt of `length` tokens: prompts may share keys if it is the same."""
+        """Returns a name for the frequencies of a prompt of `length` tokens; prompts with one name may share keys."""
         if length <= self.border:
             return ""
         return "long" if self.has_one_long else str(length)

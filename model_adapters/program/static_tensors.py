@@ -30,11 +30,11 @@ class StaticTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StaticTensor:
-        """The value of a CPU tensor of integers or booleans."""
+        """Returns the value of a CPU tensor of integers or booleans."""
         return cls(tensor.contiguous().numpy().tobytes(), tuple(tensor.shape), tensor.dtype)
 
     def tensor(self) -> torch.Tensor:
-        """A tensor of its own with this value, on the CPU."""
+        """Returns a tensor of its own with this value, on the CPU."""
         if not self.content:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.content), dtype=self.dtype).reshape(self.shape)
@@ -53,16 +53,16 @@ class StaticLeaf:
 
 
 def without_constants(tree: Any) -> Any:
-    """`tree` with the values of constants in their place."""
+    """Returns `tree` with the values of constants in their place."""
     is_constant = lambda leaf: isinstance(leaf, StaticLeaf)  # noqa: E731
     return jax.tree.map(lambda leaf: leaf.value if is_constant(leaf) else leaf, tree, is_leaf=is_constant)
 
 
 def can_be_static(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is of a kind whose values model code reads: integers and booleans, and not many."""
+    """Tells whether `tensor` is of a kind whose values model code reads: integers and booleans, and not many."""
     return tensor.dtype in STATIC_DTYPES and tensor.numel() <= MAX_STATIC_ELEMENTS
 
 
 def as_tensors(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with a tensor in the place of each host value."""
+    """Returns `given` with a tensor in place of each host value."""
     return {name: value.tensor() if isinstance(value, StaticTensor) else value for name, value in given.items()}

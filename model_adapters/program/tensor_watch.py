@@ -8,8 +8,8 @@ import torch
 
 from model_adapters.bridge.views import named_tensors
 
+# Number of values compared per tensor: edits through ``tensor.data`` change neither identity nor version.
 NUM_SAMPLES = 8
-"""Values of each tensor that are compared: edits through ``tensor.data`` change neither identity nor version."""
 
 
 class TensorWatch:
@@ -40,7 +40,7 @@ class TensorWatch:
         self._samples = [_values(views) for _, views in self._views]
 
     def changed(self, *, of_all: bool = False) -> list[str]:
-        """Names of tensors that are other objects, lie elsewhere, or have been written to.
+        """Returns names of tensors that are other objects, have another address, or have been written to.
 
         Args:
             of_all: look for names that were not there as well, and for those now reached through other modules.
@@ -62,7 +62,7 @@ class TensorWatch:
         return names
 
     def has_other_shape(self, name: str) -> bool:
-        """Whether the tensor `name` is another shape, dtype or device now."""
+        """Tells whether the tensor `name` is another shape, dtype or device now."""
         now = next((table.get(key) for table, key, *_, known in self._records if known == name), None)
         return now is None or (now.shape, now.dtype, now.device) != self._shapes[name]
 
@@ -76,7 +76,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A view [n] of some values of `tensor`, first and last among them where it is contiguous."""
+    """Returns a view [n] of some values of `tensor`, first and last among them where it is contiguous."""
     tensor = tensor.detach()
     if not tensor.is_contiguous():
         for dim, size in enumerate(tensor.shape):
@@ -88,7 +88,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _values(views: list[torch.Tensor]) -> torch.Tensor:
-    """The values of `views` of one dtype as integers, so that every number equals itself."""
+    """Returns the values of `views` of one dtype as integers, so that every number equals itself."""
     return torch.cat(views).view(torch.uint8)
 
 

@@ -29,13 +29,13 @@ def torch_promotion() -> Iterator[None]:
 
 @contextlib.contextmanager
 def programs_run() -> Iterator[None]:
-    """Inside, programs run and arrays move, though a script has switched off ``jit`` or guards transfers of its own."""
+    """Allows ``jit`` and transfers inside, even if a script has disabled ``jit`` or guards transfers."""
     with jax.disable_jit(False), jax.transfer_guard("allow"):
         yield
 
 
 def trace_lock() -> contextlib.AbstractContextManager[Any]:
-    """Held while a trace has exchanged parts of a module; may be taken again by who holds it."""
+    """Returns the lock (reentrant) that is held while a trace has replaced parts of a module."""
     return _TRACE_LOCK
 
 
@@ -68,7 +68,7 @@ def config_overrides(module: PreTrainedModel, *, attention: str | None, experts:
 
 
 def configs_of(module: torch.nn.Module) -> list[Any]:
-    """Each configuration that a part of `module` reads, once."""
+    """Returns each configuration that a part of `module` reads, once."""
     found = {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}
     for config in list(found.values()):
         for part in getattr(config, "sub_configs", {}):
@@ -98,7 +98,7 @@ def restored_attributes(module: torch.nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def replaced_methods(replacements: Iterable[tuple[torch.nn.Module, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Functions stand in the place of methods inside: of this module, the method of this name, this function."""
+    """Replaces methods inside the context: triples of a module, the name of its method, and the function."""
     changed: list[tuple[torch.nn.Module, str, Any]] = []
     try:
         for module, method, function in replacements:

@@ -1,19 +1,8 @@
-"""What a single architecture needs and no general means gives: one file each, with its reason.
+"""What is done differently for an architecture of transformers: one file each, with its reason.
 
-A quirk is a module named after the folder of transformers' modeling code that it is for, or after what several have in
-common (`SAME_AS`). It may have:
-
-* ``METHODS``: functions by ``Class.method``, which stand in the place of those methods while a model is traced, and
-  are written in torch as these are. Nothing is replaced outside of a trace, and nothing in another architecture.
-* ``FUNCTIONS``: the same for functions of its modeling file, by name; one that a release does not have is left out.
-* ``RIGHT_ALIGNED_CACHE = True``: the code counts from the end of the keys, so the
-  cache must be right-aligned (`model_adapters.caches.layers`).
-* ``UNMASKED_SLIDING_CACHE = True``: its masks show all tokens, and what its cache has kept of them decides what is
-  seen.
-* ``TOKEN_BY_TOKEN``: architectures where tokens of one forward see those behind them, so that an answer goes on
-  token by token alone.
-* ``IGNORED_ARGUMENTS``: arguments that the forward takes and never reads, so that their shapes need not be compiled
-  for.
+A file is named after the folder of transformers' modeling code that it is for, or after what several have in common
+(`SAME_AS`), and defines `QUIRK`, whose fields `model_adapters.quirks.quirk.Quirk` lists. Files without a `QUIRK` hold
+functions that several quirks use. General rules are in other packages and ask `of` or `of_type` for exceptions.
 """
 
 from __future__ import annotations
@@ -28,54 +17,64 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from model_adapters.bridge.views import in_torch_mode
 from model_adapters.program.trace_context import replaced_methods
+from model_adapters.quirks.quirk import Quirk
 
 _MODELS = "transformers.models."
+_NONE = Quirk()
 SAME_AS = {
-    "kyutai_speech_to_text": "moshi",
+    "seamless_m4t_v2": "seamless_m4t",
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "codebook_rows"),
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "idefics"),
     **dict.fromkeys(("gpt_neo", "mpt"), "key_count"),
-    **dict.fromkeys(("fsmt", "led"), "missing_step_mask"),
     **dict.fromkeys(("falcon_mamba", "jamba", "zamba"), "mamba"),
 }
-"""Architectures whose code is another's, copied, or needs the same as others': the quirk that is theirs as well."""
+"""The file of each architecture whose code is a copy of another's, or that has the same needs as others."""
 
 
 @functools.cache
 def names() -> tuple[str, ...]:
-    """Quirks, by the name of an architecture's folder in transformers, or as `SAME_AS` has it."""
+    """Returns the names of the files of this package."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
+def of(module: torch.nn.Module) -> Quirk:
+    """Returns the quirk of the architecture that the class of `module` is from; one without fields if there is none."""
+    return _of_folder(_folder(module))
+
+
+def of_type(model_type: str) -> Quirk:
+    """Returns the quirk of a ``model_type`` of transformers; one without fields if there is none."""
+    return _of_folder(model_type_to_module_name(model_type))
+
+
+def file_of_type(model_type: str) -> types.ModuleType | None:
+    """Returns the file with the quirk of a ``model_type`` of transformers; None if there is none."""
+    return _file(model_type_to_module_name(model_type))
+
+
+def architectures_of(name: str) -> frozenset[str]:
+    """Returns the folders of transformers whose quirk is in the file `name`, or uses what is in it."""
+    files = {name}
+    for other in names():
+        values = vars(importlib.import_module(f"{__name__}.{other}")).values()
+        if any(getattr(value, "__module__", None) == f"{__name__}.{name}" for value in values if callable(value)):
+            files.add(other)
+    return frozenset({*files, *(folder for folder, file in SAME_AS.items() if file in files)})
+
+
 @functools.cache
-def _replaced(architecture: str) -> dict[str, Callable[..., Any]]:
-    return getattr(_module(architecture), "METHODS", {})
+def _of_folder(folder: str) -> Quirk:
+    quirk: Quirk = getattr(_file(folder), "QUIRK", _NONE)
+    return quirk
 
 
-def _module(architecture: str) -> types.ModuleType | None:
-    return importlib.import_module(f"{__name__}.{architecture}") if architecture in names() else None
-
-
-def needs_right_aligned_cache(module: torch.nn.Module) -> bool:
-    """Whether a quirk says that the cache of `module` must lean."""
-    return bool(getattr(_module(_architecture(module)), "RIGHT_ALIGNED_CACHE", False))
-
-
-def sliding_cache_unmasked(module: torch.nn.Module) -> bool:
-    """Whether a quirk says that what the cache of `module` has forgotten is not masked otherwise."""
-    return bool(getattr(_module(_architecture(module)), "UNMASKED_SLIDING_CACHE", False))
-
-
-def needs_token_by_token(module: torch.nn.Module) -> bool:
-    """Whether a quirk says that tokens of one forward see those behind them."""
-    return _folder(module) in getattr(_module(_architecture(module)), "TOKEN_BY_TOKEN", ())
-
-
-def ignored_arguments(module: torch.nn.Module) -> frozenset[str]:
-    """Arguments that the forward of `module` does not read."""
-    return frozenset(getattr(_module(_architecture(module)), "IGNORED_ARGUMENTS", ()))
+def _file(folder: str) -> types.ModuleType | None:
+    name = SAME_AS.get(folder, folder)
+    return importlib.import_module(f"{__name__}.{name}") if name in names() else None
 
 
 def _folder(module: torch.nn.Module) -> str:
@@ -83,28 +82,23 @@ def _folder(module: torch.nn.Module) -> str:
     return path.removeprefix(_MODELS).partition(".")[0]
 
 
-def _architecture(module: torch.nn.Module) -> str:
-    name = _folder(module)
-    return SAME_AS.get(name, name)
-
-
 def apply_methods(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """The methods of quirks stand in the place of those of `module` and its parts inside, and their functions."""
+    """Replaces methods and functions of `module` and its submodules by those of their quirks, inside the context."""
     for child in module.modules():
-        _install_functions(type(child).__module__, _architecture(child))
+        _install_functions(type(child).__module__, _folder(child))
     return replaced_methods(
         (child, method, function)
         for child in module.modules()
-        for name, function in _replaced(_architecture(child)).items()
+        for name, function in of(child).methods.items()
         for class_name, _, method in (name.partition("."),)
         if any(base.__name__ == class_name for base in type(child).__mro__)
     )
 
 
 @functools.cache
-def _install_functions(file: str, architecture: str) -> None:
+def _install_functions(file: str, folder: str) -> None:
     """Gives a modeling file functions that call the quirk's in a trace, and the original's everywhere else."""
-    for name, function in getattr(_module(architecture), "FUNCTIONS", {}).items():
+    for name, function in _of_folder(folder).functions.items():
         if (original := vars(sys.modules[file]).get(name)) is not None:
             setattr(sys.modules[file], name, _by_mode(function, original))
 

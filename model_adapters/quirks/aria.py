@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from model_adapters.quirks.quirk import Quirk
+
 
 def _grouped_experts(self: Any, input: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
     ends = tokens_per_expert.cumsum(0).to(torch.int32)
     return torch._grouped_mm(input, self.weight, offs=ends)
 
 
-METHODS = {"AriaGroupedExpertsGemm.forward": _grouped_experts}
+QUIRK = Quirk(methods={"AriaGroupedExpertsGemm.forward": _grouped_experts})

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from model_adapters.program.moe import route_and_combine
+from model_adapters.quirks.quirk import Quirk
 
 
 def _forward(
@@ -27,4 +28,4 @@ def _weights(mlp: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return mlp.w1, mlp.v1, mlp.w2
 
 
-METHODS = {"DbrxExperts.forward": _forward}
+QUIRK = Quirk(methods={"DbrxExperts.forward": _forward})

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from model_adapters.quirks.quirk import Quirk
+
 
 def _forward(
     self: Any, hidden_states: torch.Tensor, q_residual: Any, position_ids: Any, cache: Any, layer_idx: int
@@ -20,4 +22,4 @@ def _forward(
     return entries, mask
 
 
-METHODS = {"DeepseekV4HCACompressor.forward": _forward}
+QUIRK = Quirk(methods={"DeepseekV4HCACompressor.forward": _forward})

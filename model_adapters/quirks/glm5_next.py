@@ -1,6 +1,6 @@
 """GLM 5's indexer leaves out the pools of keys that no row has, of a number that only the host could count.
 
-Here they stay, marked as what they are: nobody selects them.
+Here they stay and are marked, so that none is selected.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from model_adapters.quirks.quirk import Quirk
+
 
 def _get_pooled_states(self: Any, packed_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     keys, gates, seen = packed_states.split([self.head_dim, self.head_dim, 1], -1)
@@ -16,8 +18,8 @@ def _get_pooled_states(self: Any, packed_states: torch.Tensor) -> tuple[torch.Te
     size = self.index_kpool
     num_pools = -(-length // size)
     is_seen = seen[..., 0].bool()
-    nobody = torch.full((batch,), length, dtype=torch.long, device=keys.device)
-    first = torch.where(is_seen.any(1), is_seen.long().argmax(1), nobody)
+    none = torch.full((batch,), length, dtype=torch.long, device=keys.device)
+    first = torch.where(is_seen.any(1), is_seen.long().argmax(1), none)
     indices = first[:, None, None] + torch.arange(num_pools * size, device=keys.device).view(1, num_pools, size)
     inside = indices.clamp(0, length - 1).reshape(batch, -1, 1)
 
@@ -31,4 +33,4 @@ def _get_pooled_states(self: Any, packed_states: torch.Tensor) -> tuple[torch.Te
     return pooled, indices.masked_fill(~is_real, -1), is_real.all(-1)
 
 
-METHODS = {"Glm5NextTextIndexer.get_pooled_states": _get_pooled_states}
+QUIRK = Quirk(methods={"Glm5NextTextIndexer.get_pooled_states": _get_pooled_states})

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from model_adapters.program.moe import group_ends
+from model_adapters.quirks.quirk import Quirk
 
 
 def _gating(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As the original, with the ends of the groups in the place of their sizes."""
+    """As the original, with the ends of the groups in place of their sizes."""
     logits = self.layer(hidden_states).float()
     chosen, indices = logits.topk(self.top_k, dim=1)
     gates = torch.softmax(chosen, dim=1).to(hidden_states.dtype).flatten()
@@ -23,4 +24,4 @@ def _parallel_experts(self: Any, inputs: torch.Tensor, expert_size: torch.Tensor
     return torch._grouped_mm(inputs, self.weight.transpose(1, 2), offs=expert_size)
 
 
-METHODS = {"JetMoeTopKGating.forward": _gating, "JetMoeParallelExperts.forward": _parallel_experts}
+QUIRK = Quirk(methods={"JetMoeTopKGating.forward": _gating, "JetMoeParallelExperts.forward": _parallel_experts})

@@ -1,6 +1,6 @@
-"""GPT-Neo and MPT cut by the number of keys, as if the newest key were the last, and take nothing else to count by.
+"""GPT-Neo and MPT slice tables by the number of keys, as if the newest key were the last.
 
-GPT-Neo cuts its causal masks out of a table, MPT its biases, which are distances. Both tables end with the positions.
+GPT-Neo slices causal masks, MPT biases by distance. Both tables end with the positions.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from transformers.models.mpt import modeling_mpt
 
-RIGHT_ALIGNED_CACHE = True
+from model_adapters.quirks.quirk import Quirk
 
 
 def _distances(self: Any, num_heads: int, sequence_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As the original, for more keys: a cache may be a page wider than the tokens that there can be."""
+    """Computes the original for more keys: a cache may be a page longer than the longest sequence."""
     return modeling_mpt.build_mpt_alibi_tensor(num_heads, 2 * sequence_length + 512, *args, **kwargs)
 
 
 def _windowed(
     self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the original, with the mask computed for as many keys as there are, be they a page more than its table has."""
+    """Computes the original with a mask for any number of keys; a cache may have a page more than the table."""
     scores = query.to(torch.float32) @ key.to(torch.float32).transpose(-1, -2)
     num_queries, num_keys = scores.shape[-2:]
     at = torch.arange(num_keys, device=scores.device)
@@ -36,4 +36,7 @@ def _windowed(
     return weights @ value, weights
 
 
-METHODS = {"MptModel.build_mpt_alibi_tensor": _distances, "GPTNeoSelfAttention._attn": _windowed}
+QUIRK = Quirk(
+    right_aligned_cache=True,
+    methods={"MptModel.build_mpt_alibi_tensor": _distances, "GPTNeoSelfAttention._attn": _windowed},
+)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from model_adapters.program.moe import route_and_combine
+from model_adapters.quirks.quirk import Quirk
 
 
 def _forward(
@@ -25,4 +26,4 @@ def _forward(
     return route_and_combine(hidden_states, top_k_index, top_k_weights, num_routed, experts).to(hidden_states.dtype)
 
 
-METHODS = {"LongcatFlashExperts.forward": _forward}
+QUIRK = Quirk(methods={"LongcatFlashExperts.forward": _forward})

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.quirks.quirk import Quirk
 
 
 def _selective_scan(
@@ -30,7 +31,7 @@ def _selective_scan(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As the original: of [batch, width, len], `A` [width, state], `B` and `C` [batch, state, len].
 
-    Arguments beside these choose among the original's ways of computing the same.
+    Further arguments choose among the original's ways of computing the same.
     """
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[..., None]
@@ -58,4 +59,4 @@ def _selective_scan(
     return (scanned, torch_view(last)) if return_last_state else scanned
 
 
-FUNCTIONS = {"mamba_selective_scan": _selective_scan}
+QUIRK = Quirk(functions={"mamba_selective_scan": _selective_scan})

@@ -1,3 +1,7 @@
 """Moshi's masks show every token, while its cache keeps those of a window: steps see the window, prompts see all."""
 
-UNMASKED_SLIDING_CACHE = True
+from __future__ import annotations
+
+from model_adapters.quirks.quirk import Quirk
+
+QUIRK = Quirk(unmasked_sliding_cache=True)

@@ -8,6 +8,7 @@ import torch
 
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.program.moe import sum_of_modules
+from model_adapters.quirks.quirk import Quirk
 
 
 def _experts(
@@ -23,7 +24,7 @@ def _experts(
 
 
 def _sparse_mlp(self: Any, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """As the original, with the mask's entries of these tokens, wherever they stand in a cache that has more room."""
+    """Computes the original with the mask's entries of these tokens, in a cache with unused capacity."""
     if 0 < self.router.moe_eval_capacity_token_fraction < 1:
         raise UnsupportedModelError(
             "moe_eval_capacity_token_fraction: expected 1.0, since an expert's room would depend on padding and on "
@@ -32,11 +33,11 @@ def _sparse_mlp(self: Any, hidden_states: torch.Tensor, padding_mask: torch.Tens
     batch, length, width = hidden_states.shape
     is_padding = None
     if padding_mask is not None and length > 1:  # a step's one token is none
-        last = padding_mask[:, 0, -1, :length]  # what the last token sees of the others
+        last = padding_mask[:, 0, -1, :length]  # which of the others the last token sees
         is_padding = (~last if last.dtype == torch.bool else last != 0).reshape(-1)
     flat = hidden_states.reshape(-1, width)
     top_1_mask, router_probs, _ = self.router(flat, is_padding)
     return self.experts(flat, top_1_mask, router_probs).reshape(batch, length, width)
 
 
-METHODS = {"NllbMoeExperts.forward": _experts, "NllbMoeSparseMLP.forward": _sparse_mlp}
+QUIRK = Quirk(methods={"NllbMoeExperts.forward": _experts, "NllbMoeSparseMLP.forward": _sparse_mlp})

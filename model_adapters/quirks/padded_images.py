@@ -1,7 +1,7 @@
-"""Images of a batch that models of the Idefics family leave out where they are padding: pixels that are all zero.
+"""Padding images of a batch, which models of the Idefics family skip: all their pixels are zero.
 
-How many are left is known after the step alone. The program is made for images that all count, and answers whether they
-did; a processor pads where the prompts of a batch have different numbers of images.
+Their number is known only after the step. The program is made for batches without padding images and checks that there
+are none; a processor pads if the prompts of a batch have different numbers of images.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def image_features_by(
     is_real_patch: Callable[[torch.Tensor, int], torch.Tensor],
     connect: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> Callable[..., Any]:
-    """``get_image_features`` of such a base model.
+    """Returns ``get_image_features`` of such a base model.
 
     Args:
         is_real_patch: bool from the number of real pixels of a patch and the number that it has.
@@ -50,4 +50,4 @@ def image_features_by(
 any_pixel_counts = image_features_by(
     lambda count, size: count > 0, lambda model, features, patches: model.connector(features)
 )
-"""That of a model for which a patch with one real pixel is a real one."""
+"""``get_image_features`` of a model for which a patch with one real pixel is real."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from model_adapters.program.rope import lengths_of
+from model_adapters.quirks.quirk import Quirk
 
 
 def _forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,4 +21,4 @@ def _forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[to
     return (emb.cos() * scale).to(x.dtype), (emb.sin() * scale).to(x.dtype)
 
 
-METHODS = {"PhimoeRotaryEmbedding.forward": _forward}
+QUIRK = Quirk(methods={"PhimoeRotaryEmbedding.forward": _forward})

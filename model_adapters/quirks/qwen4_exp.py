@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-RIGHT_ALIGNED_CACHE = True
+from model_adapters.quirks.quirk import Quirk
 
 
 def _indexer(
@@ -23,7 +23,7 @@ def _indexer(
     """As the original, for all rows and queries at once; a mask is that of causal attention and padding on the left.
 
     Returns:
-        bool[batch, 1, queries, keys]: the tokens of the chosen blocks, and those behind a query's last whole block.
+        bool[batch, 1, queries, keys]: the tokens of the chosen blocks, and those after a query's last complete block.
     """
     rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
     batch, num_queries, _ = hidden_states.shape
@@ -50,13 +50,13 @@ def _indexer(
     block_keys = _rotated(rotate, self.k_layernorm(pooled), cos, sin, starts)
     scores = torch.relu(torch.einsum("bqhd,bkd->bqkh", q.float(), block_keys.float())).sum(-1)
 
-    num_whole = visible.sum(-1, keepdim=True) // ratio  # [B, Q, 1]
-    is_whole = torch.arange(num_blocks, device=keys.device) < num_whole
-    chosen = torch.where(is_whole, scores, -1.0).topk(min(self.block_topk, num_blocks), dim=-1).indices
-    is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True) & is_whole
+    num_complete = visible.sum(-1, keepdim=True) // ratio  # [B, Q, 1]
+    is_complete = torch.arange(num_blocks, device=keys.device) < num_complete
+    chosen = torch.where(is_complete, scores, -1.0).topk(min(self.block_topk, num_blocks), dim=-1).indices
+    is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True) & is_complete
     rank = at - first[:, None]  # [B, K], the place of a key among those that its row sees
     block = (rank // ratio).clamp(0, num_blocks - 1)[:, None].expand(-1, num_queries, -1)
-    is_tail = rank[:, None] >= num_whole * ratio
+    is_tail = rank[:, None] >= num_complete * ratio
     return (visible & (torch.gather(is_chosen, -1, block) & ~is_tail | is_tail))[:, None]
 
 
@@ -68,4 +68,4 @@ def _rotated(
     return rotate(keys[:, :, None], cos=chosen_cos, sin=chosen_sin, unsqueeze_dim=2)[:, :, 0]
 
 
-METHODS = {"Qwen4ExpTextQSAIndexer.forward": _indexer}
+QUIRK = Quirk(right_aligned_cache=True, methods={"Qwen4ExpTextQSAIndexer.forward": _indexer})

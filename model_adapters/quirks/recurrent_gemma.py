@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.quirks.quirk import Quirk
 
 _LRU = "RecurrentGemmaRglru"
 
@@ -39,4 +40,4 @@ def _rnn_scan(
     return torch_view(jnp.moveaxis(states, 0, 1)).type(hidden_states.dtype), torch_view(last)
 
 
-METHODS = {f"{_LRU}._rnn_scan": _rnn_scan}
+QUIRK = Quirk(methods={f"{_LRU}._rnn_scan": _rnn_scan})

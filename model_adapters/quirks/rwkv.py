@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import torch
 
 from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.quirks.quirk import Quirk
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
 """Numerator and denominator, divided by the exponential of the third, each float32[batch, width]."""
@@ -57,6 +58,9 @@ def _linear_attention(
     return torch_view(jnp.moveaxis(outputs, 0, 1)), rest
 
 
-METHODS = {"RwkvModel._rescale_layers": _rescale_layers}
-FUNCTIONS = {"rwkv_linear_attention": _linear_attention}
-IGNORED_ARGUMENTS = ("attention_mask",)
+QUIRK = Quirk(
+    methods={"RwkvModel._rescale_layers": _rescale_layers},
+    functions={"rwkv_linear_attention": _linear_attention},
+    ignored_arguments=frozenset({"attention_mask"}),
+    causal_without_mask=True,
+)

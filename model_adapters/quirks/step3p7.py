@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from model_adapters.program.moe import route_and_combine
+from model_adapters.quirks.quirk import Quirk
 
 
 def _forward(
@@ -21,4 +22,4 @@ def _forward(
     )
 
 
-METHODS = {"Step3p7Experts.forward": _forward}
+QUIRK = Quirk(methods={"Step3p7Experts.forward": _forward})

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from model_adapters.program.moe import sum_of_modules
+from model_adapters.quirks.quirk import Quirk
 
 
 def _forward(
@@ -16,4 +17,4 @@ def _forward(
     return sum_of_modules(self, hidden_states, chosen, routing_weights * chosen.to(routing_weights.dtype))
 
 
-METHODS = {"SwitchTransformersExperts.forward": _forward}
+QUIRK = Quirk(methods={"SwitchTransformersExperts.forward": _forward})

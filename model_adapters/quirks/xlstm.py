@@ -1,5 +1,10 @@
-"""xLSTM's forward takes an attention mask among its further arguments and hands it on to nothing that reads it."""
+"""xLSTM's cache is the states of its layers, not one of transformers; its forward never reads an attention mask."""
 
 from __future__ import annotations
 
-IGNORED_ARGUMENTS = ("attention_mask",)
+from model_adapters.quirks.quirk import Quirk
+
+QUIRK = Quirk(
+    ignored_arguments=frozenset({"attention_mask"}),
+    native_cache_reason="its cache is no cache of transformers, but the states of its layers, whose shapes stay",
+)

@@ -1,4 +1,4 @@
-"""A model on a mesh of devices: where its weights lie, and what a trace of its code has to know of that.
+"""A model on a mesh of devices: the layout of its weights, and what a trace of its code needs to know of it.
 
 The unmodified forward is traced once for all devices, and XLA divides the work as the weights are divided (GSPMD, Xu et
 al. 2021). Three things are not left to XLA: attention runs on each device's heads (`model_adapters.ops.spmd`),
@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from model_adapters import quirks
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weight, Weights
@@ -30,15 +31,12 @@ from model_adapters.sharding.rule_selection import rules_for
 from sharding_rules import HeadCounts, ShardingRuleError, TensorPlacement, place
 from sharding_rules.layout import DimLayout, take
 
-VALUES_READ_TWICE = frozenset({"doge"})
-"""Types in which another product than the output's reads values: their heads cannot be repeated on neighbours."""
-
 _IN_USE: ContextVar[_Trace | None] = ContextVar("sharded trace", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Trace:
-    """What a trace looks up: the weights by identity."""
+    """State of a trace: the layout, and placements by the identity of a weight."""
 
     sharding: ModelSharding
     placed: Mapping[int, TensorPlacement]
@@ -46,14 +44,14 @@ class _Trace:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelSharding:
-    """Where everything of one model lies on a mesh.
+    """Layout of one model on a mesh.
 
     Attributes:
-        mesh: axes ``data``, ``model`` and ``expert``.
-        placed: by tensor name.
-        vocab_size: columns of the logits that mean something.
-        config_values: numbers that model code reads from its configuration and that are others on the mesh.
-        attributes: the same for modules: name, attribute, value.
+        mesh: Mesh with the axes ``data``, ``model`` and ``expert``.
+        placed: Placements by tensor name.
+        vocab_size: Number of columns of the logits without padding.
+        config_values: Numbers that model code reads from its configuration and that differ on the mesh.
+        attributes: The same for modules: name, attribute, value.
     """
 
     mesh: Mesh
@@ -64,7 +62,7 @@ class ModelSharding:
 
     @classmethod
     def of(cls, module: PreTrainedModel, mesh: Mesh, *, refuse_uneven: bool = False) -> ModelSharding:
-        """The layout of `module` on `mesh`.
+        """Returns the layout of `module` on `mesh`.
 
         Raises:
             InvalidArgumentError: rules that do not fit the model, or zeros that were refused.
@@ -101,7 +99,7 @@ class ModelSharding:
         return cls(mesh, placed, vocab_size, values, attributes)
 
     def replicas(self) -> list[ModelSharding]:
-        """The same layout on the devices of each place on the axis ``data`` alone."""
+        """Returns the same layout for each replica: the devices at one index of the axis ``data``."""
         names = self.mesh.axis_names
         axis = names.index("data")
         number = self.mesh.devices.shape[axis]
@@ -110,7 +108,7 @@ class ModelSharding:
 
     @property
     def has_fused_weights(self) -> bool:
-        """Whether a product's result must be kept in parts."""
+        """Whether results of fused products must stay in parts."""
         return any(dim.sections for placed in self.placed.values() for dim in placed.dims)
 
     @functools.cached_property
@@ -118,8 +116,8 @@ class ModelSharding:
         """Tokens of a prompt in one step from which dividing them costs less exchange than dividing products.
 
         Divided products end in a sum of ``tokens x rows`` over the devices, whose exchange is twice its size; divided
-        tokens need every weight of the layers whole. None: they are never divided, as experts and fused products are
-        exchanged in other ways.
+        tokens need every weight of the layers gathered. None: tokens are never divided, as experts and fused products
+        are exchanged in other ways.
         """
         shards = self.mesh.shape.get("model", 1)
         gathered = [placed for name, placed in self.placed.items() if self._is_gathered(name)]
@@ -131,41 +129,41 @@ class ModelSharding:
         return math.ceil(size / (2 * sums * (1 - 1 / shards)))  # the exchange of tokens for heads is one n-th of sums
 
     def _is_gathered(self, name: str) -> bool:
-        """Whether a weight is one of those of the layers that a step over divided tokens needs whole."""
+        """Tells whether a weight is of a layer, so that a step over divided tokens gathers it."""
         placed = self.placed[name]
         return len(placed.shape) == 2 and "model" in placed.spec and "vocab" not in (placed.rule.axes or ())
 
     def divides_tokens(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens of prompts is divided by tokens."""
+        """Tells whether a step of so many tokens of prompts is divided by tokens."""
         least = self.min_tokens_to_shard
         return least is not None and num_tokens >= least and num_tokens % self.mesh.shape["model"] == 0
 
     def with_gathered_layers(self, weights: Weights) -> dict[str, Weight]:
-        """In a trace: `weights`, those of the layers gathered."""
-        whole = self.replicated()
+        """Returns `weights` with those of the layers gathered; in a trace."""
+        replicated = self.replicated()
         return {
-            name: jax.lax.with_sharding_constraint(array, whole) if self._is_gathered(name) else array
+            name: jax.lax.with_sharding_constraint(array, replicated) if self._is_gathered(name) else array
             for name, array in weights.items()
         }
 
     def sharding_of(self, name: str) -> NamedSharding:
-        """Of the tensor called `name`."""
+        """Returns the sharding of the tensor `name`."""
         return NamedSharding(self.mesh, self.placed[name].spec)
 
     def replicated(self) -> NamedSharding:
-        """For what every device has whole."""
+        """Returns the sharding of replicated arrays."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def pool_sharding(self, kv_heads: int) -> NamedSharding:
-        """Of a pool of pages with so many heads of keys and values."""
+        """Returns the sharding of a pool of pages with `kv_heads` heads."""
         return NamedSharding(self.mesh, pool_spec(kv_heads, self.mesh))
 
     def state_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Of states ``[slots, 1, channels or heads, ...]``."""
+        """Returns the sharding of states ``[slots, 1, channels or heads, ...]``."""
         return NamedSharding(self.mesh, state_spec(shape, self.mesh))
 
     def abstract(self, name: str, dtype: Any) -> jax.ShapeDtypeStruct:
-        """The tensor called `name` without its values."""
+        """Returns shape, dtype and sharding of the tensor `name`."""
         return jax.ShapeDtypeStruct(self.placed[name].laid_out_shape, dtype, sharding=self.sharding_of(name))
 
     def put(self, name: str, array: Any) -> jax.Array:
@@ -181,7 +179,7 @@ class ModelSharding:
 
     @contextlib.contextmanager
     def trace_context(self, module: PreTrainedModel, weights: Mapping[str, jax.Array]) -> Iterator[None]:
-        """While this is open, `module` computes as it must with `weights` on the mesh."""
+        """Makes `module` compute with `weights` on the mesh, inside the context."""
         token = _IN_USE.set(_Trace(self, {id(weights[name]): placed for name, placed in self.placed.items()}))
         config = module.config.get_text_config(decoder=True)
         owners: list[tuple[Any, str, int]] = [(config, name, value) for name, value in self.config_values.items()]
@@ -199,7 +197,7 @@ class ModelSharding:
 
 
 def _part_of(array: Any, dims: Sequence[DimLayout], index: Sequence[slice]) -> np.ndarray:
-    """The part `index` of `array` laid out as `dims` say; plain slices first, they copy nothing."""
+    """Returns the part `index` of `array` laid out as `dims` say; plain slices first, they copy nothing."""
     plain = tuple(part if dim.index is None else slice(None) for dim, part in zip(dims, index, strict=True))
     taken = np.asarray(array[plain] if plain else array)
     for number, (dim, part) in enumerate(zip(dims, index, strict=True)):
@@ -210,7 +208,7 @@ def _part_of(array: Any, dims: Sequence[DimLayout], index: Sequence[slice]) -> n
 
 
 def _axis_lengths(placed: Mapping[str, TensorPlacement]) -> dict[str, int]:
-    """Length on the mesh of each axis that all tensors agree on."""
+    """Returns the length on the mesh of each axis that all tensors agree on."""
     found: dict[str, set[int]] = {}
     for each in placed.values():
         for axis, dim in zip(each.rule.axes or (), each.dims, strict=False):
@@ -220,7 +218,7 @@ def _axis_lengths(placed: Mapping[str, TensorPlacement]) -> dict[str, int]:
 
 
 def _head_counts(placed: Mapping[str, TensorPlacement], units: HeadCounts) -> dict[str, int]:
-    """Query heads and heads of keys and values that a layer has on the mesh, by logical axis."""
+    """Returns the numbers of query heads and KV heads of a layer on the mesh, by logical axis."""
     counts: dict[str, int] = {}
     for each in placed.values():
         for axis, dim in zip(each.rule.axes or (), each.dims, strict=False):
@@ -234,7 +232,7 @@ def _head_counts(placed: Mapping[str, TensorPlacement], units: HeadCounts) -> di
 
 
 def head_counts(config: PreTrainedConfig) -> HeadCounts:
-    """How many heads a layer has, as the configuration says; nothing where layers have different numbers."""
+    """Returns how many heads a layer has, as the configuration says; nothing where layers have different numbers."""
     try:
         heads = getattr(config, "num_attention_heads", None)
         kv_heads = getattr(config, "num_key_value_heads", None)
@@ -246,12 +244,12 @@ def head_counts(config: PreTrainedConfig) -> HeadCounts:
 
 
 def _units(module: PreTrainedModel, config: PreTrainedConfig, num_shards: int) -> HeadCounts:
-    """`head_counts` the configuration; nothing where layers have other numbers and some do not divide by the devices.
+    """Returns `head_counts`; nothing if layers differ in number and some are not divisible by the devices.
 
     Then a layer's heads would have to be repeated more often than another's, and model code knows of one number.
     """
     units = head_counts(config)
-    if config.model_type in VALUES_READ_TWICE and units.kv_heads and units.kv_heads % num_shards:
+    if quirks.of_type(config.model_type).keeps_value_heads and units.kv_heads and units.kv_heads % num_shards:
         return HeadCounts()
     attentions = (child for child in module.modules() if getattr(child, "config", None) is config)
     groups = {size for child in attentions if isinstance(size := getattr(child, "num_key_value_groups", None), int)}
@@ -260,23 +258,23 @@ def _units(module: PreTrainedModel, config: PreTrainedConfig, num_shards: int) -
 
 
 def placement_in_trace(weight: Any) -> TensorPlacement | None:
-    """Where the weight of the present trace lies that model code has in its hand, unchanged."""
+    """Returns the placement of a weight, unchanged by model code, in the current trace."""
     trace = _IN_USE.get()
     return None if trace is None else trace.placed.get(id(weight))
 
 
 def mesh_in_trace() -> Mesh | None:
-    """The mesh of the present trace."""
+    """Returns the mesh of the current trace."""
     trace = _IN_USE.get()
     return None if trace is None else trace.sharding.mesh
 
 
 def gather_fused_result(out: jax.Array, layout: DimLayout) -> jax.Array:
-    """The result of a fused product as model code expects it, out of one in which each device has its share.
+    """Returns the result of a fused product as model code expects it, out of one in which each device has its share.
 
     Args:
         out: ``[..., layout.size]``.
-        layout: of the weight's output dimension.
+        layout: Layout of the weight's output dimension.
     """
     mesh = mesh_in_trace()
     if mesh is None or not layout.sections or layout.mesh_axis is None:

@@ -13,13 +13,13 @@ from sharding_rules.shape_inference import infer_rules
 
 
 def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> RuleTable:
-    """The rule table of `module`, whose tensors have `shapes`.
+    """Returns the rule table of `module`, whose tensors have `shapes`.
 
     What the model's own plan does not name is laid out by shape.
     """
     config = module.config.get_text_config(decoder=True)
     table = TABLES.get(config.model_type)
-    if table is not None and config is module.config:  # beside a text model there are towers that the table leaves out
+    if table is not None and config is module.config:  # a model with media encoders, which the table does not cover
         return table
     tp_plan = getattr(config, "base_model_tp_plan", None) or {}
     ep_plan = getattr(config, "base_model_ep_plan", None) or {}
@@ -29,7 +29,7 @@ def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def _vocabulary(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[Rule]:
-    """The table of words and the head, which plans of base models leave out; none where they are of another form."""
+    """Returns rules for the embedding table and the head, which plans of base models omit; none for other forms."""
     parts = (module.get_input_embeddings(), module.get_output_embeddings())
     names = [f"{name}.weight" for name, child in module.named_modules() if any(child is part for part in parts)]
     axes = ("vocab", "embed")

@@ -1,7 +1,7 @@
-"""DeepSeek V3: latent attention and experts with shared ones beside them.
+"""DeepSeek V3: latent attention, and routed and shared experts.
 
-What makes the latents is whole on every device, since all heads read them; what makes heads of them is divided by heads
-(DeepSeek-AI 2024, multi-head latent attention).
+Weights that compute the latents are replicated, since all heads read them; weights that compute heads of them are
+divided by heads (DeepSeek-AI 2024, multi-head latent attention).
 """
 
 import dataclasses

@@ -15,6 +15,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACa
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.compressed_layer import CompressedLayer
 from model_adapters.caches.device_cache import TraceCache, empty_layers
+from model_adapters.caches.layers import IndexedLayer
 from torchax_serve import to_jax
 from torchax_serve.parity.tiny.config import tiny_config
 from torchax_serve.parity.tiny.models import causal_class, random_model
@@ -111,3 +112,12 @@ def test_caches_go_over_to_transformers_and_back_and_beams_reorder_them(config):
     on_theirs = served(newest, **{CACHE: whole[CACHE]}).logits
     torch.testing.assert_close(on_ours, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(on_theirs, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_counts_of_one_forward_are_cleared_after_it():
+    compressed = CompressedLayer(CAPACITY, 4, 2, overlaps=False)
+    compressed.num_new = 3
+    indexed = IndexedLayer(CAPACITY)
+    indexed.num_indexed = 3
+    TraceCache((compressed, indexed), None).states()
+    assert compressed.num_new == indexed.num_indexed == 0

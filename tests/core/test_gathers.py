@@ -13,6 +13,7 @@ from tiny_models import tiny_model
 from model_adapters.caches.paged_cache import PackedBatch
 from model_adapters.jaxpr.interpreter import inlined
 from model_adapters.jaxpr.row_pruning import prune_rows
+from model_adapters.program.packed_forward import forward_packed
 from torchax_serve import to_jax
 from torchax_serve.executors.packed_factory import page_shapes
 from torchax_serve.kv_cache.pools import CacheAllocation, CacheGroup, PagedCache
@@ -142,7 +143,7 @@ def test_the_last_layer_of_a_packed_step_has_no_rows_that_nobody_reads(model_typ
     layout = dataclasses.replace(cache.layout, is_decode=False)
 
     def step(weights, pools, batch):
-        return runtime.program.forward_packed(weights, pools, batch, layout)
+        return forward_packed(runtime.program, weights, pools, batch, layout)
 
     rows = rows_of_products(step, runtime.weights, cache.pools, batch, width=inner)
     assert set(rows) == {num_tokens, num_rows}

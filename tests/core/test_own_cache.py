@@ -56,9 +56,9 @@ def test_state_that_model_code_keeps_on_the_cache_itself_is_not_lost(monkeypatch
     config = copy.deepcopy(tiny_config("llama"))
     model = random_model(CountsOnItsCache, config)
     served = served_like_eager(model, 5)
-    assert f"beside them ({CACHE}.seen)" in served._jax_runtime.cache_support.unsupported_reason
+    assert f"outside of them ({CACHE}.seen)" in served._jax_runtime.cache_support.unsupported_reason
     monkeypatch.setattr(CountsOnItsCache, "_can_compile_fullgraph", True)  # what says so is believed, and then checked
-    with pytest.raises(UnsupportedModelError, match=rf"beside them \({CACHE}.seen\)"):
+    with pytest.raises(UnsupportedModelError, match=rf"outside of them \({CACHE}.seen\)"):
         to_jax(random_model(CountsOnItsCache, config)).generate(IDS, max_new_tokens=5)
 
 

@@ -11,5 +11,5 @@ def test_groups_are_those_of_slices():
     experts.weight = torch.nn.Parameter(torch.randn(3, 8, 4, generator=generator))
     counts = torch.tensor([2, 0, 4])
     wanted = torch.cat([tokens[:2] @ experts.weight[0], tokens[2:] @ experts.weight[2]])
-    found = aria.METHODS["AriaGroupedExpertsGemm.forward"](experts, tokens, counts)
+    found = aria.QUIRK.methods["AriaGroupedExpertsGemm.forward"](experts, tokens, counts)
     torch.testing.assert_close(found, wanted)

@@ -191,7 +191,7 @@ def test_token_by_token_gives_the_same(monkeypatch):
 def test_loops_over_tokens_are_cut_into_blocks(monkeypatch):
     for model_type in ("mamba", "lfm2_moe"):  # a recurrence that is one loop on the device; none
         assert SequenceForward(runtime_of(model_type)).layout().block_len == state_layout.UNBOUNDED
-    for name in mamba.FUNCTIONS:  # Python's own loop, as in code without a quirk
+    for name in mamba.QUIRK.functions:  # Python's own loop, as in code without a quirk
         monkeypatch.setattr(modeling_mamba, name, getattr(modeling_mamba, name).__wrapped__)
     assert SequenceForward(runtime_of("mamba")).layout().block_len < 16
 

@@ -46,7 +46,7 @@ def test_arguments_that_a_loaded_object_cannot_honour():
     for argument in ({"revision": "main"}, {"dtype": "bfloat16"}, {"random_weights": True}, {"strict": True}):
         with pytest.raises(InvalidArgumentError, match=f"{next(iter(argument))} was given with a loaded model"):
             load_model(model, **argument)
-    with pytest.raises(InvalidArgumentError, match="lies on meta, expected the CPU"):
+    with pytest.raises(InvalidArgumentError, match="is on meta, expected the CPU"):
         load_model(model.to("meta"))
 
 

@@ -50,8 +50,8 @@ diff --git a/model_adapters/quirks/key_count.py b/model_adapters/quirks/key_coun
 --- a/model_adapters/quirks/key_count.py
 +++ b/model_adapters/quirks/key_count.py
 @@ -1 +1 @@
--RIGHT_ALIGNED_CACHE = True
-+RIGHT_ALIGNED_CACHE = "llama"  # and not mistral
+-QUIRK = Quirk(right_aligned_cache=True)
++QUIRK = Quirk(right_aligned_cache="llama")  # and not mistral
  "gemma2"
 diff --git a/model_adapters/quirks/xlm_roberta.py b/model_adapters/quirks/xlm_roberta.py
 --- a/model_adapters/quirks/xlm_roberta.py

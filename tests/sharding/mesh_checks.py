@@ -20,6 +20,7 @@ from model_adapters.caches.paged_cache import PackedBatch
 from model_adapters.errors import TorchaxServeError
 from model_adapters.loading import load_model
 from model_adapters.loading.model_class import module_of
+from model_adapters.program.packed_forward import forward_packed
 from torchax_serve import EngineOptions, serve
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.request import EngineRequest
@@ -211,7 +212,7 @@ def memory(family, degree):
         batch = PackedBatch(*tokens, integers(5), integers(4), integers(4), (integers(4, 4),))
 
         def step(weights, pools, batch, layout=layout):
-            logits, pools = runtime.program.forward_packed(weights, pools, batch, layout)
+            logits, pools = forward_packed(runtime.program, weights, pools, batch, layout)
             return logits.argmax(-1), pools
 
         unique = {id(array): name for name, array in reversed(list(loaded.weights.items()))}

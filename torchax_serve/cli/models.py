@@ -151,13 +151,14 @@ def _check_type(model_type: str, known: Collection[str], kind: str) -> None:
 
 def _print_one(model_type: str, architectures: dict[str, list[str]], *, as_json: bool) -> None:
     """What is known about `model_type`, by task."""
-    from torchax_serve.cli.shared.parity_status import of_type, print_type, types_by_task
+    from torchax_serve.cli.shared.parity_status import of_type, print_type, quirk_of_type, types_by_task
 
     known = {name for types in types_by_task().values() for name in types}
     _check_type(model_type, known, "a model of text, of sounds or of images and text")
     if as_json:
         classes = architectures.get(model_type, [])
-        print(json.dumps({"model_type": model_type, "classes": classes, "tasks": of_type(model_type)}, indent=1))
+        known_of_type = {"classes": classes, "tasks": of_type(model_type), "quirk": quirk_of_type(model_type)}
+        print(json.dumps({"model_type": model_type, **known_of_type}, indent=1))
     else:
         print_type(model_type)
 

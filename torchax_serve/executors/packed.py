@@ -21,6 +21,7 @@ from model_adapters.caches.paged_cache import PackedBatch, PagedLayout, Pool
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from model_adapters.program.model_program import ModelProgram
+from model_adapters.program.packed_forward import forward_packed
 from torchax_serve.buckets import bucket_for, bucket_sizes, token_buckets
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.kv_cache.pools import PagedCache
@@ -167,7 +168,7 @@ class PackedExecutor:
         self, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedStepSpec
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
         with batch_invariant(spec.batch_invariant):
-            return self._program.forward_packed(weights, pools, batch, spec.layout)
+            return forward_packed(self._program, weights, pools, batch, spec.layout)
 
     def _run(
         self,

@@ -16,6 +16,7 @@ from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
+from model_adapters.program.packed_forward import forward_packed
 from torchax_serve.executors.base import Executor
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.kv_cache.int8_scales import calibrate_int8_scales, check_int8_kernels
@@ -178,7 +179,7 @@ def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes
     batch = PackedBatch(whole(4), whole(4), whole(5), whole(4), whole(4), tables, rope_lens)  # type: ignore[arg-type]
     for is_decode in (True, False):
         layout = dataclasses.replace(plan.layout, is_decode=is_decode)
-        _shapes_of(functools.partial(runtime.program.forward_packed, layout=layout), runtime.weights, pools, batch)
+        _shapes_of(functools.partial(forward_packed, runtime.program, layout=layout), runtime.weights, pools, batch)
 
 
 def _shapes_of(function: Callable[..., Any], *args: Any) -> Any:

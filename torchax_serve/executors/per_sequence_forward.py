@@ -57,7 +57,7 @@ class SequenceForward:
         mask = None if runtime.encoder is None else runtime.encoder.output_mask
         self._source_mask = mask or SourceMask()
         self.num_learned_positions = runtime.limits.learned_positions
-        self.needs_token_by_token = quirks.needs_token_by_token(runtime.program.target)
+        self.needs_token_by_token = quirks.of(runtime.program.target).token_by_token
 
     @property
     def infers_positions(self) -> bool:

@@ -1,96 +1,36 @@
-"""Parts of a model that its class's ``generate`` calls itself, outside of the forward: here they run on JAX, too."""
+"""Submodules that a class's ``generate`` calls outside the forward, compiled as well."""
 
 from __future__ import annotations
 
-import inspect
 import types
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from transformers.utils import ModelOutput
-
-from model_adapters.bridge.views import in_torch_mode
+from model_adapters import quirks
 from model_adapters.errors import UnsupportedArgumentError
-from model_adapters.quirks.voxtral_realtime import width_before
+from model_adapters.quirks.quirk import Run
 
 
-def compile_submodules(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> None:
-    """Replaces methods of parts of `model`, where its ``generate`` calls some.
+def compile_submodules(model: Any, run: Run) -> None:
+    """Replaces methods of submodules that the ``generate`` of `model` calls, by the quirk of its architecture.
 
     Args:
-        model: a transformers model.
-        run: as `torchax_serve.runtime.model_runtime.ModelRuntime.call_method`.
+        model: A transformers model.
+        run: As `torchax_serve.runtime.model_runtime.ModelRuntime.call_method`.
     """
-    put = _BY_TYPE.get(getattr(model.config, "model_type", ""))
-    if put is not None:
-        put(model, run)
+    if (replace := quirks.of(model).submodules) is not None:
+        replace(model, run)
 
 
 def has_parts_on_jax(model: Any) -> bool:
-    """Whether `compile_submodules` has replaced methods of parts of `model`."""
-    return getattr(model.config, "model_type", "") in _BY_TYPE
+    """Returns whether `compile_submodules` has replaced methods of submodules of `model`."""
+    return quirks.of(model).submodules is not None
 
 
 def reject_generators(kwargs: dict[str, Any]) -> None:
-    """Raises UnsupportedArgumentError for a sound that comes piece by piece, from a generator."""
+    """Raises UnsupportedArgumentError for audio that arrives in pieces, from a generator."""
     for name, value in kwargs.items():
         if isinstance(value, types.GeneratorType):
             raise UnsupportedArgumentError(
-                f"{name}: expected a tensor with all of the input, got a generator; a sound that is still going on is "
-                "not supported here: collect it first"
+                f"{name}: expected a tensor with all of the input, got a generator; audio that is still being "
+                "recorded is not supported here: collect it first"
             )
-
-
-def _voxtral_realtime(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> None:
-    """Sounds are encoded as a whole; see `model_adapters.quirks.voxtral_realtime`."""
-    config, embedder = model.config, model.model.audio_tower.embedder
-    theirs, width = embedder.forward, width_before(config)
-    if width is None:
-        return
-
-    def encode(input_features: torch.Tensor, padding_cache: Any = None) -> torch.Tensor:
-        if in_torch_mode() or padding_cache is not None:
-            return theirs(input_features, padding_cache)
-        num_frames = input_features.shape[-1] // config.audio_length_per_tok * config.audio_length_per_tok
-        features = input_features[..., :num_frames]
-        hidden = run("model.audio_tower.forward", {"input_features": features, "use_cache": False}).last_hidden_state
-        by_token = hidden.reshape(hidden.shape[0], -1, hidden.shape[-1] * config.downsample_factor)
-        encoded: torch.Tensor = run("model.multi_modal_projector.forward", {"audio_features": by_token})
-        return encoded.reshape(hidden.shape[0], -1, width)
-
-    vars(embedder)["forward"] = encode
-
-
-def _kyutai_speech_to_text(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> None:
-    """Sounds are encoded as a whole: the codec is causal, and windows of it would have a program each."""
-    codec = model.codec_model
-    theirs, signature = codec.encode, inspect.signature(codec.encode)
-    prepare = model._prepare_model_inputs
-
-    def encode(*args: Any, **kwargs: Any) -> Any:
-        if in_torch_mode():
-            return theirs(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        given.update(given.pop("kwargs", {}))
-        kept = {name: value for name, value in given.items() if name not in CACHES and value is not None}
-        output: ModelOutput = run("codec_model.encode", kept)
-        return output
-
-    def prepare_whole(inputs: Any = None, bos_token_id: Any = None, model_kwargs: Any = None) -> Any:
-        given = dict(model_kwargs or {})
-        if given.get("audio_window_size") is not None:
-            raise UnsupportedArgumentError(
-                f"audio_window_size: expected None, since a sound is encoded as a whole here, got "
-                f"{given['audio_window_size']}; set generation_config.audio_window_size = None"
-            )
-        given["audio_window_size"] = -(-given["input_values"].shape[-1] // model.config.frame_size)
-        return prepare(inputs, bos_token_id, given)
-
-    vars(codec)["encode"] = encode
-    vars(model)["_prepare_model_inputs"] = prepare_whole
-
-
-CACHES = ("encoder_past_key_values", "encoder_cache", "padding_cache")
-"""Of a codec that goes on from window to window; the first is called as the second from transformers 5.24 on."""
-_BY_TYPE = {"kyutai_speech_to_text": _kyutai_speech_to_text, "voxtral_realtime": _voxtral_realtime}

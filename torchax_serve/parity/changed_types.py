@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection
 from fnmatch import fnmatch
 
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+
 from model_adapters import quirks
 
 READ = ("model_adapters/*", "torchax_serve/parity/*.py")
@@ -13,12 +15,12 @@ READ = ("model_adapters/*", "torchax_serve/parity/*.py")
 
 
 def types_named_in(diff: str, types: Collection[str]) -> list[str]:
-    """Types that a change names, sorted.
+    """Lists the types that a change names, sorted.
 
     Args:
-        diff: as ``git diff`` prints it; its changed lines count, and the names of the files, of those that `READ`
-            names. A quirk that several architectures share names them all.
-        types: as transformers names them. ``a_b`` in a file's name is ``a-b`` as well.
+        diff: Output of ``git diff``; changed lines and names of files count, of the files that `READ`
+            matches. A quirk that several architectures share names them all.
+        types: Model types of transformers. ``a_b`` in a file's name is ``a-b`` as well.
     """
     found: set[str] = set()
     is_read = False
@@ -33,5 +35,7 @@ def types_named_in(diff: str, types: Collection[str]) -> list[str]:
             found |= {stem, stem.replace("_", "-")}
         elif line.startswith(("+", "-")):
             found |= set(re.findall(r"""["'`]([\w.-]+)["'`]""", line))
-    found |= {architecture for architecture, quirk in quirks.SAME_AS.items() if quirk in found}
+    named = [name for name in quirks.names() if name in found]
+    folders = frozenset().union(*(quirks.architectures_of(name) for name in named))
+    found |= folders | {name for name in types if model_type_to_module_name(name) in folders}
     return sorted(found & set(types))

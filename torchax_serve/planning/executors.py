@@ -17,6 +17,7 @@ from model_adapters.caches.layers import AttentionLayer
 from model_adapters.caches.paged_cache import NotPackableError, PackedBatch
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.program.model_program import CallSpec
+from model_adapters.program.packed_forward import forward_packed
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.buckets import next_bucket
 from torchax_serve.executors.packed_factory import packed_shapes
@@ -245,7 +246,7 @@ class PlannedPackedExecutor(PlannedExecutor):
         )
 
         def run(weights: Any, pools: Any, batch: PackedBatch) -> Any:
-            return self.runtime.program.forward_packed(weights, pools, batch, layout)
+            return forward_packed(self.runtime.program, weights, pools, batch, layout)
 
         length = plan.max_len if is_decode else num_tokens
         return Step(name, num_tokens, num_rows, length, 0 if is_decode else 1, run, (pools, batch), (0,))

@@ -81,7 +81,7 @@ class ModelRuntime:
         # A part's file has its decoder, too; and a head that reads the last token would read what is padded.
         has_token_outputs = called is module and (module.can_generate() or module.base_model is module)
         self.is_causal = not has_encoder and has_token_outputs and right_padding_is_safe(called)
-        self.ignored_args = quirks.ignored_arguments(called)
+        self.ignored_args = quirks.of(called).ignored_arguments
         self._parts: dict[str, ModelRuntime] = {}
         self.process = OwnerProcess()
         self._known = StaticArgPolicy(self.program.names.per_token_args, self.steps.executables, self.weights)

@@ -47,8 +47,18 @@ def of_type(model_type: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def quirk_of_type(model_type: str) -> dict[str, str]:
+    """Returns what is done differently for `model_type`: file, reason and fields of its quirk; empty if it has none."""
+    from model_adapters import quirks
+
+    if (file := quirks.file_of_type(model_type)) is None or not (fields := quirks.of_type(model_type).summary()):
+        return {}
+    reason = (file.__doc__ or "").partition("\n")[0]
+    return {"file": f"{file.__name__.replace('.', '/')}.py", "reason": reason, **fields}
+
+
 def print_type(model_type: str) -> None:
-    """A block for each task that `model_type` has a part in."""
+    """Prints a block for each task that checks `model_type`."""
     from torchax_serve.parity.tasks import TASKS
 
     for task, result in of_type(model_type).items():
@@ -58,3 +68,7 @@ def print_type(model_type: str) -> None:
             if name in ("model_type", "class_name") or value is None or value == [] or value == "":
                 continue
             print(f"  {name:20} {', '.join(value) if isinstance(value, list) else value}")
+    if quirk := quirk_of_type(model_type):
+        print("Done differently for this architecture")
+        for name, text in quirk.items():
+            print(f"  {name:20} {text}")

@@ -1,0 +1,69 @@
+"""A model that the caller has loaded: its weights as JAX arrays over the same memory."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from transformers import PreTrainedModel
+
+from model_adapters.bridge.host_arrays import check_floats
+from model_adapters.bridge.views import named_tensors
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.loading.loaded_model import LoadedModel, numpy_dtype, report_of
+from model_adapters.loading.memory import PeakMemory
+from model_adapters.loading.model_source import of_object
+from model_adapters.loading.weight_sink import DevicePlacement, DevicePut
+from model_adapters.ops.compressed_weight import Weight
+from model_adapters.sharding.model_sharding import ModelSharding
+
+
+def without_adapters(model: Any) -> Any:
+    """Returns the model inside a ``PeftModel``; anything else, and a model with learned prompts, unchanged."""
+    if not callable(getattr(model, "get_base_model", None)) or model.active_peft_config.is_prompt_learning:
+        return model
+    inner = model.get_base_model()
+    return inner if isinstance(inner, PreTrainedModel) else model
+
+
+def share_weights(
+    module: PreTrainedModel, *, device_put: DevicePut | None, mesh: Mesh | None, refuse_uneven: bool
+) -> LoadedModel:
+    """Returns a model that the caller has loaded, its weights as arrays over the same memory where that is possible.
+
+    Args:
+        module: The model, in main memory; it is put into eval mode.
+        device_put, mesh, refuse_uneven: As in `model_adapters.loading.loader.load_model`.
+
+    Raises:
+        UnsupportedModelError: the model is quantized.
+        InvalidArgumentError: its tensors are not in main memory, or its rules do not fit `mesh`.
+    """
+    sharding = None if mesh is None else ModelSharding.of(module, mesh, refuse_uneven=refuse_uneven)
+    place = DevicePlacement(device_put if sharding is None else sharding.put)
+    if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
+        raise UnsupportedModelError(
+            f"the {type(module).__name__} that was passed is quantized, which is not supported: load it unquantized"
+        )
+    elsewhere = {str(t.device) for t in named_tensors(module).values() if t.device.type != "cpu"}
+    if elsewhere:
+        raise InvalidArgumentError(
+            f"the {type(module).__name__} that was passed is on {', '.join(sorted(elsewhere))}, expected the CPU: "
+            "call model.cpu() first (a model on the meta device has no weights to share)"
+        )
+    check_floats(module)
+    peak, start = PeakMemory(), time.perf_counter()
+    module.eval()
+    arrays: dict[int, jax.Array] = {}
+    weights: dict[str, Weight] = {}
+    for name, tensor in named_tensors(module).items():
+        if id(tensor) not in arrays:
+            arrays[id(tensor)] = place(name, tensor)
+        weights[name] = arrays[id(tensor)]
+    source = of_object(module.name_or_path or "")
+    report = report_of(weights, peak, source, time.perf_counter() - start, None)
+    generation = module.generation_config if module.can_generate() else None
+    dtype = numpy_dtype(module.dtype)
+    return LoadedModel(module, weights, source, module.config, generation, dtype, report, sharding=sharding)

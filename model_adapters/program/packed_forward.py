@@ -1,0 +1,87 @@
+"""One forward of many sequences packed into one ragged row, on the paged cache."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+
+from model_adapters.attention import attention_name, uses_attention_interface
+from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.caches.device_cache import check_layers_keep_all
+from model_adapters.caches.paged_cache import (
+    NotPackableError,
+    PackedBatch,
+    PagedLayout,
+    PagedTraceCache,
+    Pool,
+    laid_out,
+)
+from model_adapters.jaxpr.row_pruning import prune_rows
+from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.spmd import by_token, tokens_divided
+from model_adapters.program.call_spec import CallSpec
+from model_adapters.program.model_program import ModelProgram
+from model_adapters.program.rope import lengths_told
+
+
+def forward_packed(
+    program: ModelProgram, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, layout: PagedLayout
+) -> tuple[jax.Array, tuple[Pool, ...]]:
+    """Returns logits [S, vocab] of each sequence's last token ([T, vocab] with `all_logits`), and the new pools.
+
+    To be traced.
+
+    Args:
+        program: The model.
+        weights: Every tensor of the module by qualified name.
+        pools: Pages of each layer.
+        batch: T tokens of S sequences.
+        layout: What is static of the paged cache.
+
+    Raises:
+        NotPackableError: something in the model's code does not let sequences be packed.
+    """
+    if program.names.has_encoder:
+        raise NotPackableError("there is an encoder beside the decoder")
+    if not (program.cache_name and program.accepts("position_ids") and uses_attention_interface(program.module)):
+        raise NotPackableError("the forward takes no positions, or attends past transformers' attention interface")
+    run = program.with_split_concats(functools.partial(_forward, program, layout=layout))
+    # In a decode step every row is read.
+    return (run if layout.is_decode or layout.all_logits else prune_rows(run))(weights, pools, batch)
+
+
+def _forward(
+    program: ModelProgram, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, layout: PagedLayout
+) -> tuple[jax.Array, tuple[Pool, ...]]:
+    sharding = program.sharding
+    divided: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if sharding is not None and not layout.is_decode and sharding.divides_tokens(batch.token_ids.shape[0]):
+        weights, divided = sharding.with_gathered_layers(weights), tokens_divided()
+        ids, positions = (by_token(x, sharding.mesh) for x in (batch.token_ids, batch.positions))
+        batch = dataclasses.replace(batch, token_ids=ids, positions=positions)
+    cache = PagedTraceCache(pools, batch, layout)
+    assert program.cache_name is not None
+    kwargs = {
+        "input_ids": torch_view(batch.token_ids[None]),
+        "position_ids": torch_view(batch.positions[None]),
+        program.cache_name: cache,
+        "use_cache": True,
+    }
+    keep_last = program.accepts("logits_to_keep") and not layout.all_logits
+    if keep_last:
+        kwargs["logits_to_keep"] = torch_view(batch.last)
+    rope_lens = batch.positions + 1 if layout.is_decode else batch.rope_lens
+    assert program.rope is None or rope_lens is not None
+    with divided, program.folding(CallSpec()), lengths_told(rope_lens):
+        output = program.run(weights, kwargs, attention_name(program.module))
+    check_layers_keep_all(cache, program.cache_name, program.target)
+    logits = jax_view(output["logits"])[0]
+    if not keep_last and not layout.all_logits:
+        logits = logits[batch.last]
+    pools = cache.pools()
+    if sharding is not None:
+        pools = tuple(laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in pools)
+    return program.unpadded_logits(logits), pools

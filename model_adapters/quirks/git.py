@@ -1,0 +1,10 @@
+"""GIT has the patches of an image in its cache before the text, and shifts the mask of later tokens by their number.
+
+With the shifted mask, later tokens see what padding on the left has computed: a mean over the prompt and its padding on
+the right."""
+
+from __future__ import annotations
+
+from model_adapters.quirks.quirk import Quirk
+
+QUIRK = Quirk(shifted_mask=True, native_cache_reason="its cache holds the patches of an image before the text")

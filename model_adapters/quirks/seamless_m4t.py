@@ -1,0 +1,7 @@
+"""SeamlessM4T's decoder computes how many outputs of the speech encoder are real, by the encoder's last convolution."""
+
+from __future__ import annotations
+
+from model_adapters.quirks.quirk import Quirk
+
+QUIRK = Quirk(encoder_mask=("adaptor_stride", "adaptor_kernel_size"))
