@@ -200,7 +200,7 @@ def torchax_attention(
         and position_bias is None
     ):
         args = AttentionArgs(scale, causal_mask.window, softcap, sinks, alibi)
-        out: Any = _decode(q, write, args)
+        out: Any = _decode(q, write, causal_mask.starts, args)
     else:
         mask = None if attention_mask is None else jax_view(attention_mask)
         bias = None if position_bias is None else jax_view(position_bias)
@@ -251,12 +251,19 @@ def _additive(mask: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(mask, 0, jnp.finfo(dtype).min).astype(dtype) if mask.dtype == jnp.bool else mask.astype(dtype)
 
 
-def _decode(q: jax.Array, write: KVWrite, args: AttentionArgs) -> jax.Array:
-    """Writes keys and values of one new token per row and attends, in one op; `q` [batch, heads, 1, dim]."""
+def _decode(q: jax.Array, write: KVWrite, starts: jax.Array | None, args: AttentionArgs) -> jax.Array:
+    """Writes keys and values of one new token per row and attends, in one op.
+
+    Args:
+        q: [batch, heads, 1, dim].
+        write: of the new token.
+        starts: int32[batch], the first position that is no padding; None: 0.
+        args: what else shapes the scores.
+    """
     assert write.pool_before is not None
     layer, batch = write.layer, q.shape[0]
     lens = jnp.broadcast_to(jax_view(layer.offset).astype(jnp.int32) + 1, (batch,))
-    starts = jnp.zeros(batch, jnp.int32) if causal_mask.starts is None else causal_mask.starts.astype(jnp.int32)
+    starts = jnp.zeros(batch, jnp.int32) if starts is None else starts.astype(jnp.int32)
     out, pool = decode_attention(
         q[:, :, 0],
         write.keys[:, :, 0],
