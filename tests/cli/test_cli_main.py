@@ -120,7 +120,7 @@ def test_models_as_json():
 def test_models_shows_how_one_type_was_checked():
     text = call("models", "llama").stdout
     assert "LlamaForCausalLM" in text
-    assert "paged" in text
+    assert "packed" in text
     tasks = json.loads(call("models", "llama", "--json").stdout)["tasks"]
     assert tasks["causal"]["status"] == tasks["classifier"]["status"] == "passed"
     assert tasks["causal"]["forward_difference"] <= 1e-4
@@ -129,7 +129,7 @@ def test_models_shows_how_one_type_was_checked():
 def test_models_shows_every_task_of_a_type():
     text = call("models", "whisper").stdout
     assert "Speech to text (speech): WhisperForConditionalGeneration" in text
-    for name in ("status", "road", "forward_difference", "alone_equal", "padded_equal"):
+    for name in ("status", "executor", "forward_difference", "unbatched_equal", "padded_equal"):
         assert re.search(rf"^  {name} ", text, re.M), name
     assert json.loads(call("models", "whisper", "--json").stdout)["tasks"].keys() == {"causal", "speech"}
     assert "Sequence to sequence (seq2seq)" in call("models", "t5").stdout

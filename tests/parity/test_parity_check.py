@@ -18,30 +18,29 @@ from torchax_serve.parity.tiny import models
 from torchax_serve.parity.tiny.config import MAX_LAYERS, tiny_config
 
 _, SHIPPED = models_page.shipped()
-# A road each, and what needed something of its own: an indexer's keys, experts looped over on the host, a cache that
-# leans, no cache at all.
+# One type for each executor, among them a right-aligned cache and none at all.
 HANDFUL = ("qwen3", "gpt_neo", "openai-gpt")  # and a third of all in `.ci/run`
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 @pytest.mark.parametrize("model_type", HANDFUL)
-def test_type_passes_on_the_road_of_the_table(model_type):
+def test_type_passes_on_the_executor_of_the_table(model_type):
     result = check_causal.check(model_type)
     assert result.status == "passed", result
-    assert result.road == SHIPPED[model_type].road
+    assert result.executor == SHIPPED[model_type].executor
 
 
 def test_a_wrong_token_is_noticed(monkeypatch):
     model, expected = models.model_with_margins("llama")
-    wrong = (expected.alone[0], (expected.alone[1] + 1) % 90)
+    wrong = (expected.unbatched[0], (expected.unbatched[1] + 1) % 90)
     monkeypatch.setattr(
         check_causal,
         "model_with_margins",
         lambda name: (model, dataclasses.replace(expected, alone=wrong, padded=None)),
     )
     result = check_causal.check("llama")
-    assert (result.status, result.alone_equal, result.engine_equal) == ("failed", True, False)
+    assert (result.status, result.unbatched_equal, result.engine_equal) == ("failed", True, False)
 
 
 def test_torch_error_is_told(monkeypatch):
@@ -144,7 +143,7 @@ def test_time_of_one_run_is_kept(tmp_path):
     work = breaking_worker.work
     for names in (["a", "b"], ["c"]):
         sweep.update(path, names, {}, again=lambda known: known is None, say=lambda one: None, work=work)
-        whole = sweep.load(path)["whole_sweep"]
+        whole = sweep.load(path)["full_sweep"]
         assert (whole["types"], whole["workers"]) == (2, 2)
 
 
@@ -161,8 +160,8 @@ def test_a_model_that_amplifies_rounding_is_not_clear():
     found = models.rounding_error(model, lambda twin: twin(input_ids=ids).logits, exact.float() + 1)
     assert found == pytest.approx(1, abs=1e-5)
     expected = models.expect(model)
-    assert 0 < expected.rounding <= models.MOST_ROUNDING
-    assert not dataclasses.replace(expected, rounding=2 * models.MOST_ROUNDING).has_margins
+    assert 0 < expected.rounding <= models.MAX_ROUNDING
+    assert not dataclasses.replace(expected, rounding=2 * models.MAX_ROUNDING).has_margins
 
 
 def test_rounding_of_a_model_whose_code_has_no_float64():
@@ -176,7 +175,7 @@ def test_rounding_of_a_model_whose_code_has_no_float64():
     with torch.no_grad():
         logits = forward(model)
         found = models.rounding_error(model, forward, logits)
-    assert 0 < found <= models.MOST_ROUNDING
+    assert 0 < found <= models.MAX_ROUNDING
 
 
 def test_of_models_that_amplify_rounding_the_one_that_does_so_least_is_taken():
@@ -186,7 +185,7 @@ def test_of_models_that_amplify_rounding_the_one_that_does_so_least_is_taken():
     gaps = {0: 0.9, 1: 0.01, 2: 0.03, 3: 0.02}
 
     def expect(seed):
-        rounding = roundings[seed] * models.MOST_ROUNDING
+        rounding = roundings[seed] * models.MAX_ROUNDING
         return dataclasses.replace(clear, rounding=rounding, smallest_gap=gaps[seed])
 
     chosen, _ = models.clearest(lambda seed: seed, expect, seeds=range(4))

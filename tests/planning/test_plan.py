@@ -81,16 +81,16 @@ def test_bytes_are_those_of_the_shapes(module):
         assert program.collectives == {}
         assert WEIGHTS_BYTES + PAGES_BYTES <= program.argument_bytes <= WEIGHTS_BYTES + PAGES_BYTES + 2000
     assert PlanReport.from_json(json.loads(json.dumps(report.to_json()))) == report
-    page = "\n".join(lines_of(report, was_kept=False))
+    page = "\n".join(lines_of(report, from_cache=False))
     assert "fits: 4 requests of 64 tokens at once" in page
     assert "no faster than" not in page  # nobody says what this processor can do
 
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
-ROADS = {
-    "bloom": (transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64), "gathered"),
-    "mamba": (transformers.MambaConfig(**TINY, state_size=4), "gathered"),
-    "openai-gpt": (transformers.OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=64), "generate"),
+EXECUTORS = {
+    "bloom": (transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64), "per-sequence"),
+    "mamba": (transformers.MambaConfig(**TINY, state_size=4), "per-sequence"),
+    "openai-gpt": (transformers.OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=64), "static"),
     "reformer": (  # whose code reads the last of the positions that it counts
         transformers.ReformerConfig(
             hidden_size=32,
@@ -102,7 +102,7 @@ ROADS = {
             axial_pos_shape=[8, 8],
             max_position_embeddings=64,
         ),
-        "generate",
+        "static",
     ),
 }
 
@@ -110,16 +110,16 @@ ROADS = {
 def test_steps_are_planned_that_are_told_lengths_for_rotary_frequencies():
     module = module_of(transformers.LlamaForCausalLM, with_rope(CONFIG, "dynamic"), torch.float32)
     report = make_plan(module, "toy", REQUEST)
-    assert (report.road, report.fits) == ("packed", True)
+    assert (report.executor, report.fits) == ("packed", True)
     assert [program.name for program in report.programs] == ["decode", "prefill"]
 
 
-@pytest.mark.parametrize("model_type", ROADS)
-def test_models_that_are_not_packed_are_planned_on_the_road_that_they_take(model_type):
-    config, road = ROADS[model_type]
+@pytest.mark.parametrize("model_type", EXECUTORS)
+def test_models_that_cannot_be_packed_are_planned_on_their_executor(model_type):
+    config, executor = EXECUTORS[model_type]
     model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     report = make_plan(module_of(model_class, config, torch.float32), model_type, REQUEST)
-    assert (report.road, report.fits) == (road, True)
+    assert (report.executor, report.fits) == (executor, True)
     assert [program.name for program in report.programs] == ["decode", "prefill"]
     decode = report.programs[0]
     # Layers, pages, tokens, heads times key and value; a state of a convolution and one of the recurrence; nothing.
@@ -127,22 +127,22 @@ def test_models_that_are_not_packed_are_planned_on_the_road_that_they_take(model
     states = 2 * (4 + 1) * 2 * 64 * 4 * 4 if model_type == "mamba" else 0
     assert (report.pages_bytes, report.states_bytes) == (pages, states)
     assert decode.alias_bytes == pages + states  # written in place
-    assert (decode.num_tokens, decode.num_rows) == ((4 * 64, 4) if road == "generate" else (4, 4))
-    page = "\n".join(lines_of(report, was_kept=False))
-    assert report.why in page
+    assert (decode.num_tokens, decode.num_rows) == ((4 * 64, 4) if executor == "static" else (4, 4))
+    page = "\n".join(lines_of(report, from_cache=False))
+    assert report.fallback_reason in page
     assert PlanReport.from_json(json.loads(json.dumps(report.to_json()))) == report
 
 
-def test_the_road_of_a_plan_is_that_of_the_engine():
-    config, _ = ROADS["bloom"]
+def test_plan_chooses_the_executor_of_the_engine():
+    config, _ = EXECUTORS["bloom"]
     report = make_plan(module_of(transformers.BloomForCausalLM, config, torch.float32), "toy", REQUEST)
     module = transformers.BloomForCausalLM(config).eval()
     with torchax_serve.serve(module, engine=EngineOptions(max_len=64, num_slots=4, page_len=16)) as served:
-        assert f"gathered, {report.why}" in served.engine.description
+        assert report.fallback_reason in served.engine.description
 
 
 def test_pages_of_another_dtype_are_refused_where_a_model_is_not_packed():
-    module = module_of(transformers.BloomForCausalLM, ROADS["bloom"][0], torch.float32)
+    module = module_of(transformers.BloomForCausalLM, EXECUTORS["bloom"][0], torch.float32)
     with pytest.raises(
         UnsupportedArgumentError, match="kv_cache_dtype: expected 'auto' for a model that is not packed"
     ):
@@ -151,7 +151,7 @@ def test_pages_of_another_dtype_are_refused_where_a_model_is_not_packed():
 
 def test_a_model_that_cannot_be_traced_is_refused_with_every_reason():
     module = module_of(transformers.BltForCausalLM, tiny_config("blt"), torch.float32)  # patches as long as they happen
-    with pytest.raises(UnsupportedModelError, match=r"can be traced, got .*; not packed: .*; not gathered: "):
+    with pytest.raises(UnsupportedModelError, match=r"can be traced, got .*; not packed: .*; not per-sequence: "):
         make_plan(module, "toy", REQUEST)
 
 
@@ -167,7 +167,7 @@ def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(module, sm
     assert report.remedies[2] == "4 slots of about 32 tokens"
     assert "devices of this kind" in report.remedies[-1]
     assert 0 < report.pages_bytes < PAGES_BYTES  # compiled with what there is room for
-    assert "DOES NOT FIT" in "\n".join(lines_of(report, was_kept=False))
+    assert "DOES NOT FIT" in "\n".join(lines_of(report, from_cache=False))
     small_host(WEIGHTS_BYTES // 2)
     report = make_plan(module, "toy", REQUEST)
     assert (report.fits, report.programs, report.num_pages) == (False, (), 0)
@@ -182,7 +182,7 @@ def test_a_second_plan_is_answered_without_compiling(module, monkeypatch, tmp_pa
     with pytest.raises(pytest.fail.Exception):
         cached_plan(module, "toy", dataclasses.replace(REQUEST, num_slots=5))
     with pytest.raises(pytest.fail.Exception):
-        cached_plan(module, "toy", REQUEST, use_kept=False)
+        cached_plan(module, "toy", REQUEST, use_cache=False)
 
 
 def test_saved_programs_run(module, tmp_path):

@@ -150,10 +150,10 @@ def _plan(
     from torchax_serve.planning.plan_cache import cached_plan
     from torchax_serve.planning.report import print_plan
 
-    report, was_kept = cached_plan(module, name, PlanRequest(**options), save=save, use_kept=use_kept, note=note)
+    report, was_kept = cached_plan(module, name, PlanRequest(**options), save=save, use_cache=use_kept, note=note)
     if as_json:
         return lambda: print(json.dumps(report.to_json() | {"from_cache": was_kept}, indent=1))
-    return lambda: print_plan(report, was_kept=was_kept)
+    return lambda: print_plan(report, from_cache=was_kept)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

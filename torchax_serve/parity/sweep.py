@@ -169,12 +169,12 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def save(
-    path: Path, results: dict[str, Result], versions: dict[str, str], whole_sweep: dict[str, Any] | None = None
+    path: Path, results: dict[str, Result], versions: dict[str, str], full_sweep: dict[str, Any] | None = None
 ) -> None:
-    """Writes results by type, in order, whole or not at all; `whole_sweep` is the time of all types in one run."""
+    """Writes results by type, in order, atomically; `full_sweep` describes the last run of all types."""
     content = {
         "versions": versions,
-        **({} if whole_sweep is None else {"whole_sweep": whole_sweep}),
+        **({} if full_sweep is None else {"full_sweep": full_sweep}),
         "results": {name: dataclasses.asdict(results[name]) for name in sorted(results)},
     }
     temporary = path.with_suffix(".tmp")
@@ -195,20 +195,21 @@ def update(
 ) -> dict[str, Result]:
     """Checks the types whose result in `path` (or None) `again` answers True for, writing after each; returns all."""
     results: dict[str, Result] = {}
-    whole, began = None, time.monotonic()
+    full_sweep, began = None, time.monotonic()
     if path.exists():
         content = load(path)
         if content["versions"] == versions:
             results = {name: Result(**fields) for name, fields in content["results"].items()}
-            whole = content.get("whole_sweep")
+            full_sweep = content.get("full_sweep")
     missing = [name for name in types if again(results.get(name))]
-    missing.sort(key=lambda name: -(results[name].total_s or 0.0) if name in results else 0.0)  # none alone at the end
+    # The longest first, so that no worker is idle while the last type runs.
+    missing.sort(key=lambda name: -(results[name].total_s or 0.0) if name in results else 0.0)
     for result in sweep(missing, task=task, num_workers=num_workers, work=work):
         results[result.model_type] = result
-        save(path, results, versions, whole)
+        save(path, results, versions, full_sweep)
         say(result)
     if missing and set(missing) == set(results):
         seconds = round(time.monotonic() - began)
-        whole = {"types": len(missing), "seconds": seconds, "workers": num_workers, "cores": os.cpu_count()}
-        save(path, results, versions, whole)
+        full_sweep = {"types": len(missing), "seconds": seconds, "workers": num_workers, "cores": os.cpu_count()}
+        save(path, results, versions, full_sweep)
     return results

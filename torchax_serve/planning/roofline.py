@@ -40,13 +40,19 @@ class StepBound:
     bound_by: str | None
 
 
-def bound_of(model: AbstractModel, chip: Chip, road: PlannedExecutor, step: Step) -> StepBound:
+def bound_of(model: AbstractModel, chip: Chip, executor: PlannedExecutor, step: Step) -> StepBound:
     """Of one step on one device."""
     if step.num_prompts:
         return prefill_bound(
-            model, chip, road.pages, step.num_tokens, step.context_len, step.num_prompts, _state_bytes(road, step)
+            model,
+            chip,
+            executor.pages,
+            step.num_tokens,
+            step.context_len,
+            step.num_prompts,
+            _state_bytes(executor, step),
         )
-    return decode_bound(model, chip, road.pages, step.num_tokens, step.context_len, _state_bytes(road, step))
+    return decode_bound(model, chip, executor.pages, step.num_tokens, step.context_len, _state_bytes(executor, step))
 
 
 def decode_bound(
@@ -96,8 +102,8 @@ def _pairs(num_new: int, context: int, window: int | None) -> float:
     return growing + (num_new - num_growing) * (window or 0)
 
 
-def _state_bytes(road: PlannedExecutor, step: Step) -> int:
-    return step.num_rows * sum(row.num_bytes for row in road.rows)
+def _state_bytes(executor: PlannedExecutor, step: Step) -> int:
+    return step.num_rows * sum(state.num_bytes for state in executor.slot_states)
 
 
 def _bound(
