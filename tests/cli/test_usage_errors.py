@@ -171,7 +171,7 @@ def test_a_hint_is_for_a_flag_that_the_command_does_not_have():
     ],
 )
 def test_messages_name_flags(message, expected):
-    command = dict(COMMANDS)["run"]
+    command = next(each.function for each in COMMANDS if each.name == "run")
     parameters = with_exit_status(command).__signature__.parameters.values()
     assert in_flags(message, flags_of(parameters)) == expected
 

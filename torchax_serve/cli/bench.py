@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
 from torchax_serve.cli.shared.tables import console
@@ -221,3 +222,8 @@ def _gb(num_bytes: float) -> str:
     from model_adapters.loading.memory import gigabytes
 
     return gigabytes(num_bytes)
+
+
+COMMAND = Command(
+    "bench", bench, position=40, examples=(("bench --against hf", "its speed compared with that of transformers"),)
+)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.cli.shared.command import Command
 
 if TYPE_CHECKING:
     from model_adapters.disk_cache import SealedFolder
@@ -139,3 +140,6 @@ def _size(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes} B"
+
+
+COMMAND = Command("cache", cache, position=120)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.terminal import activity
 
 if TYPE_CHECKING:
@@ -98,3 +99,8 @@ def _bandwidth(note: Note) -> Iterable[Fact]:
 
     size = _HOST_BYTES if jax.default_backend() == "cpu" else _ACCELERATOR_BYTES
     return bandwidth(note, buffer_bytes=size)
+
+
+COMMAND = Command(
+    "doctor", doctor, position=100, examples=(("doctor", "what is installed and whether it works, to attach to a bug"),)
+)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import LoadOptions, check_choice, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.terminal import is_terminal
@@ -174,3 +175,6 @@ def _as_object(name: str, texts: list[str], vectors: Any) -> dict[str, Any]:
         "dim": int(vectors.shape[1]),
         "embeddings": [{"text": text, "embedding": vector} for text, vector in rows],
     }
+
+
+COMMAND = Command("embed", embed, position=20, examples=(("embed ./my-model Hello", "the embedding of a text"),))

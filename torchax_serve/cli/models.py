@@ -14,6 +14,7 @@ import typer
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading.hub_cache import hub_cache
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.downloads import CacheDir, ago, list_downloads, size_of
 from torchax_serve.cli.shared.tables import console
 from torchax_serve.distributed.mesh_shape import parse_mesh
@@ -215,3 +216,6 @@ def _print_architectures(console: Any, architectures: dict[str, list[str]]) -> N
         named = ", ".join(task for task, types in tasks.items() if model_type in types)
         table.add_row(model_type, named, ", ".join(architectures.get(model_type, ())))
     console.print(table)
+
+
+COMMAND = Command("models", models, position=70, examples=(("models", "what is on this machine, and what can be run"),))

@@ -11,6 +11,7 @@ import typer
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import loaded_model, run_as_follower
 from torchax_serve.cli.shared.load_options import DeviceOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
@@ -205,3 +206,16 @@ def _read_stdin() -> str:
         raise InvalidArgumentError(
             f"the prompt on stdin: expected UTF-8 text, got byte 0x{error.object[error.start]:02x} at {error.start}"
         ) from error
+
+
+COMMAND = Command(
+    "run",
+    run,
+    position=10,
+    examples=(
+        ("run", "chat with the small model that comes with the package"),
+        ('run "What is JAX?"', "ask it one question"),
+        ("run qwen3-0.6b", "chat with a model of the Hugging Face hub"),
+        ("run ./my-model -p Hello", "a folder of your own, one answer"),
+    ),
+)

@@ -22,10 +22,10 @@ CacheDir = Annotated[
         "--cache-dir",
         "--download-dir",
         show_default=False,
-        help="Folder of downloads, in place of the hub's default.",
+        help="Folder for downloads, in place of the hub's default.",
     ),
 ]
-"""The option of commands that look at downloads."""
+"""Option of commands that read, add or delete downloads."""
 
 
 @dataclasses.dataclass(frozen=True)
