@@ -1,4 +1,4 @@
-"""Which model types a change is about: those that it names."""
+"""Finds the model types that a change names."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from fnmatch import fnmatch
 from model_adapters import quirks
 
 READ = ("model_adapters/*", "torchax_serve/parity/*.py")
-"""The code that serves and checks types; in folders inside, too."""
+"""Patterns of the files that serve and check types, subfolders included."""
 
 
 def types_named_in(diff: str, types: Collection[str]) -> list[str]:
-    """Types that a change names, sorted.
+    """Lists the types that a change names, sorted.
 
     Args:
-        diff: as ``git diff`` prints it; its changed lines count, and the names of the files, of those that `READ`
-            names. A quirk that several architectures share names them all.
-        types: as transformers names them. ``a_b`` in a file's name is ``a-b`` as well.
+        diff: Output of ``git diff``; changed lines and names of files count, of the files that `READ`
+            matches. A quirk that several architectures share names them all.
+        types: Model types of transformers. ``a_b`` in a file's name is ``a-b`` as well.
     """
     found: set[str] = set()
     is_read = False
     for line in diff.splitlines():
         if line.startswith("diff --git "):
-            name = re.sub(r"^\w/", "", line.rpartition(" ")[2])  # behind git's prefix, where it is told to put one
+            name = re.sub(r"^\w/", "", line.rpartition(" ")[2])  # without git's prefix, if it writes one
             is_read = any(fnmatch(name, pattern) for pattern in READ)
         elif not is_read:
             continue

@@ -1,4 +1,4 @@
-"""The section of docs/models.md about published configurations, by the names of their checkpoints."""
+"""Formats the section of docs/models.md about published configurations, by the names of their checkpoints."""
 
 from __future__ import annotations
 

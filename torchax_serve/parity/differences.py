@@ -13,7 +13,7 @@ ERROR_RATIO = 3.0
 against eager float32. Real models with the same weights reach 1.5: sums in another order are rounded elsewhere."""
 
 ERROR_BESIDE_OVERFLOW = 0.1
-"""The same, relative, where eager PyTorch in 16 bits has overflowed and so is no measure."""
+"""Largest relative error of the JAX model if eager PyTorch in 16 bits has overflowed and so is no measure."""
 
 
 @dataclasses.dataclass(frozen=True)

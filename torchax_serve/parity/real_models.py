@@ -1,4 +1,4 @@
-"""The table of real models: written by the tests of ``tests/real``, shown in docs/models.md."""
+"""Table of real models: written by the tests of ``tests/real``, shown in docs/models.md."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ RESULTS = Path(__file__).parent / "results" / "real_models" / "results.json"
 LIBRARIES = ("transformers", "torch", "jax", "torchax")
 
 Findings = Mapping[str, Mapping[str, str]]
-"""By model, what was found by what was checked."""
+"""Findings by model and by check."""
 
 
 def write(findings: Findings, path: Path = RESULTS) -> None:
-    """Keeps `findings` with the versions of the libraries, beside those of other checks with the same versions."""
+    """Writes `findings` with the versions of the libraries, merged with earlier ones of the same versions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     versions = {name: version(name) for name in LIBRARIES}
-    kept = read(path)
-    merged = dict(kept["findings"]) if kept is not None and kept["versions"] == versions else {}
+    stored = read(path)
+    merged = dict(stored["findings"]) if stored is not None and stored["versions"] == versions else {}
     for model, checks in findings.items():
         merged[model] = merged.get(model, {}) | dict(checks)
     content = {"versions": versions, "findings": merged}
@@ -28,12 +28,12 @@ def write(findings: Findings, path: Path = RESULTS) -> None:
 
 
 def read(path: Path = RESULTS) -> dict[str, Any] | None:
-    """What `write` has kept; None if nothing has been."""
+    """Reads what `write` has stored; None if there is no file."""
     return json.loads(path.read_text()) if path.is_file() else None
 
 
 def table(findings: Findings) -> str:
-    """A Markdown table: a row for each check of each model."""
+    """Formats a Markdown table with a row for each check of each model."""
     rows = [
         f"| {model} | {check} | {result} |" for model, checks in findings.items() for check, result in checks.items()
     ]
@@ -41,12 +41,12 @@ def table(findings: Findings) -> str:
 
 
 def section(path: Path | None = None) -> str | None:
-    """The part of docs/models.md about real models; None if none has been checked."""
-    kept = read(path or RESULTS)
-    if kept is None:
+    """Formats the section of docs/models.md about real models; None if none has been checked."""
+    stored = read(path or RESULTS)
+    if stored is None:
         return None
-    said = ", ".join(f"{name} {number}" for name, number in kept["versions"].items())
-    return _INTRODUCTION.format(versions=said) + "\n" + table(kept["findings"]) + "\n"
+    said = ", ".join(f"{name} {number}" for name, number in stored["versions"].items())
+    return _INTRODUCTION.format(versions=said) + "\n" + table(stored["findings"]) + "\n"
 
 
 _INTRODUCTION = """\

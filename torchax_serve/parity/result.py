@@ -47,7 +47,7 @@ class ProbeResults:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One row of the table.
+    """Result of checking one model type: a row of docs/models.md.
 
     Attributes:
         status: "passed"; "failed"; "impossible", where there is nothing to compare with: transformers or torch cannot
