@@ -146,7 +146,7 @@ def test_models_says_why_a_type_does_not_pass():
     assert CAUSES[failed].split(":")[0] in call("models", failed).stdout
 
 
-def test_models_shows_how_a_type_lies_on_a_mesh():
+def test_models_shows_sharding_of_a_type():
     rows = json.loads(call("models", "llama", "--sharding", "--mesh", "model=4", "--json").stdout)
     down = next(row for row in rows if row["parameter"] == "model.layers.*.mlp.down_proj.weight")
     assert (down["shape"], down["spec"]) == ([4096, 11008], [None, "model"])
@@ -163,7 +163,7 @@ def test_models_shows_how_a_type_lies_on_a_mesh():
         (["llama", "--sharding", "--mesh", "pipe=4"], "expected axes out of data, model, expert, got 'pipe'"),
     ],
 )
-def test_models_refuses_what_makes_no_table(arguments, said):
+def test_models_refuses_invalid_sharding_options(arguments, said):
     done = call("models", *arguments)
     assert done.exit_code == 2
     assert said in done.stderr

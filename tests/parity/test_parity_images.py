@@ -30,14 +30,14 @@ def test_every_feature_has_a_placeholder():
     assert both["pixel_values"].shape[0] == 2 and int(both["attention_mask"].sum(1).min()) < both["input_ids"].shape[1]
 
 
-def test_a_model_that_does_not_look_at_images_is_no_measure(monkeypatch):
+def test_model_that_ignores_images_is_refused(monkeypatch):
     model = images.image_model("llava")
     monkeypatch.setattr(check_images, "MIN_LOGIT_CHANGE", 1e9)
     with pytest.raises(UnsupportedModelError, match="gives the same logits for another image"):
         check_images.expect(model, "llava")
 
 
-def test_what_passed_was_compared():
+def test_passed_types_were_compared():
     _, results = models_page.shipped("images")
     assert set(results) <= set(tasks.TASKS["images"].types())
     assert len(results) > 80

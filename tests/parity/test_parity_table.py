@@ -31,7 +31,7 @@ def test_document_is_generated_from_the_results():
 
 
 @pytest.mark.parametrize("version", SWEEPS)
-def test_what_passed_was_compared_and_was_clear(version):
+def test_passed_types_were_compared_with_clear_margins(version):
     for result in SWEEPS[version].values():
         if result.status == "passed":
             assert result.forward_difference <= 1e-4, result
@@ -44,7 +44,7 @@ def test_what_passed_was_compared_and_was_clear(version):
             assert result.error or differs, result
 
 
-def test_types_that_a_change_names():
+def test_types_named_in_a_diff():
     diff = """\
 diff --git a/model_adapters/quirks/key_count.py b/model_adapters/quirks/key_count.py
 --- a/model_adapters/quirks/key_count.py
@@ -65,7 +65,7 @@ diff --git a/torchax_serve/parity/results/one.json b/torchax_serve/parity/result
     assert changed_types.types_named_in(diff, types) == ["gpt_neo", "llama", "mpt", "xlm-roberta"]
 
 
-def test_what_ends_otherwise_on_another_version():
+def test_differences_between_transformers_versions():
     def passed(name, executor):
         return Result(name, "", status="passed", executor=executor)
 
@@ -81,7 +81,7 @@ def test_what_ends_otherwise_on_another_version():
     ]
 
 
-def test_causes_are_of_types_that_end_otherwise():
+def test_causes_belong_to_types_with_another_outcome():
     newest = models_page.shipped()[1]
     for version, causes in OLDER.items():
         for name in causes:

@@ -68,7 +68,7 @@ def small_host(monkeypatch):
     return set_to
 
 
-def test_bytes_are_those_of_the_shapes(module):
+def test_reported_bytes_match_shapes(module):
     report = make_plan(module, "toy", REQUEST)
     assert report.fits
     assert report.weights_bytes == report.weights_bytes_of_one_device == WEIGHTS_BYTES
@@ -107,7 +107,7 @@ EXECUTORS = {
 }
 
 
-def test_steps_are_planned_that_are_told_lengths_for_rotary_frequencies():
+def test_plan_with_length_dependent_rope():
     module = module_of(transformers.LlamaForCausalLM, with_rope(CONFIG, "dynamic"), torch.float32)
     report = make_plan(module, "toy", REQUEST)
     assert (report.executor, report.fits) == ("packed", True)
@@ -141,7 +141,7 @@ def test_plan_chooses_the_executor_of_the_engine():
         assert report.fallback_reason in served.engine.description
 
 
-def test_pages_of_another_dtype_are_refused_where_a_model_is_not_packed():
+def test_kv_cache_dtype_is_refused_unless_packed():
     module = module_of(transformers.BloomForCausalLM, EXECUTORS["bloom"][0], torch.float32)
     with pytest.raises(
         UnsupportedArgumentError, match="kv_cache_dtype: expected 'auto' for a model that is not packed"
@@ -149,13 +149,13 @@ def test_pages_of_another_dtype_are_refused_where_a_model_is_not_packed():
         make_plan(module, "toy", dataclasses.replace(REQUEST, kv_cache_dtype="bfloat16"))
 
 
-def test_a_model_that_cannot_be_traced_is_refused_with_every_reason():
+def test_untraceable_model_is_refused_with_every_reason():
     module = module_of(transformers.BltForCausalLM, tiny_config("blt"), torch.float32)  # patches as long as they happen
     with pytest.raises(UnsupportedModelError, match=r"can be traced, got .*; not packed: .*; not per-sequence: "):
         make_plan(module, "toy", REQUEST)
 
 
-def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(module, small_host):
+def test_model_that_does_not_fit_gets_remedies(module, small_host):
     small_host(WEIGHTS_BYTES + PAGES_BYTES // 2 + 200_000)
     fitting = make_plan(module, "toy", dataclasses.replace(REQUEST, prefill_lens=()))
     taken = fitting.temporary_bytes
@@ -173,7 +173,7 @@ def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(module, sm
     assert (report.fits, report.programs, report.num_pages) == (False, (), 0)
 
 
-def test_a_second_plan_is_answered_without_compiling(module, monkeypatch, tmp_path):
+def test_second_plan_is_read_from_cache(module, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = cached_plan(module, "toy", REQUEST)
     assert not first[1]
@@ -195,7 +195,7 @@ def test_saved_programs_run(module, tmp_path):
     assert len(pools) == 2
 
 
-def test_bounds_are_those_computed_by_hand(module):
+def test_roofline_bounds_match_hand_computation(module):
     chip = Chip("toy", "cpu", 10**12, 1e9, 1e12)
     model = abstract_model(module, mesh_of(jax.devices()[:1], {}))
     report = make_plan(module, "toy", REQUEST)
@@ -240,7 +240,7 @@ def test_collectives_are_counted_once_with_the_bytes_of_their_results():
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.25, (0.25, 0)), (-79.75, (0.25, 80)), (None, (None, 0)), (0.0, (None, 0))]
 )
-def test_what_the_compiler_cannot_look_into_is_not_in_its_estimate(seconds, said):
+def test_opaque_calls_are_not_in_the_estimate(seconds, said):
     assert estimate(seconds) == said
 
 
@@ -275,7 +275,7 @@ def test_unknown_topologies(name, said):
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v6e:2x4", r"\[plan\]"), ("h200:8", r"\[cuda\]")])
-def test_an_absent_compiler_is_named_with_its_extra(monkeypatch, name, extra):
+def test_missing_compiler_error_names_the_extra(monkeypatch, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TorchaxServeError, match=f"not installed; install torchax-serve{extra}"):
         topology.describe(name)
@@ -289,7 +289,7 @@ def test_an_absent_compiler_is_named_with_its_extra(monkeypatch, name, extra):
         ("--xla_gpu_autotune_level=4", "--xla_gpu_autotune_level=4"),
     ],
 )
-def test_nothing_is_tuned_without_a_device_unless_somebody_wants_it(given, expected, monkeypatch):
+def test_autotuning_is_off_without_a_device(given, expected, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", given)
     for _ in range(2):
         topology._tune_nothing()
@@ -305,7 +305,7 @@ def test_nothing_is_tuned_without_a_device_unless_somebody_wants_it(given, expec
         ("model=x", r"expected model=<a positive number>, got 'model=x'"),
     ],
 )
-def test_meshes_that_are_none(text, said):
+def test_invalid_meshes(text, said):
     with pytest.raises(InvalidArgumentError, match=said):
         parse_mesh(text, 8)
 
@@ -320,7 +320,7 @@ def test_meshes_that_are_none(text, said):
         ({"prefill_lens": (0,)}, InvalidArgumentError, "prefill"),
     ],
 )
-def test_requests_that_are_none(changes, kind, said):
+def test_invalid_plan_requests(changes, kind, said):
     with pytest.raises(kind, match=said):
         dataclasses.replace(REQUEST, **changes)
 
@@ -340,7 +340,7 @@ def test_requests_that_are_none(changes, kind, said):
         (["no/such/folder/at/all", "--topology", "cpu:1"], "no/such/folder/at/all"),
     ],
 )
-def test_the_command_says_what_is_wrong_in_a_line(arguments, said, monkeypatch):
+def test_plan_command_errors_are_one_line(arguments, said, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     done = CliRunner().invoke(app, ["plan", *arguments, "--offline"])
@@ -353,7 +353,7 @@ def test_the_command_says_what_is_wrong_in_a_line(arguments, said, monkeypatch):
         assert "DOES NOT FIT" in done.stdout
 
 
-def test_a_plan_says_what_it_is_doing(module, tmp_path, monkeypatch):
+def test_plan_reports_progress(module, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     request = dataclasses.replace(REQUEST, topology="cpu:1", prefill_lens=(16,))
     told = []
@@ -367,7 +367,7 @@ def test_a_plan_says_what_it_is_doing(module, tmp_path, monkeypatch):
     assert len(told) == 3  # there is nothing to wait for
 
 
-def test_the_search_names_the_smallest_that_fits(module, monkeypatch):
+def test_search_finds_the_smallest_topology(module, monkeypatch):
     asked = []
 
     def fake(module, name, request, note):

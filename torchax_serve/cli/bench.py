@@ -25,7 +25,7 @@ _DEFAULT_BATCHES = (1, 8)
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """What is measured, beside which peer."""
+    """Options of the measurement and its peer."""
 
     against: Annotated[
         str | None,
@@ -47,10 +47,10 @@ class MeasureOptions:
         self.settings()
 
     def settings(self) -> BenchSettings:
-        """What they stand for.
+        """Returns the settings of the benchmark.
 
         Raises:
-            InvalidArgumentError: a number that cannot be, or a peer that nobody knows.
+            InvalidArgumentError: A number is out of range, or the peer is unknown.
         """
         from torchax_serve.bench import BenchSettings
 
@@ -120,7 +120,7 @@ def bench(
 
 
 def print_report(report: Any) -> None:
-    """Writes `report` (a `BenchReport`) to stdout as tables."""
+    """Prints `report` (a `BenchReport`) as tables."""
     output = console()
     output.print("\n".join(_heading(report)), markup=False)
     output.print(_rates(report))

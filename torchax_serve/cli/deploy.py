@@ -63,7 +63,7 @@ def deploy(
     """Serve a model by several replicas on a Ray cluster: autoscaling, health checks, updates without a gap."""
     least, most = _range(replicas)
     check_choice("--dtype", dtype, DTYPES)
-    if address is None:  # a folder of another machine cannot be looked for here
+    if address is None:  # a folder of another machine cannot be checked here
         check_model(model)
     from torchax_serve.distributed.ray.options import DeployOptions
 

@@ -60,11 +60,11 @@ def _sections(note: Note, *, online: bool, quick: bool) -> Iterator[Section]:
         parts += [("Numbers of the kernels", lambda: _numerics(note)), ("Speed", lambda: _bandwidth(note))]
     for title, look in parts:
         note(f"looking at: {title.lower()}")
-        yield _looked_at(title, look)
+        yield _section(title, look)
 
 
-def _looked_at(title: str, look: Callable[[], Iterable[Fact]]) -> Section:
-    """A section; what cannot even be looked at is a problem, and the report goes on."""
+def _section(title: str, look: Callable[[], Iterable[Fact]]) -> Section:
+    """Collects a section; a failing `look` is a problem of its own, and the report continues."""
     from torchax_serve.diagnostics.report import Fact, Section
 
     facts = []

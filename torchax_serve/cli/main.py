@@ -75,12 +75,12 @@ def main() -> None:
     startup.open_closed_streams()
     try:
         with contextlib.ExitStack() as at_the_end:
-            # From the last line of output to the end of the process nothing is left to say.
+            # After the last line of output an interrupt needs no message.
             at_the_end.callback(startup.leave_at_once_on_interrupt)
             app(prog_name="torchax-serve")
     except SystemExit as end:
         if end.code == EXIT_INTERRUPTED:
-            # Taking torch and jax down in order can last seconds, and who presses Ctrl-C does not want to wait.
+            # An orderly shutdown of torch and jax can take seconds: too long after Ctrl-C.
             sys.stdout.flush()
             os._exit(EXIT_INTERRUPTED)
         raise

@@ -1,4 +1,4 @@
-"""``torchax-serve models``: what can be run."""
+"""``torchax-serve models``: lists the models that can be run."""
 
 from __future__ import annotations
 

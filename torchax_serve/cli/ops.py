@@ -1,4 +1,4 @@
-"""``torchax-serve ops``: what model code is lowered to, and which implementation of it runs where."""
+"""``torchax-serve ops``: lists the operators that model code is lowered to, and their implementations."""
 
 from __future__ import annotations
 

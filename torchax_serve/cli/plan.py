@@ -1,4 +1,4 @@
-"""``torchax-serve plan``: does a model fit on hardware that need not be here, and what bounds its speed."""
+"""``torchax-serve plan``: whether a model fits on hardware that need not be present, and what bounds its speed."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _refuse_quantization(quantization: str | None) -> None:
 def _check_together(
     topology: str | None, mesh: str | None, save: Path | None, search: str | None, *, sharding: bool
 ) -> None:
-    """Checks what is planned for; raises `InvalidArgumentError` for options that do not go together."""
+    """Raises `InvalidArgumentError` for options that do not go together."""
     from torchax_serve.distributed.mesh_shape import parse_mesh
     from torchax_serve.planning.chips import num_devices
 
@@ -131,14 +131,14 @@ def _check_together(
 
 
 def _wanted(text: str) -> tuple[int, int]:
-    """``64x8192`` as slots and length; raises `InvalidArgumentError` for anything else."""
+    """Parses ``64x8192`` as slots and length; raises `InvalidArgumentError` for anything else."""
     found = re.fullmatch(r"(\d+)x(\d+)", text.strip())
     if not found or not int(found[1]) or int(found[2]) < 2:
         raise InvalidArgumentError(f"--for: expected SLOTSxLEN such as 64x8192, got {text!r}")
     return int(found[1]), int(found[2])
 
 
-# What is planned is printed behind the line that shows what is going on: each returns the function that prints it.
+# Each returns a function that prints the result: it is called after the progress line is gone.
 
 
 def _plan(

@@ -80,7 +80,7 @@ def pull(
 
 
 def _download(model: str, **options: Any) -> ModelSource:
-    """The one call of the loader: brings what it would read of `model` into the hub's cache."""
+    """Downloads the files that the loader reads of `model` into the hub's cache."""
     from model_adapters.loading.model_source import resolve
     from model_adapters.loading.progress import RichProgress, SilentProgress
 

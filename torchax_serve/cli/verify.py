@@ -1,4 +1,4 @@
-"""``torchax-serve verify``: the numbers of a model on JAX beside those of eager PyTorch."""
+"""``torchax-serve verify``: compares the numbers of a model on JAX with those of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIFFERENT = 1
 
 @dataclass(frozen=True)
 class VerifyLoadOptions(LoadOptions):
-    """As everywhere, but for the dtype."""
+    """Loading options; the default dtype is float32."""
 
     dtype: Annotated[
         str,
@@ -122,13 +122,13 @@ def _print_tables(result: Any) -> None:
 
 
 def _measure(result: Any) -> str:
-    """How differences are measured and judged."""
+    """Describes how differences are measured and judged."""
     if result.tolerance is not None:
         return f"tolerance {result.tolerance:g} on |jax - eager| / (|eager| + rms)"
     from torchax_serve.parity.differences import ERROR_RATIO
 
     return (
-        "compared with eager float32: the error of JAX, relative by position, beside that of eager PyTorch in "
+        "compared with eager float32: the error of JAX, relative by position, compared with that of eager PyTorch in "
         f"{result.dtype}, of which {ERROR_RATIO:g} times as much passes"
     )
 

@@ -338,9 +338,9 @@ def _pairs(a: _LayerTrace, b: _LayerTrace) -> tuple[tuple[Named, Named], ...]:
 def _judged_by_eager(ours: _LayerTrace, theirs: _LayerTrace, exact: _LayerTrace) -> list[tuple[Difference, ...]]:
     """Returns differences to float32, judged by those of eager PyTorch: full prompt, cached step, steps.
 
-    One token may be rounded luckily, or unluckily. So a cached step's error stands beside that of the whole prompt if
-    that is larger, and the error of all steps together, as of all positions of the prompt, stands beside eager
-    PyTorch's; where it is beyond, each step's own tells which one.
+    Rounding of one token may be lucky or unlucky. So the error allowed for a cached step is at least that of the full
+    prompt, and the error of all steps together, like that of all positions of the prompt, is compared with eager
+    PyTorch's; if it is beyond, the errors of single steps show which one.
     """
     errors = [
         {name: position_error(*pair) for name, pair in by_name(*each).items()}
