@@ -204,7 +204,7 @@ def test_a_host_that_goes_while_others_are_awaited_is_named(monkeypatch):
             raise ConnectionResetError(104, "Connection reset by peer")
         say(wire, **said)
 
-    monkeypatch.setattr(Connection, "say", unheard)
+    monkeypatch.setattr(Connection, "send_status", unheard)
     leader, follower = met(hosts_of(port, 0), hosts_of(port, 1))
     assert str(leader).startswith("host 1 is gone (")
     assert str(leader).endswith("; start all hosts again")
@@ -296,7 +296,7 @@ def test_a_greeting_has_a_deadline_however_slowly_bytes_come():
 def wires():
     """A follower's and a leader's end behind a handshake, with their sockets."""
     one, other, follower, leader = greeted(SECRET.encode(), SECRET.encode())
-    made = Connection(follower, takes_orders=True, session=one), Connection(leader, session=other)
+    made = Connection(follower, accepts_commands=True, session=one), Connection(leader, session=other)
     yield *made, follower, leader
     for wire in made:
         wire.close()
@@ -305,15 +305,15 @@ def wires():
 def test_frames_pass_in_order_both_ways(wires):
     follower, leader, *_ = wires
     for number in range(3):
-        leader.order([number, "x"])
-        follower.say(number=number)
+        leader.send_command([number, "x"])
+        follower.send_status(number=number)
     assert [leader.receive(5)[1]["number"] for _ in range(3)] == [0, 1, 2]
     assert [follower.receive(5)[0] for _ in range(3)] == [ORDER] * 3
 
 
 def test_a_frame_that_is_put_in_or_changed_or_repeated_is_refused(wires):
     follower, leader, follower_socket, leader_socket = wires
-    leader.order("the real one")
+    leader.send_command("the real one")
     whole = follower_socket.recv(1 << 16)
     for content in (
         HEAD.pack(ORDER, 4) + b"fake" + bytes(32),

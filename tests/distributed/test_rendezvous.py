@@ -133,7 +133,7 @@ def watched(monkeypatch):
 
 def test_a_closed_connection_is_a_loss(watched):
     watch, other, reports = watched
-    other.say(loaded={"x": "1"})
+    other.send_status(loaded={"x": "1"})
     assert watch.incoming.get(timeout=20) == {"loaded": {"x": "1"}}
     other.close()
     assert reports() == ["host 1 is gone (the connection was closed); start again"]
@@ -150,14 +150,14 @@ def test_silence_is_a_loss_and_a_beat_is_none(watched):
 
 def test_follower_error_reaches_the_leader(watched):
     _, other, reports = watched
-    other.say(failed="no memory")
+    other.send_status(failed="no memory")
     assert reports() == ["host 1 has failed: no memory; start again"]
 
 
 def test_the_end_is_no_loss(watched):
     watch, other, reports = watched
-    watch.over()
-    watch.lost("is gone")
+    watch.stop()
+    watch.host_lost("is gone")
     other.close()
     assert not reports(wait_s=0.1)
 

@@ -37,7 +37,7 @@ def test_wrong_token_fails_the_check(monkeypatch):
     monkeypatch.setattr(
         check_causal,
         "model_with_margins",
-        lambda name: (model, dataclasses.replace(expected, alone=wrong, padded=None)),
+        lambda name: (model, dataclasses.replace(expected, unbatched=wrong, padded=None)),
     )
     result = check_causal.check("llama")
     assert (result.status, result.unbatched_equal, result.engine_equal) == ("failed", True, False)

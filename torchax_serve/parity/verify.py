@@ -173,7 +173,7 @@ def _run_sides(
     """Runs the JAX side, then the eager sides; weights that are read from files are held by one side at a time."""
     module, eager_class = loaded.module, type(loaded.module)
     is_object = loaded.source.kind == "object"
-    twin = None if is_object or from_files else EagerReference(loaded)
+    reference = None if is_object or from_files else EagerReference(loaded)
     try:
         # No program from an earlier process: the comparison is of what the code computes now.
         runtime = ModelRuntime(module, loaded.weights)
@@ -190,8 +190,8 @@ def _run_sides(
     eager: Any = module
     if is_object:
         origin = "those of the model object"
-    elif twin is not None:
-        eager, origin = twin.module, "random, the memory of the JAX arrays"
+    elif reference is not None:
+        eager, origin = reference.module, "random, the memory of the JAX arrays"
     else:
         loaded.weights.clear()
         eager, origin = _load_again(loaded), "read anew by from_pretrained"
@@ -244,14 +244,14 @@ def _trace(
     model: Any, ids: torch.Tensor, new_tokens: int, cache_name: str | None, *, forced: Sequence[int] = ()
 ) -> _LayerTrace:
     """Runs one side: `model` is a transformers model, eager or on JAX; `forced` are tokens that it has to choose."""
-    whole = _tensors_of_output(model(input_ids=ids, output_hidden_states=True, return_dict=True))
+    prompt = _tensors_of_output(model(input_ids=ids, output_hidden_states=True, return_dict=True))
     step: dict[str, torch.Tensor] = {}
     if cache_name is not None and ids.shape[1] > 1:
         first = model(input_ids=ids[:, :-1], use_cache=True, return_dict=True)
         kwargs = {cache_name: first[cache_name], "use_cache": True, "output_hidden_states": True, "return_dict": True}
         step = _tensors_of_output(model(input_ids=ids[:, -1:], **kwargs))
     if not new_tokens or not model.can_generate():
-        return _LayerTrace(whole, step, (), ())
+        return _LayerTrace(prompt, step, (), ())
     output = type(model).generate(  # not a repository's own, which may return anything
         model,
         ids,
@@ -264,7 +264,7 @@ def _trace(
         output_logits=True,
         logits_processor=[_Forced(ids.shape[1], forced)] if forced else None,
     )
-    return _LayerTrace(whole, step, tuple(output.logits), tuple(output.sequences[0, ids.shape[1] :].tolist()))
+    return _LayerTrace(prompt, step, tuple(output.logits), tuple(output.sequences[0, ids.shape[1] :].tolist()))
 
 
 class _Forced(LogitsProcessor):
@@ -346,11 +346,11 @@ def _judged_by_eager(ours: _LayerTrace, theirs: _LayerTrace, exact: _LayerTrace)
         {name: position_error(*pair) for name, pair in by_name(*each).items()}
         for each in _pairs(dataclasses.replace(theirs, step_logits=theirs.step_logits[: len(ours.step_logits)]), exact)
     ]
-    whole, cached, steps = errors
+    prompt, cached, steps = errors
     of_all_steps = _rms(steps.values())
     allowed = [
-        whole,
-        {name: max(error, whole.get(name, 0.0)) for name, error in cached.items()},
+        prompt,
+        {name: max(error, prompt.get(name, 0.0)) for name, error in cached.items()},
         {name: max(error, of_all_steps) for name, error in steps.items()},
     ]
     found = [

@@ -152,8 +152,8 @@ def _report(step: Step, compiled: Any, trace_s: float, compile_s: float) -> Prog
 def estimate(seconds: float | None) -> tuple[float | None, int]:
     """Splits the compiler's sum of seconds into the time of known operations and the number of unknown calls.
 
-    XLA's `HloCostAnalysis` adds up what each operation takes at the least, and -1 for each it knows nothing of. So the
-    time of what it knows can be told as long as it is less than a second.
+    XLA's `HloCostAnalysis` adds up the least time of each operation, and -1 for each unknown one. So the
+    time of the known operations can be recovered if it is less than a second.
 
     Args:
         seconds: Sum of the compiler; None if it has none.

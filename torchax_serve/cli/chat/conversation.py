@@ -13,7 +13,7 @@ from torchax_serve.text.chat import chat, chat_prompt_ids
 from torchax_serve.text.prompt import position_limit
 from torchax_serve.text.text_stream import TextStream, stream
 
-# Of the model's positions, the part that the history leaves to the answer where nobody asked for more.
+# Fraction of the model's positions that the history leaves for the answer by default.
 _ROOM_FOR_ANSWER = 0.25
 
 

@@ -36,7 +36,7 @@ def prompt_interrupts(*, leave_at: int) -> Iterator[None]:
             of it.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals reach the main thread alone
+        yield  # signals reach only the main thread
         return
     watch = _Watch(leave_at)
     failure: Exception | None = None

@@ -133,7 +133,7 @@ def find_revision(download: Download, wanted: str) -> Revision:
 
 
 def delete_download(download: Download, revision: Revision | None, cache_dir: Path | None = None) -> None:
-    """Deletes all of `download`, or what one of its revisions alone uses.
+    """Deletes all of `download`, or the files that only one of its revisions uses.
 
     Raises:
         CheckpointError: files that cannot be deleted.

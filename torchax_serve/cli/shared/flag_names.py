@@ -106,7 +106,7 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     advised = r"(?<=\b(?:pass|give) )(?P<name>[a-z_]+)(?P<value>)(?=[,;.]|$| one of| with)"
     message = re.sub(advised, flag_of, message)
     message = re.sub(r"^[a-z_]+(, [a-z_]+)*(?=: | is )", flag_at_the_start, message)
-    # An argument is told from a word of the sentence by its value, or by the underscore in its name.
+    # An argument is distinguished from a word of the sentence by its value, or by the underscore in its name.
     with_value = r"(?<![\w.-])(?P<name>[a-z]\w*)=(?P<value>'[^']*'|[\w.+-]*)"
     by_underscore = r"(?<![\w.-])(?P<name>[a-z]+(?:_[a-z]+)+)(?P<value>)(?![\w=(])"
     return re.sub(by_underscore, flag_of, re.sub(with_value, flag_of, message))

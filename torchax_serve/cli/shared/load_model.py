@@ -58,7 +58,7 @@ def loaded_model(
         if starts_chat:
             from torchax_serve.text.template_renderer import shared_renderer
 
-            shared_renderer().start()  # beside the loading
+            shared_renderer().start()  # while the model loads
         if isinstance(options, DeviceOptions) and options.hosts() is not None:
             _keep_stdout_for_answers()
         options.show_details()

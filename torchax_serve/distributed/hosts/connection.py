@@ -31,18 +31,18 @@ NOT_OURS = "what came is not of this program"
 
 
 class Connection:
-    """One end of a connection. Any thread may send; one receives, and accepts commands only with `takes_orders`.
+    """One end of a connection. Any thread may send; one receives, and accepts commands only with `accepts_commands`.
 
     Args:
         sock: Connected socket.
-        takes_orders: Whether the other side is the leader, whose commands are accepted.
+        accepts_commands: Whether the other side is the leader, whose commands are accepted.
         session: Session of the handshake; None for frames without MACs.
     """
 
-    def __init__(self, sock: socket.socket, *, takes_orders: bool = False, session: Session | None = None) -> None:
+    def __init__(self, sock: socket.socket, *, accepts_commands: bool = False, session: Session | None = None) -> None:
         sock.settimeout(SEND_TIMEOUT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._kinds = sock, (BEAT, SAID, ORDER) if takes_orders else (BEAT, SAID)
+        self._socket, self._kinds = sock, (BEAT, SAID, ORDER) if accepts_commands else (BEAT, SAID)
         self._session = session
         self._sending = threading.Lock()
 

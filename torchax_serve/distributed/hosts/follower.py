@@ -65,8 +65,8 @@ class Follower:
 
     def _compile(self, order: Compile) -> None:
         weights = self._runtime.weights if order.has_weights else {}
-        kept = self._runtime.steps.executables.functions[order.function]
-        kept.restore_facts(order.facts)
+        function = self._runtime.steps.executables.functions[order.function]
+        function.restore_facts(order.facts)
 
         def here(leaf: ArrayRef | ArraySpec) -> Any:
             return self._held[leaf.number] if isinstance(leaf, ArrayRef) else leaf.abstract(self._mesh)
@@ -74,7 +74,7 @@ class Follower:
         args = jax.tree.map(here, order.args, is_leaf=lambda leaf: isinstance(leaf, ArrayRef | ArraySpec))
         try:
             with jax.default_matmul_precision(order.precision) if order.precision else contextlib.nullcontext():
-                program = compile_for_hosts(kept, self._mesh, weights, args, order.spec)
+                program = compile_for_hosts(function, self._mesh, weights, args, order.spec)
         except Exception as error:  # reported by the leader, if it fails there too; no reason to end
             self._leader.wire.send_status(
                 compiled=order.program, error=" ".join(f"{type(error).__name__}: {error}".split())

@@ -165,12 +165,12 @@ class Leader:
 
     def _result(self, array: jax.Array, number: int) -> jax.Array:
         """Returns a result for the caller, who may pass it to a program again."""
-        kept: weakref.ref[jax.Array] | jax.Array
+        held: weakref.ref[jax.Array] | jax.Array
         if array.sharding.is_fully_replicated:
-            kept, mine = array, jax.device_put(array.addressable_data(0), jax.local_devices()[0])
+            held, mine = array, jax.device_put(array.addressable_data(0), jax.local_devices()[0])
         else:
-            mine, kept = array, weakref.ref(array)
-        self._known[id(mine)] = _RemoteArray(number, kept)
+            mine, held = array, weakref.ref(array)
+        self._known[id(mine)] = _RemoteArray(number, held)
         weakref.finalize(mine, self._drop, id(mine), number).atexit = False
         return mine
 

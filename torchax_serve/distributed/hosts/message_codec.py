@@ -1,6 +1,6 @@
 """Encodes messages between hosts as JSON and raw arrays; decoding returns data, whatever was sent.
 
-Pickle would run what a peer names. Here a peer can name dataclasses and enumerations of this project alone, which are
+Pickle would run what a peer names. Here a peer can name dataclasses and enumerations only of this project, which are
 made from their fields, and caches and outputs that this process itself has registered as pytrees, which are made from
 their attributes.
 """

@@ -213,7 +213,7 @@ def _connected(hosts: Hosts, deadline: float) -> Connection:
             left = max(0.1, min(GREETING_S, deadline - time.monotonic()))
             sock = socket.create_connection(hosts.address, timeout=left)
             session = greet_leader(sock, hosts.secret_bytes, time.monotonic() + left)
-            return Connection(sock, takes_orders=True, session=session)
+            return Connection(sock, accepts_commands=True, session=session)
         except SecretError as error:
             sock.close()  # type: ignore[union-attr]
             raise HostsError(

@@ -178,7 +178,7 @@ def _tiny_kwargs(
         small["num_key_value_heads"] = NUM_HEADS
         small["head_dim"] = ROTATED_DIM if is_declared("head_dim") else UNSET
     small |= rule(values) if rule is not None else {}
-    small |= _kept_layers(values, overrides, patterns)
+    small |= _select_layers(values, overrides, patterns)
     return {name: value for name, value in (small | overrides).items() if value is not UNSET}
 
 
@@ -208,7 +208,7 @@ def _small_entry(name: str, value: Any, patterns: _Compiled) -> Any:
     return _small_number(name, value, iter(()), patterns) if _is_number(value) else value
 
 
-def _kept_layers(values: Mapping[str, Any], overrides: Mapping[str, Any], patterns: _Compiled) -> dict[str, Any]:
+def _select_layers(values: Mapping[str, Any], overrides: Mapping[str, Any], patterns: _Compiled) -> dict[str, Any]:
     """Cuts the number of layers and every per-layer list to the first layers that differ in those lists."""
     counts = [name for name in LAYER_COUNTS if isinstance(values.get(name), int)]
     if not counts:
@@ -224,12 +224,13 @@ def _kept_layers(values: Mapping[str, Any], overrides: Mapping[str, Any], patter
     seen: dict[str, int] = {}
     for layer in range(num_layers):
         seen.setdefault(repr([value[layer] for value in lists.values()]), layer)
-    kept = sorted(seen.values())[:MAX_LAYERS]
-    if len(kept) < NUM_LAYERS:
-        kept = list(range(NUM_LAYERS))
-    wanted = overrides.get(counts[0], len(kept))
-    kept = (kept * wanted)[:wanted]
+    layers = sorted(seen.values())[:MAX_LAYERS]
+    if len(layers) < NUM_LAYERS:
+        layers = list(range(NUM_LAYERS))
+    wanted = overrides.get(counts[0], len(layers))
+    layers = (layers * wanted)[:wanted]
     cut = {
-        name: type(value)(_small_entry(name, value[layer], patterns) for layer in kept) for name, value in lists.items()
+        name: type(value)(_small_entry(name, value[layer], patterns) for layer in layers)
+        for name, value in lists.items()
     }
     return cut | dict.fromkeys(counts, wanted)

@@ -51,8 +51,10 @@ def with_rope(config: PreTrainedConfig, kind: str, *, legacy: bool = False) -> P
     partial = (before[nested[0]] if nested else before).get("partial_rotary_factor", 1.0)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = rope_parameters(kind, int(head_dim * partial))
-    kept = {name: value for name, value in before.items() if name.startswith(("mrope", "partial", "llama_4", "alpha"))}
-    rope = {**kept, **rope, "partial_rotary_factor": rope.get("partial_rotary_factor", partial)}
+    others = {
+        name: value for name, value in before.items() if name.startswith(("mrope", "partial", "llama_4", "alpha"))
+    }
+    rope = {**others, **rope, "partial_rotary_factor": rope.get("partial_rotary_factor", partial)}
     mscales = {"short_mscale": 1.0, "long_mscale": 1.5} if config.model_type == "phimoe" else {}
     changes: dict[str, Any] = {"max_position_embeddings": max_positions(kind)}
     if hasattr(config, "original_max_position_embeddings"):
