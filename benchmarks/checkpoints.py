@@ -47,7 +47,10 @@ def main():
         known[name] = sweep.named(result, name)
         sweep.save(path, known, VERSIONS)
         seconds = time.monotonic() - began
-        print(f"{seconds:5.0f} s  {name:44} {result.status:10} {result.road or '':8} {result.error or ''}", flush=True)
+        print(
+            f"{seconds:5.0f} s  {name:44} {result.status:10} {result.executor or '':12} {result.error or ''}",
+            flush=True,
+        )
     (ROOT / "docs" / "models.md").write_text(models_page.document())
 
 

@@ -89,7 +89,7 @@ def changes_since(since):
 def say(result, began):
     seconds = time.monotonic() - began
     print(
-        f"{seconds:5.0f} s  {result.model_type:28} {result.status:10} {result.road or '':8} {result.error or ''}",
+        f"{seconds:5.0f} s  {result.model_type:28} {result.status:10} {result.road or '':12} {result.error or ''}",
         flush=True,
     )
 
@@ -106,7 +106,7 @@ def check_third(types, task, num_workers):
     for result in sweep.sweep(types, task=task, num_workers=num_workers):
         say(result, began)
         expected = known.get(result.model_type)
-        if expected is None or (result.status, result.road) != (expected.status, expected.road):
+        if expected is None or (result.status, result.executor) != (expected.status, expected.executor):
             wrong.append(result.model_type)
     print(f"{len(types)} types, {time.monotonic() - began:.0f} s; other than the table: {', '.join(wrong) or 'none'}")
     return bool(wrong)

@@ -34,7 +34,7 @@ def run_in(model_type, dtype, prefill_lens):
     import transformers
 
     from model_adapters.loading.model_class import module_of
-    from torchax_serve.parity.result import said
+    from torchax_serve.parity.result import error_line
     from torchax_serve.parity.tiny.config import tiny_config
     from torchax_serve.parity.tiny.models import causal_class
     from torchax_serve.planning.plan import PlanRequest, make_plan
@@ -50,11 +50,11 @@ def run_in(model_type, dtype, prefill_lens):
             module, model_type, PlanRequest(topology=TOPOLOGY, prefill_lens=prefill_lens, **SIZES)
         ).to_json()
     except Exception as error:
-        return {"planned": False, "why": said(error)}
+        return {"planned": False, "error": error_line(error)}
     decode = report["programs"][0]
     return {
         "planned": True,
-        "road": report["road"],
+        "executor": report["executor"],
         "dtype": dtype,
         "weights_bytes": report["weights_bytes"],
         "pages_bytes": report["pages_bytes_wanted"],
@@ -86,7 +86,7 @@ def main():
             "transformers": transformers.__version__,
             "planned": len(planned),
             "tried": len(kept),
-            "roads": dict(collections.Counter(each["road"] for each in planned)),
+            "executors": dict(collections.Counter(each["executor"] for each in planned)),
             "types": dict(sorted(kept.items())),
         }
         RESULTS.write_text(json.dumps(content, indent=1) + "\n")

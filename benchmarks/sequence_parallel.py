@@ -50,9 +50,9 @@ def compiled(topology, length, num_layers, way):
     model = abstract_model(module, mesh)
     runtime = ModelRuntime(module, model.weights, sharding=model.sharding)
     with compiling_for(chip):
-        road = choose_executor(runtime, model.sharding, 64, length, 1)
-    plan, num_slots = CacheSizes(model, chip, road, 64, length, 1).plan()
-    _, step = road.steps(plan, num_slots, [length])
+        executor = choose_executor(runtime, model.sharding, 64, length, 1)
+    plan, num_slots = CacheSizes(model, chip, executor, 64, length, 1).plan()
+    _, step = executor.steps(plan, num_slots, [length])
     least = model.sharding.min_tokens_to_shard
     vars(model.sharding)["min_tokens_to_shard"] = None if way == "tensor" else 1  # whatever the length
     report, _ = compile_step(step, model, chip)

@@ -70,7 +70,7 @@ def test_models_that_are_not_packed_are_planned(model_type):
     config = configs[model_type]
     model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     report = make_plan(module_of(model_class, config, torch.bfloat16), model_type, REQUEST)
-    assert (report.fits, report.road) == (True, "generate" if model_type == "openai-gpt" else "gathered")
+    assert (report.fits, report.executor) == (True, "static" if model_type == "openai-gpt" else "per-sequence")
     assert report.programs[0].alias_bytes == report.pages_bytes + report.states_bytes
 
 

@@ -64,7 +64,7 @@ def weights_by_hand(itemsize):
     return itemsize * (LAYERS * layer + HIDDEN + VOCAB * HIDDEN)  # the table is tied, so read as the output layer
 
 
-def test_both_sides_give_the_same_tokens_and_sane_numbers(report):
+def test_both_sides_give_the_same_tokens_and_plausible_numbers(report):
     assert [case.batch for case in report.cases] == [1, 3]
     for case in report.cases:
         assert case.same_tokens == 1.0
@@ -105,7 +105,7 @@ def test_numbers_follow_from_the_timings():
     assert Case(4, side, None, None).ratio("decode_tokens_per_s") is None
 
 
-def test_same_part_ends_at_the_first_difference():
+def test_same_tokens_end_at_the_first_difference():
     ours = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
     theirs = torch.tensor([[1, 2, 3, 4], [1, 9, 3, 4]])
     assert same_part(ours, theirs) == 5 / 8
@@ -150,7 +150,7 @@ def test_a_sliding_layer_is_read_up_to_its_window():
     assert step_bytes(1000.0, (full,), batch=2, prompt_len=9, new_tokens=3) == 1000 + 2 * 64 * 10.5
 
 
-def test_experts_count_as_often_as_tokens_choose_them(tmp_path):
+def test_expert_bytes_follow_expected_use(tmp_path):
     shape = json.loads(SHAPE.read_text()) | {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -183,7 +183,7 @@ def test_bandwidth():
     assert one.better(two) == Bandwidth(5.0, "b", {"a": 3.0, "b": 5.0}, 8)
 
 
-def test_the_twin_shares_memory_and_notices_writes():
+def test_eager_reference_shares_memory_and_detects_writes():
     loaded = load_model(SHAPE, random_weights=True, dtype="bfloat16")
     twin = EagerReference(loaded)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -202,7 +202,7 @@ def test_the_twin_shares_memory_and_notices_writes():
         twin.check_untouched()
 
 
-def test_memory_of_a_call_is_seen():
+def test_memory_growth_of_a_call_is_measured():
     size = 2**26
     with JaxMemory().growth() as growth:
         block = np.ones(size, np.uint8)

@@ -36,7 +36,7 @@ def run(*arguments):
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_list_says_what_there_is(files):
+def test_cache_list(files):
     status, out, _ = run()
     assert status == 0
     lines = out.splitlines()
@@ -49,7 +49,7 @@ def test_list_says_what_there_is(files):
     assert found["kinds"]["plans"]["num_files"] == 1
 
 
-def test_verify_finds_what_is_damaged_and_prune_removes_it(files):
+def test_cache_verify_finds_damage_and_prune_removes_it(files):
     assert run("verify")[:2] == (0, run("verify")[1])
     assert run("verify")[1].endswith("all files are intact\n")
     (files["programs"].path / "decode-1").write_bytes(b"x" * 3060)
@@ -79,7 +79,7 @@ def test_clear_removes_files_of_a_kind_or_all_and_leaves_folders_in_use(files):
     assert files["programs"].read("forward-1") == b"again"
 
 
-def test_a_folder_that_is_not_used_is_named_with_the_remedy(files):
+def test_untrusted_folder_is_reported_with_remedy(files):
     files["programs"].path.chmod(0o777)
     path = files["programs"].path
     assert f"  not used: {path} can be written by others than you (mode 0777)" in run()[1]
@@ -97,7 +97,7 @@ def test_wrong_arguments(files, arguments, said):
     assert run(*arguments) == (2, "", f"error: {said}\n")
 
 
-def test_the_limit_is_a_variable(files, monkeypatch):
+def test_cache_limit_variable(files, monkeypatch):
     monkeypatch.setenv("TORCHAX_SERVE_CACHE_SIZE", "2GB")
     assert run()[1].endswith("of at most 2.0 GB\n")
     monkeypatch.setenv("TORCHAX_SERVE_CACHE_SIZE", "two")

@@ -79,7 +79,7 @@ def test_the_report_as_text_has_neither_token_nor_home(monkeypatch):
         ("annual report", "annual report"),
     ],
 )
-def test_names_are_left_out(text, expected):
+def test_personal_data_is_removed(text, expected):
     assert without_personal_data(text, "/home/ann", "ann") == expected
 
 
@@ -113,7 +113,7 @@ def test_a_kernel_that_fails_is_a_problem(monkeypatch):
     assert fact.value == "float32 fails with RuntimeError: Mosaic failed to compile"
 
 
-def test_what_cannot_be_looked_at_is_a_problem_and_the_report_goes_on(monkeypatch):
+def test_failing_section_is_a_problem_and_the_report_continues(monkeypatch):
     def fails():
         yield Fact("platform", "cpu")
         raise ImportError("libcudart.so.13: cannot open\nshared object file")
@@ -178,7 +178,7 @@ def test_folders(monkeypatch, tmp_path):
     assert facts["plans"].state == "problem"
 
 
-def test_the_hub_is_asked_on_request_alone(monkeypatch):
+def test_hub_is_contacted_only_on_request(monkeypatch):
     from huggingface_hub import constants
 
     asked = []
@@ -213,7 +213,7 @@ def test_without_a_compiler_the_references_are_a_note(monkeypatch):
 
 @pytest.mark.parametrize(("platform", "kernel"), [("tpu", "tpu-pallas"), ("gpu", "gpu-triton")])
 @pytest.mark.parametrize("op", ["decode_attention", "paged_attention"])
-def test_the_cases_are_such_that_accelerators_take_their_kernels(platform, kernel, op):
+def test_kernel_cases_select_accelerator_kernels(platform, kernel, op):
     with registry.on_platform(platform):
         for dtype in kernel_checks.TOLERANCE:
             assert kernel_checks._unsupported_reason(op, kernel, kernel_checks.CASES[op](dtype, 4)) is None

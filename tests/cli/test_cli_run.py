@@ -56,7 +56,7 @@ def test_ways_to_give_a_prompt(call, arguments, stdin, name):
     assert call.model.closed
 
 
-def test_the_cache_is_that_of_one_conversation(call):
+def test_run_has_one_slot(call):
     assert call("Hi there").exit_code == 0
     assert call.served[1]["engine"].num_slots == 1
 
@@ -72,7 +72,7 @@ def test_a_folder_with_a_space_is_a_model(call, tmp_path):
     assert call.served[0] == str(folder)
 
 
-def test_last_line(call):
+def test_stats_line(call):
     result = call("Hi there")
     assert re.match(r"13 prompt \+ 14 new tokens · first token \d+\.\d\d s", result.stderr)
     assert result.stderr.endswith(" tokens/s\n")
@@ -181,7 +181,7 @@ def test_errors_are_one_line_and_status_2(call, arguments, stdin, message):
     assert message in line
 
 
-def test_a_word_that_is_no_model_may_have_been_a_prompt(call):
+def test_unknown_model_error_suggests_a_prompt(call):
     assert 'give the prompt as -p "nowhere"' in call("nowhere", input="").stderr
 
 
@@ -192,7 +192,7 @@ def test_debug_shows_the_traceback(call):
     assert "error: no model is called nowhere" in result.stderr
 
 
-def test_an_error_of_ours_is_told_apart(call):
+def test_internal_error_is_reported_as_such(call):
     call.model.iter_tokens = None
     result = call("Hi there")
     assert result.exit_code == 70

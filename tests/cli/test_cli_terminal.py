@@ -136,7 +136,7 @@ def test_ctrl_c_in_compiled_code(leave_at):
         assert process.stderr.read() == "interrupted\n"
 
 
-def test_an_error_that_an_interruption_became():
+def test_library_error_caused_by_an_interrupt():
     """Libraries turn a KeyboardInterrupt in their middle into other errors."""
     code = """
 import os, signal, time
@@ -174,7 +174,7 @@ raise SystemExit(run_and_report(answer, debug=False))
 
 
 @pytest.mark.parametrize(("leave_at", "seconds"), [(1, 0), (1, 30), (2, 0), (2, 30)])
-def test_an_interruption_that_got_lost(leave_at, seconds):
+def test_lost_interrupt_is_raised_at_the_end(leave_at, seconds):
     code = LOST.format(leave_at=leave_at, seconds=seconds)
     start_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)

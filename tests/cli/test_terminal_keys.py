@@ -38,7 +38,7 @@ def test_keys_typed_during_an_answer_are_the_next_message(kind):
         assert terminal.status() == 0
 
 
-def test_the_terminal_is_given_back_after_an_interruption():
+def test_terminal_is_restored_after_an_interrupt():
     """Ctrl-C stops the answer, and the terminal is as it was; no colours where none are wanted."""
     with Terminal("run", "be slow", TERM="xterm", NO_COLOR="1") as terminal:
         terminal.wait_for("0 1 2 3 ")
@@ -50,7 +50,7 @@ def test_the_terminal_is_given_back_after_an_interruption():
         assert "\x1b" not in terminal.seen
 
 
-def test_messages_of_earlier_chats_come_back(tmp_path):
+def test_history_of_earlier_chats(tmp_path):
     with Terminal("run", TERM="xterm", XDG_STATE_HOME=str(tmp_path)) as terminal:
         terminal.wait_for(">>>")
         terminal.type("first\r")
@@ -74,7 +74,7 @@ def test_messages_of_earlier_chats_come_back(tmp_path):
 
 def test_a_history_does_not_grow_without_end(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(history, "MOST_MESSAGES", 3)
+    monkeypatch.setattr(history, "MAX_MESSAGES", 3)
     kept = history.private_history()
     for index in range(7):
         kept.store_string(f"message {index}\nline")
@@ -109,7 +109,7 @@ def test_tab_completes_pasted_lines_are_one_message_and_nothing_is_kept(tmp_path
     assert not (tmp_path / "state").exists()
 
 
-def test_a_history_that_cannot_be_kept_is_said(monkeypatch, capsys):
+def test_unwritable_history_is_reported(monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null/state")
     assert isinstance(history.private_history(), InMemoryHistory)
     assert capsys.readouterr().err == (
@@ -117,7 +117,7 @@ def test_a_history_that_cannot_be_kept_is_said(monkeypatch, capsys):
     )
 
 
-def test_a_note_that_passes_is_no_longer_than_a_line(monkeypatch):
+def test_passing_note_fits_on_one_line(monkeypatch):
     """A terminal takes away the line of the cursor alone."""
     printed = io.StringIO()
     monkeypatch.setattr(sys, "stderr", printed)
@@ -162,7 +162,7 @@ def test_closed_streams():
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["models", "--downloaded"], []])
-def test_nobody_reads_the_end(arguments):
+def test_closed_pipe_at_the_end_of_output(arguments):
     """``| head -1`` and the like: no traceback, and no status that means a failed check."""
     process = subprocess.Popen(
         [sys.executable, "-c", CLOSED, *arguments],
@@ -177,7 +177,7 @@ def test_nobody_reads_the_end(arguments):
     assert process.wait(TIMEOUT_S) == 141
 
 
-def test_a_table_that_nobody_reads_is_no_failed_check(monkeypatch):
+def test_closed_pipe_does_not_fail_verify(monkeypatch):
     """rich leaves with 1, which is the status of a check that failed."""
     dropped = []
     monkeypatch.setattr(errors, "drop_output", dropped.append)

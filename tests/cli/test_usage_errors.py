@@ -135,7 +135,7 @@ def test_the_shell_completes(given, words, offered):
     assert not HEAVY & {name.split(".")[0] for name in done.stderr.split()}
 
 
-def test_flags_of_the_field_are_taken():
+def test_flags_of_vllm_and_sglang_are_accepted():
     names = {flag for command in typer.main.get_command(app).commands["run"].params for flag in command.opts}
     assert {"--max-tokens", "-n", "--temp", "--tp", "--tensor-parallel-size", "--trust-remote-code"} <= names
     assert {"--torch-dtype", "--hf-token", "--download-dir", "--system-prompt", "--repeat-penalty"} <= names
@@ -143,7 +143,7 @@ def test_flags_of_the_field_are_taken():
     assert {"--max-model-len", "--max-num-seqs", "--block-size"} <= plan
 
 
-def test_a_hint_is_for_a_flag_that_the_command_does_not_have():
+def test_hints_name_only_missing_flags():
     """One that every command has would never be shown; flags that a hint names exist."""
     commands = typer.main.get_command(app).commands.values()
     flags = [{flag for param in command.params for flag in param.opts} for command in commands]
@@ -171,7 +171,7 @@ def test_a_hint_is_for_a_flag_that_the_command_does_not_have():
     ],
 )
 def test_messages_name_flags(message, expected):
-    command = dict(COMMANDS)["run"]
+    command = next(each.function for each in COMMANDS if each.name == "run")
     parameters = with_exit_status(command).__signature__.parameters.values()
     assert in_flags(message, flags_of(parameters)) == expected
 

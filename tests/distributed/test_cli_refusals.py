@@ -46,7 +46,7 @@ def refused(monkeypatch):
         ("--coordinator a:1 --num-hosts 2 --host-id 2", r"--host-id: expected a whole number from 0 to 1, got 2"),
     ],
 )
-def test_meshes_that_cannot_be(refused, arguments, said):
+def test_invalid_meshes(refused, arguments, said):
     assert re.search(said, refused("run", "-p", "Hello", *arguments.split()))
 
 
@@ -60,7 +60,7 @@ def test_meshes_that_cannot_be(refused, arguments, said):
         ("--topology h200:8", r"expected JAX's plug-in for CUDA.*not installed; install torchax-serve\[cuda\]"),
     ],
 )
-def test_plans_that_cannot_be(refused, arguments, said, monkeypatch):
+def test_invalid_plans(refused, arguments, said, monkeypatch):
     found = importlib.util.find_spec
     absent = ("libtpu", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else found(name, *rest))

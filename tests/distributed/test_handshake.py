@@ -144,7 +144,7 @@ def meet_among():
 
 
 @pytest.mark.parametrize("secret", [SECRET, None])
-def test_strangers_end_nothing_and_hold_up_nobody(meet_among, secret):
+def test_strangers_do_not_delay_hosts(meet_among, secret):
     seconds = meet_among(lambda port: [call(port, each)[0] for each in STRANGERS.values()], secret)
     assert seconds < 4  # none of the silent ones was waited for
 
@@ -211,14 +211,14 @@ def test_a_host_that_goes_while_others_are_awaited_is_named(monkeypatch):
     assert "host 0 could not gather all hosts" in str(follower)
 
 
-def test_a_leader_without_the_secret_is_found_out():
+def test_leader_without_the_secret_is_refused():
     follower, leader, *sockets = greeted(SECRET.encode(), None)
     assert [str(follower), str(leader)] == ["it has no secret", "it has a secret, and this host has none"]
     for each in sockets:
         each.close()
 
 
-def test_what_was_recorded_of_a_handshake_is_of_no_use():
+def test_replayed_handshake_is_refused():
     """A stranger repeats byte for byte what a follower has sent, and what the leader has answered."""
     follower, leader = pair()
     recorded = {"follower": b"", "leader": b""}
@@ -296,7 +296,7 @@ def test_a_greeting_has_a_deadline_however_slowly_bytes_come():
 def wires():
     """A follower's and a leader's end behind a handshake, with their sockets."""
     one, other, follower, leader = greeted(SECRET.encode(), SECRET.encode())
-    made = Connection(follower, takes_orders=True, session=one), Connection(leader, session=other)
+    made = Connection(follower, accepts_commands=True, session=one), Connection(leader, session=other)
     yield *made, follower, leader
     for wire in made:
         wire.close()
@@ -328,7 +328,7 @@ def test_a_frame_that_is_put_in_or_changed_or_repeated_is_refused(wires):
 
 
 @pytest.mark.parametrize(("secret", "got"), [("short", "5"), (b"x" * 15, "15"), (7, "int"), ("", "0"), ("é" * 7, "14")])
-def test_what_is_no_secret(secret, got):
+def test_invalid_secrets(secret, got):
     with pytest.raises(InvalidArgumentError, match=f"secret: expected 16 bytes or more, got {got}; make one: openssl"):
         hosts_of(8476, 0, secret=secret)
 
@@ -349,7 +349,7 @@ def test_the_command_line_reads_a_secret_from_a_file_or_a_variable(tmp_path, mon
         DeviceOptions(**given, hosts_secret_file=tmp_path / "absent").hosts()
 
 
-def test_an_address_that_others_reach_without_a_secret_is_told(caplog, monkeypatch):
+def test_public_address_without_a_secret_warns(caplog, monkeypatch):
     monkeypatch.setattr("torchax_serve.distributed.hosts.rendezvous._gather", lambda *args: [])
     for host, secret in (("127.0.0.1", None), ("10.0.0.1", SECRET), ("10.0.0.1", None)):
         hosts = Hosts(coordinator=f"{host}:8476", num_hosts=2, host_id=0, secret=secret)

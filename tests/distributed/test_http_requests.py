@@ -49,7 +49,7 @@ def refused(run, *args, **kwargs):
         scope(headers={**JSON, "content-encoding": "identity"}),
     ],
 )
-def test_heads_that_are_taken(given):
+def test_accepted_headers(given):
     check_head(given, MAX_BYTES)
 
 
@@ -71,7 +71,7 @@ def test_heads_that_are_taken(given):
         (scope(headers={**JSON, "content-length": "²"}), 400, "expected a Content-Length in digits"),
     ],
 )
-def test_heads_that_are_refused(given, status, said):
+def test_refused_headers(given, status, said):
     error = refused(check_head, given, MAX_BYTES)
     assert error.status == status
     assert said in error.message
@@ -116,7 +116,7 @@ def body_of(**fields):
         b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "do_sample": false}',
     ],
 )
-def test_requests_that_are_taken(body):
+def test_accepted_requests(body):
     assert parse_request(body, MAX_BYTES) == json.loads(body)
 
 
@@ -175,7 +175,7 @@ BAD_REQUESTS = [
 
 
 @pytest.mark.parametrize(("body", "said", "param"), BAD_REQUESTS)
-def test_requests_that_are_refused(body, said, param):
+def test_refused_requests(body, said, param):
     error = refused(parse_request, body, MAX_BYTES * 10)
     assert error.status == 400
     assert said in error.message
@@ -184,7 +184,7 @@ def test_requests_that_are_refused(body, said, param):
     assert len(json.dumps(error.content())) < 3000
 
 
-def test_an_answer_that_stalls_is_given_up_and_ended():
+def test_stalled_answer_is_cancelled():
     ended = []
 
     async def pieces():
@@ -207,7 +207,7 @@ def test_an_answer_that_stalls_is_given_up_and_ended():
     assert ended == [True]
 
 
-def test_an_answer_in_time_comes_whole():
+def test_answer_in_time_is_complete():
     async def read():
         return [piece async for piece in within(parts_of("a", "b", "c"), 5)]
 
@@ -225,7 +225,7 @@ def test_an_answer_in_time_comes_whole():
         (OutOfMemoryError("the cache takes 3 GB"), 503, "server_error", "unavailable"),
     ],
 )
-def test_errors_of_a_replica_say_whose_fault_they_are(error, status, kind, code):
+def test_http_status_of_replica_errors(error, status, kind, code):
     answer = answer_to(error)
     told = answer.content()["error"]
     assert (answer.status, told["type"], told["code"], told["message"]) == (status, kind, code, str(error))
@@ -240,7 +240,7 @@ def test_errors_of_a_replica_say_whose_fault_they_are(error, status, kind, code)
         ("max_tokens", "got max_tokens; write max_new_tokens for max_tokens"),
     ],
 )
-def test_fields_of_neighbours_are_refused_by_name(name, said):
+def test_fields_of_other_servers_are_refused_by_name(name, said):
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], name: 1}).encode()
     error = refused(parse_request, body, MAX_BYTES)
     assert error.status == 400

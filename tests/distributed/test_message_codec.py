@@ -87,7 +87,7 @@ def test_arrays_of_every_dtype_come_out_and_can_be_written(dtype):
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, os.system, print, lambda: 0, np.array([object()]), pytest])
-def test_what_cannot_be_sent_is_named(value):
+def test_unsupported_values_are_named(value):
     if isinstance(value, np.ndarray):
         assert decode(encode([1])) == [1]
         return
@@ -129,7 +129,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_no_message_is_refused(name):
+def test_malformed_messages_are_refused(name):
     with pytest.raises(CodecError, match="what came is no message of this program"):
         decode(HOSTILE[name])
 
@@ -151,7 +151,7 @@ def test_what_is_no_message_is_refused(name):
         (b" " * 300_000, "expected at most 262144 bytes of JSON, got 300000"),
     ],
 )
-def test_json_that_means_harm(content, said):
+def test_hostile_json_is_refused(content, said):
     with pytest.raises(ValueError, match=said):
         parse_json(content, max_bytes=1 << 18)
 

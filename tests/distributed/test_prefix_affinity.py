@@ -14,7 +14,7 @@ def text_of(*letters):
     return "".join(letter * BLOCK_CHARS for letter in letters)
 
 
-def test_the_longest_beginning_counts():
+def test_longest_prefix_wins():
     table = PrefixAffinity()
     table.record(text_of("a", "b"), "one")
     table.record(text_of("a", "c"), "two")
@@ -24,7 +24,7 @@ def test_the_longest_beginning_counts():
     assert table.replica_for(text_of("b"), ["one", "two"]) is None
 
 
-def test_a_replica_that_is_gone_owns_nothing():
+def test_removed_replica_owns_no_prefix():
     table = PrefixAffinity()
     table.record(text_of("a"), "one")
     table.record(text_of("a", "b"), "two")
@@ -33,14 +33,14 @@ def test_a_replica_that_is_gone_owns_nothing():
     assert table.replica_for(text_of("a", "b"), ["one"]) == "one"
 
 
-def test_short_prompts_are_known_too():
+def test_short_prompts_have_prefixes():
     table = PrefixAffinity()
     table.record("Hello", "one")
     assert table.replica_for("Hello", ["one"]) == "one"
     assert table.replica_for("Hello!", ["one"]) is None
 
 
-def test_the_oldest_are_forgotten():
+def test_least_recently_used_prefixes_are_dropped():
     table = PrefixAffinity(most_known=3)
     for letter in "abcd":
         table.record(text_of(letter), letter)
@@ -59,7 +59,7 @@ def test_every_replica_is_tried_and_the_idlest_first(loads, data):
     assert [loads[replica] for replica in order] == sorted(loads[replica] for replica in order)
 
 
-def test_a_conversation_begins_as_its_messages():
+def test_prefix_of_a_conversation():
     first = {"messages": [{"role": "user", "content": "a" * 500}]}
     second = {"messages": [*first["messages"], {"role": "assistant", "content": "b"}]}
     table = PrefixAffinity()
@@ -84,7 +84,7 @@ def test_wrong_arguments_of_rays_command_line(given, said):
         DeployOptions.of_text(given)
 
 
-def test_what_ray_sets_aside():
+def test_ray_actor_options():
     options = DeployOptions.of_text({"model": "a/b", "tensor_parallel": "4", "accelerator": "TPU", "num_cpus": "8"})
     assert (options.model, options.actor_options()) == ("a/b", {"num_cpus": 8.0, "resources": {"TPU": 4}})
     assert DeployOptions(accelerator="GPU").actor_options() == {"num_cpus": 1.0, "num_gpus": 1}
@@ -120,11 +120,11 @@ NODES = [{"CPU": 8.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 16.0}]
         ({"accelerator": "GPU", "tensor_parallel": 4, "num_cpus": 12}, "a node with 12 CPU and 4 GPU"),  # on two nodes
     ],
 )
-def test_a_replica_that_no_node_can_hold_is_refused(options, said):
+def test_replica_that_fits_no_node_is_refused(options, said):
     with pytest.raises(UnsupportedArgumentError, match=said):
         DeployOptions(**options).check_nodes(NODES)
 
 
 @pytest.mark.parametrize("options", [{}, {"accelerator": "GPU", "tensor_parallel": 4}, {"num_cpus": 16}])
-def test_a_replica_that_a_node_can_hold_is_not(options):
+def test_replica_that_fits_a_node_is_accepted(options):
     DeployOptions(**options).check_nodes(NODES)

@@ -33,7 +33,7 @@ def hosts_of(command, environment=()):
 
 
 @pytest.mark.parametrize("name", ["leaderworkerset.yaml", "gke_job.yaml"])
-def test_pods_are_told_who_they_are(name):
+def test_pods_have_host_ids(name):
     documents = list(yaml.safe_load_all((RECIPES / name).read_text()))
     spec = documents[-1]["spec"]
     template = spec["leaderWorkerTemplate"]["workerTemplate"] if "leaderWorkerTemplate" in spec else spec["template"]

@@ -60,7 +60,7 @@ def test_all_hosts_meet_and_then_jax_begins(initialized):
         ({**ASKED, "source code": "abc"}, "source code abc, host 0 has "),
     ],
 )
-def test_hosts_that_differ_are_told_in_what(other, said, initialized):
+def test_error_names_the_difference_between_hosts(other, said, initialized):
     port = free_port()
     leader, follower = met((hosts_of(port, 0), ASKED), (hosts_of(port, 1), other))
     for error in (leader, follower):
@@ -106,7 +106,7 @@ def connection():
         return ours, server.accept()[0]
 
 
-def test_a_leader_takes_no_orders():
+def test_leader_refuses_commands():
     ours, theirs = connection()
     with ours, theirs:
         Connection(ours).send_command("anything that would be unpickled")
@@ -148,7 +148,7 @@ def test_silence_is_a_loss_and_a_beat_is_none(watched):
     assert reports() == ["host 1 has not been heard of for 1 s; start again"]
 
 
-def test_what_a_follower_could_not_do_is_passed_on(watched):
+def test_follower_error_reaches_the_leader(watched):
     _, other, reports = watched
     other.send_status(failed="no memory")
     assert reports() == ["host 1 has failed: no memory; start again"]
@@ -177,7 +177,7 @@ def test_bad_numbers_and_addresses(given, said):
         Hosts(**{"coordinator": "127.0.0.1:8476", "num_hosts": 2, "host_id": 0, **given})
 
 
-def test_who_serves_and_who_follows():
+def test_leader_and_followers_by_host_id():
     with pytest.raises(InvalidArgumentError, match=r"got 1; call follow\(\) on the other hosts"):
         serve(hosts=hosts_of(8476, 1))
     with pytest.raises(InvalidArgumentError, match=r"got 0, the leader's; call serve\(\)"):

@@ -106,7 +106,7 @@ def test_all_checks_run_in_order(project):
 
 
 @pytest.mark.parametrize("lacking", COMPILERS)
-def test_what_cannot_be_installed_or_fetched_leaves_its_suite_out(project, lacking):
+def test_missing_extra_leaves_its_suite_out(project, lacking):
     index = CHECKS.index(lacking)
     suites = SUITES[COMPILERS.index(lacking)]
     assert project(lacking) == (0, [*CHECKS[: index + 1], *CHECKS[index + 1 + len(suites) :]])

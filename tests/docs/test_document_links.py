@@ -9,7 +9,7 @@ PACKAGES = ("torchax_serve", "model_adapters", "pytree_registry", "sharding_rule
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_and_paths_lead_somewhere(path):
+def test_links_and_paths_exist(path):
     text = path.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     files = re.findall(r"`([\w./-]+/[\w.-]+\.\w+)`", text)
@@ -19,7 +19,7 @@ def test_links_and_paths_lead_somewhere(path):
         assert (ROOT / file).exists(), f"{path.name} speaks of {file}"
 
 
-def test_the_picture_of_the_parts_shows_modules_that_exist():
+def test_architecture_diagram_names_existing_modules():
     picture = blocks("mermaid")[0].text
     shown = {}
     for package in ("torchax_serve", "model_adapters"):

@@ -40,7 +40,7 @@ def test_snippet_runs(name, capsys):
 
 
 @pytest.mark.parametrize("name", CALLS_ONLY)
-def test_snippet_calls_what_there_is(name, monkeypatch):
+def test_snippet_calls_existing_names(name, monkeypatch):
     calls = []
 
     def checked(*args, **kwargs):

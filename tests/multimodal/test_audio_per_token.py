@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from torchax_serve import UnsupportedArgumentError, UnsupportedModelError, serve
-from torchax_serve.parity.tiny.audio import sound_model, sounds
+from torchax_serve.parity.tiny.audio import audio_inputs, audio_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -26,14 +26,14 @@ RATE = 24000
 
 
 def made(model_type):
-    return sound_model(model_type, CLASSES[model_type], 0)
+    return audio_model(model_type, CLASSES[model_type], 0)
 
 
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_tokens_are_those_of_eager_pytorch_from_a_folder(model_type, tmp_path):
     eager = made(model_type)
     eager.save_pretrained(tmp_path)
-    given = sounds(model_type, eager)
+    given = audio_inputs(model_type, eager)
     expected = {name: copy.deepcopy(eager).generate(**given[name], **GREEDY) for name in ("first", "second", "padded")}
     assert not torch.equal(expected["first"], expected["second"])
     with serve(tmp_path) as model:
@@ -48,7 +48,7 @@ def test_tokens_are_those_of_eager_pytorch_from_a_folder(model_type, tmp_path):
 
 def test_a_sound_that_goes_on_is_refused():
     eager = made("voxtral_realtime")
-    given = dict(sounds("voxtral_realtime", eager)["first"])
+    given = dict(audio_inputs("voxtral_realtime", eager)["first"])
     pieces = given.pop("input_features")
     with (
         serve(eager) as model,
@@ -59,7 +59,7 @@ def test_a_sound_that_goes_on_is_refused():
 
 def test_windows_of_the_codec_are_refused():
     eager = made("kyutai_speech_to_text")
-    given = sounds("kyutai_speech_to_text", eager)["first"]
+    given = audio_inputs("kyutai_speech_to_text", eager)["first"]
     eager.generation_config.audio_window_size = 5
     with serve(eager) as model, pytest.raises(UnsupportedArgumentError, match="audio_window_size: expected None"):
         model.generate(**given, **GREEDY)

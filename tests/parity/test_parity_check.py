@@ -18,33 +18,32 @@ from torchax_serve.parity.tiny import models
 from torchax_serve.parity.tiny.config import MAX_LAYERS, tiny_config
 
 _, SHIPPED = models_page.shipped()
-# A road each, and what needed something of its own: an indexer's keys, experts looped over on the host, a cache that
-# leans, no cache at all.
+# One type for each executor, among them a right-aligned cache and none at all.
 HANDFUL = ("qwen3", "gpt_neo", "openai-gpt")  # and a third of all in `.ci/run`
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 @pytest.mark.parametrize("model_type", HANDFUL)
-def test_type_passes_on_the_road_of_the_table(model_type):
+def test_type_passes_on_the_executor_of_the_table(model_type):
     result = check_causal.check(model_type)
     assert result.status == "passed", result
-    assert result.road == SHIPPED[model_type].road
+    assert result.executor == SHIPPED[model_type].executor
 
 
-def test_a_wrong_token_is_noticed(monkeypatch):
+def test_wrong_token_fails_the_check(monkeypatch):
     model, expected = models.model_with_margins("llama")
-    wrong = (expected.alone[0], (expected.alone[1] + 1) % 90)
+    wrong = (expected.unbatched[0], (expected.unbatched[1] + 1) % 90)
     monkeypatch.setattr(
         check_causal,
         "model_with_margins",
-        lambda name: (model, dataclasses.replace(expected, alone=wrong, padded=None)),
+        lambda name: (model, dataclasses.replace(expected, unbatched=wrong, padded=None)),
     )
     result = check_causal.check("llama")
-    assert (result.status, result.alone_equal, result.engine_equal) == ("failed", True, False)
+    assert (result.status, result.unbatched_equal, result.engine_equal) == ("failed", True, False)
 
 
-def test_torch_error_is_told(monkeypatch):
+def test_torch_error_is_reported(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no such thing")
 
@@ -58,7 +57,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 NOT_EXPERTS = {"gemma3n"}  # whose vision tower is of another package
 
 
-def test_experts_of_the_default_configuration_stay():
+def test_tiny_config_keeps_experts():
     """A tiny mixture without a mixture checks nothing: layers before the first one, or steps between them."""
     checked = 0
     for task in (tasks.CAUSAL, "seq2seq"):
@@ -85,7 +84,7 @@ def expert_classes(task, model_type, config):
     return {name for name in (type(module).__name__ for module in modules) if re.search("Expert|MoE|Sparse", name)}
 
 
-def test_every_kind_of_layer_stays():
+def test_tiny_config_keeps_every_layer_kind():
     checked = 0
     for model_type in sweep.causal_types():
         try:
@@ -113,7 +112,7 @@ def test_prompts_are_padded_on_the_left():
     assert torch.equal(ids[1, 5:], models.prompts()[1][0])
 
 
-def test_a_crash_and_a_hang_end_nothing_else():
+def test_crash_and_timeout_do_not_end_the_sweep():
     names = ["a", "crash", "b", "hang", "c"]
     found = {r.model_type: r for r in sweep.sweep(names, time_limit_s=10, work=breaking_worker.work)}
     assert {name: result.status for name, result in found.items()} == {
@@ -126,7 +125,7 @@ def test_a_crash_and_a_hang_end_nothing_else():
     assert "status 3" in found["crash"].error
 
 
-def test_results_are_continued(tmp_path):
+def test_update_continues_stored_results(tmp_path):
     path, versions = tmp_path / "results.json", {"transformers": "1"}
 
     def run(names, **options):
@@ -139,12 +138,12 @@ def test_results_are_continued(tmp_path):
     assert list(models_page.read(path)[1]) == ["a", "b", "c"]
 
 
-def test_time_of_one_run_is_kept(tmp_path):
+def test_full_sweep_time_is_stored(tmp_path):
     path = tmp_path / "results.json"
     work = breaking_worker.work
     for names in (["a", "b"], ["c"]):
         sweep.update(path, names, {}, again=lambda known: known is None, say=lambda one: None, work=work)
-        whole = sweep.load(path)["whole_sweep"]
+        whole = sweep.load(path)["full_sweep"]
         assert (whole["types"], whole["workers"]) == (2, 2)
 
 
@@ -154,18 +153,18 @@ def test_packages_of_a_model():
     assert check_causal.packages_of(torch.nn.Sequential(other(1, 1))) == [f"numpy {numpy.__version__}"]
 
 
-def test_a_model_that_amplifies_rounding_is_not_clear():
+def test_model_that_amplifies_rounding_has_no_margins():
     model = models.tiny_model("llama")
     ids = models.prompts()[0]
     exact = copy.deepcopy(model).double()(input_ids=ids).logits
     found = models.rounding_error(model, lambda twin: twin(input_ids=ids).logits, exact.float() + 1)
     assert found == pytest.approx(1, abs=1e-5)
     expected = models.expect(model)
-    assert 0 < expected.rounding <= models.MOST_ROUNDING
-    assert not dataclasses.replace(expected, rounding=2 * models.MOST_ROUNDING).has_margins
+    assert 0 < expected.rounding <= models.MAX_ROUNDING
+    assert not dataclasses.replace(expected, rounding=2 * models.MAX_ROUNDING).has_margins
 
 
-def test_rounding_of_a_model_whose_code_has_no_float64():
+def test_rounding_error_without_float64():
     model = models.tiny_model("llama")
     ids = models.prompts()[0]
 
@@ -176,17 +175,17 @@ def test_rounding_of_a_model_whose_code_has_no_float64():
     with torch.no_grad():
         logits = forward(model)
         found = models.rounding_error(model, forward, logits)
-    assert 0 < found <= models.MOST_ROUNDING
+    assert 0 < found <= models.MAX_ROUNDING
 
 
-def test_of_models_that_amplify_rounding_the_one_that_does_so_least_is_taken():
+def test_model_with_least_rounding_is_chosen():
     model = models.tiny_model("llama")
     clear = models.expect(model)
     roundings = {0: 7.5, 1: 1.6, 2: 1.9, 3: 1.7}
     gaps = {0: 0.9, 1: 0.01, 2: 0.03, 3: 0.02}
 
     def expect(seed):
-        rounding = roundings[seed] * models.MOST_ROUNDING
+        rounding = roundings[seed] * models.MAX_ROUNDING
         return dataclasses.replace(clear, rounding=rounding, smallest_gap=gaps[seed])
 
     chosen, _ = models.clearest(lambda seed: seed, expect, seeds=range(4))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 def test_type_passes(model_type):
     result = check_images.check(model_type)
     assert result.status == "passed", result
-    assert result.road == "fast"
+    assert result.executor == "static"
 
 
 def test_every_feature_has_a_placeholder():
@@ -30,20 +30,20 @@ def test_every_feature_has_a_placeholder():
     assert both["pixel_values"].shape[0] == 2 and int(both["attention_mask"].sum(1).min()) < both["input_ids"].shape[1]
 
 
-def test_a_model_that_does_not_look_at_images_is_no_measure(monkeypatch):
+def test_model_that_ignores_images_is_refused(monkeypatch):
     model = images.image_model("llava")
-    monkeypatch.setattr(check_images, "LEAST_CHANGE", 1e9)
+    monkeypatch.setattr(check_images, "MIN_LOGIT_CHANGE", 1e9)
     with pytest.raises(UnsupportedModelError, match="gives the same logits for another image"):
         check_images.expect(model, "llava")
 
 
-def test_what_passed_was_compared():
+def test_passed_types_were_compared():
     _, results = models_page.shipped("images")
     assert set(results) <= set(tasks.TASKS["images"].types())
     assert len(results) > 80
     passed = [result for result in results.values() if result.status == "passed"]
     for result in passed:
-        assert result.forward_difference <= 1e-4 and result.alone_equal, result
+        assert result.forward_difference <= 1e-4 and result.unbatched_equal, result
         assert result.padded_equal or (result.padded_equal is None and result.notes), result
     for result in results.values():
-        assert result.status == "passed" or result.error or "differ" in models_page.tokens_said(result), result
+        assert result.status == "passed" or result.error or "differ" in models_page.describe_tokens(result), result

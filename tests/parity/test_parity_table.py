@@ -31,20 +31,20 @@ def test_document_is_generated_from_the_results():
 
 
 @pytest.mark.parametrize("version", SWEEPS)
-def test_what_passed_was_compared_and_was_clear(version):
+def test_passed_types_were_compared_with_clear_margins(version):
     for result in SWEEPS[version].values():
         if result.status == "passed":
             assert result.forward_difference <= 1e-4, result
-            assert result.alone_equal, result
+            assert result.unbatched_equal, result
             assert result.padded_equal or (result.padded_equal is None and result.notes), result
-            assert result.engine_equal or result.road == "generate", result
+            assert result.engine_equal or result.executor == "static", result
             assert result.smallest_gap > 2 * result.forward_difference, result
         else:
-            differs = "differ" in models_page.tokens_said(result) or (result.forward_difference or 0) > 1e-4
+            differs = "differ" in models_page.describe_tokens(result) or (result.forward_difference or 0) > 1e-4
             assert result.error or differs, result
 
 
-def test_types_that_a_change_names():
+def test_types_named_in_a_diff():
     diff = """\
 diff --git a/model_adapters/quirks/key_count.py b/model_adapters/quirks/key_count.py
 --- a/model_adapters/quirks/key_count.py
@@ -65,28 +65,28 @@ diff --git a/torchax_serve/parity/results/one.json b/torchax_serve/parity/result
     assert changed_types.types_named_in(diff, types) == ["gpt_neo", "llama", "mpt", "xlm-roberta"]
 
 
-def test_what_ends_otherwise_on_another_version():
-    def passed(name, road):
-        return Result(name, "", status="passed", road=road)
+def test_differences_between_transformers_versions():
+    def passed(name, executor):
+        return Result(name, "", status="passed", executor=executor)
 
-    newest = {"a": passed("a", "paged"), "b": passed("b", "paged"), "c": passed("c", "paged")}
-    older = {"a": passed("a", "paged"), "b": Result("b", "", error="no | such"), "old": passed("old", "paged")}
+    newest = {"a": passed("a", "packed"), "b": passed("b", "packed"), "c": passed("c", "packed")}
+    older = {"a": passed("a", "packed"), "b": Result("b", "", error="no | such"), "old": passed("old", "packed")}
     text = models_page.markdown({"transformers": "2"}, newest, [({"transformers": "1", "jax": "3"}, older)])
     part = text.partition("## transformers 1\n")[2].partition("\n## ")[0]
     assert "2 of 3 types pass, with jax 3." in part
     assert "Not known there: `c`." in part and "Known there only: `old`." in part
     assert [line for line in part.splitlines() if line.startswith("| ")] == [
         "| type | 1 | 2 | cause |",
-        "| b | failed | passed, paged | no \\| such |",
+        "| b | failed | passed, packed | no \\| such |",
     ]
 
 
-def test_causes_are_of_types_that_end_otherwise():
+def test_causes_belong_to_types_with_another_outcome():
     newest = models_page.shipped()[1]
     for version, causes in OLDER.items():
         for name in causes:
             older = SWEEPS[version][name]
-            assert (older.status, older.road) != (newest[name].status, newest[name].road), name
+            assert (older.status, older.executor) != (newest[name].status, newest[name].executor), name
 
 
 def test_sweep_of_the_installed_version():
@@ -100,6 +100,6 @@ def test_checkpoints_of_short_names_pass_and_written_configurations_are_marked()
     named = [checkpoints_table.file_name(each.hub_id) for each in SHORT_NAMES.values()]
     assert {name: results[name].status for name in named} == dict.fromkeys(named, "passed")
     assert results.keys() >= checkpoints_table.WRITTEN
-    text = checkpoints_table.section("", results, models_page.tokens_said)
+    text = checkpoints_table.section("", results, models_page.describe_tokens)
     marked = {checkpoints_table.file_name(name) for name in re.findall(r"^\| (\S+) † \|", text, re.MULTILINE)}
     assert marked == checkpoints_table.WRITTEN

@@ -3,7 +3,7 @@
 from torchax_serve.parity import real_models
 
 
-def test_runs_add_up_and_a_document_shows_them(tmp_path, monkeypatch):
+def test_findings_of_runs_are_merged_and_documented(tmp_path, monkeypatch):
     path = tmp_path / "results" / "results.json"
     assert real_models.read(path) is None
     assert real_models.section(path) is None

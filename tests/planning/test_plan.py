@@ -68,7 +68,7 @@ def small_host(monkeypatch):
     return set_to
 
 
-def test_bytes_are_those_of_the_shapes(module):
+def test_reported_bytes_match_shapes(module):
     report = make_plan(module, "toy", REQUEST)
     assert report.fits
     assert report.weights_bytes == report.weights_bytes_of_one_device == WEIGHTS_BYTES
@@ -81,16 +81,16 @@ def test_bytes_are_those_of_the_shapes(module):
         assert program.collectives == {}
         assert WEIGHTS_BYTES + PAGES_BYTES <= program.argument_bytes <= WEIGHTS_BYTES + PAGES_BYTES + 2000
     assert PlanReport.from_json(json.loads(json.dumps(report.to_json()))) == report
-    page = "\n".join(lines_of(report, was_kept=False))
+    page = "\n".join(lines_of(report, from_cache=False))
     assert "fits: 4 requests of 64 tokens at once" in page
     assert "no faster than" not in page  # nobody says what this processor can do
 
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
-ROADS = {
-    "bloom": (transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64), "gathered"),
-    "mamba": (transformers.MambaConfig(**TINY, state_size=4), "gathered"),
-    "openai-gpt": (transformers.OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=64), "generate"),
+EXECUTORS = {
+    "bloom": (transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64), "per-sequence"),
+    "mamba": (transformers.MambaConfig(**TINY, state_size=4), "per-sequence"),
+    "openai-gpt": (transformers.OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=64), "static"),
     "reformer": (  # whose code reads the last of the positions that it counts
         transformers.ReformerConfig(
             hidden_size=32,
@@ -102,24 +102,24 @@ ROADS = {
             axial_pos_shape=[8, 8],
             max_position_embeddings=64,
         ),
-        "generate",
+        "static",
     ),
 }
 
 
-def test_steps_are_planned_that_are_told_lengths_for_rotary_frequencies():
+def test_plan_with_length_dependent_rope():
     module = module_of(transformers.LlamaForCausalLM, with_rope(CONFIG, "dynamic"), torch.float32)
     report = make_plan(module, "toy", REQUEST)
-    assert (report.road, report.fits) == ("packed", True)
+    assert (report.executor, report.fits) == ("packed", True)
     assert [program.name for program in report.programs] == ["decode", "prefill"]
 
 
-@pytest.mark.parametrize("model_type", ROADS)
-def test_models_that_are_not_packed_are_planned_on_the_road_that_they_take(model_type):
-    config, road = ROADS[model_type]
+@pytest.mark.parametrize("model_type", EXECUTORS)
+def test_models_that_cannot_be_packed_are_planned_on_their_executor(model_type):
+    config, executor = EXECUTORS[model_type]
     model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     report = make_plan(module_of(model_class, config, torch.float32), model_type, REQUEST)
-    assert (report.road, report.fits) == (road, True)
+    assert (report.executor, report.fits) == (executor, True)
     assert [program.name for program in report.programs] == ["decode", "prefill"]
     decode = report.programs[0]
     # Layers, pages, tokens, heads times key and value; a state of a convolution and one of the recurrence; nothing.
@@ -127,35 +127,35 @@ def test_models_that_are_not_packed_are_planned_on_the_road_that_they_take(model
     states = 2 * (4 + 1) * 2 * 64 * 4 * 4 if model_type == "mamba" else 0
     assert (report.pages_bytes, report.states_bytes) == (pages, states)
     assert decode.alias_bytes == pages + states  # written in place
-    assert (decode.num_tokens, decode.num_rows) == ((4 * 64, 4) if road == "generate" else (4, 4))
-    page = "\n".join(lines_of(report, was_kept=False))
-    assert report.why in page
+    assert (decode.num_tokens, decode.num_rows) == ((4 * 64, 4) if executor == "static" else (4, 4))
+    page = "\n".join(lines_of(report, from_cache=False))
+    assert report.fallback_reason in page
     assert PlanReport.from_json(json.loads(json.dumps(report.to_json()))) == report
 
 
-def test_the_road_of_a_plan_is_that_of_the_engine():
-    config, _ = ROADS["bloom"]
+def test_plan_chooses_the_executor_of_the_engine():
+    config, _ = EXECUTORS["bloom"]
     report = make_plan(module_of(transformers.BloomForCausalLM, config, torch.float32), "toy", REQUEST)
     module = transformers.BloomForCausalLM(config).eval()
     with torchax_serve.serve(module, engine=EngineOptions(max_len=64, num_slots=4, page_len=16)) as served:
-        assert f"gathered, {report.why}" in served.engine.description
+        assert report.fallback_reason in served.engine.description
 
 
-def test_pages_of_another_dtype_are_refused_where_a_model_is_not_packed():
-    module = module_of(transformers.BloomForCausalLM, ROADS["bloom"][0], torch.float32)
+def test_kv_cache_dtype_is_refused_unless_packed():
+    module = module_of(transformers.BloomForCausalLM, EXECUTORS["bloom"][0], torch.float32)
     with pytest.raises(
         UnsupportedArgumentError, match="kv_cache_dtype: expected 'auto' for a model that is not packed"
     ):
         make_plan(module, "toy", dataclasses.replace(REQUEST, kv_cache_dtype="bfloat16"))
 
 
-def test_a_model_that_cannot_be_traced_is_refused_with_every_reason():
+def test_untraceable_model_is_refused_with_every_reason():
     module = module_of(transformers.BltForCausalLM, tiny_config("blt"), torch.float32)  # patches as long as they happen
-    with pytest.raises(UnsupportedModelError, match=r"can be traced, got .*; not packed: .*; not gathered: "):
+    with pytest.raises(UnsupportedModelError, match=r"can be traced, got .*; not packed: .*; not per-sequence: "):
         make_plan(module, "toy", REQUEST)
 
 
-def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(module, small_host):
+def test_model_that_does_not_fit_gets_remedies(module, small_host):
     small_host(WEIGHTS_BYTES + PAGES_BYTES // 2 + 200_000)
     fitting = make_plan(module, "toy", dataclasses.replace(REQUEST, prefill_lens=()))
     taken = fitting.temporary_bytes
@@ -167,13 +167,13 @@ def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(module, sm
     assert report.remedies[2] == "4 slots of about 32 tokens"
     assert "devices of this kind" in report.remedies[-1]
     assert 0 < report.pages_bytes < PAGES_BYTES  # compiled with what there is room for
-    assert "DOES NOT FIT" in "\n".join(lines_of(report, was_kept=False))
+    assert "DOES NOT FIT" in "\n".join(lines_of(report, from_cache=False))
     small_host(WEIGHTS_BYTES // 2)
     report = make_plan(module, "toy", REQUEST)
     assert (report.fits, report.programs, report.num_pages) == (False, (), 0)
 
 
-def test_a_second_plan_is_answered_without_compiling(module, monkeypatch, tmp_path):
+def test_second_plan_is_read_from_cache(module, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = cached_plan(module, "toy", REQUEST)
     assert not first[1]
@@ -182,7 +182,7 @@ def test_a_second_plan_is_answered_without_compiling(module, monkeypatch, tmp_pa
     with pytest.raises(pytest.fail.Exception):
         cached_plan(module, "toy", dataclasses.replace(REQUEST, num_slots=5))
     with pytest.raises(pytest.fail.Exception):
-        cached_plan(module, "toy", REQUEST, use_kept=False)
+        cached_plan(module, "toy", REQUEST, use_cache=False)
 
 
 def test_saved_programs_run(module, tmp_path):
@@ -195,7 +195,7 @@ def test_saved_programs_run(module, tmp_path):
     assert len(pools) == 2
 
 
-def test_bounds_are_those_computed_by_hand(module):
+def test_roofline_bounds_match_hand_computation(module):
     chip = Chip("toy", "cpu", 10**12, 1e9, 1e12)
     model = abstract_model(module, mesh_of(jax.devices()[:1], {}))
     report = make_plan(module, "toy", REQUEST)
@@ -240,7 +240,7 @@ def test_collectives_are_counted_once_with_the_bytes_of_their_results():
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.25, (0.25, 0)), (-79.75, (0.25, 80)), (None, (None, 0)), (0.0, (None, 0))]
 )
-def test_what_the_compiler_cannot_look_into_is_not_in_its_estimate(seconds, said):
+def test_opaque_calls_are_not_in_the_estimate(seconds, said):
     assert estimate(seconds) == said
 
 
@@ -275,7 +275,7 @@ def test_unknown_topologies(name, said):
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v6e:2x4", r"\[plan\]"), ("h200:8", r"\[cuda\]")])
-def test_an_absent_compiler_is_named_with_its_extra(monkeypatch, name, extra):
+def test_missing_compiler_error_names_the_extra(monkeypatch, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TorchaxServeError, match=f"not installed; install torchax-serve{extra}"):
         topology.describe(name)
@@ -289,7 +289,7 @@ def test_an_absent_compiler_is_named_with_its_extra(monkeypatch, name, extra):
         ("--xla_gpu_autotune_level=4", "--xla_gpu_autotune_level=4"),
     ],
 )
-def test_nothing_is_tuned_without_a_device_unless_somebody_wants_it(given, expected, monkeypatch):
+def test_autotuning_is_off_without_a_device(given, expected, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", given)
     for _ in range(2):
         topology._tune_nothing()
@@ -305,7 +305,7 @@ def test_nothing_is_tuned_without_a_device_unless_somebody_wants_it(given, expec
         ("model=x", r"expected model=<a positive number>, got 'model=x'"),
     ],
 )
-def test_meshes_that_are_none(text, said):
+def test_invalid_meshes(text, said):
     with pytest.raises(InvalidArgumentError, match=said):
         parse_mesh(text, 8)
 
@@ -320,7 +320,7 @@ def test_meshes_that_are_none(text, said):
         ({"prefill_lens": (0,)}, InvalidArgumentError, "prefill"),
     ],
 )
-def test_requests_that_are_none(changes, kind, said):
+def test_invalid_plan_requests(changes, kind, said):
     with pytest.raises(kind, match=said):
         dataclasses.replace(REQUEST, **changes)
 
@@ -340,7 +340,7 @@ def test_requests_that_are_none(changes, kind, said):
         (["no/such/folder/at/all", "--topology", "cpu:1"], "no/such/folder/at/all"),
     ],
 )
-def test_the_command_says_what_is_wrong_in_a_line(arguments, said, monkeypatch):
+def test_plan_command_errors_are_one_line(arguments, said, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     done = CliRunner().invoke(app, ["plan", *arguments, "--offline"])
@@ -353,7 +353,7 @@ def test_the_command_says_what_is_wrong_in_a_line(arguments, said, monkeypatch):
         assert "DOES NOT FIT" in done.stdout
 
 
-def test_a_plan_says_what_it_is_doing(module, tmp_path, monkeypatch):
+def test_plan_reports_progress(module, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     request = dataclasses.replace(REQUEST, topology="cpu:1", prefill_lens=(16,))
     told = []
@@ -367,7 +367,7 @@ def test_a_plan_says_what_it_is_doing(module, tmp_path, monkeypatch):
     assert len(told) == 3  # there is nothing to wait for
 
 
-def test_the_search_names_the_smallest_that_fits(module, monkeypatch):
+def test_search_finds_the_smallest_topology(module, monkeypatch):
     asked = []
 
     def fake(module, name, request, note):

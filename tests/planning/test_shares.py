@@ -17,7 +17,7 @@ OPT_1_3B = transformers.OPTConfig(
 
 
 @pytest.mark.parametrize("model_type", TABLES)
-def test_a_device_has_its_share_of_the_weights(model_type):
+def test_weights_are_evenly_sharded(model_type):
     if model_type == "opt":
         module = module_of(transformers.OPTForCausalLM, OPT_1_3B, torch.bfloat16)
     else:

@@ -74,7 +74,7 @@ def replicas_running():
     return {getattr(state, "value", state): number for state, number in states.items() if number}
 
 
-def test_answers_are_those_of_the_model_alone(handle, wanted):
+def test_answers_equal_those_of_an_unreplicated_model(handle, wanted):
     for question in QUESTIONS[:2]:
         assert ask(body_of(question)) == (200, wanted[question])
     pieces = list(handle.options(stream=True).stream.remote(body_of(QUESTIONS[2])))
@@ -119,14 +119,14 @@ def test_other_paths_methods_and_bodies(handle, method, path, body, headers, sta
     connection.close()
 
 
-def test_one_beginning_goes_to_one_replica_and_others_go_elsewhere_too(handle):
+def test_requests_with_one_prefix_go_to_one_replica(handle):
     beginnings = [f"{letter * 200}, and then?" for letter in "abcdefgh"]
     owners = [replica_of(text) for text in beginnings]
     assert [replica_of(text + " more") for text in beginnings] == owners
     assert len(set(owners)) == 2
 
 
-def test_no_request_is_lost_that_had_not_begun(handle, wanted):
+def test_requests_of_a_lost_replica_are_retried(handle, wanted):
     victim = replica_of(QUESTIONS[0])
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         asked = [QUESTIONS[number % len(QUESTIONS)] for number in range(NUM_REQUESTS)]

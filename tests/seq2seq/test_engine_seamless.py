@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from model_adapters.caches.encoder_mask import SourceMask, mask_over_sounds
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, serve
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.parity.tiny.audio import sound_model
+from torchax_serve.parity.tiny.audio import audio_model
 
 NEW, WIDTH, MAX_SOURCE = 12, 32, 48
 STATE_BYTES = 5 * 4 * MAX_SOURCE * WIDTH * 4  # of five slots: keys and values of two layers
@@ -41,7 +41,7 @@ pytestmark = [
 @functools.cache
 def eager(name):
     model_type = "seamless_m4t_v2" if "v2" in name else "seamless_m4t"
-    model = sound_model(model_type, getattr(transformers, name), 0)
+    model = audio_model(model_type, getattr(transformers, name), 0)
     model.generation_config.text_decoder_lang_to_code_id = {"deu": 50, "fra": 51}
     model.generation_config.eos_token_id = None
     return model

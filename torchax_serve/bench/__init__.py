@@ -1,4 +1,4 @@
-"""Speed and memory of a model on JAX, side by side with a peer in one run: what ``torchax-serve bench`` shows."""
+"""Measures speed and memory of a model on JAX and of a peer in one run: ``torchax-serve bench``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times ``generate`` on JAX and on a peer, in turns."""
+"""Times ``generate`` on JAX and on a peer, alternating."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def bench(
 
     Args:
         model: as for `torchax_serve.serve`; with `random_weights` a configuration.
-        settings: sizes, repeats, peer.
-        dtype: of weights and computation.
+        settings: Sizes, repeats and peer.
+        dtype: Dtype of weights and computation.
         random_weights: make the weights up, from the configuration alone.
-        command: how to get these numbers again, for the report.
-        note: told what is being done, line by line.
+        command: Command that repeats the measurement, for the report.
+        note: Called with a line of text before each part.
         load_options: further arguments of `model_adapters.loading.load_model`.
 
     Raises:
         InvalidArgumentError: more tokens than the model has positions, or a peer that cannot run here.
         UnsupportedModelError: not a causal language model.
-        TorchaxServeError: whatever loading has to say.
+        TorchaxServeError: The model cannot be loaded.
     """
     settings, say = settings or BenchSettings(), note or _silent
     has_compile_cache = enable_compile_cache() is not None
@@ -83,7 +83,7 @@ def bench(
 
 
 def _silent(text: str) -> None:
-    """Tells nobody."""
+    """Ignores the text."""
 
 
 def _check_positions(loaded: LoadedModel, settings: BenchSettings) -> None:
@@ -111,7 +111,7 @@ def _facts(loaded: LoadedModel, *, random_weights: bool) -> ModelFacts:
 
 
 class _Run:
-    """One model, loaded, and whoever it is compared with."""
+    """A loaded model, and the peer it is compared with."""
 
     def __init__(self, loaded: LoadedModel, settings: BenchSettings, say: Note, *, has_compile_cache: bool) -> None:
         self._loaded, self._settings, self._say = loaded, settings, say
@@ -131,12 +131,12 @@ class _Run:
         self._layers: tuple[CacheLayer, ...] | None = None
 
     def check_untouched(self) -> None:
-        """See `EagerReference.check_untouched`."""
+        """Raises if the weights have changed; see `EagerReference.check_untouched`."""
         if self._twin is not None:
             self._twin.check_untouched()
 
     def calls(self, batch: int) -> list[list[Call]]:
-        """Calls of each side, the first one first, in turns."""
+        """Runs the calls of both sides, alternating; returns them by side."""
         settings = self._settings
         vocab_size = self.ours.vocab_size
         prompt = np.random.default_rng(settings.seed).integers(0, vocab_size, (batch, settings.prompt_len))
@@ -156,7 +156,7 @@ class _Run:
         return found
 
     def case(self, batch: int, sides: list[list[Call]], bandwidth: Bandwidth) -> Case:
-        """What the calls of one batch size say."""
+        """Summarizes the calls of one batch size."""
         ours = self._measurement(self.ours, batch, sides[0], bandwidth)
         if self.peer is None:
             return Case(batch, ours, None, None)
@@ -187,7 +187,7 @@ class _Run:
 
 
 def _hf(module: PreTrainedModel) -> TimedModel:
-    """transformers' ``generate``: eager on a CPU, with its static cache and ``torch.compile`` on a GPU."""
+    """Prepares transformers' ``generate``: eager on a CPU, with its static cache and ``torch.compile`` on a GPU."""
     platform = jax.default_backend()
     if platform == "cpu":
         torch.set_num_threads(num_cores())

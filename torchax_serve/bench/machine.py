@@ -1,4 +1,4 @@
-"""The machine a benchmark runs on: what it is, what is installed, how fast its memory can be read."""
+"""Describes the machine of a benchmark: hardware, installed versions, memory bandwidth."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _QUIET_CORES = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What ran, in words that tell two machines apart.
+    """Description of a machine that distinguishes it from others.
 
     Attributes:
-        cores_in_use: by other programs, in the second before.
+        cores_in_use: Number of cores that other programs used in the second before.
     """
 
     cpu: str
@@ -47,12 +47,12 @@ class Machine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether other programs took so much of the machine that rates say little."""
+        """Whether other programs used so much of the machine that rates mean little."""
         return self.cores_in_use > _QUIET_CORES
 
     @classmethod
     def here(cls) -> Machine:
-        """This machine, now."""
+        """Describes this machine as it is now."""
         devices = jax.devices()
         return cls(
             cpu=_cpu_model(),
@@ -69,7 +69,7 @@ class Machine:
 
 
 def num_cores() -> int:
-    """Cores this process may run on."""
+    """Returns the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -84,13 +84,13 @@ def _cpu_model() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Bandwidth:
-    """How fast memory can be read.
+    """Measured memory bandwidth.
 
     Attributes:
-        bytes_per_s: the best of all ways tried.
-        method: which one that was.
-        tried: bytes per second of each way.
-        buffer_bytes: how much was read at a time.
+        bytes_per_s: Rate of the fastest method.
+        method: Name of the fastest method.
+        tried: Bytes per second of each method.
+        buffer_bytes: Bytes read at a time.
     """
 
     bytes_per_s: float
@@ -99,16 +99,16 @@ class Bandwidth:
     buffer_bytes: int
 
     def better(self, other: Bandwidth) -> Bandwidth:
-        """The faster of two: what is sought is a bound, and other programs only ever slow a measurement down."""
+        """Returns the faster of two measurements: other programs can only slow one down."""
         tried = {name: max(rate, other.tried[name]) for name, rate in self.tried.items()}
         return _best(tried, self.buffer_bytes)
 
 
 def measure_bandwidth(buffer_bytes: int | None = None) -> Bandwidth:
-    """Reads a buffer much larger than the caches in several ways, on the default device, and keeps the fastest.
+    """Reads a buffer much larger than the caches by several methods, on the default device; returns the fastest.
 
     Args:
-        buffer_bytes: None for 1 GiB, or a quarter of the free memory if that is less.
+        buffer_bytes: Size of the buffer; None for 1 GiB, or a quarter of the free memory if that is less.
     """
     size = min(BUFFER_BYTES, free_host_bytes() // 4) if buffer_bytes is None else buffer_bytes
     if jax.default_backend() != "cpu":
@@ -141,7 +141,7 @@ def _best(tried: dict[str, float], size: int) -> Bandwidth:
 
 
 def fastest_s(call: Callable[[], object], rounds: int) -> float:
-    """Seconds of the fastest of `rounds` calls, behind one that is not counted."""
+    """Returns the seconds of the fastest of `rounds` calls, after one that is not counted."""
     call()
     times = []
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""A picture of a benchmark: rates by batch size, ours beside the peer's."""
+"""Plots the rates of a benchmark by batch size, ours and the peer's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchax_serve.bench.report import BenchReport, Measurement
 
 
 def check_plot(file: Path) -> None:
-    """Raises `InvalidArgumentError` where no picture could be written to `file`; to be called before hours of work."""
+    """Raises `InvalidArgumentError` if no plot can be written to `file`; to be called before hours of work."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
@@ -22,10 +22,10 @@ def check_plot(file: Path) -> None:
 
 
 def plot(report: BenchReport, file: Path) -> None:
-    """Writes decode and prefill rates by batch size to `file`, in the format that its ending says.
+    """Writes decode and prefill rates by batch size to `file`, in the format of its suffix.
 
     Raises:
-        InvalidArgumentError: matplotlib is not there, or does not know the ending.
+        InvalidArgumentError: matplotlib is not installed, or does not know the suffix.
     """
     check_plot(file)
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What a benchmark found, as plain data."""
+"""Results of a benchmark, as plain data."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torchax_serve.bench.settings import BenchSettings
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """One call of ``generate``, in seconds from the call."""
+    """Times of one call of ``generate``, in seconds from the call."""
 
-    ttft_s: float  # until the first new token was handed out
+    ttft_s: float  # until the first new token
     total_s: float  # until it returned
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileCache:
-    """Programs that a first call needed, by where they came from.
+    """Programs that a first call needed, by their source.
 
     Attributes:
-        num_programs: that XLA was asked for.
-        num_hits: of these, read from the persistent compilation cache.
-        enabled: whether there is such a cache.
+        num_programs: Number of programs requested from XLA.
+        num_hits: Number of them read from the persistent compilation cache.
+        enabled: Whether there is such a cache.
     """
 
     num_programs: int
@@ -45,18 +45,18 @@ class CompileCache:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One engine at one batch size.
+    """Measurement of one engine at one batch size.
 
     Attributes:
-        engine: ``torchax-serve``, or the peer.
-        batch, prompt_len, new_tokens: what each call did.
-        first_call_s: the first call, which compiles.
-        timings: of the later calls.
+        engine: Name: ``torchax-serve``, or the peer.
+        batch, prompt_len, new_tokens: Sizes of each call.
+        first_call_s: Seconds of the first call, which compiles.
+        timings: Times of the later calls.
         growth_bytes: by how much memory in use grew at most in the first call: cache, activations, compilation.
-        peak_bytes: the same and the weights.
+        peak_bytes: The same, plus the weights.
         step_bytes: what a decode step must read, on average: weights, and keys and values of the tokens so far; None
             where that is not known.
-        bandwidth_bytes_per_s: the highest rate of reading that the machine showed in this run.
+        bandwidth_bytes_per_s: Highest read rate of the machine in this run.
         compile_cache: None for an engine without one.
     """
 
@@ -74,27 +74,27 @@ class Measurement:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token, median."""
+        """Median time to first token, in seconds."""
         return statistics.median(each.ttft_s for each in self.timings)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens of the batch over the time to first token."""
+        """Prompt tokens of the batch divided by the time to first token."""
         return self.batch * self.prompt_len / self.ttft_s
 
     @property
     def tpot_s(self) -> float:
-        """Seconds per step behind the first token, median."""
+        """Median seconds per step after the first token."""
         return statistics.median((each.total_s - each.ttft_s) / (self.new_tokens - 1) for each in self.timings)
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens behind the first of each row, over the time they took."""
+        """Tokens after the first of each row, divided by their time."""
         return self.batch / self.tpot_s
 
     @property
     def compile_s(self) -> float:
-        """First call minus a later call."""
+        """Seconds of the first call minus those of a later call."""
         return max(0.0, self.first_call_s - statistics.median(each.total_s for each in self.timings))
 
     @property
@@ -106,7 +106,7 @@ class Measurement:
         return None if self.step_bytes is None else self.step_bytes / self.tpot_s / self.bandwidth_bytes_per_s
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields and derived numbers."""
+        """Returns the fields and the derived numbers."""
         derived = ("ttft_s", "prefill_tokens_per_s", "tpot_s", "decode_tokens_per_s", "compile_s", "mbu")
         found = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
         if self.compile_cache is not None:
@@ -116,7 +116,7 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One batch size: ours, and the peer's if there is one.
+    """Measurements at one batch size: ours, and the peer's if there is one.
 
     Attributes:
         same_tokens: part of the new tokens, up to the first difference in each row, that both sides agree on. In half
@@ -129,13 +129,13 @@ class Case:
     same_tokens: float | None
 
     def ratio(self, name: str) -> float | None:
-        """Ours over the peer's of a rate: ``decode_tokens_per_s``, ``prefill_tokens_per_s``."""
+        """Returns our rate divided by the peer's: ``decode_tokens_per_s`` or ``prefill_tokens_per_s``."""
         return None if self.peer is None else getattr(self.ours, name) / getattr(self.peer, name)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """The model and what loading it took."""
+    """Facts about the model and its loading."""
 
     name: str
     architecture: str
@@ -150,18 +150,18 @@ class ModelFacts:
 
 @dataclasses.dataclass(frozen=True)
 class BenchReport:
-    """Everything a reader needs to judge the numbers, and to get them again."""
+    """Report with everything needed to judge and repeat the measurement."""
 
     command: str
     machine: Machine
     settings: BenchSettings
-    peer: str | None  # what the peer is, in words
+    peer: str | None  # description of the peer
     model: ModelFacts
     bandwidth: Bandwidth
     cases: tuple[Case, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Returns the report as JSON types."""
         found = dataclasses.asdict(self)
         found["machine"]["is_busy"] = self.machine.is_busy
         for case, entry in zip(self.cases, found["cases"], strict=True):
@@ -173,6 +173,6 @@ class BenchReport:
 
 
 def same_part(ours: Any, theirs: Any) -> float:
-    """Part of int[batch, len] `ours` that equals `theirs`, each row up to its first difference."""
+    """Returns the fraction of int[batch, len] `ours` that equals `theirs`, each row up to its first difference."""
     equal = (ours == theirs).int().cumprod(1)
     return float(equal.sum()) / math.prod(equal.shape)

@@ -1,4 +1,4 @@
-"""What a benchmark runs."""
+"""Settings of a benchmark."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ PEERS = ("hf",)
 
 @dataclasses.dataclass(frozen=True)
 class BenchSettings:
-    """A grid of one measurement per batch size; checked when made.
+    """Grid of one measurement per batch size; checked on construction.
 
     Attributes:
-        batches: rows of a batch, one measurement for each.
-        prompt_len: tokens of each prompt.
-        new_tokens: tokens generated behind it.
-        repeats: timed calls of each side; medians are reported.
-        against: the peer; ``hf`` is transformers' own ``generate``, None is nobody.
-        seed: of prompts and random weights.
+        batches: Batch sizes, one measurement for each.
+        prompt_len: Number of tokens of each prompt.
+        new_tokens: Number of generated tokens.
+        repeats: Number of timed calls of each side; medians are reported.
+        against: Peer; ``hf`` is transformers' own ``generate``, None is no peer.
+        seed: Seed of prompts and random weights.
     """
 
     batches: tuple[int, ...] = (1, 8)
@@ -32,7 +32,7 @@ class BenchSettings:
     def __post_init__(self) -> None:
         if not self.batches:
             raise InvalidArgumentError("expected at least one batch size, got none")
-        # A rate of decoding needs a token behind the first.
+        # A decode rate needs a token after the first.
         lowest = {"prompt_len": 1, "new_tokens": 2, "repeats": 1}
         for name, low in lowest.items():
             if getattr(self, name) < low:

@@ -1,4 +1,4 @@
-"""One side of a benchmark: a model whose ``generate`` is called and timed."""
+"""Times ``generate`` of one side of a benchmark."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from torchax_serve.bench.report import CompileCache, Timing
 
 
 class Memory(Protocol):
-    """Watches memory over one call."""
+    """Measures memory during a call."""
 
     @contextlib.contextmanager
     def growth(self) -> Iterator[list[int]]:
-        """Yields a list that holds, once closed, by how many bytes memory in use grew at most."""
+        """Yields a list that receives, on exit, the largest growth of memory in use, in bytes."""
         ...
 
 
 class JaxMemory:
-    """Of the process on a CPU, else of the device that JAX has."""
+    """Measures the memory of the process on a CPU, else that of JAX's device."""
 
     @contextlib.contextmanager
     def growth(self) -> Iterator[list[int]]:
-        """Yields a list that holds, once closed, by how many bytes memory in use grew at most."""
+        """Yields a list that receives, on exit, the largest growth of memory in use, in bytes."""
         found: list[int] = []
         device = jax.devices()[0]
         if device.platform == "cpu":
             give_back_freed()
-            _forget_high_water()
+            _reset_high_water()
             peak = PeakMemory()
             yield found
             found.append(peak.growth_bytes)
         else:
-            # The runtime's peak is that of the whole process: larger batches have to come later.
+            # The runtime's peak is that of the process so far: larger batches have to come later.
             before = (device.memory_stats() or {}).get("bytes_in_use", 0)
             yield found
             found.append(max(0, (device.memory_stats() or {}).get("peak_bytes_in_use", 0) - before))
 
 
 class TorchMemory:
-    """Of torch's allocator on a GPU."""
+    """Measures torch's allocator on a GPU."""
 
     @contextlib.contextmanager
     def growth(self) -> Iterator[list[int]]:
-        """Yields a list that holds, once closed, by how many bytes memory in use grew at most."""
+        """Yields a list that receives, on exit, the largest growth of memory in use, in bytes."""
         found: list[int] = []
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -62,15 +62,15 @@ class TorchMemory:
         found.append(torch.cuda.max_memory_allocated() - before)
 
 
-def _forget_high_water() -> None:
-    """Sets the high-water mark of resident memory back to what is resident now (Linux, proc(5), clear_refs)."""
+def _reset_high_water() -> None:
+    """Resets the high-water mark of resident memory to its current value (Linux, proc(5), clear_refs)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What one call of ``generate`` showed."""
+    """Measurements of one call of ``generate``."""
 
     timing: Timing
     tokens: torch.Tensor  # int64[batch, new_tokens]
@@ -79,15 +79,15 @@ class Call:
 
 
 class TimedModel:
-    """A transformers model object, on JAX or not; its generation settings are set to greedy without an end.
+    """Transformers model, on JAX or not; its generation settings are set to greedy without end-of-text.
 
     Args:
-        name: short, for tables.
-        description: what it is, in words.
-        model: the object whose ``generate`` is called.
-        memory: how to see what it uses.
-        has_compile_cache: whether programs that JAX compiles are kept; None for an engine without JAX.
-        options: further arguments of ``generate``.
+        name: Short name, for tables.
+        description: Description of the model.
+        model: Object whose ``generate`` is called.
+        memory: Measures its memory.
+        has_compile_cache: Whether JAX's compiled programs are stored on disk; None for an engine without JAX.
+        options: Further arguments of ``generate``.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class TimedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Number of rows of the embedding."""
         return int(self._model.get_input_embeddings().num_embeddings)
 
     def call(self, ids: torch.Tensor, new_tokens: int) -> Call:
-        """Generates `new_tokens` behind `ids` int64[batch, prompt_len]."""
+        """Generates `new_tokens` after `ids` int64[batch, prompt_len]."""
         clock = _Clock()
         start = time.perf_counter()
         output = self._generate(ids, new_tokens, streamer=clock)
@@ -119,7 +119,7 @@ class TimedModel:
         return Call(Timing(clock.first_s - start, end - start), output[:, ids.shape[1] :].cpu())
 
     def first_call(self, ids: torch.Tensor, new_tokens: int) -> Call:
-        """As `call`, with a look at memory and at what was compiled."""
+        """Runs `call`, and also measures memory and counts compiled programs."""
         with self._memory.growth() as growth, count_programs() as programs:
             call = self.call(ids, new_tokens)
         enabled = self._has_compile_cache
@@ -127,21 +127,21 @@ class TimedModel:
         return dataclasses.replace(call, growth_bytes=growth[0], compile_cache=cache)
 
     def final_cache(self, ids: torch.Tensor, new_tokens: int) -> Any:
-        """The transformers cache that `call` leaves."""
+        """Returns the transformers cache after `call`."""
         return cache_in(self._generate(ids, new_tokens, return_dict_in_generate=True))
 
     def _generate(self, ids: torch.Tensor, new_tokens: int, **kwargs: Any) -> Any:
         ids = ids.to(self._model.device)
         mask = torch.ones_like(ids)
         with torch.no_grad():
-            # of the class: a repository's own, which lies on the object, may do and return anything
+            # that of the class: a repository's own ``generate`` is set on the object, and may return anything
             return type(self._model).generate(
                 self._model, ids, attention_mask=mask, max_new_tokens=new_tokens, **self._options, **kwargs
             )
 
 
 class _Clock(BaseStreamer):
-    """Notes when the first new token is handed out; the prompt comes before it."""
+    """Streamer that records when the first new token arrives, which follows the prompt."""
 
     def __init__(self) -> None:
         self._num_puts = 0
@@ -158,7 +158,7 @@ class _Clock(BaseStreamer):
 
 @contextlib.contextmanager
 def count_programs() -> Iterator[list[int]]:
-    """Yields a list that holds, once closed, how many programs XLA was asked for and how many came from the cache."""
+    """Yields a list that receives, on exit, the numbers of programs requested from XLA and read from the cache."""
     found = [0, 0]
 
     def on_duration(event: str, duration_secs: float, **metadata: Any) -> None:

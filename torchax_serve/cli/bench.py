@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
 from torchax_serve.cli.shared.tables import console
@@ -24,7 +25,7 @@ _DEFAULT_BATCHES = (1, 8)
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """What is measured, beside which peer."""
+    """Options of the measurement and its peer."""
 
     against: Annotated[
         str | None,
@@ -46,10 +47,10 @@ class MeasureOptions:
         self.settings()
 
     def settings(self) -> BenchSettings:
-        """What they stand for.
+        """Returns the settings of the benchmark.
 
         Raises:
-            InvalidArgumentError: a number that cannot be, or a peer that nobody knows.
+            InvalidArgumentError: A number is out of range, or the peer is unknown.
         """
         from torchax_serve.bench import BenchSettings
 
@@ -119,7 +120,7 @@ def bench(
 
 
 def print_report(report: Any) -> None:
-    """Writes `report` (a `BenchReport`) to stdout as tables."""
+    """Prints `report` (a `BenchReport`) as tables."""
     output = console()
     output.print("\n".join(_heading(report)), markup=False)
     output.print(_rates(report))
@@ -221,3 +222,8 @@ def _gb(num_bytes: float) -> str:
     from model_adapters.loading.memory import gigabytes
 
     return gigabytes(num_bytes)
+
+
+COMMAND = Command(
+    "bench", bench, position=40, examples=(("bench --against hf", "its speed compared with that of transformers"),)
+)

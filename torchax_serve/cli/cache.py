@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.cli.shared.command import Command
 
 if TYPE_CHECKING:
     from model_adapters.disk_cache import SealedFolder
 
 
 class Action(enum.StrEnum):
-    """What to do with the files."""
+    """Action on the files."""
 
     LIST = "list"
     VERIFY = "verify"
@@ -85,13 +86,13 @@ def _described(folder: SealedFolder) -> dict[str, Any]:
 
 
 def _damaged(folder: SealedFolder) -> dict[str, str]:
-    """What is wrong with files, by name."""
+    """Returns the reasons why files are damaged, by name."""
     reasons = ((entry.path.name, folder.damage(entry.path.name)) for entry in folder.entries())
     return {name: reason for name, reason in reasons if reason is not None}
 
 
 def _removed(folders: dict[str, SealedFolder], max_bytes: int) -> dict[str, dict[str, Any]]:
-    """Removes what is damaged, and the least recently used beyond `max_bytes` of all `folders`; says what went."""
+    """Removes damaged files, and the least recently used beyond `max_bytes` of all `folders`; returns the counts."""
     from model_adapters.disk_cache import keep_within
 
     before = {name: list(folder.entries()) for name, folder in folders.items()}
@@ -100,16 +101,16 @@ def _removed(folders: dict[str, SealedFolder], max_bytes: int) -> dict[str, dict
             for name in _damaged(folder):
                 folder.remove(name)
     keep_within(folders.values(), max_bytes)
-    told = {}
+    removed = {}
     for name, folder in folders.items():
         left = {entry.path for entry in folder.entries()}
         gone = [entry for entry in before[name] if entry.path not in left]
-        told[name] = {
+        removed[name] = {
             **_described(folder),
             "num_removed": len(gone),
             "num_removed_bytes": sum(entry.num_bytes for entry in gone),
         }
-    return told
+    return removed
 
 
 def _lines(action: Action, found: dict[str, Any]) -> list[str]:
@@ -139,3 +140,6 @@ def _size(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes} B"
+
+
+COMMAND = Command("cache", cache, position=120)

@@ -8,59 +8,62 @@ from typing import Annotated
 import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.cli.shared.load_options import DTYPES, check_choice, complete_dtype
+from torchax_serve.cli.shared.command import Command
+from torchax_serve.cli.shared.load_options import DTYPES, MaxLen, check_choice, complete_dtype
 from torchax_serve.cli.shared.model_name import check_model, complete_model
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        autocompletion=complete_model,
+        help="Short name, hub id or folder that every node has; without it the embedded model.",
+    ),
+]
+Name = Annotated[str, typer.Option("--name", help="Of the application; the same name again updates it.")]
+Replicas = Annotated[
+    str, typer.Option("--replicas", help="A number, or LEAST:MOST, between which Ray chooses by the load.")
+]
+NumSlots = Annotated[
+    int, typer.Option("--slots", "--max-num-seqs", min=1, help="Requests that a replica runs at once.")
+]
+KVCacheDtype = Annotated[
+    str | None, typer.Option("--kv-cache-dtype", help="int8: keys and values in 8 bits; by default as the model.")
+]
+Dtype = Annotated[
+    str,
+    typer.Option("--dtype", "--torch-dtype", autocompletion=complete_dtype, help="auto, float32, bfloat16 or float16."),
+]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option("--tensor-parallel", "--tensor-parallel-size", "--tp", min=1, help="Devices of a replica."),
+]
+Accelerator = Annotated[
+    str | None, typer.Option("--accelerator", help="GPU or TPU: what replicas take; processor cores by default.")
+]
+Address = Annotated[
+    str | None,
+    typer.Option("--address", help="Of the Ray cluster, such as auto; a cluster of this machine by default."),
+]
 
 
 def deploy(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            autocompletion=complete_model,
-            help="Short name, hub id or folder that every node has; without it the embedded model.",
-        ),
-    ] = None,
-    name: Annotated[str, typer.Option("--name", help="Of the application; the same name again updates it.")] = "model",
-    replicas: Annotated[
-        str, typer.Option("--replicas", help="A number, or LEAST:MOST, between which Ray chooses by the load.")
-    ] = "1",
-    slots: Annotated[
-        int, typer.Option("--slots", "--max-num-seqs", min=1, help="Requests that a replica runs at once.")
-    ] = 32,
-    max_len: Annotated[
-        int | None,
-        typer.Option("--max-len", "--max-model-len", min=2, help="Tokens of a request, prompt and answer."),
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str | None, typer.Option("--kv-cache-dtype", help="int8: keys and values in 8 bits; by default as the model.")
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            "--torch-dtype",
-            autocompletion=complete_dtype,
-            help="auto, float32, bfloat16 or float16.",
-        ),
-    ] = "auto",
-    tensor_parallel: Annotated[
-        int | None,
-        typer.Option("--tensor-parallel", "--tensor-parallel-size", "--tp", min=1, help="Devices of a replica."),
-    ] = None,
-    accelerator: Annotated[
-        str | None, typer.Option("--accelerator", help="GPU or TPU: what replicas take; processor cores by default.")
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option("--address", help="Of the Ray cluster, such as auto; a cluster of this machine by default."),
-    ] = None,
+    model: Model = None,
+    name: Name = "model",
+    replicas: Replicas = "1",
+    slots: NumSlots = 32,
+    max_len: MaxLen = None,
+    kv_cache_dtype: KVCacheDtype = None,
+    dtype: Dtype = "auto",
+    tensor_parallel: TensorParallel = None,
+    accelerator: Accelerator = None,
+    address: Address = None,
     host: Annotated[str, typer.Option("--host", help="Where HTTP listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Where HTTP listens.")] = 8000,
 ) -> None:
     """Serve a model by several replicas on a Ray cluster: autoscaling, health checks, updates without a gap."""
     least, most = _range(replicas)
     check_choice("--dtype", dtype, DTYPES)
-    if address is None:  # a folder of another machine cannot be looked for here
+    if address is None:  # a folder of another machine cannot be checked here
         check_model(model)
     from torchax_serve.distributed.ray.options import DeployOptions
 
@@ -94,3 +97,6 @@ def _range(text: str) -> tuple[int, int]:
     if not least.isdigit() or (most and not most.isdigit()):
         raise InvalidArgumentError(f"--replicas: expected a number or LEAST:MOST, got {text!r}")
     return int(least), int(most or least)
+
+
+COMMAND = Command("deploy", deploy, position=60)

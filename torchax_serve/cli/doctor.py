@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.terminal import activity
 
 if TYPE_CHECKING:
@@ -59,11 +60,11 @@ def _sections(note: Note, *, online: bool, quick: bool) -> Iterator[Section]:
         parts += [("Numbers of the kernels", lambda: _numerics(note)), ("Speed", lambda: _bandwidth(note))]
     for title, look in parts:
         note(f"looking at: {title.lower()}")
-        yield _looked_at(title, look)
+        yield _section(title, look)
 
 
-def _looked_at(title: str, look: Callable[[], Iterable[Fact]]) -> Section:
-    """A section; what cannot even be looked at is a problem, and the report goes on."""
+def _section(title: str, look: Callable[[], Iterable[Fact]]) -> Section:
+    """Collects a section; a failing `look` is a problem of its own, and the report continues."""
     from torchax_serve.diagnostics.report import Fact, Section
 
     facts = []
@@ -98,3 +99,8 @@ def _bandwidth(note: Note) -> Iterable[Fact]:
 
     size = _HOST_BYTES if jax.default_backend() == "cpu" else _ACCELERATOR_BYTES
     return bandwidth(note, buffer_bytes=size)
+
+
+COMMAND = Command(
+    "doctor", doctor, position=100, examples=(("doctor", "what is installed and whether it works, to attach to a bug"),)
+)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import LoadOptions, check_choice, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.terminal import is_terminal
@@ -20,7 +21,7 @@ ENDINGS = (".npy", ".json")
 
 
 def _poolings() -> tuple[str, ...]:
-    """The names that ``--pooling`` takes."""
+    """Returns the names that ``--pooling`` takes."""
     from torchax_serve.pooling.methods import POOLINGS
 
     return POOLINGS
@@ -28,7 +29,7 @@ def _poolings() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class EmbeddingOptions:
-    """How texts are read, and what their embeddings are."""
+    """Options of tokenization and pooling."""
 
     pooling: Annotated[
         str | None,
@@ -112,7 +113,7 @@ def embed(
 
 
 def _check_output(output: Path | None, *, as_json: bool) -> None:
-    """Raises before a model is loaded for a file that could not be written."""
+    """Raises, before a model is loaded, if the file cannot be written."""
     if output is None:
         return
     if output.suffix not in ENDINGS:
@@ -124,10 +125,12 @@ def _check_output(output: Path | None, *, as_json: bool) -> None:
 
 
 def _lines() -> list[str]:
-    r"""The lines of standard input, which has to come from a file or a pipe; nothing but ``\n`` or ``\r\n`` ends one.
+    r"""Reads the lines of standard input, a file or a pipe; only ``
+    `` and ``\r
+    `` end a line.
 
-    Raises:
-        InvalidArgumentError: no line, or bytes that are no UTF-8; says in which line.
+        Raises:
+            InvalidArgumentError: no line, or bytes that are no UTF-8; says in which line.
     """
     data = b"" if is_terminal(sys.stdin) else sys.stdin.buffer.read()
     try:
@@ -174,3 +177,6 @@ def _as_object(name: str, texts: list[str], vectors: Any) -> dict[str, Any]:
         "dim": int(vectors.shape[1]),
         "embeddings": [{"text": text, "embedding": vector} for text, vector in rows],
     }
+
+
+COMMAND = Command("embed", embed, position=20, examples=(("embed ./my-model Hello", "the embedding of a text"),))

@@ -1,4 +1,4 @@
-"""``torchax-serve models``: what can be run."""
+"""``torchax-serve models``: lists the models that can be run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading.hub_cache import hub_cache
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.downloads import CacheDir, ago, list_downloads, size_of
 from torchax_serve.cli.shared.tables import console
 from torchax_serve.distributed.mesh_shape import parse_mesh
@@ -53,8 +54,8 @@ def _check_flags(model_type: str | None, *, list_all: bool, downloaded: bool, sh
         parse_mesh(mesh, None)
     if sharding and model_type is None:
         raise InvalidArgumentError("--sharding: expected a MODEL_TYPE, got none; such as torchax-serve models llama")
-    alone = {"MODEL_TYPE": model_type is not None, "--all": list_all, "--sharding": sharding}
-    if downloaded and (given := [name for name, is_given in alone.items() if is_given]):
+    exclusive = {"MODEL_TYPE": model_type is not None, "--all": list_all, "--sharding": sharding}
+    if downloaded and (given := [name for name, is_given in exclusive.items() if is_given]):
         raise InvalidArgumentError(f"--downloaded: expected without {given[0]}; leave one of them out")
 
 
@@ -91,7 +92,7 @@ def _print(
 
 
 def _print_downloaded(cache_dir: Path | None, *, as_json: bool) -> None:
-    """A row for each model of the hub on this machine: size, last use, revisions."""
+    """Prints a row for each model of the hub on this machine: size, last use, revisions."""
     downloads = list_downloads(cache_dir)
     if as_json:
         print(json.dumps({"downloaded": [each.as_dict() for each in downloads]}, indent=1))
@@ -117,7 +118,7 @@ def _print_downloaded(cache_dir: Path | None, *, as_json: bool) -> None:
 
 
 def _architectures() -> dict[str, list[str]]:
-    """Model types that transformers knows as causal language models, each with its classes."""
+    """Returns the model types that transformers knows as causal language models, each with its classes."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return {
@@ -127,7 +128,7 @@ def _architectures() -> dict[str, list[str]]:
 
 
 def _print_sharding(model_type: str, mesh: str | None, *, as_json: bool) -> None:
-    """A row for each parameter: shape, axes, who says so, bytes on each device."""
+    """Prints a row for each parameter: shape, mesh axes, the rule behind them, bytes on each device."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed
     from torchax_serve.planning.abstract_model import module_of_type
     from torchax_serve.planning.sharding_table import print_sharding, sharding_rows
@@ -140,7 +141,7 @@ def _print_sharding(model_type: str, mesh: str | None, *, as_json: bool) -> None
 
 
 def _check_type(model_type: str, known: Collection[str], kind: str) -> None:
-    """Raises for a type that is not among those `known`, with near ones; `kind` says what those are."""
+    """Raises for a type that is not in `known`, with similar names; `kind` describes the known types."""
     if model_type not in known:
         near = difflib.get_close_matches(model_type, known, n=5)
         raise ModelNotFoundError(
@@ -150,11 +151,11 @@ def _check_type(model_type: str, known: Collection[str], kind: str) -> None:
 
 
 def _print_one(model_type: str, architectures: dict[str, list[str]], *, as_json: bool) -> None:
-    """What is known about `model_type`, by task."""
+    """Prints the parity results of `model_type`, by task."""
     from torchax_serve.cli.shared.parity_status import of_type, print_type, quirk_of_type, types_by_task
 
     known = {name for types in types_by_task().values() for name in types}
-    _check_type(model_type, known, "a model of text, of sounds or of images and text")
+    _check_type(model_type, known, "a model of text, of audio or of images and text")
     if as_json:
         classes = architectures.get(model_type, [])
         known_of_type = {"classes": classes, "tasks": of_type(model_type), "quirk": quirk_of_type(model_type)}
@@ -189,23 +190,21 @@ def _print_tables(short_names: Any, architectures: dict[str, list[str]], *, list
 
 
 def _print_checked(console: Any) -> None:
-    """A line for each task."""
+    """Prints a line for each parity task."""
     from torchax_serve.cli.shared.parity_status import shipped_tasks
 
     tasks = shipped_tasks()
     versions = next(iter(tasks.values()))["versions"]
-    console.print(f"\nChecked beside PyTorch, of transformers {versions['transformers']}:", highlight=False)
+    console.print(f"\nChecked against PyTorch, with transformers {versions['transformers']}:", highlight=False)
     for name, task in tasks.items():
-        roads = ", ".join(f"{number} {road}" for road, number in task.get("roads", {}).items())
-        console.print(
-            f"  {name:12} {task['title']}: {task['passed']} of {task['checked']} pass{f' ({roads})' if roads else ''}",
-            highlight=False,
-        )
+        executors = ", ".join(f"{number} {executor}" for executor, number in task.get("executors", {}).items())
+        counts = f"{task['passed']} of {task['checked']} pass{f' ({executors})' if executors else ''}"
+        console.print(f"  {name:12} {task['title']}: {counts}", highlight=False)
     console.print("torchax-serve models TYPE shows one type.", highlight=False)
 
 
 def _print_architectures(console: Any, architectures: dict[str, list[str]]) -> None:
-    """A row for each type, with the tasks that it has a part in."""
+    """Prints a row for each type, with the tasks that check it."""
     from rich.table import Table
 
     from torchax_serve.cli.shared.parity_status import types_by_task
@@ -218,3 +217,6 @@ def _print_architectures(console: Any, architectures: dict[str, list[str]]) -> N
         named = ", ".join(task for task, types in tasks.items() if model_type in types)
         table.add_row(model_type, named, ", ".join(architectures.get(model_type, ())))
     console.print(table)
+
+
+COMMAND = Command("models", models, position=70, examples=(("models", "what is on this machine, and what can be run"),))

@@ -1,4 +1,4 @@
-"""``torchax-serve ops``: what model code is lowered to, and which implementation of it runs where."""
+"""``torchax-serve ops``: lists the operators that model code is lowered to, and their implementations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.tables import console
 
 
@@ -49,3 +50,6 @@ def ops(as_json: Annotated[bool, typer.Option("--json", help="One JSON object in
     output = console()
     output.print(table)
     output.print(f"* for this machine ({here}); the last one that does not refuse a call is taken", style="dim")
+
+
+COMMAND = Command("ops", ops, position=110)

@@ -1,4 +1,4 @@
-"""``torchax-serve plan``: does a model fit on hardware that need not be here, and what bounds its speed."""
+"""``torchax-serve plan``: whether a model fits on hardware that need not be present, and what bounds its speed."""
 
 from __future__ import annotations
 
@@ -13,56 +13,61 @@ import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
-from torchax_serve.cli.shared.load_options import DTYPES, ConfigOptions, check_choice, option_groups
+from torchax_serve.cli.shared.command import Command
+from torchax_serve.cli.shared.load_options import DTYPES, ConfigOptions, MaxLen, check_choice, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.terminal import activity, passing_note
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        autocompletion=complete_model, help="Hub id, short name, folder or config file; without it the embedded model."
+    ),
+]
+Topology = Annotated[str | None, typer.Option("--topology", help="Devices to compile for, such as v6e:2x4 or h200:8.")]
+PlanMesh = Annotated[
+    str | None, typer.Option("--mesh", help="How they are used, such as data=2,model=4; all on model by default.")
+]
+NumSlots = Annotated[int, typer.Option("--slots", "--max-num-seqs", min=1, help="Requests at once.")]
+PageLen = Annotated[int, typer.Option("--page-len", "--block-size", min=1, help="Tokens of a page of the cache.")]
+PrefillLens = Annotated[
+    str, typer.Option("--prefill", help="Tokens of the prefill steps to compile, with commas; empty for none.")
+]
+KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto, float32, bfloat16 or float16.")]
+Quantization = Annotated[
+    str | None, typer.Option("--quantization", show_default=False, help="Not supported yet; refused by name.")
+]
+Search = Annotated[
+    str | None, typer.Option("--for", help="SLOTSxLEN, such as 64x8192: the smallest topologies that fit, as a table.")
+]
+PrintSharding = Annotated[
+    bool, typer.Option("--sharding", help="Print how each parameter lies on the mesh, and compile nothing.")
+]
+RefuseUneven = Annotated[
+    bool, typer.Option("--refuse-uneven", help="An error where sizes would be filled up with zeros.")
+]
+SaveFolder = Annotated[Path | None, typer.Option("--save", help="Folder for the compiled programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a report.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even what was planned before.")]
 
 
 @option_groups
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            autocompletion=complete_model,
-            help="Hub id, short name, folder or config file; without it the embedded model.",
-        ),
-    ] = None,
-    topology: Annotated[
-        str | None, typer.Option("--topology", help="Devices to compile for, such as v6e:2x4 or h200:8.")
-    ] = None,
-    mesh: Annotated[
-        str | None, typer.Option("--mesh", help="How they are used, such as data=2,model=4; all on model by default.")
-    ] = None,
-    max_len: Annotated[
-        int | None,
-        typer.Option("--max-len", "--max-model-len", min=2, help="Tokens of a request, prompt and answer."),
-    ] = None,
-    slots: Annotated[int, typer.Option("--slots", "--max-num-seqs", min=1, help="Requests at once.")] = 64,
-    page_len: Annotated[
-        int, typer.Option("--page-len", "--block-size", min=1, help="Tokens of a page of the cache.")
-    ] = 64,
-    prefill: Annotated[
-        str, typer.Option("--prefill", help="Tokens of the prefill steps to compile, with commas; empty for none.")
-    ] = "1024",
-    kv_cache_dtype: Annotated[
-        str, typer.Option("--kv-cache-dtype", help="auto, float32, bfloat16 or float16.")
-    ] = "auto",
-    quantization: Annotated[
-        str | None, typer.Option("--quantization", show_default=False, help="Not supported yet; refused by name.")
-    ] = None,
-    search: Annotated[
-        str | None,
-        typer.Option("--for", help="SLOTSxLEN, such as 64x8192: the smallest topologies that fit, as a table."),
-    ] = None,
-    sharding: Annotated[
-        bool, typer.Option("--sharding", help="Print how each parameter lies on the mesh, and compile nothing.")
-    ] = False,
-    refuse_uneven: Annotated[
-        bool, typer.Option("--refuse-uneven", help="An error where sizes would be filled up with zeros.")
-    ] = False,
-    save: Annotated[Path | None, typer.Option("--save", help="Folder for the compiled programs.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a report.")] = False,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile even what was planned before.")] = False,
+    model: Model = None,
+    topology: Topology = None,
+    mesh: PlanMesh = None,
+    max_len: MaxLen = None,
+    slots: NumSlots = 64,
+    page_len: PageLen = 64,
+    prefill: PrefillLens = "1024",
+    kv_cache_dtype: KVCacheDtype = "auto",
+    quantization: Quantization = None,
+    search: Search = None,
+    sharding: PrintSharding = False,
+    refuse_uneven: RefuseUneven = False,
+    save: SaveFolder = None,
+    as_json: AsJson = False,
+    no_cache: NoCache = False,
     *,
     load: ConfigOptions,
 ) -> None:
@@ -93,7 +98,7 @@ def plan(
                 show = _search(module, name, search, options, note, as_json=as_json)
             else:
                 options |= {"topology": topology, "max_len": max_len, "num_slots": slots}
-                show = _plan(module, name, options, note, save=save, as_json=as_json, use_kept=not no_cache)
+                show = _plan(module, name, options, note, save=save, as_json=as_json, use_cache=not no_cache)
     show()
 
 
@@ -107,7 +112,7 @@ def _refuse_quantization(quantization: str | None) -> None:
 def _check_together(
     topology: str | None, mesh: str | None, save: Path | None, search: str | None, *, sharding: bool
 ) -> None:
-    """Checks what is planned for; raises `InvalidArgumentError` for options that do not go together."""
+    """Raises `InvalidArgumentError` for options that do not go together."""
     from torchax_serve.distributed.mesh_shape import parse_mesh
     from torchax_serve.planning.chips import num_devices
 
@@ -126,14 +131,14 @@ def _check_together(
 
 
 def _wanted(text: str) -> tuple[int, int]:
-    """``64x8192`` as slots and length; raises `InvalidArgumentError` for anything else."""
+    """Parses ``64x8192`` as slots and length; raises `InvalidArgumentError` for anything else."""
     found = re.fullmatch(r"(\d+)x(\d+)", text.strip())
     if not found or not int(found[1]) or int(found[2]) < 2:
         raise InvalidArgumentError(f"--for: expected SLOTSxLEN such as 64x8192, got {text!r}")
     return int(found[1]), int(found[2])
 
 
-# What is planned is printed behind the line that shows what is going on: each returns the function that prints it.
+# Each returns a function that prints the result: it is called after the progress line is gone.
 
 
 def _plan(
@@ -144,16 +149,16 @@ def _plan(
     *,
     save: Path | None,
     as_json: bool,
-    use_kept: bool,
+    use_cache: bool,
 ) -> Callable[[], None]:
     from torchax_serve.planning.plan import PlanRequest
     from torchax_serve.planning.plan_cache import cached_plan
     from torchax_serve.planning.report import print_plan
 
-    report, was_kept = cached_plan(module, name, PlanRequest(**options), save=save, use_kept=use_kept, note=note)
+    report, from_cache = cached_plan(module, name, PlanRequest(**options), save=save, use_cache=use_cache, note=note)
     if as_json:
-        return lambda: print(json.dumps(report.to_json() | {"from_cache": was_kept}, indent=1))
-    return lambda: print_plan(report, was_kept=was_kept)
+        return lambda: print(json.dumps(report.to_json() | {"from_cache": from_cache}, indent=1))
+    return lambda: print_plan(report, from_cache=from_cache)
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -182,3 +187,11 @@ def _search(
 
     rows = search(module, name, *_wanted(wanted), options, note=note)
     return (lambda: print(json.dumps(rows, indent=1))) if as_json else (lambda: print_search(rows, wanted))
+
+
+COMMAND = Command(
+    "plan",
+    plan,
+    position=50,
+    examples=(("plan qwen3-32b --topology v6e:2x4", "would it fit there, and how fast at most"),),
+)

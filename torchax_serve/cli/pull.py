@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +10,8 @@ import typer
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading.model_source import parse_name
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
-from torchax_serve.cli.shared.downloads import size_of
+from torchax_serve.cli.shared.command import Command
+from torchax_serve.cli.shared.downloads import CacheDir, size_of
 from torchax_serve.cli.shared.model_name import complete_model
 from torchax_serve.cli.shared.terminal import hidden_keys, may_style, passing_note, print_note
 
@@ -19,36 +19,31 @@ if TYPE_CHECKING:
     from model_adapters.loading.model_source import ModelSource
 
 
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        "--hf-token",
+        envvar="HF_TOKEN",
+        show_default=False,
+        help="Hub token for gated and private models; better given by the variable than on the command line.",
+    ),
+]
+
+
 def pull(
     model: Annotated[str, typer.Argument(help="Short name or hub id.", autocompletion=complete_model)],
     revision: Annotated[
         str | None, typer.Option("--revision", show_default=False, help="Branch, tag or commit; main without it.")
     ] = None,
-    token: Annotated[
-        str | None,
-        typer.Option(
-            "--token",
-            "--hf-token",
-            envvar="HF_TOKEN",
-            show_default=False,
-            help="Hub token for gated and private models; better given by the variable than on the command line.",
-        ),
-    ] = None,
+    token: Token = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Take weights in pickle files where there are no safetensors.")
     ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Also take the Python code that comes with the model.")
     ] = False,
-    cache_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--cache-dir",
-            "--download-dir",
-            show_default=False,
-            help="Folder for downloads, in place of the hub's default.",
-        ),
-    ] = None,
+    cache_dir: CacheDir = None,
 ) -> None:
     """Download a model of the hub: the files that this program reads, and no others.
 
@@ -85,9 +80,12 @@ def pull(
 
 
 def _download(model: str, **options: Any) -> ModelSource:
-    """The one call of the loader: brings what it would read of `model` into the hub's cache."""
+    """Downloads the files that the loader reads of `model` into the hub's cache."""
     from model_adapters.loading.model_source import resolve
     from model_adapters.loading.progress import RichProgress, SilentProgress
 
     progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
     return resolve(model, progress=progress, local_files_only=False, **options)
+
+
+COMMAND = Command("pull", pull, position=80, examples=(("pull qwen3-0.6b", "download a model; rm deletes it"),))

@@ -9,6 +9,7 @@ import typer
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.model_source import parse_name
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.downloads import CacheDir, ago, delete_download, find_download, find_revision, size_of
 from torchax_serve.cli.shared.model_name import complete_downloaded
 from torchax_serve.cli.shared.terminal import is_terminal, print_note
@@ -48,3 +49,6 @@ def rm(
     delete_download(download, chosen, cache_dir)
     print_note(f"{what} deleted, {size_of(size)}")
     return 0
+
+
+COMMAND = Command("rm", rm, position=90)

@@ -11,6 +11,7 @@ import typer
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import loaded_model, run_as_follower
 from torchax_serve.cli.shared.load_options import DeviceOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
@@ -26,7 +27,7 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What an answer is given to beside the prompt, and how it is printed."""
+    """Options of the conversation and of the output."""
 
     system: Annotated[
         str | None, typer.Option("--system", "--system-prompt", show_default=False, help="System prompt of the chat.")
@@ -109,11 +110,11 @@ def run(
             _answer(conversation, text, as_json=chat.as_json)
 
 
-# What follows is imported behind the loading, so that importing torch counts as loading and Ctrl-C ends it as well.
+# Imported after loading has begun, so that importing torch counts as loading and Ctrl-C ends it as well.
 
 
 def _conversation(model: Any, params: SamplingParams, options: RunOptions) -> Conversation:
-    """A conversation in which nothing has been said."""
+    """Returns an empty conversation."""
     from torchax_serve.cli.chat.conversation import Conversation
     from torchax_serve.entrypoints.encoder_model import EncoderModel
     from torchax_serve.text.chat import has_chat_template
@@ -135,7 +136,7 @@ def _conversation(model: Any, params: SamplingParams, options: RunOptions) -> Co
 
 
 def _talk(conversation: Conversation, options: RunOptions) -> None:
-    """A chat at the terminal."""
+    """Runs a chat at the terminal."""
     from torchax_serve.cli.chat.input import terminal_reader
     from torchax_serve.cli.chat.repl import COMMANDS, InteractiveChat
 
@@ -144,7 +145,7 @@ def _talk(conversation: Conversation, options: RunOptions) -> None:
 
 
 def _answer(conversation: Conversation, text: str, *, as_json: bool) -> None:
-    """One answer on stdout."""
+    """Prints one answer on stdout."""
     from torchax_serve.cli.chat.output import write_answer
 
     with prompt_interrupts(leave_at=1):
@@ -159,7 +160,7 @@ def _say_what_fits(model: Any) -> None:
 
 
 def _check_name(model: str | None, revision: str | None) -> None:
-    """Raises for what is no model, before anything heavy is imported; a lone word may be meant as a prompt."""
+    """Raises for a name that is no model, before anything heavy is imported; a single word may be meant as a prompt."""
     try:
         check_model(model, revision)
     except ModelNotFoundError as error:
@@ -169,12 +170,12 @@ def _check_name(model: str | None, revision: str | None) -> None:
 
 
 def _model_first(model: str | None, prompt: str | None) -> tuple[str | None, str | None]:
-    """Which argument is which: a lone one may be the prompt."""
+    """Returns the model and the prompt; a single argument may be the prompt."""
     return (None, model) if model is not None and prompt is None and _is_prompt(model) else (model, prompt)
 
 
 def _text(prompt: str | None, prompt_option: str | None) -> str | None:
-    """The text to answer; None where the user is to be asked.
+    """Returns the text to answer; None if the user is to be asked.
 
     Raises:
         InvalidArgumentError: two prompts, or an empty one.
@@ -194,7 +195,7 @@ def _text(prompt: str | None, prompt_option: str | None) -> str | None:
 
 
 def _is_prompt(argument: str) -> bool:
-    """Whether a lone argument is a prompt: no name of a model has a space in it, only a folder may."""
+    """Returns whether a single argument is a prompt: names of models have no space, but folders may."""
     return argument == STDIN or (any(c.isspace() for c in argument) and not Path(argument).exists())
 
 
@@ -205,3 +206,16 @@ def _read_stdin() -> str:
         raise InvalidArgumentError(
             f"the prompt on stdin: expected UTF-8 text, got byte 0x{error.object[error.start]:02x} at {error.start}"
         ) from error
+
+
+COMMAND = Command(
+    "run",
+    run,
+    position=10,
+    examples=(
+        ("run", "chat with the small model that comes with the package"),
+        ('run "What is JAX?"', "ask it one question"),
+        ("run qwen3-0.6b", "chat with a model of the Hugging Face hub"),
+        ("run ./my-model -p Hello", "a folder of your own, one answer"),
+    ),
+)

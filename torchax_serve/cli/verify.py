@@ -1,4 +1,4 @@
-"""``torchax-serve verify``: the numbers of a model on JAX beside those of eager PyTorch."""
+"""``torchax-serve verify``: compares the numbers of a model on JAX with those of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import LoadOptions, complete_dtype, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
 from torchax_serve.cli.shared.tables import console
@@ -20,7 +21,7 @@ DIFFERENT = 1
 
 @dataclass(frozen=True)
 class VerifyLoadOptions(LoadOptions):
-    """As everywhere, but for the dtype."""
+    """Loading options; the default dtype is float32."""
 
     dtype: Annotated[
         str,
@@ -33,40 +34,45 @@ class VerifyLoadOptions(LoadOptions):
     ] = "float32"
 
 
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        show_default=False,
+        autocompletion=complete_model,
+        help="Short name, hub id or folder; without it the small model of the package.",
+    ),
+]
+Prompt = Annotated[
+    str | None,
+    typer.Option("--prompt", "-p", show_default=False, help="Text to compare on; a sentence of ours without it."),
+]
+NumTokens = Annotated[int, typer.Option("--tokens", min=0, help="Greedy tokens to compare; 0 for the forward alone.")]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--tolerance",
+        show_default=False,
+        help="Largest |jax - eager| / (|eager| + rms) that passes. Without it 1e-4 in float32; in bfloat16 and "
+        "float16 both are compared with eager float32, and JAX may be 3 times as far from it as eager PyTorch.",
+    ),
+]
+RandomWeights = Annotated[
+    Path | None,
+    typer.Option(
+        "--random-weights",
+        show_default=False,
+        help="In place of MODEL: a configuration (JSON file or folder) with weights made up.",
+    ),
+]
+
+
 @option_groups
 def verify(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            show_default=False,
-            autocompletion=complete_model,
-            help="Short name, hub id or folder; without it the small model of the package.",
-        ),
-    ] = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", show_default=False, help="Text to compare on; a sentence of ours without it."),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option("--tokens", min=0, help="Greedy tokens to compare; 0 for the forward alone.")
-    ] = 16,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            "--tolerance",
-            show_default=False,
-            help="Largest |jax - eager| / (|eager| + rms) that passes. Without it 1e-4 in float32; in bfloat16 and "
-            "float16 both are compared with eager float32, and JAX may be 3 times as far from it as eager PyTorch.",
-        ),
-    ] = None,
-    random_weights: Annotated[
-        Path | None,
-        typer.Option(
-            "--random-weights",
-            show_default=False,
-            help="In place of MODEL: a configuration (JSON file or folder) with weights made up.",
-        ),
-    ] = None,
+    model: Model = None,
+    prompt: Prompt = None,
+    tokens: NumTokens = 16,
+    tolerance: Tolerance = None,
+    random_weights: RandomWeights = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     *,
     load: VerifyLoadOptions,
@@ -116,13 +122,13 @@ def _print_tables(result: Any) -> None:
 
 
 def _measure(result: Any) -> str:
-    """How differences are measured and judged."""
+    """Describes how differences are measured and judged."""
     if result.tolerance is not None:
         return f"tolerance {result.tolerance:g} on |jax - eager| / (|eager| + rms)"
     from torchax_serve.parity.differences import ERROR_RATIO
 
     return (
-        "compared with eager float32: the error of JAX, relative by position, beside that of eager PyTorch in "
+        "compared with eager float32: the error of JAX, relative by position, compared with that of eager PyTorch in "
         f"{result.dtype}, of which {ERROR_RATIO:g} times as much passes"
     )
 
@@ -191,3 +197,8 @@ def _verdict(result: Any) -> str:
 
 def _bound(result: Any) -> str:
     return "the tolerance" if result.tolerance is not None else f"what rounding to {result.dtype} explains"
+
+
+COMMAND = Command(
+    "verify", verify, position=30, examples=(("verify qwen3-0.6b", "its numbers compared with those of PyTorch"),)
+)

@@ -1,6 +1,6 @@
-"""What is installed and where it runs: versions, machine, devices, compiler, folders, hub.
+"""Collects facts about the environment: versions, machine, devices, compiler, folders, hub.
 
-Nothing here needs torch, jax or transformers to be importable: that they are not is what a report may have to say.
+Nothing here needs torch, jax or transformers to be importable: a report may have to state that they are not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXTRAS = {
     "tpu": "TPUs",
     "train": "training the embedded model anew",
 }
-"""What each extra of the package is needed for."""
+"""Purpose of each extra of the package."""
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CXX",
@@ -48,7 +48,7 @@ VARIABLES = (
     "XLA_FLAGS",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
 )
-"""That change what runs, and hold nothing secret."""
+"""Environment variables that change what runs, and contain no secrets."""
 CPU_FEATURES = (
     "f16c",
     "fma",
@@ -67,11 +67,11 @@ CPU_FEATURES = (
     "i8mm",
     "sve",
 )
-"""That the C++ kernels or XLA make use of, by the names that Linux gives them."""
+"""CPU features that the C++ kernels or XLA use, by their names in Linux."""
 
 
 def versions() -> Iterator[Fact]:
-    """Ours, Python's, and those of what we stand on, each against the versions that we are made for."""
+    """Reports the versions of this package, Python and the dependencies, each against the supported ones."""
     yield Fact(DISTRIBUTION, __version__)
     yield Fact("python", f"{platform.python_version()} ({platform.python_implementation()})")
     required = {requirement.name: requirement for requirement, extra in _requirements() if extra is None}
@@ -91,7 +91,7 @@ def _version(name: str, requirement: Any) -> Fact:
 
 
 def _requirements() -> Iterator[tuple[Any, str | None]]:
-    """What the installed package asks for, each with the extra that it belongs to."""
+    """Yields the requirements of the installed package, each with its extra."""
     from packaging.requirements import Requirement
 
     try:
@@ -110,7 +110,7 @@ def _requirements() -> Iterator[tuple[Any, str | None]]:
 
 
 def machine() -> Iterator[Fact]:
-    """System, processor, memory and disk."""
+    """Reports system, processor, memory and disk."""
     import psutil  # type: ignore[import-untyped]
 
     yield Fact("system", platform.platform())
@@ -152,7 +152,7 @@ def _num_cores() -> int:
 
 
 def devices() -> Iterator[Fact]:
-    """What JAX runs on, and accelerators that it does not see."""
+    """Reports the devices of JAX, and accelerators that it does not see."""
     import jax
 
     found = jax.devices()
@@ -167,7 +167,7 @@ def devices() -> Iterator[Fact]:
 
 
 def _unseen_accelerator() -> str | None:
-    """An accelerator of this machine that JAX does not use, and what it wants."""
+    """Describes an accelerator of this machine that JAX does not use, and what it needs."""
     if os.environ.get("JAX_PLATFORMS", "").lower() == "cpu":
         return None
     if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
@@ -178,7 +178,7 @@ def _unseen_accelerator() -> str | None:
 
 
 def extras() -> Iterator[Fact]:
-    """What can be installed beside, and what it is needed for."""
+    """Reports which extras are not installed, and their purpose."""
     wanted: dict[str, list[Any]] = {}
     for requirement, extra in _requirements():
         if extra in EXTRAS:
@@ -195,7 +195,7 @@ def extras() -> Iterator[Fact]:
 
 
 def _missing(requirement: Any) -> list[str]:
-    """What of a requirement is not there, its own extras (``jax[cuda13]``) included."""
+    """Lists the missing packages of a requirement, those of its extras (``jax[cuda13]``) included."""
     from packaging.requirements import Requirement
 
     try:
@@ -215,7 +215,7 @@ def _missing(requirement: Any) -> list[str]:
 
 
 def folders() -> Iterator[Fact]:
-    """Where downloads, compiled programs, kernels and plans lie: size, and whether they can be written."""
+    """Reports the folders of downloads, compiled programs, kernels and plans: size, and whether they are writable."""
     from model_adapters.loading.hub_cache import hub_cache
 
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchax-serve"
@@ -243,7 +243,7 @@ def _folder(name: str, path: Path) -> Fact:
 
 
 def _size(folder: Path) -> tuple[int, int]:
-    """Bytes and number of the files below `folder`; links are not followed."""
+    """Returns bytes and number of the files below `folder`; links are not followed."""
     size = number = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -257,7 +257,7 @@ def _size(folder: Path) -> tuple[int, int]:
 
 
 def compiler() -> Iterator[Fact]:
-    """The C++ compiler, and the kernel library that it makes."""
+    """Reports the C++ compiler, and the kernel library that it builds."""
     from model_adapters.ops.cpu import build, ffi
 
     try:
@@ -283,7 +283,7 @@ def _first_line(command: list[str]) -> str:
 
 
 def environment() -> Iterator[Fact]:
-    """Variables that change what runs; of the hub's token only whether there is one."""
+    """Reports environment variables that change what runs; of the hub's token only whether it is set."""
     for name in VARIABLES:
         if (value := os.environ.get(name)) is not None:
             yield Fact(name, value or "(empty)")
@@ -291,7 +291,7 @@ def environment() -> Iterator[Fact]:
 
 
 def hub(*, online: bool) -> Iterator[Fact]:
-    """The hub: whether it may be asked, and with `online` whether it answers."""
+    """Reports whether the hub may be contacted, and with `online` whether it answers."""
     from huggingface_hub import constants, get_token
 
     offline = constants.is_offline_mode()

@@ -14,12 +14,12 @@ State = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Fact:
-    """A line of the report.
+    """Line of the report.
 
     Attributes:
-        name: of what was looked at.
-        value: what was found.
-        state: "ok"; "note" for what costs speed or a feature; "problem" for what is broken.
+        name: Name of the subject.
+        value: Finding.
+        state: "ok"; "note" if it costs speed or a feature; "problem" if something is broken.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Section:
 
 
 def problems_of(sections: Iterable[Section]) -> list[Fact]:
-    """The facts that say that something is broken."""
+    """Lists the facts about something broken."""
     return [fact for section in sections for fact in section.facts if fact.state == "problem"]
 
 
@@ -73,7 +73,7 @@ def _user() -> str:
 
 
 def as_markdown(sections: Iterable[Section]) -> str:
-    """The report as text: a heading and a list for each section, and the problems once more at the end."""
+    """Formats the report as Markdown: a heading and a list for each section, and the problems again at the end."""
     sections = list(sections)
     lines = ["# torchax-serve doctor"]
     for section in sections:
@@ -89,7 +89,7 @@ def as_markdown(sections: Iterable[Section]) -> str:
 
 
 def as_dict(sections: Iterable[Section]) -> dict[str, Any]:
-    """The report as plain data: facts by section, and the problems."""
+    """Returns the report as plain data: facts by section, and the problems."""
     sections = list(sections)
 
     def fact_of(fact: Fact) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""One model on several hosts, and several models on a cluster."""
+"""Serves one model on several hosts, and several replicas on a cluster."""

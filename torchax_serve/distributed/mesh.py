@@ -1,4 +1,4 @@
-"""The mesh of devices that a model is spread over: checked, and made."""
+"""Checks and builds the device mesh of a model."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sharding_rules import MESH_AXES
 
 
 def mesh_of(devices: Any, shape: Mapping[str, int]) -> Mesh:
-    """The mesh of `devices` in the order of `MESH_AXES`."""
+    """Builds the mesh of `devices` in the order of `MESH_AXES`."""
     sizes = [shape.get(axis, 1) for axis in MESH_AXES]
     return Mesh(np.asarray(devices, dtype=object).reshape(sizes), MESH_AXES)
 
 
 def mesh_for(mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None) -> Mesh | None:
-    """The mesh that `torchax_serve.serve` is asked for, with all of `MESH_AXES`; None for one device.
+    """Returns the mesh for the arguments of `torchax_serve.serve`, with all of `MESH_AXES`; None for one device.
 
     Raises:
-        InvalidArgumentError: an axis that nobody knows, or more devices than there are.
+        InvalidArgumentError: An axis is unknown, or there are fewer devices.
     """
     if tensor_parallel is not None:
         if mesh is not None:

@@ -1,4 +1,4 @@
-"""Sizes of a mesh by axis, as text and checked; imports neither jax nor torch, so that flags are checked at once."""
+"""Parses and checks sizes of mesh axes; imports neither jax nor torch, so that flags are checked at once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from model_adapters.errors import InvalidArgumentError
 
 
 def parse_mesh(text: str | None, num_devices: int | None) -> dict[str, int]:
-    """``data=2,model=4`` as a mapping; all devices on ``model`` where nothing is said.
+    """Parses ``data=2,model=4`` as a mapping; None puts all devices on ``model``.
 
-    With `num_devices` None any number is right.
+    With `num_devices` None the number of devices is not checked.
 
     Raises:
-        InvalidArgumentError: an axis that nobody knows, or numbers that are not the devices.
+        InvalidArgumentError: An axis is unknown, or the sizes do not multiply to the number of devices.
     """
     if text is None:
         return {"data": 1, "model": num_devices or 1, "expert": 1}
@@ -30,7 +30,7 @@ def parse_mesh(text: str | None, num_devices: int | None) -> dict[str, int]:
 
 
 def check_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """`shape` with all axes; raises InvalidArgumentError unless it multiplies out to `num_devices`."""
+    """Returns `shape` with all axes; raises InvalidArgumentError unless its product is `num_devices`."""
     product = math.prod(shape.values())
     if product != num_devices:
         written = " x ".join(f"{axis} {size}" for axis, size in shape.items())

@@ -1,1 +1,1 @@
-"""Every architecture of transformers, tiny and random, on JAX beside eager PyTorch."""
+"""Checks every architecture of transformers, tiny and random, on JAX against eager PyTorch."""

@@ -1,4 +1,4 @@
-"""Which model types a change is about: those that it names."""
+"""Finds the model types that a change names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from model_adapters import quirks
 
 READ = ("model_adapters/*", "torchax_serve/parity/*.py")
-"""The code that serves and checks types; in folders inside, too."""
+"""Patterns of the files that serve and check types, subfolders included."""
 
 
 def types_named_in(diff: str, types: Collection[str]) -> list[str]:
@@ -26,7 +26,7 @@ def types_named_in(diff: str, types: Collection[str]) -> list[str]:
     is_read = False
     for line in diff.splitlines():
         if line.startswith("diff --git "):
-            name = re.sub(r"^\w/", "", line.rpartition(" ")[2])  # behind git's prefix, where it is told to put one
+            name = re.sub(r"^\w/", "", line.rpartition(" ")[2])  # without git's prefix, if it writes one
             is_read = any(fnmatch(name, pattern) for pattern in READ)
         elif not is_read:
             continue

@@ -1,4 +1,4 @@
-"""One model type, tiny and random, served beside eager PyTorch: logits, and tokens of ``generate`` and the engine."""
+"""Checks a tiny random causal model against eager PyTorch: logits, and tokens of ``generate`` and the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from model_adapters.ops import registry
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.parity.result import PASSED, ProbeResults, Result, said
+from torchax_serve.parity.result import PACKED, PASSED, PER_SEQUENCE, STATIC, ProbeResults, Result, error_line
 from torchax_serve.parity.tiny.models import (
     NUM_NEW,
     Expected,
@@ -40,12 +40,12 @@ COMPILE_EVENTS = ("/jax/core/compile/",)
 
 
 def check(model_type: str) -> Result:
-    """Checks one type; what goes wrong stands in the result."""
+    """Checks one model type; errors are stored in the result."""
     return checked(model_type, causal_class(model_type).__name__, lambda: model_with_margins(model_type))
 
 
 def checked(name: str, class_name: str, find: Callable[[], tuple[PreTrainedModel, Expected]]) -> Result:
-    """Checks the model that `find` gives with what eager PyTorch makes of it; the result is called `name`."""
+    """Checks the model that `find` returns against its expected outputs; `name` names the result."""
     began = time.monotonic()
     result = Result(name, class_name)
     with compile_seconds() as seconds, registry.record_calls() as kernels:
@@ -61,7 +61,7 @@ def checked(name: str, class_name: str, find: Callable[[], tuple[PreTrainedModel
 
 
 def described(result: Result, model: PreTrainedModel, expected: Expected) -> Result:
-    """The result with what is known before anything is served."""
+    """Returns `result` with the facts that are known before the model is served."""
     return dataclasses.replace(
         result,
         class_name=type(model).__name__,
@@ -74,13 +74,13 @@ def described(result: Result, model: PreTrainedModel, expected: Expected) -> Res
 
 
 def packages_of(model: torch.nn.Module) -> list[str]:
-    """Packages beside torch and transformers whose modules are a part of `model`, with their versions."""
+    """Lists packages other than torch and transformers that define modules of `model`, with their versions."""
     names = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch", "transformers"}
     return [f"{name} {importlib.metadata.version(name)}" for name in sorted(names)]
 
 
 def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Result:
-    """The result with what serving `model` gave."""
+    """Serves `model` and returns `result` with the comparison."""
     tried = ProbeResults()
 
     with serve(model, engine=ENGINE) as served:
@@ -93,31 +93,31 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
             padded = tried("padded", _generate, served, *padded_batch(), expected.options)
             padded_same = padded is not None and torch.equal(padded, expected.padded)
         first = rows_of(model, prompts()[0])
-        alone = tried("alone", _generate, served, first, torch.ones_like(first), expected.options)
-        alone_same = alone is not None and torch.equal(alone, expected.alone[0])
+        unbatched = tried("unbatched", _generate, served, first, torch.ones_like(first), expected.options)
+        unbatched_same = unbatched is not None and torch.equal(unbatched, expected.unbatched[0])
         try:
-            road, reason = _road(served)
+            executor, reason = _executor_of(served)
         except Exception as error:
-            road, reason = "generate", said(error)
-            tried.errors.append(f"engine: {said(error)}")
+            executor, reason = STATIC, error_line(error)
+            tried.errors.append(f"engine: {error_line(error)}")
         engine_same = None
-        if road != "generate":
-            together = tried("engine", _together, served)
-            engine_same = together is not None and all(
-                torch.equal(ours, theirs[0]) for ours, theirs in zip(together, expected.alone, strict=False)
+        if executor != STATIC:
+            batched = tried("engine", _engine_tokens, served)
+            engine_same = batched is not None and all(
+                torch.equal(ours, theirs[0]) for ours, theirs in zip(batched, expected.unbatched, strict=False)
             )
-    parts = [padded_same, alone_same, engine_same]
+    parts = [padded_same, unbatched_same, engine_same]
     if not expected.prompts_differ:
         tried.errors.append("harness: the prompts have one answer")
     passed = difference is not None and difference <= TOLERANCE and False not in parts and not tried.errors
     return dataclasses.replace(
         result,
         status=PASSED if passed else "failed",
-        road=road,
-        road_reason=reason,
+        executor=executor,
+        fallback_reason=reason,
         forward_difference=difference,
         padded_equal=padded_same,
-        alone_equal=alone_same,
+        unbatched_equal=unbatched_same,
         engine_equal=engine_same,
         error="; ".join(tried.errors) or None,
     )
@@ -134,34 +134,34 @@ def _generate(served: ServedModel, ids: torch.Tensor, mask: torch.Tensor, option
     return tokens[..., -NUM_NEW:]
 
 
-def _road(served: ServedModel) -> tuple[str, str | None]:
-    """The engine's road, and why it is not a faster one."""
+def _executor_of(served: ServedModel) -> tuple[str, str | None]:
+    """Returns the name of the engine's executor, and why it is not a faster one."""
     try:
         description = served.engine.description
     except UnsupportedModelError as error:
-        return "generate", said(error)
-    _, not_packed, reason = description.partition("; gathered, not packed: ")
-    return ("gathered", reason) if not_packed else ("paged", None)
+        return STATIC, error_line(error)
+    _, not_packed, reason = description.partition(", not packed: ")
+    return (PER_SEQUENCE, reason) if not_packed else (PACKED, None)
 
 
-def _together(served: ServedModel) -> list[torch.Tensor]:
-    """New tokens of both prompts on the engine, among others that begin, end and draw at other times."""
+def _engine_tokens(served: ServedModel) -> list[torch.Tensor]:
+    """Returns the new tokens of both prompts on the engine, batched with sampled requests of other lengths."""
 
     def config(**options: Any) -> GenerationConfig:
-        found = copy.deepcopy(served.generation_config)  # with what the type asks for by itself, such as forced tokens
+        found = copy.deepcopy(served.generation_config)  # with options that the type sets itself, such as forced tokens
         found.update(**options)
         return found
 
-    greedy, drawn = config(max_new_tokens=NUM_NEW, do_sample=False), config(max_new_tokens=5, do_sample=True)
+    greedy, sampled = config(max_new_tokens=NUM_NEW, do_sample=False), config(max_new_tokens=5, do_sample=True)
     first, second = (prompt[0].tolist() for prompt in prompts())
-    asked = [(first, greedy, None), (second[:3], drawn, 1), (second, greedy, None), (first[5:], drawn, 2)]
-    streams = [served.iter_tokens(prompt, wanted, seed=seed) for prompt, wanted, seed in asked]
+    requests = [(first, greedy, None), (second[:3], sampled, 1), (second, greedy, None), (first[5:], sampled, 2)]
+    streams = [served.iter_tokens(prompt, wanted, seed=seed) for prompt, wanted, seed in requests]
     answers = [torch.tensor(list(stream)) for stream in streams]
     return [answers[0], answers[2]]
 
 
 def cache_kinds(runtime: ModelRuntime) -> list[str]:
-    """What the layers of the model keep, each kind once."""
+    """Lists the kinds of the model's cache layers, each once."""
     if not runtime.cache_support.is_supported:
         return []
     kinds = []
@@ -177,7 +177,7 @@ def cache_kinds(runtime: ModelRuntime) -> list[str]:
 
 @contextmanager
 def compile_seconds() -> Iterator[list[float]]:
-    """Seconds that JAX traces, lowers and compiles inside."""
+    """Yields a list that collects the seconds JAX spends tracing, lowering and compiling in this context."""
     seconds: list[float] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:

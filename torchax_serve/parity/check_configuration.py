@@ -1,4 +1,4 @@
-"""One configuration that differs from its type's usual one, tiny and random, served beside eager PyTorch."""
+"""Checks a configuration that differs from the default of its type, tiny and random, against eager PyTorch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from model_adapters.loading.model_class import find_class, load_config
 from torchax_serve.parity import check_causal as causal
 from torchax_serve.parity import check_seq2seq
 from torchax_serve.parity.check_encoder import checked_classifier, checked_encoder
-from torchax_serve.parity.result import Result, said
-from torchax_serve.parity.tiny.audio import hears, sounds
+from torchax_serve.parity.result import Result, error_line
+from torchax_serve.parity.tiny.audio import audio_inputs, is_audio_type
 from torchax_serve.parity.tiny.configurations import ConfigurationCase, cases
 from torchax_serve.parity.tiny.models import FIRST_UNTIED, NUM_SEEDS, clearest, expect, random_model
 
@@ -30,7 +30,7 @@ _MAPPINGS = (
 
 
 def check(name: str) -> Result:
-    """Checks the case `name`; what goes wrong stands in the result."""
+    """Checks the case `name`; errors are stored in the result."""
     case = cases()[name]
     model_class = class_of(case.model_type)
     make = functools.partial(_model, case, model_class)
@@ -49,7 +49,7 @@ def check_file(path: str) -> Result:
         )
         return dataclasses.replace(_checked_as(file.stem, model_class, config), model_type=file.stem)
     except (CheckpointError, UnsupportedModelError) as error:
-        return Result(file.stem, "", status="impossible", error=said(error))
+        return Result(file.stem, "", status="impossible", error=error_line(error))
 
 
 def _checked_as(name: str, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Result:
@@ -63,15 +63,15 @@ def _checked_as(name: str, model_class: type[PreTrainedModel], config: PreTraine
     def make(seed: int) -> PreTrainedModel:
         return random_model(model_class, fresh(), seed)
 
-    if hears(config.model_type):
-        return check_seq2seq.checked(name, model_class, make, functools.partial(sounds, config.model_type))
+    if is_audio_type(config.model_type):
+        return check_seq2seq.checked(name, model_class, make, functools.partial(audio_inputs, config.model_type))
     if config.is_encoder_decoder:
         return check_seq2seq.checked(name, model_class, make, check_seq2seq.text_inputs)
     return causal.checked(name, model_class.__name__, lambda: clearest(make, expect, range(FIRST_UNTIED)))
 
 
 def _base_of(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class of the model under a head of `model_class` that fills in words, or `model_class` itself."""
+    """Returns the base model's class if `model_class` has a masked-language-model head, or `model_class` itself."""
     if not model_class.__name__.endswith(("ForMaskedLM", "ForPreTraining")):
         return model_class
     config_class: Any = model_class.config_class
@@ -80,7 +80,7 @@ def _base_of(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def class_of(model_type: str) -> type[PreTrainedModel]:
-    """The class that generates text for `model_type`, also where its text stands inside of another configuration."""
+    """Returns the class that generates text for `model_type`, also if the text part is a sub-configuration."""
     names: Any = next(mapping[model_type] for mapping in _MAPPINGS if model_type in mapping)
     return getattr(transformers, names if isinstance(names, str) else names[0])
 

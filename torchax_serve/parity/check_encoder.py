@@ -1,4 +1,4 @@
-"""One encoder or classifier, tiny and random, served beside eager PyTorch: a text, and a batch of several."""
+"""Checks a tiny random encoder or classifier against eager PyTorch: one text, and a batch of several."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transformers.models.auto import modeling_auto
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.parity.check_causal import TOLERANCE
-from torchax_serve.parity.result import PASSED, Result, said
+from torchax_serve.parity.result import PASSED, Result, error_line
 from torchax_serve.parity.tiny.config import SPECIAL_IDS, tiny_config
-from torchax_serve.parity.tiny.models import MOST_ROUNDING, prompts, random_model
+from torchax_serve.parity.tiny.models import MAX_ROUNDING, prompts, random_model
 from torchax_serve.pooling.classification import text_logits
 
 SEEDS = (0, 9, 3)
@@ -27,7 +27,7 @@ Outputs = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def check_encoder(model_type: str) -> Result:
-    """Checks the base model of one type; what goes wrong stands in the result."""
+    """Checks the base model of one type; errors are stored in the result."""
     by_type: dict[str, Any] = dict(modeling_auto.MODEL_MAPPING_NAMES)
     by_type.update(modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES)
     name = by_type[model_type]
@@ -36,12 +36,12 @@ def check_encoder(model_type: str) -> Result:
 
 
 def checked_encoder(name: str, model_class: type[PreTrainedModel], config: Callable[[], PreTrainedConfig]) -> Result:
-    """Checks a base model of `config`, which is made anew for each try; the result is called `name`."""
+    """Checks a base model of `config`, which is called for each try; `name` names the result."""
     return _checked(name, model_class, config, _hidden, _embeddings, _mean)
 
 
 def checked_classifier(name: str, model_class: type[PreTrainedModel], config: Callable[[], PreTrainedConfig]) -> Result:
-    """As `checked_encoder`, of a classifier of texts."""
+    """Checks a sequence classifier of `config`; arguments as for `checked_encoder`."""
     return _checked(name, model_class, config, _logits, _classified, lambda logits: logits[0])
 
 
@@ -52,8 +52,8 @@ def check_classifier(model_type: str) -> Result:
 
 
 def texts(config: PreTrainedConfig) -> list[list[int]]:
-    """Token ids of three texts of different lengths; before a decoder, with the end that its classifier looks for."""
-    # Each token once: some code chooses by what is computed of a token alone, and the order of equals is nobody's.
+    """Returns token ids of three texts of different lengths; for a decoder, with the end token its classifier needs."""
+    # Each token once: some code sorts by values computed per token, and the order of equal values is undefined.
     first, second = (list(dict.fromkeys(ids[0].tolist())) for ids in prompts())
     end = [config.eos_token_id] if config.is_encoder_decoder and isinstance(config.eos_token_id, int) else []
     return [[*ids, *end] for ids in (first, second, first[3:8])]
@@ -67,7 +67,7 @@ def _checked(
     of_batch: Callable[[Any], torch.Tensor],
     of_one: Callable[[torch.Tensor], torch.Tensor],
 ) -> Result:
-    """Compares `output` of a text, and what serving makes of a batch with `of_one` of each text's output."""
+    """Compares `output` of one text, and `of_batch` of the served model with `of_one` of each text's output."""
     began = time.monotonic()
     result = Result(name, model_class.__name__)
     try:
@@ -78,17 +78,17 @@ def _checked(
     differences: list[float] = []
     with serve(model) as served:
         for which, function, wanted in (
-            ("alone", lambda: output(served.torch_model, torch.tensor([texts(model.config)[0]])), expected[0]),
+            ("unbatched", lambda: output(served.torch_model, torch.tensor([texts(model.config)[0]])), expected[0]),
             ("batch", lambda: of_batch(served), torch.stack([of_one(each) for each in expected])),
         ):
             try:
                 found = function()
                 differences.append(float((found - wanted).abs().max()))
             except Exception as error:
-                errors.append(f"{which}: {said(error)}")
+                errors.append(f"{which}: {error_line(error)}")
     passed = not errors and max(differences) <= TOLERANCE
     if not passed and not errors:
-        errors.append(f"differences alone and in a batch: {', '.join(f'{x:.0e}' for x in differences)}")
+        errors.append(f"differences unbatched and in a batch: {', '.join(f'{x:.0e}' for x in differences)}")
     return dataclasses.replace(
         result,
         status=PASSED if passed else "failed",
@@ -102,7 +102,7 @@ def _checked(
 def _model(
     make_config: Callable[[], PreTrainedConfig], model_class: type[PreTrainedModel], output: Outputs
 ) -> tuple[PreTrainedModel, list[torch.Tensor]]:
-    """The first of a few models that does not amplify rounding, and its outputs of each text in eager PyTorch.
+    """Builds the first of a few models that does not amplify rounding, and its outputs for each text in eager PyTorch.
 
     Raises:
         UnsupportedModelError: the model fails in PyTorch itself; with PyTorch's own error.
@@ -118,12 +118,14 @@ def _model(
             expected = [output(copy.deepcopy(model), torch.tensor([ids])) for ids in texts(model.config)]
             assert all(torch.isfinite(each).all() for each in expected), "outputs that are no numbers"
         except Exception as error:
-            raise UnsupportedModelError(f"{model_class.__name__} fails in PyTorch itself: {said(error)}") from error
+            raise UnsupportedModelError(
+                f"{model_class.__name__} fails in PyTorch itself: {error_line(error)}"
+            ) from error
         try:
             exact = output(copy.deepcopy(model).double(), torch.tensor([texts(model.config)[0]]))
         except Exception:  # code that does not compute in float64
             break
-        if float((exact - expected[0]).abs().max()) <= MOST_ROUNDING:
+        if float((exact - expected[0]).abs().max()) <= MAX_ROUNDING:
             break
     return model, expected
 

@@ -1,4 +1,4 @@
-"""One type of model for images and text, tiny and random, beside eager PyTorch: logits, and tokens of ``generate``."""
+"""Checks a tiny random model of images and text against eager PyTorch: logits, and tokens of ``generate``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from model_adapters.errors import UnsupportedModelError
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.parity.check_causal import TOLERANCE, cache_kinds, compile_seconds, described
-from torchax_serve.parity.result import PASSED, ProbeResults, Result, said
+from torchax_serve.parity.result import PASSED, STATIC, TRANSFORMERS_LOOP, ProbeResults, Result, error_line
 from torchax_serve.parity.tiny.images import image_model, image_text_class, inputs_of
 from torchax_serve.parity.tiny.media_prompts import Inputs, batched
 from torchax_serve.parity.tiny.models import NUM_NEW, Expected, clearest, greedy
 
 DECODER_IDS = torch.tensor([[1, 7, 5]])
-"""Beside an encoder, the first tokens of an answer."""
-LEAST_CHANGE = 1e-3
-"""Of some logit when another image stands beside the same text."""
+"""First decoder tokens of encoder-decoder models, int64[1, 3]."""
+MIN_LOGIT_CHANGE = 1e-3
+"""Smallest change of some logit when the image is replaced, for a model that looks at its image."""
 
 
 def check(model_type: str) -> Result:
-    """Checks one type; what goes wrong stands in the result."""
+    """Checks one model type; errors are stored in the result."""
     began = time.monotonic()
     result = Result(model_type, image_text_class(model_type).__name__)
     with compile_seconds() as seconds:
@@ -43,7 +43,7 @@ def check(model_type: str) -> Result:
 
 @torch.no_grad()
 def expect(model: PreTrainedModel, model_type: str) -> Expected:
-    """What eager PyTorch gives, each time on a copy.
+    """Computes the outputs of eager PyTorch, each on a copy of the model.
 
     Raises:
         UnsupportedModelError: the model fails in PyTorch itself, or does not look at images; with the reason.
@@ -55,18 +55,18 @@ def expect(model: PreTrainedModel, model_type: str) -> Expected:
         others = {key: inputs[1][key] for key in inputs[0] if "pixel" in key or "patches" in key}
         changed = _forward(copy.deepcopy(model), {**inputs[0], **others})
         assert torch.isfinite(logits).all(), "logits that are no numbers"
-        alone = [greedy(model, None, None, copy.deepcopy(one)) for one in inputs]
+        unbatched = [greedy(model, None, None, copy.deepcopy(one)) for one in inputs]
     except Exception as error:
-        raise UnsupportedModelError(f"{name} fails in PyTorch itself: {said(error)}") from error
-    if others and float((changed - logits).abs().max()) < LEAST_CHANGE:
+        raise UnsupportedModelError(f"{name} fails in PyTorch itself: {error_line(error)}") from error
+    if others and float((changed - logits).abs().max()) < MIN_LOGIT_CHANGE:
         raise UnsupportedModelError(f"{name} gives the same logits for another image")
-    notes, gaps, padded = [], [gap for _, gap in alone], None
+    notes, gaps, padded = [], [gap for _, gap in unbatched], None
     try:
         padded, gap = greedy(model, None, None, batched(inputs))
         gaps.append(gap)
     except Exception as error:
-        notes.append(f"eager generate on a padded batch raises {said(error)}; not compared")
-    return Expected(logits, padded, tuple(tokens for tokens, _ in alone), min(gaps), {}, tuple(notes))
+        notes.append(f"eager generate on a padded batch raises {error_line(error)}; not compared")
+    return Expected(logits, padded, tuple(tokens for tokens, _ in unbatched), min(gaps), {}, tuple(notes))
 
 
 def _forward(model: Any, inputs: Inputs) -> torch.Tensor:
@@ -75,7 +75,7 @@ def _forward(model: Any, inputs: Inputs) -> torch.Tensor:
 
 
 def _compared(result: Result, model: PreTrainedModel, expected: Expected, model_type: str) -> Result:
-    """The result with what serving `model` gave."""
+    """Serves `model` and returns `result` with the comparison."""
     tried = ProbeResults()
     inputs = [inputs_of(model, model_type, index) for index in range(2)]
 
@@ -84,25 +84,26 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected, model_
         logits = tried("forward", _forward, served.torch_model, inputs[0])
         difference = None if logits is None else float((logits - expected.logits).abs().max())
         answers = [tried(f"prompt {index}", _generated, served, one) for index, one in enumerate(inputs)]
-        alone_same = all(
-            ours is not None and torch.equal(ours, theirs) for ours, theirs in zip(answers, expected.alone, strict=True)
+        unbatched_same = all(
+            ours is not None and torch.equal(ours, theirs)
+            for ours, theirs in zip(answers, expected.unbatched, strict=True)
         )
         padded_same = None
         if expected.padded is not None:
             padded = tried("padded", _generated, served, batched(inputs))
             padded_same = padded is not None and torch.equal(padded, expected.padded)
-        road = "fast" if served.torch_model._jax_runtime.steps.num_traces["decode"] else "plain"
+        executor = STATIC if served.torch_model._jax_runtime.steps.num_traces["decode"] else TRANSFORMERS_LOOP
     if not expected.prompts_differ:
         tried.errors.append("harness: the prompts have one answer")
-    passed = difference is not None and difference <= TOLERANCE and alone_same and padded_same is not False
+    passed = difference is not None and difference <= TOLERANCE and unbatched_same and padded_same is not False
     return dataclasses.replace(
         result,
         status=PASSED if passed and not tried.errors else "failed",
-        road=road,
+        executor=executor,
         cache_kinds=kinds,
         forward_difference=difference,
         padded_equal=padded_same,
-        alone_equal=alone_same,
+        unbatched_equal=unbatched_same,
         error="; ".join(tried.errors) or None,
     )
 

@@ -1,4 +1,4 @@
-"""One sequence-to-sequence type, tiny and random, served beside eager PyTorch: logits, and tokens of ``generate``."""
+"""Checks a tiny random sequence-to-sequence model against eager PyTorch: logits, and tokens of ``generate``."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from transformers.models.auto import modeling_auto
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.parity.check_causal import TOLERANCE, cache_kinds, described
-from torchax_serve.parity.result import PASSED, ProbeResults, Result, said
-from torchax_serve.parity.tiny.audio import hears, sound_model, sounds
+from torchax_serve.parity.result import PASSED, STATIC, TRANSFORMERS_LOOP, ProbeResults, Result, error_line
+from torchax_serve.parity.tiny.audio import audio_inputs, audio_model, is_audio_type
 from torchax_serve.parity.tiny.media_prompts import Inputs
 from torchax_serve.parity.tiny.models import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts, rounding_error
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 NUM_DECODER_IDS = 5
 SEEDS = (*range(3), *range(9, 18), *range(3, 9))
-"""Those that amplify rounding most come last."""
+"""Seeds of models, in the order in which they are tried; those that amplify rounding most come last."""
 
-Three = dict[str, Inputs]
-"""Arguments of ``generate``: of the "first" and the "second" input by themselves, and of both, "padded"; and of a
-"forward", where it takes others than the first."""
+ParityInputs = dict[str, Inputs]
+"""Arguments of ``generate``: for the "first" and the "second" input, and for both in one batch, "padded". "forward" has
+those of a forward where they differ from "first"."""
 
 
 def check(model_type: str) -> Result:
-    """Checks one type; what goes wrong stands in the result."""
+    """Checks one model type; errors are stored in the result."""
     name = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[model_type]
     model_class = getattr(transformers, name)
-    inputs_of = functools.partial(sounds, model_type) if hears(model_type) else text_inputs
-    return checked(model_type, model_class, functools.partial(sound_model, model_type, model_class), inputs_of)
+    inputs_of = functools.partial(audio_inputs, model_type) if is_audio_type(model_type) else text_inputs
+    return checked(model_type, model_class, functools.partial(audio_model, model_type, model_class), inputs_of)
 
 
 def checked(
     model_type: str,
     model_class: type[PreTrainedModel],
     make: Callable[[int], PreTrainedModel],
-    inputs_of: Callable[[PreTrainedModel], Three],
+    inputs_of: Callable[[PreTrainedModel], ParityInputs],
 ) -> Result:
-    """Checks models that `make` gives for a seed, on inputs that fit them."""
+    """Checks a model that `make` builds from a seed, on its `inputs_of`."""
     began = time.monotonic()
     result = Result(model_type, model_class.__name__)
     try:
@@ -58,8 +58,8 @@ def checked(
     return dataclasses.replace(result, total_s=round(time.monotonic() - began, 2))
 
 
-def text_inputs(model: PreTrainedModel) -> Three:
-    """Token ids. Behind its end the shorter text is padded for an encoder, before its beginning for a decoder."""
+def text_inputs(model: PreTrainedModel) -> ParityInputs:
+    """Returns token ids int64[batch, len]; the shorter text is padded on the right for an encoder, else on the left."""
     ids, mask = padded_batch()
     if model.config.is_encoder_decoder:
         ids, mask = (_padding_last(x, mask) for x in (ids, mask))
@@ -73,8 +73,8 @@ def _padding_last(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def expect(model: PreTrainedModel, inputs: Three) -> Expected:
-    """What eager PyTorch gives.
+def expect(model: PreTrainedModel, inputs: ParityInputs) -> Expected:
+    """Computes the outputs of eager PyTorch.
 
     Raises:
         UnsupportedModelError: the model fails in PyTorch itself; with PyTorch's own error.
@@ -84,13 +84,13 @@ def expect(model: PreTrainedModel, inputs: Three) -> Expected:
         assert torch.isfinite(logits).all(), "logits that are no numbers"
         found = [greedy(model, None, None, inputs[name]) for name in ("first", "second", "padded")]
     except Exception as error:
-        raise UnsupportedModelError(f"{type(model).__name__} fails in PyTorch itself: {said(error)}") from error
+        raise UnsupportedModelError(f"{type(model).__name__} fails in PyTorch itself: {error_line(error)}") from error
     (first, _), (second, _), (padded, _) = found
-    rounding = rounding_error(model, lambda twin: forward(twin, _in_float64(_of_forward(inputs))), logits)
+    rounding = rounding_error(model, lambda exact: forward(exact, _in_float64(_of_forward(inputs))), logits)
     return Expected(logits, padded, (first, second), min(gap for _, gap in found), {}, (), rounding)
 
 
-def _of_forward(inputs: Three) -> Inputs:
+def _of_forward(inputs: ParityInputs) -> Inputs:
     return inputs.get("forward", inputs["first"])
 
 
@@ -100,17 +100,17 @@ def _in_float64(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def forward(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """Logits of the decoder for a few tokens, or of all tokens where there is no encoder."""
+    """Returns the decoder's logits for a few tokens, or those of all tokens if the model has no encoder."""
     given = dict(inputs)
     if model.config.is_encoder_decoder:
         given["decoder_input_ids"] = prompts()[1][:, :NUM_DECODER_IDS]
     return model(**given).logits
 
 
-def compared(result: Result, model: PreTrainedModel, inputs: Three, expected: Expected) -> Result:
-    """The result with what serving `model` gave."""
+def compared(result: Result, model: PreTrainedModel, inputs: ParityInputs, expected: Expected) -> Result:
+    """Serves `model` and returns `result` with the comparison."""
     tried = ProbeResults()
-    wanted = {"first": expected.alone[0], "second": expected.alone[1], "padded": expected.padded}
+    wanted = {"first": expected.unbatched[0], "second": expected.unbatched[1], "padded": expected.padded}
     with serve(model) as served:
         ours: Any = served.torch_model
         runtime: ModelRuntime = ours._jax_runtime
@@ -121,9 +121,9 @@ def compared(result: Result, model: PreTrainedModel, inputs: Three, expected: Ex
         for name, want in wanted.items():
             tokens = tried(name, _generate, ours, inputs[name])
             same[name] = tokens is not None and want is not None and torch.equal(tokens, want)
-        road = "fast" if runtime.steps.num_traces["decode"] else "plain"
+        executor = STATIC if runtime.steps.num_traces["decode"] else TRANSFORMERS_LOOP
         reason = runtime.cache_support.unsupported_reason or (
-            None if road == "fast" else "options that its configuration sets"
+            None if executor == STATIC else "options that its configuration sets"
         )
         kinds = cache_kinds(runtime)
     if not expected.prompts_differ:
@@ -132,11 +132,11 @@ def compared(result: Result, model: PreTrainedModel, inputs: Three, expected: Ex
     return dataclasses.replace(
         result,
         status=PASSED if passed else "failed",
-        road=road,
-        road_reason=reason,
+        executor=executor,
+        fallback_reason=reason,
         forward_difference=difference,
         padded_equal=same["padded"],
-        alone_equal=same["first"] and same["second"],
+        unbatched_equal=same["first"] and same["second"],
         cache_kinds=kinds,
         error="; ".join(tried.errors) or None,
     )

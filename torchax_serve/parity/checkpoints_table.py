@@ -1,4 +1,4 @@
-"""The section of docs/models.md about published configurations, by the names of their checkpoints."""
+"""Formats the section of docs/models.md about published configurations, by the names of their checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CAUSES: dict[str, str] = {
     "OpenGVLab--InternVL3-1B-hf": "Here: its rotary frequencies depend on the length of a sequence.",
     **dict.fromkeys(("deepseek-ai--DeepSeek-V3.2", "zai-org--GLM-5"), _EQUAL_SCORES),
 }
-"""Why a configuration does not pass, by its name: written by people."""
+"""Causes of failures by the name of the configuration, written by people."""
 
 WRITTEN = frozenset(
     {
@@ -65,31 +65,31 @@ WRITTEN = frozenset(
         "tiiuae--Falcon3-1B-Instruct",
     }
 )
-"""Checkpoints whose file was not at hand whole: their keys are written from published values."""
+"""Checkpoints whose complete file was not available: their keys are written from published values."""
 
-_HEADINGS = ("checkpoint", "short name", "class", "road", "difference", "tokens", "s")
+_HEADINGS = ("checkpoint", "short name", "class", "executor", "difference", "tokens", "s")
 _INTRODUCTION = """\
 Published `config.json` files with their keys as they are and sizes made small, served under the class that `serve`
-takes for them, with random weights beside eager PyTorch. **{passed} of {total} pass**; {impossible} more cannot be
-compared, since transformers itself cannot build or run them. Compared is what the type's task above compares: logits
-and greedy tokens in a padded batch, alone, and on the engine, of what generates; hidden states or labels of the others.
+takes for them, with random weights, against eager PyTorch. **{passed} of {total} pass**; {impossible} more cannot be
+compared, since transformers itself cannot build or run them. The comparison is that of the type's task above: logits
+and greedy tokens in a padded batch, unbatched, and on the engine; hidden states or labels of the other models.
 The files are not part of this project: `python benchmarks/checkpoints.py FOLDER` takes them from a folder.
-Of the {written} checkpoints with a †, the file itself was not at hand, or not all of it: what was checked is written
-from published values (kinds of layers, heads, rotary embeddings, special tokens), and may differ from it in a key."""
+Of the {written} checkpoints with a †, the complete file was not available: their keys are written from published values
+(kinds of layers, heads, rotary embeddings, special tokens), and may differ from the file."""
 
 
 def file_name(hub_id: str) -> str:
-    """The name of a checkpoint's result, ``organisation--name``."""
+    """Returns the name of a checkpoint's result, ``organisation--name``."""
     return hub_id.replace("/", "--")
 
 
-def section(title: str, results: Mapping[str, Result], tokens_said: Callable[[Result], str]) -> str:
-    """The section, whole.
+def section(title: str, results: Mapping[str, Result], describe_tokens: Callable[[Result], str]) -> str:
+    """Formats the section.
 
     Args:
-        title: of it.
-        results: by the names of checkpoints.
-        tokens_said: puts into words which tokens of a result were compared.
+        title: Title of the section.
+        results: Results by the names of checkpoints.
+        describe_tokens: Describes which tokens of a result were compared.
     """
     short = {file_name(each.hub_id): name for name, each in SHORT_NAMES.items()}
     counts = Counter(result.status for result in results.values())
@@ -102,14 +102,14 @@ def section(title: str, results: Mapping[str, Result], tokens_said: Callable[[Re
         lines += ["What does not pass:", ""]
         lines += [f"* {_shown(name)} ({results[name].status}). {_cause(name, results[name])}" for name in rest] + [""]
     if without := sorted(name for file, name in short.items() if file not in results):
-        lines += [f"Short names whose files were not at hand: {', '.join(f'`{name}`' for name in without)}.", ""]
+        lines += [f"Short names whose files were not available: {', '.join(f'`{name}`' for name in without)}.", ""]
     lines += [f"| {' | '.join(_HEADINGS)} |", f"|{'---|' * len(_HEADINGS)}"]
     for name in sorted(results):
         result = results[name]
         difference = "" if result.forward_difference is None else f"{result.forward_difference:.0e}"
-        compared = tokens_said(result) if result.status in (PASSED, "failed") else result.status
+        compared = describe_tokens(result) if result.status in (PASSED, "failed") else result.status
         seconds = "" if result.total_s is None else f"{result.total_s:.1f}"
-        cells = (short.get(name, ""), result.class_name, result.road or "", difference, compared)
+        cells = (short.get(name, ""), result.class_name, result.executor or "", difference, compared)
         mark = " †" if name in WRITTEN else ""
         lines.append(f"| {' | '.join((_shown(name) + mark, *cells, seconds))} |")
     return "\n".join(lines) + "\n"

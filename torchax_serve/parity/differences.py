@@ -12,8 +12,8 @@ ERROR_RATIO = 3.0
 """Largest error of the JAX model in 16 bits that passes, in errors of eager PyTorch in 16 bits; both are measured
 against eager float32. Real models with the same weights reach 1.5: sums in another order are rounded elsewhere."""
 
-ERROR_BESIDE_OVERFLOW = 0.1
-"""The same, relative, where eager PyTorch in 16 bits has overflowed and so is no measure."""
+ERROR_WITH_OVERFLOW = 0.1
+"""Largest relative error of the JAX model if eager PyTorch in 16 bits has overflowed and so is no measure."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Difference:
 
     Attributes:
         name: what the tensor is.
-        largest: max of ``|jax - reference|``; infinite where a shape differs or a number is not finite on one side
-            alone.
+        largest: max of ``|jax - reference|``; infinite if shapes differ or a number is finite on one
+            side only.
         relative: max of ``|jax - reference| / (|reference| + rms(reference))``, which neither a channel of huge values
             nor a value near zero dominates.
         within: whether it passes.
@@ -51,7 +51,7 @@ class Difference:
         error = position_error(ours, exact)
         eager_error = max(eager_error, torch.finfo(ours.dtype).eps / 2 if ours.element_size() == 2 else 0.0)
         is_finite = math.isfinite(eager_error)
-        bound = ERROR_RATIO * eager_error if is_finite else ERROR_BESIDE_OVERFLOW
+        bound = ERROR_RATIO * eager_error if is_finite else ERROR_WITH_OVERFLOW
         is_within = error <= bound or (not is_finite and not math.isfinite(error))  # both overflow
         return cls(name, largest, relative, is_within, error, eager_error)
 
@@ -76,7 +76,7 @@ def position_error(values: torch.Tensor, exact: torch.Tensor) -> float:
     """Root mean square over positions of ``|values - exact| / |exact|``, norms along the last axis.
 
     Each position counts as much as any other, so that one token of huge activations does not hide the rest. Infinite
-    where shapes differ or a number is not finite on one side alone.
+    if shapes differ or a number is finite on one side only.
     """
     a, b = values.detach().double().numpy(), exact.detach().double().numpy()
     if a.shape != b.shape:
@@ -104,7 +104,7 @@ def _gaps(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[float, float]:
 
 
 def _gap(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``|a - b|``, infinite where one side alone is finite, and where `b` is finite."""
+    """``|a - b|``, infinite where only one side is finite, and where `b` is finite."""
     same = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities (masked logits) are equal to themselves
     with np.errstate(invalid="ignore"):
         gap = np.where(same, 0.0, np.abs(a - b))

@@ -1,4 +1,4 @@
-"""Why a type does not pass, and where that lies: written by people, for docs/models.md."""
+"""Causes of failures by model type, written by people for docs/models.md."""
 
 CAUSES: dict[str, str] = {
     "alibi: falcon": (
@@ -65,4 +65,4 @@ OLDER: dict[str, dict[str, str]] = {
         "qwen4_exp_text": _QWEN4_EXP,
     },
 }
-"""Why a type ends otherwise with an older transformers, by its version."""
+"""Causes of other outcomes with an older transformers, by version and model type."""

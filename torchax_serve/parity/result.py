@@ -1,4 +1,4 @@
-"""What the harness found out about a model type."""
+"""Result of the parity check of one model type."""
 
 from __future__ import annotations
 
@@ -9,63 +9,74 @@ from typing import Any
 
 PASSED = "passed"
 
+PACKED, PER_SEQUENCE, STATIC = "packed", "per-sequence", "static"
+TRANSFORMERS_LOOP = "transformers"
+EXECUTORS: dict[str, str] = {
+    PACKED: "engine, many requests in one ragged row, on the paged cache",
+    PER_SEQUENCE: "engine, one forward per request, on a cache gathered from its pages",
+    STATIC: "the static batch loop of `generate`, one call after the other",
+    TRANSFORMERS_LOOP: "transformers' loop over the compiled forward",
+}
+"""Values of `Result.executor`, each with a description in Markdown."""
 
-def said(error: Exception) -> str:
-    """An error in one line, without the folders of this machine."""
+
+def error_line(error: Exception) -> str:
+    """Formats an error as one line of at most 300 characters, without the folders of this machine."""
     text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:300]}"
 
 
 class ProbeResults:
-    """Calls of which each may fail; what went wrong is kept.
+    """Calls functions and records the errors that they raise.
 
     Attributes:
-        errors: in one line each, with the name of the call.
+        errors: One line for each failed call, beginning with its name.
     """
 
     def __init__(self) -> None:
         self.errors: list[str] = []
 
     def __call__(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """What `function` gives; None where it raises."""
+        """Returns the result of `function`, or None if it raises."""
         try:
             return function(*args)
         except Exception as error:
-            self.errors.append(f"{name}: {said(error)}")
+            self.errors.append(f"{name}: {error_line(error)}")
             return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One row of the table.
+    """Result of checking one model type: a row of docs/models.md.
 
     Attributes:
         status: "passed"; "failed"; "impossible", where there is nothing to compare with: transformers or torch cannot
             run the model, or not on text; "crashed" or "timed out", where the worker did not answer.
-        road: of the engine: "paged", "gathered", or "generate" for what runs one request after the other.
-        road_reason: why not a faster road.
-        forward_difference: the largest between logits under ``jax.jit`` and those of eager PyTorch.
-        padded_equal, alone_equal, engine_equal: whether all greedy tokens are eager PyTorch's; None: not compared.
-        smallest_gap: between the first and the second logit of the greedy choices.
-        num_distinct: different tokens in the less varied answer.
-        cache_kinds: "full", "window", "state".
-        has_tp_plan: whether the configuration says how its weights are cut for tensor parallelism.
-        kernels: implementations of ops beyond the references, on the machine of the sweep.
-        compile_s: seconds of tracing, lowering and compiling.
-        total_s: seconds of the whole check.
-        error: what went wrong.
-        notes: what transformers could not do and was therefore not compared.
-        packages: beside transformers, from which modules of the model come, with their versions.
+        executor: One of `EXECUTORS`: how the model runs; None if it does not generate.
+        fallback_reason: Why the model does not run on a faster executor.
+        forward_difference: Largest absolute difference between the logits under ``jax.jit`` and eager PyTorch's.
+        padded_equal, unbatched_equal, engine_equal: Whether all greedy tokens equal eager PyTorch's, in a padded batch,
+            for one prompt at a time, and on the engine among other requests; None: not compared.
+        smallest_gap: Smallest gap between the first and the second logit of the greedy choices.
+        num_distinct: Number of different tokens in the less varied answer.
+        cache_kinds: Kinds of cache layers: "full", "window", "compressed", "state".
+        has_tp_plan: Whether the configuration has a tensor-parallel plan.
+        kernels: Op implementations that ran besides the references, on the machine of the sweep.
+        compile_s: Seconds of tracing, lowering and compiling.
+        total_s: Seconds of the complete check.
+        error: Error of the check.
+        notes: Calls that fail in transformers and were therefore not compared.
+        packages: Packages other than transformers that modules of the model come from, with their versions.
     """
 
     model_type: str
     class_name: str
     status: str = "failed"
-    road: str | None = None
-    road_reason: str | None = None
+    executor: str | None = None
+    fallback_reason: str | None = None
     forward_difference: float | None = None
     padded_equal: bool | None = None
-    alone_equal: bool | None = None
+    unbatched_equal: bool | None = None
     engine_equal: bool | None = None
     smallest_gap: float | None = None
     num_distinct: int | None = None

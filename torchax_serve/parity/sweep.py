@@ -1,4 +1,4 @@
-"""Checks many model types in worker processes, so that one that crashes or hangs ends nothing but itself."""
+"""Checks many model types in worker processes, so that a crash or a hang ends only that check."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from torchax_serve.parity.result import Result
 from torchax_serve.parity.tasks import CAUSAL, TASKS
 
 TIME_LIMIT_S = 600.0
-"""For one type. The slowest takes a tenth of it on a quiet machine."""
+"""Time limit for one type, in seconds. The slowest type takes a tenth of it on an idle machine."""
 START_LIMIT_S = 300.0
+"""Time limit for the start of a worker process, in seconds."""
 QUICK_COMPILATION = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
     "--xla_cpu_parallel_codegen_split_count=1"
 )
-"""What is computed is the same, and it is computed once: compiling is what takes time."""
+"""XLA flags that reduce compile time, which dominates: each program runs once. Results are the same."""
 TYPES_PER_WORKER = 40
-"""After so many a worker is replaced: what JAX and transformers keep of each model adds up."""
+"""Number of types after which a worker is replaced: the memory that JAX and transformers hold for each adds up."""
 
 
 def causal_types() -> list[str]:
-    """Every model type that the installed transformers knows as a causal language model."""
+    """Lists every model type that the installed transformers knows as a causal language model."""
     return TASKS[CAUSAL].types()
 
 
@@ -48,11 +49,11 @@ def sweep(
     """Yields a result for each type, in the order in which they end.
 
     Args:
-        types: of models.
-        task: of `TASKS`, what is checked of each.
-        num_workers: processes.
-        time_limit_s: for one type.
-        work: what a worker process runs, in place of the task.
+        types: Model types to check.
+        task: Name of the parity task, a key of `TASKS`.
+        num_workers: Number of worker processes.
+        time_limit_s: Time limit for one type, in seconds.
+        work: Function that a worker process runs instead of the task.
     """
     waiting = collections.deque(types)
     workers: list[_Worker] = []
@@ -78,7 +79,7 @@ def sweep(
 
 
 class _Worker:
-    """One process; checks one type after the other."""
+    """Worker process that checks one type after the other."""
 
     def __init__(self, work: Callable[[Connection], None]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -94,16 +95,16 @@ class _Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can take a type."""
+        """Whether the worker is idle and accepts a type."""
         return self.is_started and self.model_type is None and not self.is_over
 
     def give(self, model_type: str) -> None:
-        """Has it check `model_type`."""
+        """Sends `model_type` to the worker."""
         self.model_type, self.since = model_type, time.monotonic()
         self.connection.send(model_type)
 
     def look(self, time_limit_s: float) -> Result | None:
-        """What it has answered, or what became of it."""
+        """Returns the worker's result, or that it crashed or timed out; None while it works."""
         try:
             if self.connection.poll():
                 answer = self.connection.recv()
@@ -130,14 +131,14 @@ class _Worker:
         return None if self.model_type is None else Result(self.model_type, "", status=status, error=error)
 
     def end(self) -> None:
-        """Ends the process."""
+        """Kills the process."""
         self.process.kill()
         self.process.join()
         self.connection.close()
 
 
 def _work(connection: Connection, task: str, programs: str) -> None:
-    """The life of a worker process; what one type has compiled, the next and the other workers find in `programs`."""
+    """Runs a worker process; `programs` is the folder of compiled programs that all workers share."""
     warnings.filterwarnings("ignore")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
     import jax
@@ -145,7 +146,7 @@ def _work(connection: Connection, task: str, programs: str) -> None:
     import transformers
 
     torch.set_num_threads(1)
-    jax.config.update("jax_compilation_cache_dir", programs)  # of this sweep alone
+    jax.config.update("jax_compilation_cache_dir", programs)  # of this sweep only
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     transformers.logging.set_verbosity_error()
     connection.send("ready")
@@ -153,28 +154,28 @@ def _work(connection: Connection, task: str, programs: str) -> None:
         model_type = connection.recv()
         try:
             result = TASKS[task].check(model_type)
-        except Exception as error:  # the harness itself; whatever it is, the other types go on
+        except Exception as error:  # an error of the harness itself; the other types go on
             result = Result(model_type, "", status="crashed", error=f"{type(error).__name__}: {str(error)[:300]}")
         connection.send(dataclasses.asdict(result))
 
 
 def named(result: Result, name: str) -> Result:
-    """`result` under another name."""
+    """Returns `result` under another name."""
     return dataclasses.replace(result, model_type=name)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A file of results."""
+    """Reads a file of results."""
     return json.loads(path.read_text())
 
 
 def save(
-    path: Path, results: dict[str, Result], versions: dict[str, str], whole_sweep: dict[str, Any] | None = None
+    path: Path, results: dict[str, Result], versions: dict[str, str], full_sweep: dict[str, Any] | None = None
 ) -> None:
-    """Writes results by type, in order, whole or not at all; `whole_sweep` is the time of all types in one run."""
+    """Writes results by type, in order, atomically; `full_sweep` describes the last run of all types."""
     content = {
         "versions": versions,
-        **({} if whole_sweep is None else {"whole_sweep": whole_sweep}),
+        **({} if full_sweep is None else {"full_sweep": full_sweep}),
         "results": {name: dataclasses.asdict(results[name]) for name in sorted(results)},
     }
     temporary = path.with_suffix(".tmp")
@@ -193,22 +194,23 @@ def update(
     num_workers: int = 2,
     work: Callable[[Connection], None] | None = None,
 ) -> dict[str, Result]:
-    """Checks the types whose result in `path` (or None) `again` answers True for, writing after each; returns all."""
+    """Checks the types for which `again` (result in `path` or None) is true; writes after each; returns all."""
     results: dict[str, Result] = {}
-    whole, began = None, time.monotonic()
+    full_sweep, began = None, time.monotonic()
     if path.exists():
         content = load(path)
         if content["versions"] == versions:
             results = {name: Result(**fields) for name, fields in content["results"].items()}
-            whole = content.get("whole_sweep")
+            full_sweep = content.get("full_sweep")
     missing = [name for name in types if again(results.get(name))]
-    missing.sort(key=lambda name: -(results[name].total_s or 0.0) if name in results else 0.0)  # none alone at the end
+    # The longest first, so that no worker is idle while the last type runs.
+    missing.sort(key=lambda name: -(results[name].total_s or 0.0) if name in results else 0.0)
     for result in sweep(missing, task=task, num_workers=num_workers, work=work):
         results[result.model_type] = result
-        save(path, results, versions, whole)
+        save(path, results, versions, full_sweep)
         say(result)
     if missing and set(missing) == set(results):
         seconds = round(time.monotonic() - began)
-        whole = {"types": len(missing), "seconds": seconds, "workers": num_workers, "cores": os.cpu_count()}
-        save(path, results, versions, whole)
+        full_sweep = {"types": len(missing), "seconds": seconds, "workers": num_workers, "cores": os.cpu_count()}
+        save(path, results, versions, full_sweep)
     return results

@@ -1,8 +1,8 @@
-"""A model on JAX against itself in eager PyTorch, number by number: what ``torchax-serve verify`` shows.
+"""Compares a model on JAX with itself in eager PyTorch, number by number: ``torchax-serve verify``.
 
-Both sides run the same weights on the same prompt. Compared are the hidden states of a whole prompt, layer by layer,
+Both sides run the same weights on the same prompt. Compared are the hidden states of the full prompt, layer by layer,
 those of one more token that reads the cache, the logits of every step of ``generate``, and the greedy tokens. The first
-layer beyond the tolerance is where a fault sits: what comes after it has inherited the difference.
+layer beyond the tolerance contains the fault: later layers inherit the difference.
 
 In bfloat16 and float16 both sides round, each elsewhere, and how far that carries depends on the model. So eager
 PyTorch runs the same weights in float32 as well, and the JAX model may be a few times as far from that as eager PyTorch
@@ -43,16 +43,16 @@ RANDOM_PROMPT_LEN = 24  # tokens, for a model without a tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
+    """Result of `verify`.
 
     Attributes:
-        model, architecture, dtype, device: what ran, and where JAX ran it.
-        eager_weights: where the eager side had its weights from.
+        model, architecture, dtype, device: Model that ran, and the device of JAX.
+        eager_weights: Source of the eager side's weights.
         tolerance: on `Difference.relative`; None where the error of eager PyTorch in the same dtype is the measure, and
             differences are to eager float32.
-        prompt_ids: the prompt.
-        prompt: embedding, layers and logits of the whole prompt in one forward.
-        cached_step: the same for the prompt's last token alone, behind a cache that holds the others; empty where the
+        prompt_ids: Token ids of the prompt.
+        prompt: Differences of embedding, layers and logits for the full prompt in one forward.
+        cached_step: The same for the prompt's last token, with a cache that holds the others; empty if the
             model has no cache.
         steps: logits of each step of greedy ``generate``, up to the first token that differs.
         tokens, eager_tokens: new tokens of both sides; empty for a model that does not generate.
@@ -82,7 +82,7 @@ class Verification:
 
     @property
     def first_beyond(self) -> str | None:
-        """The first place beyond the tolerance, in words; None if all is within it."""
+        """First place beyond the tolerance, in words; None if all is within it."""
         parts = (("whole prompt", self.prompt), ("cached step", self.cached_step), ("generate", self.steps))
         return next((f"{each.name} ({part})" for part, rows in parts for each in rows if not each.within), None)
 
@@ -92,7 +92,7 @@ class Verification:
         return self.first_beyond is None and (self.first_different_token is None or self.tie)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as JSON has it; an infinite difference is the string ``"inf"``."""
+        """Returns all fields as JSON types; an infinite difference is the string ``"inf"``."""
         derived = ("first_beyond", "first_different_token", "passed")
         return _without_infinities(dataclasses.asdict(self) | {name: getattr(self, name) for name in derived})
 
@@ -115,7 +115,7 @@ def verify(
     Args:
         model: as for `torchax_serve.serve`; a model object is eager again afterwards.
         prompt: text, or token ids; None for a text of ours, or random ids where there is no tokenizer.
-        new_tokens: how many greedy tokens to compare; 0 for the forward alone.
+        new_tokens: Number of greedy tokens to compare; 0 compares only the forward.
         dtype: of weights and computation, on both sides; a model object keeps its own.
         tolerance: on `Difference.relative`, both sides in `dtype`; None for `FLOAT32_TOLERANCE` in float32, and in 16
             bits for `ERROR_RATIO` times the error that eager PyTorch itself makes in `dtype`.
@@ -125,7 +125,7 @@ def verify(
     Raises:
         InvalidArgumentError: a prompt that is empty or not of this model, numbers out of range.
         UnsupportedModelError: an encoder-decoder model.
-        TorchaxServeError: whatever loading has to say.
+        TorchaxServeError: The model cannot be loaded.
     """
     if new_tokens < 0:
         raise InvalidArgumentError(f"new_tokens is {new_tokens}, expected 0 or more")
@@ -150,7 +150,7 @@ def verify(
 
 @dataclasses.dataclass(frozen=True)
 class _LayerTrace:
-    """What one side computed; tensors on the CPU."""
+    """Outputs of one side; tensors on the CPU."""
 
     prompt: dict[str, torch.Tensor]
     cached_step: dict[str, torch.Tensor]
@@ -159,23 +159,23 @@ class _LayerTrace:
 
 
 class _Sides(NamedTuple):
-    """What each side computed, and where eager PyTorch had its weights from."""
+    """Outputs of each side, and the source of eager PyTorch's weights."""
 
     ours: _LayerTrace
     theirs: _LayerTrace
-    exact: _LayerTrace | None  # eager PyTorch in float32, on the tokens of `theirs`; None if nobody asked for it
+    exact: _LayerTrace | None  # eager PyTorch in float32, on the tokens of `theirs`; None where a tolerance judges
     origin: str
 
 
 def _run_sides(
     loaded: LoadedModel, ids: torch.Tensor, new_tokens: int, *, from_files: bool, in_float32: bool
 ) -> _Sides:
-    """The JAX side, then the eager sides; weights that are read from files are held by one side at a time."""
+    """Runs the JAX side, then the eager sides; weights that are read from files are held by one side at a time."""
     module, eager_class = loaded.module, type(loaded.module)
     is_object = loaded.source.kind == "object"
-    twin = None if is_object or from_files else EagerReference(loaded)
+    reference = None if is_object or from_files else EagerReference(loaded)
     try:
-        # Nothing kept from earlier: what is compared is what the code computes now.
+        # No program from an earlier process: the comparison is of what the code computes now.
         runtime = ModelRuntime(module, loaded.weights)
         on_jax = run_on_jax(module, runtime)
         # An encoder's code may name a cache as well, which only its decoder siblings use.
@@ -190,11 +190,11 @@ def _run_sides(
     eager: Any = module
     if is_object:
         origin = "those of the model object"
-    elif twin is not None:
-        eager, origin = twin.module, "random, the memory of the JAX arrays"
+    elif reference is not None:
+        eager, origin = reference.module, "random, the memory of the JAX arrays"
     else:
         loaded.weights.clear()
-        eager, origin = _read_anew(loaded), "read anew by from_pretrained"
+        eager, origin = _load_again(loaded), "read anew by from_pretrained"
     theirs = _trace(eager, ids, new_tokens, cache_name)
     exact = None
     if in_float32:
@@ -203,8 +203,8 @@ def _run_sides(
     return _Sides(ours, theirs, exact, origin)
 
 
-def _read_anew(loaded: LoadedModel) -> PreTrainedModel:
-    """The model in eager PyTorch with the weights of its files, in the dtype of `loaded`."""
+def _load_again(loaded: LoadedModel) -> PreTrainedModel:
+    """Loads the model in eager PyTorch from its files, in the dtype of `loaded`."""
     eager_class: Any = type(loaded.module)
     with exclusive_load():
         eager = eager_class.from_pretrained(
@@ -244,14 +244,14 @@ def _trace(
     model: Any, ids: torch.Tensor, new_tokens: int, cache_name: str | None, *, forced: Sequence[int] = ()
 ) -> _LayerTrace:
     """Runs one side: `model` is a transformers model, eager or on JAX; `forced` are tokens that it has to choose."""
-    whole = _tensors_of_output(model(input_ids=ids, output_hidden_states=True, return_dict=True))
+    prompt = _tensors_of_output(model(input_ids=ids, output_hidden_states=True, return_dict=True))
     step: dict[str, torch.Tensor] = {}
     if cache_name is not None and ids.shape[1] > 1:
         first = model(input_ids=ids[:, :-1], use_cache=True, return_dict=True)
         kwargs = {cache_name: first[cache_name], "use_cache": True, "output_hidden_states": True, "return_dict": True}
         step = _tensors_of_output(model(input_ids=ids[:, -1:], **kwargs))
     if not new_tokens or not model.can_generate():
-        return _LayerTrace(whole, step, (), ())
+        return _LayerTrace(prompt, step, (), ())
     output = type(model).generate(  # not a repository's own, which may return anything
         model,
         ids,
@@ -264,11 +264,11 @@ def _trace(
         output_logits=True,
         logits_processor=[_Forced(ids.shape[1], forced)] if forced else None,
     )
-    return _LayerTrace(whole, step, tuple(output.logits), tuple(output.sequences[0, ids.shape[1] :].tolist()))
+    return _LayerTrace(prompt, step, tuple(output.logits), tuple(output.sequences[0, ids.shape[1] :].tolist()))
 
 
 class _Forced(LogitsProcessor):
-    """Lets ``generate`` choose the tokens of another side; logits are given out as they were before."""
+    """Forces ``generate`` to take the tokens of another side; the reported logits stay unchanged."""
 
     def __init__(self, prompt_len: int, tokens: Sequence[int]) -> None:
         self._prompt_len, self._tokens = prompt_len, tokens
@@ -280,7 +280,7 @@ class _Forced(LogitsProcessor):
 
 
 def _tensors_of_output(output: Any) -> dict[str, torch.Tensor]:
-    """Hidden states by the name of the layer that made them, then the other floating-point tensors of `output`.
+    """Returns hidden states by layer name, then the other floating-point tensors of `output`.
 
     transformers gives the output of the embedding and of each layer, the last one behind the final norm.
     """
@@ -300,14 +300,14 @@ def _compared(loaded: LoadedModel, ids: torch.Tensor, tolerance: float | None, s
     ours, theirs = sides.ours, sides.theirs
     pairs = zip(ours.tokens, theirs.tokens, strict=True)
     parted = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
-    # Behind the first different token the two sides continue different texts.
+    # After the first different token the two sides continue different texts.
     num_steps = len(theirs.tokens) if parted is None else parted + 1
     ours = dataclasses.replace(ours, step_logits=ours.step_logits[:num_steps])
     if sides.exact is None:
         assert tolerance is not None
         parts = [within(tolerance, *each) for each in _pairs(ours, theirs)]
     else:
-        parts = _beside_eager(ours, theirs, sides.exact)
+        parts = _judged_by_eager(ours, theirs, sides.exact)
     half = str(loaded.dtype) != "float32"
     return Verification(
         model=loaded.source.name,
@@ -327,7 +327,7 @@ def _compared(loaded: LoadedModel, ids: torch.Tensor, tolerance: float | None, s
 
 
 def _pairs(a: _LayerTrace, b: _LayerTrace) -> tuple[tuple[Named, Named], ...]:
-    """The tensors of two sides by name: whole prompt, cached step, and as many steps as `a` has."""
+    """Pairs the tensors of two sides by name: full prompt, cached step, and as many steps as `a` has."""
     steps = [
         {f"logits of new token {index}": each for index, each in enumerate(side.step_logits[: len(a.step_logits)])}
         for side in (a, b)
@@ -335,22 +335,22 @@ def _pairs(a: _LayerTrace, b: _LayerTrace) -> tuple[tuple[Named, Named], ...]:
     return (a.prompt, b.prompt), (a.cached_step, b.cached_step), (steps[0], steps[1])
 
 
-def _beside_eager(ours: _LayerTrace, theirs: _LayerTrace, exact: _LayerTrace) -> list[tuple[Difference, ...]]:
-    """Differences to float32, judged by those of eager PyTorch: whole prompt, cached step, steps.
+def _judged_by_eager(ours: _LayerTrace, theirs: _LayerTrace, exact: _LayerTrace) -> list[tuple[Difference, ...]]:
+    """Returns differences to float32, judged by those of eager PyTorch: full prompt, cached step, steps.
 
-    One token may be rounded luckily, or unluckily. So a cached step's error stands beside that of the whole prompt if
-    that is larger, and the error of all steps together, as of all positions of the prompt, stands beside eager
-    PyTorch's; where it is beyond, each step's own tells which one.
+    Rounding of one token may be lucky or unlucky. So the error allowed for a cached step is at least that of the full
+    prompt, and the error of all steps together, like that of all positions of the prompt, is compared with eager
+    PyTorch's; if it is beyond, the errors of single steps show which one.
     """
     errors = [
         {name: position_error(*pair) for name, pair in by_name(*each).items()}
         for each in _pairs(dataclasses.replace(theirs, step_logits=theirs.step_logits[: len(ours.step_logits)]), exact)
     ]
-    whole, cached, steps = errors
+    prompt, cached, steps = errors
     of_all_steps = _rms(steps.values())
     allowed = [
-        whole,
-        {name: max(error, whole.get(name, 0.0)) for name, error in cached.items()},
+        prompt,
+        {name: max(error, prompt.get(name, 0.0)) for name, error in cached.items()},
         {name: max(error, of_all_steps) for name, error in steps.items()},
     ]
     found = [
@@ -370,7 +370,7 @@ def _rms(errors: Iterable[float]) -> float:
 
 
 def _is_tie(sides: _Sides, index: int, tolerance: float | None) -> bool:
-    """Whether the logits of the two sides' tokens of this step are so close that rounding may have chosen.
+    """Returns whether the logits of the two sides' tokens of this step are so close that rounding may decide.
 
     By a tolerance eager PyTorch's own logits are compared; without one those of float32, with twice the largest error
     that eager PyTorch makes in 16 bits on a logit of this step.
@@ -389,7 +389,7 @@ def _is_tie(sides: _Sides, index: int, tolerance: float | None) -> bool:
 
 
 def _without_infinities(value: Any) -> Any:
-    """JSON knows no infinity."""
+    """Replaces infinities by strings: JSON has none."""
     if isinstance(value, dict):
         return {key: _without_infinities(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,1 +1,1 @@
-"""Whether a model fits on hardware that need not be there, and what bounds its speed: `planning.plan.make_plan`."""
+"""Plans models on hardware that need not be present: memory, exchange and speed bound (`planning.plan.make_plan`)."""

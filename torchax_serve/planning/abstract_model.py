@@ -1,4 +1,4 @@
-"""A model without weights, laid out on a mesh without devices."""
+"""Abstract models: weights without values, sharded on a mesh without devices."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _NARROWED = {"int64": "int32", "float64": "float32", "uint64": "uint32"}  # JAX 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractModel:
-    """A module on the meta device and its tensors as JAX sees them.
+    """Module on the meta device, with its tensors as abstract JAX arrays.
 
     Attributes:
-        module: without values.
-        sharding: how it lies on the mesh.
-        weights: by name; tied names share one object.
+        module: Module on the meta device.
+        sharding: Sharding of the module on the mesh.
+        weights: Abstract arrays by name; tied names share one object.
     """
 
     module: PreTrainedModel
@@ -42,16 +42,16 @@ class AbstractModel:
 
     @property
     def mesh_shape(self) -> dict[str, int]:
-        """Devices by mesh axis."""
+        """Number of devices by mesh axis."""
         return {str(axis): size for axis, size in self.sharding.mesh.shape.items()}
 
     def bytes_per_device(self, name: str) -> int:
-        """Of the tensor called `name`."""
+        """Returns the bytes of the tensor `name` on one device."""
         placed = self.sharding.placed[name]
         return placed.bytes_per_device(self.mesh_shape, self.weights[name].dtype.itemsize)
 
     def unique_names(self) -> list[str]:
-        """One name for each array."""
+        """Returns one name for each array."""
         first: dict[int, str] = {}
         for name, array in self.weights.items():
             first.setdefault(id(array), name)
@@ -59,17 +59,17 @@ class AbstractModel:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of the weights."""
+        """Bytes of one element of the weights."""
         return self.module.dtype.itemsize
 
     @property
     def weights_bytes_per_device(self) -> int:
-        """Of all arrays, shared ones once."""
+        """Bytes of all arrays on one device, tied ones once."""
         return sum(self.bytes_per_device(name) for name in self.unique_names())
 
     @property
     def weights_bytes(self) -> int:
-        """Of all arrays as the model has them, on one device."""
+        """Bytes of all arrays of the unsharded model."""
         return sum(
             math.prod(self.sharding.placed[name].shape) * self.weights[name].dtype.itemsize
             for name in self.unique_names()
@@ -79,7 +79,7 @@ class AbstractModel:
 def empty_module(
     model: str | os.PathLike[str] | None, *, dtype: str = "auto", trust_remote_code: bool = False, **where: Any
 ) -> PreTrainedModel:
-    """The module that `model` (as `serve` takes it, or a config file) describes, on the meta device.
+    """Builds the module of `model` (as `serve` takes it, or a config file) on the meta device.
 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError, InvalidArgumentError: in one line.
@@ -97,14 +97,14 @@ def empty_module(
 
 
 def module_of_type(model_type: str) -> PreTrainedModel:
-    """The causal language model of a type, in the sizes that its configuration has by default, on the meta device.
+    """Builds the causal language model of a type, in the default sizes of its configuration, on the meta device.
 
     Raises:
         CheckpointError, UnsupportedModelError: the type has no such configuration.
     """
     try:
         config = CONFIG_MAPPING[model_type]()
-    except Exception as error:  # some configurations cannot be made of nothing, each for a reason of its own
+    except Exception as error:  # some configurations have no defaults, each for a reason of its own
         said = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedModelError(
             f"{model_type}: expected a configuration that has defaults, got one that has not ({said}); plan a "
@@ -115,10 +115,10 @@ def module_of_type(model_type: str) -> PreTrainedModel:
 
 
 def abstract_model(module: PreTrainedModel, mesh: Mesh, *, refuse_uneven: bool = False) -> AbstractModel:
-    """`module` laid out on `mesh`.
+    """Shards `module` on `mesh`.
 
     Raises:
-        InvalidArgumentError: its rules do not fit.
+        InvalidArgumentError: The sharding rules do not fit the mesh.
     """
     sharding = ModelSharding.of(module, mesh, refuse_uneven=refuse_uneven)
     arrays: dict[int, jax.ShapeDtypeStruct] = {}

@@ -1,4 +1,4 @@
-"""What accelerators can do, as their makers say; one entry for what JAX calls a device.
+"""Published memory and rates of accelerators, one entry for each JAX device.
 
 Sources: Google Cloud's pages of TPU v4, v5e, v5p, v6e and TPU7x (memory, bandwidth and peak of a chip; TPU7x is two
 devices a chip), NVIDIA's data sheets of H100 SXM, H200 SXM and HGX B200 (peaks without sparsity). Usable memory is what
@@ -19,17 +19,17 @@ GPU_PART = 0.95
 
 @dataclass(frozen=True)
 class Chip:
-    """One device.
+    """One JAX device.
 
     Attributes:
-        name: as in a topology's name.
+        name: Name as in a topology, such as ``v6e``.
         platform: "tpu", "gpu" or "cpu".
-        memory_bytes: that a program and its arguments may take.
-        bytes_per_s: of its memory.
-        flops_per_s: peak in bfloat16, products summed in float32. Both None for a CPU: nobody says.
-        devices_per_chip: JAX devices that a chip is.
-        topologies: usual ones, the smallest first.
-        config: how libtpu is to see a chip; a v4 is two cores to it, and one device to JAX where there is one.
+        memory_bytes: Bytes that a program and its arguments may use.
+        bytes_per_s: Memory bandwidth; None for a CPU.
+        flops_per_s: Peak rate in bfloat16 with sums in float32; None for a CPU.
+        devices_per_chip: Number of JAX devices in a chip.
+        topologies: Usual topologies, the smallest first.
+        config: libtpu's options for the chip; a v4 has two cores for libtpu and is one device for JAX.
     """
 
     name: str
@@ -58,10 +58,10 @@ CHIPS: dict[str, Chip] = {
 
 
 def chip_of(topology: str) -> Chip:
-    """The chip that ``v6e:2x4`` or ``h200:8`` is made of.
+    """Returns the chip of ``v6e:2x4`` or ``h200:8``.
 
     Raises:
-        InvalidArgumentError: no such chip; lists what there is.
+        InvalidArgumentError: There is no such chip; lists those that there are.
     """
     name, _, number = topology.partition(":")
     if name in CHIPS:
@@ -75,7 +75,7 @@ def chip_of(topology: str) -> Chip:
 
 
 def check_shape(topology: str, shape: str) -> list[int]:
-    """``2x4`` as numbers; raises InvalidArgumentError for anything else, naming the topology."""
+    """Parses ``2x4`` as numbers; raises InvalidArgumentError for anything else, naming the topology."""
     chip = chip_of(topology)
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
         raise InvalidArgumentError(
@@ -86,7 +86,7 @@ def check_shape(topology: str, shape: str) -> list[int]:
 
 
 def num_devices(topology: str) -> int:
-    """How many JAX devices ``v6e:2x4`` is; raises InvalidArgumentError where it is no topology."""
+    """Returns the number of JAX devices of ``v6e:2x4``; raises InvalidArgumentError if it is no topology."""
     name, _, number = topology.partition(":")
     if name == "cpu" and number.isdigit():
         return int(number)

@@ -1,4 +1,4 @@
-"""The engine's steps, traced on abstract arrays and compiled for devices that need not be there."""
+"""Traces the engine's steps on abstract arrays and compiles them for devices that need not be present."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _RESULT = re.compile(r"\s*(?:ROOT )?%?\S+ = (.*)")  # an instruction up to its n
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """What the compiler says of one step on one device.
+    """Compiler's report about one step on one device.
 
     Attributes:
         name: ``decode`` or ``prefill``.
-        num_tokens: computed in the step.
-        num_rows: requests in it.
-        argument_bytes: weights, cache and inputs.
-        temporary_bytes: beside them, while the step runs.
-        alias_bytes: of the results, written over arguments: the cache.
-        code_bytes: of the program.
-        collectives: number and bytes of results, by kind.
-        flops, bytes_accessed: in the step, as the compiler counts; None where it does not.
-        compiler_s: the compiler's own estimate, exchange between devices not in it; None where it has none.
-        num_opaque: calls that it knows nothing of, kernels above all, whose time is not in its estimate.
-        trace_s, compile_s: what it took here.
+        num_tokens: Number of tokens computed in the step.
+        num_rows: Number of requests in the step.
+        argument_bytes: Bytes of weights, cache and inputs.
+        temporary_bytes: Bytes of temporaries while the step runs.
+        alias_bytes: Bytes of results written over donated arguments: the cache.
+        code_bytes: Bytes of the program.
+        collectives: Number of collectives and bytes of their results, by kind.
+        flops, bytes_accessed: Operations and bytes of the step as counted by the compiler; None if it does not count.
+        compiler_s: Compiler's estimate in seconds, without exchange between devices; None if it has none.
+        num_opaque: Number of calls whose time is not in the estimate, such as kernels.
+        trace_s, compile_s: Seconds of tracing and compiling.
     """
 
     name: str
@@ -61,17 +61,17 @@ class ProgramReport:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step to compile.
+    """Step to compile.
 
     Attributes:
         name: ``decode`` or ``prefill``.
-        num_tokens: computed in it.
-        num_rows: requests in it.
-        context_len: tokens of each request, those of the step included.
-        num_prompts: whose tokens it computes; 0 where each row has one token more.
-        function: ``f(weights, *args)``, traced; its first result is logits.
-        args: shapes.
-        donated: which of `args` are given away and come back.
+        num_tokens: Number of tokens computed in the step.
+        num_rows: Number of requests in the step.
+        context_len: Number of tokens of each request, those of the step included.
+        num_prompts: Number of prompts whose tokens the step computes; 0 for a decode step.
+        function: Function ``f(weights, *args)`` to trace; its first result is logits.
+        args: Abstract arguments.
+        donated: Indices of donated `args`.
     """
 
     name: str
@@ -85,18 +85,18 @@ class Step:
 
 
 def compile_step(step: Step, model: AbstractModel, chip: Chip) -> tuple[ProgramReport, Any]:
-    """Compiles `step` of `model` for `chip`; the report, and the program.
+    """Compiles `step` of `model` for `chip`; returns the report and the program.
 
     Raises:
-        OutOfMemoryError: the compiler finds no room on the device.
+        OutOfMemoryError: The step does not fit into the device's memory.
     """
     names = {id(array): name for name, array in reversed(list(model.weights.items()))}
     owners = {name: names[id(array)] for name, array in model.weights.items()}
     unique = {name: array for name, array in model.weights.items() if owners[name] == name}
 
     def run(weights: dict[str, jax.Array], *args: Any) -> Any:
-        logits, *kept = step.function({name: weights[owner] for name, owner in owners.items()}, *args)
-        return jnp.argmax(logits.astype(jnp.float32), -1).astype(jnp.int32), *kept
+        logits, *cache = step.function({name: weights[owner] for name, owner in owners.items()}, *args)
+        return jnp.argmax(logits.astype(jnp.float32), -1).astype(jnp.int32), *cache
 
     run.__name__ = step.name
     donated = tuple(1 + number for number in step.donated)
@@ -119,7 +119,7 @@ def compile_step(step: Step, model: AbstractModel, chip: Chip) -> tuple[ProgramR
 
 
 def _used_of(message: str) -> str:
-    """What the compiler says about the memory it wanted, in a line."""
+    """Extracts the compiler's line about the memory that it needs."""
     found = re.search(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm", message)
     if found:
         return f"the compiler needs {found[1]}iB of the {found[2]}iB that a device has"
@@ -150,13 +150,13 @@ def _report(step: Step, compiled: Any, trace_s: float, compile_s: float) -> Prog
 
 
 def estimate(seconds: float | None) -> tuple[float | None, int]:
-    """What the compiler's sum of seconds means: the time of what it knows, and the number of calls it does not.
+    """Splits the compiler's sum of seconds into the time of known operations and the number of unknown calls.
 
-    XLA's `HloCostAnalysis` adds up what each operation takes at the least, and -1 for each it knows nothing of. So the
-    time of what it knows can be told as long as it is less than a second.
+    XLA's `HloCostAnalysis` adds up the least time of each operation, and -1 for each unknown one. So the
+    time of the known operations can be recovered if it is less than a second.
 
     Args:
-        seconds: the sum; None where the compiler has none.
+        seconds: Sum of the compiler; None if it has none.
     """
     if seconds is None or seconds == 0:
         return None, 0
@@ -165,10 +165,10 @@ def estimate(seconds: float | None) -> tuple[float | None, int]:
 
 
 def count_collectives(text: str) -> dict[str, tuple[int, int]]:
-    """How many collectives of each kind a compiled program has, and the bytes of their results on one device.
+    """Counts the collectives of each kind in a compiled program, and the bytes of their results on one device.
 
     Args:
-        text: the program in XLA's language. What begins with ``-start`` and ends with ``-done`` counts once.
+        text: Program in XLA's language (HLO). A pair of ``-start`` and ``-done`` counts once.
     """
     counts = {kind: [0, 0] for kind in COLLECTIVES}
     for match in _COLLECTIVE.finditer(text):  # few among a hundred thousand lines: these are looked at, no others

@@ -1,4 +1,4 @@
-"""What every road of a plan has: what a request keeps on the device, and steps whose arguments are shapes."""
+"""Executors of a plan: the cache layout of a model, and its steps with shapes as arguments."""
 
 from __future__ import annotations
 
@@ -34,76 +34,77 @@ from torchax_serve.runtime.step_functions import BatchPosition, DecodeSpec
 
 @dataclasses.dataclass(frozen=True)
 class PlannedExecutor(abc.ABC):
-    """How a model would be run.
+    """Abstract executor of a model: its cache layout and its steps.
 
     Attributes:
-        runtime: of the model, weights without values.
-        sharding: how it lies on the mesh.
-        pages: what each layer keeps of a token.
-        rows: what a request keeps as a whole.
-        why: what stands against the roads that are tried before; None for the first one.
+        runtime: Runtime of the model; its weights are shapes.
+        sharding: Sharding of the model on the mesh.
+        pages: Paged cache of each layer.
+        slot_states: States of fixed size that a request has.
+        fallback_reason: Why the model does not run on a faster executor; None for the first one.
     """
 
     runtime: ModelRuntime
     sharding: ModelSharding
     pages: tuple[PagedLayerSpec, ...]
-    rows: tuple[SlotStateSpec, ...]
-    why: str | None
+    slot_states: tuple[SlotStateSpec, ...]
+    fallback_reason: str | None
 
     name = ""
     num_spare = 1
-    """Pages and states that nobody has, for padding to write to."""
+    """Number of pages and states reserved for padding to write to."""
 
     @abc.abstractmethod
     def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
-        """The decode step first, then a step for each of `lens` tokens of a prompt.
+        """Yields the decode step, then a prefill step for each of `lens`.
 
         Args:
-            plan: of the pages.
-            num_slots: requests that there is room for.
-            lens: of prefill steps.
+            plan: Allocation of the pages.
+            num_slots: Number of requests that fit.
+            lens: Numbers of tokens of the prefill steps.
         """
 
-    def page_len(self, asked: int, max_len: int) -> int:
-        """Tokens of a page."""
-        return asked
+    def page_len(self, requested: int, max_len: int) -> int:
+        """Returns the number of tokens in a page."""
+        return requested
 
     def row_bytes(self, row: SlotStateSpec) -> int:
-        """Bytes on one device of what a request keeps as a whole: each device has all of it."""
+        """Returns the bytes of one state of a request on one device; each device has all of it."""
         return row.num_bytes
 
     def integers(self, *shape: int) -> Any:
-        """Numbers that every device has."""
+        """Returns an abstract int32 array of `shape`, replicated on every device."""
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.sharding.replicated())
 
 
 class AbstractPages(PoolAllocator):
-    """Pools and states that are shapes alone, laid out as those of an engine."""
+    """Allocates pools and states as shapes without values, with the shardings of an engine."""
 
     def __init__(self, sharding: ModelSharding) -> None:
         super().__init__(sharding.pool_sharding, sharding.state_sharding)
         self._model_sharding = sharding
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> Any:
-        """As `PoolAllocator.zeros`."""
+        """Returns the shape of a pool ``[num_pages, num_heads, page_len, width]``."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.pool_sharding(shape[1]))
 
-    def rows(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """As `PoolAllocator.slot_states`."""
+    def slot_states(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Returns the shape of a state for each slot ``[num_slots + 1, ...]``."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.state_sharding(shape))
 
 
-SHORTEST = 16
+PROBE_LEN = 16
+"""Number of prompt tokens in the trace that finds the cache of a static batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """Forwards of `num_rows` rows, to be traced.
+    """Forwards of a static batch, to be traced.
 
     Attributes:
-        runtime: of the model.
-        num_rows: of the batch.
-        capacity: tokens that a row has room for.
+        runtime: Runtime of the model.
+        num_rows: Number of rows in the batch.
+        capacity: Number of tokens that a row has room for.
     """
 
     runtime: ModelRuntime
@@ -111,14 +112,16 @@ class _Batch:
     capacity: int
 
     def prefill(self, weights: Any, ids: jax.Array, last: jax.Array) -> tuple[jax.Array, Any]:
-        """Logits [rows, vocab] of the token `last` of a prompt, and the cache behind it."""
+        """Returns logits [rows, vocab] of the token at index `last` of a prompt, and the cache after it."""
         runtime = self.runtime
         states, offset = None, None
         names = runtime.program.names
         inputs = {names.ids: ids, "last": last}
         if runtime.cache_support.is_supported:
             states, offset = runtime.cache_support.new(self.capacity).states, jnp.int32(0)
-            if runtime.program.accepts(names.positions):  # without a cache code counts them itself, and may read them
+            if runtime.program.accepts(
+                names.positions
+            ):  # without a cache, model code counts them itself, and may read them
                 inputs[names.positions] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
         fields, states = runtime.program.forward(weights, states, offset, inputs, CallSpec())
         if "logits" not in fields:
@@ -130,26 +133,26 @@ class _Batch:
     def decode(
         self, weights: Any, states: Any, token: jax.Array, carry: BatchPosition
     ) -> tuple[jax.Array, Any, BatchPosition]:
-        """Logits [rows, vocab] of the next token, the cache, and where the batch stands."""
+        """Returns logits [rows, vocab] of the next token, the cache, and the position of the batch."""
         spec = DecodeSpec(CallSpec(), self.runtime.program.accepts(self.runtime.program.names.positions))
         return self.runtime.steps.decode_once(weights, states, token, carry, {}, spec)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStaticBatchExecutor(PlannedExecutor):
-    """A batch of ``generate``: its cache has one page per row; without a cache every step computes all tokens."""
+    """Static batch of ``generate``: its cache has one page per row; without a cache every step computes all tokens."""
 
-    states: Any  # the layers behind a prompt, leaves are shapes; None without a cache
+    states: Any  # cache layers after a prompt, leaves are shapes; None without a cache
 
-    name = "generate"
+    name = "static"
     num_spare = 0
 
-    def page_len(self, asked: int, max_len: int) -> int:
-        """All tokens of a row."""
+    def page_len(self, requested: int, max_len: int) -> int:
+        """Returns the number of tokens in a page, which holds all tokens of a row."""
         return next_bucket(max_len)
 
     def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
-        """As `PlannedRoad.steps`."""
+        """Yields the steps of `PlannedExecutor.steps`."""
         batch = _Batch(self.runtime, num_slots, plan.page_len)
         one = self.integers()
         if self.states is None:
@@ -165,7 +168,7 @@ class PlannedStaticBatchExecutor(PlannedExecutor):
             yield Step("prefill", num_slots * length, num_slots, length, num_slots, batch.prefill, (ids, one), ())
 
     def _laid_out(self, num_slots: int) -> Any:
-        """The cache of `num_slots` rows: keys and values by heads, all else on every device."""
+        """Returns the cache of `num_slots` rows: keys and values sharded by heads, all else replicated."""
         pools = {id(leaf) for leaf in _pools(self.states)}
 
         def place(leaf: Any) -> Any:
@@ -176,52 +179,52 @@ class PlannedStaticBatchExecutor(PlannedExecutor):
         return jax.tree.map(place, self.states)
 
 
-def generate_road(
-    runtime: ModelRuntime, sharding: ModelSharding, max_len: int, num_slots: int, why: str
+def static_batch_executor(
+    runtime: ModelRuntime, sharding: ModelSharding, max_len: int, num_slots: int, fallback_reason: str
 ) -> PlannedStaticBatchExecutor:
-    """The road of ``generate``, found by tracing a prompt.
+    """Returns the executor of ``generate``; its cache is found by tracing a prompt.
 
     Raises:
-        UnsupportedModelError: not even that can be traced; with all reasons.
+        UnsupportedModelError: The forward cannot be traced; with the reasons against the other executors.
     """
     capacity = next_bucket(max_len)
     batch = _Batch(runtime, num_slots, capacity)
-    ids = jax.ShapeDtypeStruct((num_slots, min(SHORTEST, capacity)), np.int32)
+    ids = jax.ShapeDtypeStruct((num_slots, min(PROBE_LEN, capacity)), np.int32)
+    # Model code may raise anything while it is traced.
     try:
         _, states = jax.eval_shape(batch.prefill, runtime.weights, ids, jax.ShapeDtypeStruct((), np.int32))
-    except Exception as error:  # whatever model code raises in a trace
-        said = str(error) if isinstance(error, TorchaxServeError) else f"{type(error).__name__}: {error}"
+    except Exception as error:
+        text = str(error) if isinstance(error, TorchaxServeError) else f"{type(error).__name__}: {error}"
         raise UnsupportedModelError(
-            f"expected a forward that can be traced, got {' '.join(said.split())[:300]}; {why}"
+            f"expected a forward that can be traced, got {' '.join(text.split())[:300]}; {fallback_reason}"
         ) from error
     if states is None:
-        return PlannedStaticBatchExecutor(
-            runtime, sharding, (), (), f"{why}; without a cache: {runtime.cache_support.unsupported_reason}", None
-        )
+        fallback_reason += f"; without a cache: {runtime.cache_support.unsupported_reason}"
+        return PlannedStaticBatchExecutor(runtime, sharding, (), (), fallback_reason, None)
     pools = _pools(states)
     known = {id(leaf) for leaf in pools}
     pages = tuple(PagedLayerSpec(leaf.shape[1], leaf.shape[3], np.dtype(leaf.dtype), None) for leaf in pools)
-    rows = tuple(
+    slot_states = tuple(
         SlotStateSpec(tuple(leaf.shape[1:]), np.dtype(leaf.dtype))
         for leaf in jax.tree.leaves(states)
         if id(leaf) not in known
     )
-    return PlannedStaticBatchExecutor(runtime, sharding, pages, rows, why, states)
+    return PlannedStaticBatchExecutor(runtime, sharding, pages, slot_states, fallback_reason, states)
 
 
 def _pools(states: Any) -> list[Any]:
-    """The leaves that hold keys and values ``[rows, heads, capacity, width]``."""
+    """Returns the leaves that hold keys and values ``[rows, heads, capacity, width]``."""
     layers = (layer for layer in states if isinstance(layer, AttentionLayer))
     return [pool for layer in layers for name in layer.POOLS if (pool := getattr(layer, name)) is not None]
 
 
 class PlannedPackedExecutor(PlannedExecutor):
-    """Many sequences packed into one, on pages."""
+    """Many sequences packed into one row, on pages."""
 
     name = "packed"
 
     def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
-        """As `PlannedRoad.steps`."""
+        """Yields the steps of `PlannedExecutor.steps`."""
         yield self._step("decode", plan, num_slots, num_slots)
         for length in lens:
             yield self._step("prefill", plan, length, min(num_slots, 4))
@@ -254,20 +257,20 @@ class PlannedPackedExecutor(PlannedExecutor):
 
 @dataclasses.dataclass(frozen=True)
 class PlannedPerSequenceExecutor(PlannedExecutor):
-    """Each request a forward of its own, over what is gathered from its pages, and its states."""
+    """One forward per request, over a cache gathered from its pages, and its states."""
 
     forward: SequenceForward
     layout: CacheLayout
 
-    name = "gathered"
+    name = "per-sequence"
 
     def row_bytes(self, row: SlotStateSpec) -> int:
-        """Bytes on one device of what a request keeps as a whole: its channels or heads, where they divide."""
+        """Returns the bytes of one state of a request on one device; channels or heads are sharded if they divide."""
         sharding = self.sharding.state_sharding((1, *row.shape))
         return math.prod(sharding.shard_shape((1, *row.shape))) * row.dtype.itemsize
 
     def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
-        """As `PlannedRoad.steps`; a chunk of a prompt may be shorter than asked, and lies at the prompt's end."""
+        """Yields the steps of `PlannedExecutor.steps`; a prefill step is the last chunk of its prompt."""
         sizes = MemoryBudget(plan.max_len, num_slots, plan.page_len, max(lens, default=1), None)
         parts = PerSequenceFactory(self.runtime, self.forward, self.layout, sizes, None)
         cache = PagedCacheWithStates(plan, self.layout, num_slots, AbstractPages(self.sharding))
@@ -284,20 +287,22 @@ class PlannedPerSequenceExecutor(PlannedExecutor):
 def choose_executor(
     runtime: ModelRuntime, sharding: ModelSharding, page_len: int, max_len: int, num_slots: int
 ) -> PlannedExecutor:
-    """The first road that the model's code lets it take, found by tracing.
+    """Returns the first executor that supports the model, found by tracing: packed, per-sequence, static.
 
     Raises:
-        UnsupportedModelError: none; with the reasons.
+        UnsupportedModelError: No executor supports the model; with the reasons.
     """
     sizes = MemoryBudget(max_len, num_slots, page_len, num_slots, None)
     try:
         return PlannedPackedExecutor(runtime, sharding, packed_shapes(runtime, sizes), (), None)
     except NotPackableError as reason:
-        why = f"not packed: {reason}"
+        fallback_reason = f"not packed: {reason}"
     try:
         forward = SequenceForward(runtime)
         layout = forward.layout()
-        return PlannedPerSequenceExecutor(runtime, sharding, layout.pages, layout.rows, why, forward, layout)
+        return PlannedPerSequenceExecutor(
+            runtime, sharding, layout.pages, layout.rows, fallback_reason, forward, layout
+        )
     except UnsupportedModelError as reason:
-        why += f"; not gathered: {reason}"
-    return generate_road(runtime, sharding, max_len, num_slots, why)
+        fallback_reason += f"; not per-sequence: {reason}"
+    return static_batch_executor(runtime, sharding, max_len, num_slots, fallback_reason)

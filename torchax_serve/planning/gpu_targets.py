@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as XLA's plug-in for CUDA wants them described, so that it compiles for one that is not there.
+"""Descriptions of NVIDIA GPUs for XLA's CUDA plug-in, so that it compiles for a GPU that is not present.
 
 The numbers are those that the device's driver reports (multiprocessors, clock, cache, memory) and those of its compute
 capability in NVIDIA's programming guide (threads, registers, shared memory).
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """What differs between the devices."""
+    """Properties that differ between the GPUs."""
 
     description: str
     capability: int  # major version
@@ -30,7 +30,7 @@ GPUS = {
 
 
 def target_config(name: str) -> str:
-    """The description of a GPU as text of XLA's message ``GpuTargetConfigProto``."""
+    """Formats the description of a GPU as text of XLA's message ``GpuTargetConfigProto``."""
     gpu = GPUS[name]
     return f"""
 gpu_device_info {{

@@ -1,7 +1,7 @@
-"""The plan of a model on a topology: does it fit, what it exchanges, what bounds its speed.
+"""Plans a model on a topology: does it fit, what it exchanges, what bounds its speed.
 
-Everything is taken from the compiled steps themselves: XLA's compilers for TPUs and GPUs need a description of the
-devices and not the devices. Weights are never made, only their shapes.
+All numbers come from the compiled steps: XLA's compilers for TPUs and GPUs need a description of the devices, not the
+devices. Weights are shapes without values.
 """
 
 from __future__ import annotations
@@ -33,33 +33,36 @@ from torchax_serve.planning.topology import compiling_for, describe
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler.config import check_whole
 
-MOST_TOLD_S = 0.5
-"""Of a step by its bound; where the compiler's sum is told modulo a second, that of a longer one may be wrong."""
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_COMPILER_TIME_S = 0.5
+"""Largest bound of a step, in seconds, for which the compiler's time is reported.
+
+Some compilers report their time modulo a second, so that of a longer step may be wrong.
+"""
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED = ("int8", "int4", "fp8", "float8_e4m3fn", "float8_e5m2")
 
 
 Note = Callable[[str], None]
-"""Told in words what is being done."""
+"""Function that is called with a text before each part that may take a while."""
 
 
 def no_note(text: str) -> None:
-    """Tells nobody."""
+    """Ignores the text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is asked.
+    """Devices and sizes to plan for.
 
     Attributes:
-        topology: such as ``v6e:2x4`` or ``h200:8``.
-        mesh: such as ``data=2,model=4``; None: all devices on ``model``.
-        max_len: tokens of a request, prompt and answer; None: the model's own limit, 8192 at the most.
-        num_slots: requests at once, of all replicas together.
-        page_len: tokens of a page.
-        prefill_lens: tokens of the prefill steps to compile.
-        kv_cache_dtype: of pages; "auto" is that of the weights.
-        refuse_uneven: an error for what would have to be padded with zeros.
+        topology: Devices, such as ``v6e:2x4`` or ``h200:8``.
+        mesh: Sizes of mesh axes, such as ``data=2,model=4``; None: all devices on ``model``.
+        max_len: Number of tokens of a request, prompt and answer; None: the model's own limit, at most 8192.
+        num_slots: Number of requests at once, of all replicas together.
+        page_len: Number of tokens in a page.
+        prefill_lens: Numbers of tokens of the prefill steps to compile.
+        kv_cache_dtype: Dtype of pages; "auto" is that of the weights.
+        refuse_uneven: Whether sizes that would be padded with zeros are an error.
     """
 
     topology: str
@@ -80,18 +83,18 @@ class PlanRequest:
             check_whole("prefill", length, 1, "give positive numbers")
         if self.kv_cache_dtype in QUANTIZED:
             raise UnsupportedArgumentError(
-                f"kv_cache_dtype: expected one of {', '.join(KV_DTYPES)}, got {self.kv_cache_dtype!r}, which the "
+                f"kv_cache_dtype: expected one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}, which the "
                 "engine's steps cannot use yet; leave it out"
             )
-        if self.kv_cache_dtype not in KV_DTYPES:
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise InvalidArgumentError(
-                f"kv_cache_dtype: expected one of {', '.join(KV_DTYPES)}, got {self.kv_cache_dtype!r}; choose one"
+                f"kv_cache_dtype: expected one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}; choose one"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanReport:
-    """What came out, in bytes of one device where nothing else is said."""
+    """Result of a plan; bytes are those of one device unless a comment says otherwise."""
 
     model: str
     model_type: str
@@ -104,37 +107,37 @@ class PlanReport:
     num_slots: int  # of one replica
     page_len: int
     kv_cache_dtype: str
-    road: str  # as the engine chooses it: packed or gathered; generate where neither can be
-    why: str | None  # not the road before
+    executor: str  # packed, per-sequence or static, as the engine chooses it
+    fallback_reason: str | None  # why not a faster executor
     fits: bool
     memory_bytes: int
     weights_bytes: int
-    weights_bytes_of_one_device: int  # were there only one
+    weights_bytes_of_one_device: int  # of all weights, as if there were one device
     pages_bytes: int
     pages_bytes_wanted: int  # for all slots at full length
-    states_bytes: int  # that all slots keep as a whole
+    states_bytes: int  # states of fixed size, for all slots
     temporary_bytes: int
     token_bytes: int  # of cache, for one more token
     num_pages: int  # of one replica, in the group of layers with the most
     num_tokens: int  # that the pages hold
-    most_tokens: int  # that would fit into what weights, states and steps leave
-    most_slots: int  # requests of full length that would fit into what weights and steps leave
+    most_tokens: int  # that fit into the memory left by weights, states and steps
+    most_slots: int  # full-length requests that fit into the memory left by weights and steps
     remedies: tuple[str, ...]
     programs: tuple[ProgramReport, ...]
     bounds: tuple[StepBound, ...]
 
     @property
     def total_bytes(self) -> int:
-        """Weights, pages, states and temporaries, as wanted."""
+        """Bytes of weights, pages of all slots, states and temporaries."""
         return self.weights_bytes + self.pages_bytes_wanted + self.states_bytes + self.temporary_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the report as JSON types."""
         return dataclasses.asdict(self) | {"total_bytes": self.total_bytes}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PlanReport:
-        """Out of what `to_json` made."""
+        """Builds a report from the result of `to_json`."""
         fields = dict(content)
         fields.pop("total_bytes")
         programs = tuple(
@@ -149,17 +152,17 @@ class PlanReport:
 def make_plan(
     module: PreTrainedModel, name: str, request: PlanRequest, *, save: Path | None = None, note: Note = no_note
 ) -> PlanReport:
-    """Lays `module` out, compiles its steps and says what they need.
+    """Shards `module` on the topology, compiles its steps and reports what they need.
 
     Args:
-        module: on the meta device.
-        name: of the model, for people.
-        request: what is asked.
-        save: a folder for the compiled programs.
-        note: told what is being done, before each part that may take a while.
+        module: Model on the meta device.
+        name: Name of the model in the report.
+        request: Devices and sizes to plan for.
+        save: Folder for the compiled programs.
+        note: Called with a text before each part that may take a while.
 
     Raises:
-        TorchaxServeError: a topology, mesh or model that cannot be planned; says why.
+        TorchaxServeError: The topology, mesh or model cannot be planned; says why.
     """
     chip, devices = describe(request.topology)
     shape = parse_mesh(request.mesh, len(devices))
@@ -172,30 +175,33 @@ def make_plan(
     num_slots = -(-request.num_slots // num_replicas)
     note(f"tracing {name} for {request.topology}")
     with compiling_for(chip):
-        road = _with_dtype(choose_executor(runtime, model.sharding, request.page_len, max_len, num_slots), request)
-    sizes = CacheSizes(model, chip, road, road.page_len(request.page_len, max_len), max_len, num_slots)
+        executor = choose_executor(runtime, model.sharding, request.page_len, max_len, num_slots)
+        executor = _with_dtype(executor, request)
+    sizes = CacheSizes(model, chip, executor, executor.page_len(request.page_len, max_len), max_len, num_slots)
     programs: list[ProgramReport] = []
     bounds: list[StepBound] = []
-    cache, why_not = sizes.plan(), None
+    cache, out_of_memory = sizes.plan(), None
     if cache is not None:
         lens = sorted({min(length, max_len) for length in request.prefill_lens})
         try:
-            for step in road.steps(*cache, lens):
+            for step in executor.steps(*cache, lens):
                 note(f"compiling {step.name} of {step.num_tokens} tokens for {request.topology}")
                 report, compiled = compile_step(step, model, chip)
                 if save is not None:
                     _save(save, f"{step.name}-{step.num_tokens}", compiled)
-                del compiled  # hundreds of megabytes where there are many layers,
+                # A program of many layers takes hundreds of megabytes, and the compiler's scratch memory, which the C
+                # library would not return to the system, half a gigabyte.
+                del compiled
                 gc.collect()
-                give_back_freed()  # and a compiler's scratch of half a gigabyte, which the C library would keep
-                bounds.append(bound_of(model, chip, road, step))
-                if report.num_opaque and (bounds[-1].seconds or 0) > MOST_TOLD_S:
+                give_back_freed()
+                bounds.append(bound_of(model, chip, executor, step))
+                if report.num_opaque and (bounds[-1].seconds or 0) > MAX_COMPILER_TIME_S:
                     report = dataclasses.replace(report, compiler_s=None)
                 programs.append(report)
         except OutOfMemoryError as error:
-            why_not = str(error)
+            out_of_memory = str(error)
     plan = None if cache is None else cache[0]
-    return _report(name, request, sizes, plan, num_replicas, tuple(programs), tuple(bounds), why_not)
+    return _report(name, request, sizes, plan, num_replicas, tuple(programs), tuple(bounds), out_of_memory)
 
 
 def _max_len(runtime: ModelRuntime, request: PlanRequest) -> int:
@@ -211,21 +217,22 @@ def _max_len(runtime: ModelRuntime, request: PlanRequest) -> int:
     return request.max_len
 
 
-def _with_dtype(road: PlannedExecutor, request: PlanRequest) -> PlannedExecutor:
-    """`road` with pages of the dtype that is asked for."""
+def _with_dtype(executor: PlannedExecutor, request: PlanRequest) -> PlannedExecutor:
+    """Returns `executor` with pages of the requested dtype."""
     if request.kv_cache_dtype == "auto":
-        return road
+        return executor
     dtype = np.dtype(jnp.dtype(request.kv_cache_dtype))
-    if road.why is not None and any(shape.dtype != dtype for shape in road.pages):
+    if executor.fallback_reason is not None and any(shape.dtype != dtype for shape in executor.pages):
         raise UnsupportedArgumentError(
             f"kv_cache_dtype: expected 'auto' for a model that is not packed, got {request.kv_cache_dtype!r}; leave it "
             "out"
         )
-    return dataclasses.replace(road, pages=tuple(dataclasses.replace(shape, dtype=dtype) for shape in road.pages))
+    pages = tuple(dataclasses.replace(shape, dtype=dtype) for shape in executor.pages)
+    return dataclasses.replace(executor, pages=pages)
 
 
 def _save(folder: Path, name: str, program: Any) -> None:
-    """Writes what `jax.experimental.serialize_executable` loads on a machine of that topology, pickled."""
+    """Pickles a program for `jax.experimental.serialize_executable` to load on a machine with that topology."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.pickle").write_bytes(pickle.dumps(serialize_executable.serialize(program)))
 
@@ -238,9 +245,9 @@ def _report(
     num_replicas: int,
     programs: tuple[ProgramReport, ...],
     bounds: tuple[StepBound, ...],
-    why_not: str | None,
+    out_of_memory: str | None,
 ) -> PlanReport:
-    model, chip, road = sizes.model, sizes.chip, sizes.road
+    model, chip, executor = sizes.model, sizes.chip, sizes.executor
     weights = model.weights_bytes_per_device
     temporary = max((p.temporary_bytes + p.code_bytes for p in programs), default=0)
     pages = 0
@@ -248,9 +255,9 @@ def _report(
         pages = sum(group.num_pages * sizes.group_bytes(group.window) for group in cache.groups)
     left = chip.memory_bytes - weights - temporary
     wanted = sizes.pages_of(sizes.num_slots)
-    fits = why_not is None and cache is not None and sizes.wanted_bytes <= left and pages >= wanted
+    fits = out_of_memory is None and cache is not None and sizes.wanted_bytes <= left and pages >= wanted
     mesh = model.mesh_shape | {"data": num_replicas}
-    most = max(0, left - sizes.states_of(sizes.num_slots)) // max(1, sizes.token_bytes) if road.pages else 0
+    most = max(0, left - sizes.states_of(sizes.num_slots)) // max(1, sizes.token_bytes) if executor.pages else 0
     return PlanReport(
         model=name,
         model_type=model.module.config.model_type,
@@ -262,9 +269,9 @@ def _report(
         max_len=sizes.max_len,
         num_slots=sizes.num_slots,
         page_len=sizes.page_len,
-        kv_cache_dtype=str(road.pages[0].dtype) if road.pages else "none",
-        road=road.name,
-        why=road.why,
+        kv_cache_dtype=str(executor.pages[0].dtype) if executor.pages else "none",
+        executor=executor.name,
+        fallback_reason=executor.fallback_reason,
         fits=fits,
         memory_bytes=chip.memory_bytes,
         weights_bytes=weights,
@@ -278,31 +285,33 @@ def _report(
         num_tokens=cache.num_tokens if cache is not None and cache.groups else 0,
         most_tokens=most,
         most_slots=max(0, int(sizes.slots_in(left))) if sizes.wanted_bytes else sizes.num_slots,
-        remedies=() if fits else _remedies(sizes, temporary, why_not),
+        remedies=() if fits else _remedies(sizes, temporary, out_of_memory),
         programs=programs,
         bounds=bounds,
     )
 
 
-def _remedies(sizes: CacheSizes, temporary: int, why_not: str | None) -> tuple[str, ...]:
-    """By how much it does not fit, and what would."""
+def _remedies(sizes: CacheSizes, temporary: int, out_of_memory: str | None) -> tuple[str, ...]:
+    """Describes how many bytes are missing, and which requests, weights or devices would fit."""
     weights, memory = sizes.model.weights_bytes_per_device, sizes.chip.memory_bytes
     need = weights + sizes.wanted_bytes + temporary
-    said = [f"{need / 1e9:.2f} GB are needed on each device, {(need - memory) / 1e9:.2f} GB more than it has"]
-    if why_not is not None:
-        said = [why_not]
+    remedies = [f"{need / 1e9:.2f} GB are needed on each device, {(need - memory) / 1e9:.2f} GB more than it has"]
+    if out_of_memory is not None:
+        remedies = [out_of_memory]
     left = memory - weights - temporary
     if left > sizes.bytes_of(1):
         slots = min(sizes.num_slots - 1, int(sizes.slots_in(left)))
         if slots >= 1:
-            said.append(f"{slots} slots of {sizes.max_len} tokens")
+            remedies.append(f"{slots} slots of {sizes.max_len} tokens")
         length = int(sizes.max_len * slots / sizes.num_slots) // sizes.page_len * sizes.page_len
         if length >= sizes.page_len:
-            said.append(f"{sizes.num_slots} slots of about {length} tokens")
+            remedies.append(f"{sizes.num_slots} slots of about {length} tokens")
     eight_bits = weights // sizes.model.itemsize
     if eight_bits < weights and need - weights + eight_bits <= memory:
-        said.append(f"weights of 8 bits, {eight_bits / 1e9:.2f} GB on each device; they cannot be served here yet")
+        remedies.append(f"weights of 8 bits, {eight_bits / 1e9:.2f} GB on each device; they cannot be served here yet")
     devices = sizes.model.sharding.mesh.size
-    whole = sizes.model.weights_bytes + sizes.wanted_bytes * devices
-    said.append(f"about {max(devices + 1, math.ceil(whole / (memory * 0.95)))} devices of this kind, in one mesh")
-    return tuple(said)
+    total_bytes = sizes.model.weights_bytes + sizes.wanted_bytes * devices
+    remedies.append(
+        f"about {max(devices + 1, math.ceil(total_bytes / (memory * 0.95)))} devices of this kind, in one mesh"
+    )
+    return tuple(remedies)

@@ -1,4 +1,4 @@
-"""Plans that were made before: the same model, request, code and libraries give the same answer."""
+"""Caches plans on disk: the same model, request, code and libraries give the same plan."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def cached_plan(
     request: PlanRequest,
     *,
     save: Path | None = None,
-    use_kept: bool = True,
+    use_cache: bool = True,
     note: Note = no_note,
 ) -> tuple[PlanReport, bool]:
-    """The plan, and whether an earlier process had made it.
+    """Returns the plan, and whether it was read from the cache on disk.
 
     Args:
-        module: on the meta device.
-        name: of the model, for people.
-        request: what is asked.
-        save: a folder for the compiled programs, which are then compiled in any case.
-        use_kept: whether an earlier plan is good enough.
-        note: told what is being compiled.
+        module: Model on the meta device.
+        name: Name of the model in the report.
+        request: Devices and sizes to plan for.
+        save: Folder for the compiled programs, which are then compiled in any case.
+        use_cache: Whether a cached plan may be returned.
+        note: Called with a text before each part that may take a while.
     """
     try:
         folder = plans_folder()
     except RuntimeError:  # no home folder
         return make_plan(module, name, request, save=save, note=note), False
     file = f"{_digest(module, request)}.json"
-    content = folder.read(file) if use_kept and save is None else None
+    content = folder.read(file) if use_cache and save is None else None
     if content is not None:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # of another form
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # written by another release
             return PlanReport.from_json({**json.loads(content), "model": name}), True
     report = make_plan(module, name, request, save=save, note=note)
-    with contextlib.suppress(OSError):  # not kept: costs only time
+    with contextlib.suppress(OSError):  # without the file, the next start only takes longer
         folder.write(file, json.dumps(report.to_json()).encode())
     return report, False
 

@@ -1,4 +1,4 @@
-"""A plan as a page for people."""
+"""Formats a plan as text."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from torchax_serve.planning.compiled_steps import ProgramReport
 from torchax_serve.planning.plan import PlanReport
 from torchax_serve.planning.roofline import StepBound
 
-_ROADS = {"gathered": "gathered", "generate": "by generate, rows that begin together"}
+_EXECUTORS = {"per-sequence": "per-sequence", "static": "static, by generate on rows that begin together"}
 
 
-def print_plan(report: PlanReport, *, was_kept: bool) -> None:
-    """Prints `report`: the answer first, then what it comes from."""
-    for line in lines_of(report, was_kept=was_kept):
+def print_plan(report: PlanReport, *, from_cache: bool) -> None:
+    """Prints `report`: the answer first, then the numbers behind it."""
+    for line in lines_of(report, from_cache=from_cache):
         print(line)
     sys.stdout.flush()
 
 
-def lines_of(report: PlanReport, *, was_kept: bool) -> list[str]:
-    """The page, line by line."""
+def lines_of(report: PlanReport, *, from_cache: bool) -> list[str]:
+    """Formats the report as lines."""
     used = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items() if size > 1) or "one device"
     lines = [
         f"{report.model} ({report.model_type}, {report.dtype}) on {report.topology}: "
         f"{report.num_devices} devices, {used}",
         f"{'fits' if report.fits else 'DOES NOT FIT'}: {report.num_slots} requests of {report.max_len} tokens at once"
         + (f" in each of {report.num_replicas} replicas" if report.num_replicas > 1 else ""),
-        *([f"{_ROADS[report.road]}: {report.why}"] if report.why else []),
+        *([f"{_EXECUTORS[report.executor]}: {report.fallback_reason}"] if report.fallback_reason else []),
         "",
         "each device",
         f"  memory            {_gb(report.memory_bytes)}",
@@ -34,14 +34,14 @@ def lines_of(report: PlanReport, *, was_kept: bool) -> list[str]:
         f"  pages             {_gb(report.pages_bytes_wanted)}  {report.kv_cache_dtype}, {report.page_len} tokens each"
         + ("" if report.fits else f"; compiled with {_gb(report.pages_bytes).strip()}"),
         *_states(report),
-        f"  beside them       {_gb(report.temporary_bytes)}  temporaries and code of the largest step",
+        f"  temporary         {_gb(report.temporary_bytes)}  temporaries and code of the largest step",
         *_room(report),
     ]
     if report.remedies:
         lines += ["", "what is missing, and what would fit", *(f"  {each}" for each in report.remedies)]
     for program, bound in zip(report.programs, report.bounds, strict=True):
         lines += ["", *_step(program, bound)]
-    if was_kept:
+    if from_cache:
         lines += ["", "planned before; --no-cache compiles again"]
     return lines
 
@@ -49,12 +49,12 @@ def lines_of(report: PlanReport, *, was_kept: bool) -> list[str]:
 def _states(report: PlanReport) -> list[str]:
     if not report.states_bytes:
         return []
-    return [f"  states            {_gb(report.states_bytes)}  that requests keep as a whole"]
+    return [f"  states            {_gb(report.states_bytes)}  of fixed size, for all requests"]
 
 
 def _room(report: PlanReport) -> list[str]:
     if not report.token_bytes and not report.states_bytes:
-        return ["  room for          any number of requests: nothing is kept of them"]
+        return ["  room for          any number of requests: they have no cache"]
     lines = [f"  room for          {report.most_slots:>9,} requests of {report.max_len} tokens"]
     if report.token_bytes:
         lines.append(f"{'':20}{report.most_tokens:>9,} tokens of cache in all, {report.token_bytes:,} bytes each")
@@ -69,10 +69,10 @@ def _step(program: ProgramReport, bound: StepBound) -> list[str]:
             f"  no faster than    {_ms(bound.seconds)}  bound by {bound.bound_by}, {bound.context_len} tokens long"
         )
         if is_decode:
-            lines.append(f"{'':20}{program.num_tokens / bound.seconds:>9,.0f} tokens/s at the most")
+            lines.append(f"{'':20}{program.num_tokens / bound.seconds:>9,.0f} tokens/s at most")
     if program.compiler_s is not None:
-        beside = f" and {program.num_opaque} calls of kernels" if program.num_opaque else ""
-        lines.append(f"  compiler says     {_ms(program.compiler_s)}  at the least, without exchange{beside}")
+        kernels = f" and {program.num_opaque} calls of kernels" if program.num_opaque else ""
+        lines.append(f"  compiler says     {_ms(program.compiler_s)}  at least, without exchange{kernels}")
     took = f"  compiled in       {program.trace_s:>9.1f} s traced, {program.compile_s:.1f} s compiled"
     return [*lines, *_counts(program), took]
 

@@ -1,4 +1,4 @@
-"""What no step can be faster than: its weights and pages read once, its products at the chip's peak.
+"""Lower bounds on the time of a step: weights and pages read once, products at the chip's peak rate.
 
 The roofline (Williams et al. 2009) of one device: the larger of bytes over bandwidth and operations over rate. Exchange
 between devices is not in it, so the true time is above.
@@ -19,15 +19,15 @@ from torchax_serve.planning.executors import PlannedExecutor
 
 @dataclass(frozen=True)
 class StepBound:
-    """The bound of one step on one device.
+    """Lower bound on the time of one step on one device.
 
     Attributes:
         step: ``decode`` or ``prefill``.
-        num_tokens: computed in the step.
-        context_len: tokens that each of them sees, at the most.
-        bytes_read: weights once, pages and states once.
-        flops: two for each weight and token, and those of attention.
-        seconds: the larger of both at the chip's rates; None where those are not known.
+        num_tokens: Number of tokens computed in the step.
+        context_len: Largest number of tokens that each of them attends to.
+        bytes_read: Bytes of weights, pages and states, each read once.
+        flops: Operations: two for each weight and token, and those of attention.
+        seconds: The larger of the two times at the chip's rates; None if these are not known.
         bound_by: "memory" or "compute".
     """
 
@@ -40,13 +40,19 @@ class StepBound:
     bound_by: str | None
 
 
-def bound_of(model: AbstractModel, chip: Chip, road: PlannedExecutor, step: Step) -> StepBound:
-    """Of one step on one device."""
+def bound_of(model: AbstractModel, chip: Chip, executor: PlannedExecutor, step: Step) -> StepBound:
+    """Computes the bound of `step` on one device."""
     if step.num_prompts:
         return prefill_bound(
-            model, chip, road.pages, step.num_tokens, step.context_len, step.num_prompts, _state_bytes(road, step)
+            model,
+            chip,
+            executor.pages,
+            step.num_tokens,
+            step.context_len,
+            step.num_prompts,
+            _state_bytes(executor, step),
         )
-    return decode_bound(model, chip, road.pages, step.num_tokens, step.context_len, _state_bytes(road, step))
+    return decode_bound(model, chip, executor.pages, step.num_tokens, step.context_len, _state_bytes(executor, step))
 
 
 def decode_bound(
@@ -57,7 +63,7 @@ def decode_bound(
     context_len: int,
     state_bytes: int = 0,
 ) -> StepBound:
-    """Of a step in which `num_tokens` requests of `context_len` tokens each get one more."""
+    """Computes the bound of a decode step of `num_tokens` requests with `context_len` tokens each."""
     pages = sum(
         num_tokens * min(context_len, shape.window or context_len) * _token_bytes(model, shape) for shape in shapes
     )
@@ -76,7 +82,7 @@ def prefill_bound(
     num_prompts: int = 1,
     state_bytes: int = 0,
 ) -> StepBound:
-    """Of the last `num_tokens` tokens of prompts of `context_len` tokens (None: of all), computed in one step."""
+    """Computes the bound of a step over the last `num_tokens` tokens of prompts of `context_len` tokens (None: all)."""
     new = num_tokens // num_prompts
     context = context_len or new
     pages = sum(
@@ -89,15 +95,17 @@ def prefill_bound(
 
 
 def _pairs(num_new: int, context: int, window: int | None) -> float:
-    """Pairs of a new token and one that it sees, itself among them, of the last `num_new` of `context` tokens."""
+    """Counts pairs of a new token and a token it attends to, itself included, for the last `num_new` of `context`."""
     before = context - num_new
-    num_growing = num_new if window is None else min(num_new, max(0, window - before))  # tokens that see all before
+    num_growing = (
+        num_new if window is None else min(num_new, max(0, window - before))
+    )  # tokens that attend to all before them
     growing = num_growing * before + num_growing * (num_growing + 1) / 2
     return growing + (num_new - num_growing) * (window or 0)
 
 
-def _state_bytes(road: PlannedExecutor, step: Step) -> int:
-    return step.num_rows * sum(row.num_bytes for row in road.rows)
+def _state_bytes(executor: PlannedExecutor, step: Step) -> int:
+    return step.num_rows * sum(state.num_bytes for state in executor.slot_states)
 
 
 def _bound(
@@ -121,7 +129,7 @@ def _bound(
 
 
 def _weights(model: AbstractModel, num_tokens: int, num_logits: int) -> tuple[float, float]:
-    """Bytes that are read and operations that are made with weights, on one device."""
+    """Returns the bytes of weights that are read and the operations with weights, on one device."""
     config = model.module.config.get_text_config(decoder=True)
     head, words = model.module.get_output_embeddings(), model.module.get_input_embeddings()
     names = {id(child): name for name, child in model.module.named_modules()}
@@ -149,12 +157,12 @@ def _weights(model: AbstractModel, num_tokens: int, num_logits: int) -> tuple[fl
 
 
 def _token_bytes(model: AbstractModel, shape: PagedLayerSpec) -> int:
-    """Bytes of one token's keys and values in one layer on one device."""
+    """Returns the bytes of one token's keys and values in one layer on one device."""
     return shape.num_heads * shape.width * shape.dtype.itemsize // _parts(model, shape)
 
 
 def _row_size(model: AbstractModel, shape: PagedLayerSpec) -> float:
-    """Multiplications for one query token and one key token in one layer on one device, all heads."""
+    """Returns the multiplications for one query and one key token in one layer on one device, over all heads."""
     heads = getattr(model.module.config.get_text_config(decoder=True), "num_attention_heads", shape.num_heads)
     return max(heads, shape.num_heads) * shape.width / _parts(model, shape)
 

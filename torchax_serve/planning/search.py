@@ -1,4 +1,4 @@
-"""Which hardware a model needs: the smallest topology of each chip that holds the requests that are asked for."""
+"""Finds the smallest topology of each chip on which a model and a number of requests fit."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def search(
     *,
     note: Note = no_note,
 ) -> list[dict[str, Any]]:
-    """A row for each chip: the smallest of its topologies whose compiled steps fit, or why there is none.
+    """Returns a row for each chip: the smallest topology whose compiled steps fit, or why there is none.
 
-    Chips whose compiler is not installed are listed with what to install. `note` is told what is being compiled.
+    Chips whose compiler is not installed are listed with the package to install. `note` is called before each
+    compilation.
     """
-    asked = {**options, "num_slots": num_slots, "max_len": max_len, "prefill_lens": options["prefill_lens"]}
-    return [_row(module, name, chip, asked, note) for chip in CHIPS.values()]
+    fields = {**options, "num_slots": num_slots, "max_len": max_len, "prefill_lens": options["prefill_lens"]}
+    return [_row(module, name, chip, fields, note) for chip in CHIPS.values()]
 
 
-def _row(module: PreTrainedModel, name: str, chip: Chip, asked: dict[str, Any], note: Note) -> dict[str, Any]:
+def _row(module: PreTrainedModel, name: str, chip: Chip, fields: dict[str, Any], note: Note) -> dict[str, Any]:
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     row: dict[str, Any] = {"chip": chip.name, "topology": None, "fits": False}
     for shape in chip.topologies:
@@ -39,7 +40,7 @@ def _row(module: PreTrainedModel, name: str, chip: Chip, asked: dict[str, Any], 
         if weights > devices * chip.memory_bytes:
             continue  # need not be compiled
         try:
-            request = PlanRequest(**{**asked, "topology": f"{chip.name}:{shape}"})
+            request = PlanRequest(**{**fields, "topology": f"{chip.name}:{shape}"})
             report, _ = cached_plan(module, name, request, note=note)
         except TorchaxServeError as error:
             return row | {"why": str(error)}
@@ -63,7 +64,7 @@ def _summary(report: PlanReport) -> dict[str, Any]:
 
 
 def print_search(rows: list[dict[str, Any]], wanted: str) -> None:
-    """The rows as a table."""
+    """Prints the rows as a table."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""How each parameter of a model lies on a mesh, as rows for people and programs."""
+"""Lists the sharding of each parameter of a model on a mesh."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DEFAULT_MESH = "model=8"
 def sharding_rows(
     module: PreTrainedModel, topology: str | None = None, mesh: str | None = None, *, refuse_uneven: bool = False
 ) -> list[dict[str, Any]]:
-    """A row for each form of a parameter's name: name, shape, spec, source, bytes per device.
+    """Returns a row for each form of a parameter's name: name, shape, spec, source, bytes per device.
 
     Args:
-        module: on the meta device.
-        topology: whose number of devices counts; None: that of `mesh`.
-        mesh: such as ``model=4``; None: all devices on ``model``, eight where no topology is given.
-        refuse_uneven: an error for what would have to be padded.
+        module: Module on the meta device.
+        topology: Topology that sets the number of devices; None: `mesh` does.
+        mesh: Sizes of mesh axes, such as ``model=4``; None: all devices on ``model``, 8 without a topology.
+        refuse_uneven: Whether sizes that would be padded are an error.
     """
     shape = parse_mesh(
         mesh or (DEFAULT_MESH if topology is None else None), None if topology is None else num_devices(topology)
@@ -54,7 +54,7 @@ def sharding_rows(
 
 
 def print_sharding(rows: list[dict[str, Any]]) -> None:
-    """The rows as a table, with the bytes of all parameters together."""
+    """Prints the rows as a table, with the bytes of all parameters together."""
     from rich.console import Console
     from rich.table import Table
 

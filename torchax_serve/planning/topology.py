@@ -1,4 +1,4 @@
-"""Devices that need not be there, as their compilers describe them, and the mesh made of them."""
+"""Describes devices that need not be present, as their compilers do."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _TPU_ENVIRONMENT = {
 
 
 def describe(topology: str) -> tuple[Chip, list[Any]]:
-    """The chip and the devices of ``v6e:2x4`` or ``h200:8``.
+    """Returns the chip and the devices of ``v6e:2x4`` or ``h200:8``.
 
     Raises:
-        InvalidArgumentError: a topology that nobody knows.
-        TorchaxServeError: the compiler is not installed; says which extra brings it.
+        InvalidArgumentError: The topology is unknown.
+        TorchaxServeError: The compiler is not installed; names the extra to install.
     """
     chip = chip_of(topology)
     sizes = check_shape(topology, topology.partition(":")[2])
@@ -42,7 +42,7 @@ def describe(topology: str) -> tuple[Chip, list[Any]]:
 
 
 def _cpu(number: int) -> list[Any]:
-    """Devices of this process, as many as are asked for where JAX has not begun yet."""
+    """Returns `number` CPU devices; sets their number if JAX has not started yet."""
     with contextlib.suppress(RuntimeError):  # it has
         jax.config.update("jax_num_cpu_devices", number)
     devices = jax.devices("cpu")
@@ -91,7 +91,7 @@ def _gpu(chip: Chip, number: int) -> list[Any]:
 
 
 def _tune_nothing() -> None:
-    """There is no device to tune on; other flags, and a level that somebody has chosen, stay."""
+    """Turns off autotuning, which needs a device, unless the user has set a level; keeps other flags."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_gpu_autotune_level" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".lstrip()
@@ -106,14 +106,14 @@ def _has_cuda_plugin() -> bool:
 
 @contextlib.contextmanager
 def compiling_for(chip: Chip) -> Iterator[None]:
-    """Traces and compiles for devices like `chip` while it is open.
+    """Traces and compiles for devices like `chip` in this context.
 
-    Which ones is said by the shardings of a step's arguments.
+    The shardings of a step's arguments determine the devices.
     """
     with on_platform(chip.platform):
         yield
 
 
 def lowering_platform(chip: Chip) -> str:
-    """JAX's name of the platform."""
+    """Returns JAX's name of the chip's platform."""
     return "cuda" if chip.platform == "gpu" else chip.platform

@@ -1,1 +1,1 @@
-"""The chat in the terminal."""
+"""Interactive chat in the terminal."""

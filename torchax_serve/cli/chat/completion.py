@@ -1,4 +1,4 @@
-"""What Tab completes in a chat: commands behind a slash, and names of files behind those that take one."""
+"""Tab completion of a chat: commands after a slash, and file names after commands that take one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from prompt_toolkit.document import Document
 
 
 class CommandCompleter(Completer):
-    """Completes a line that begins with a slash; a message is left alone.
+    """Completes a line that begins with a slash; messages are not completed.
 
     Args:
-        commands: argument and explanation by name; ``FILE`` as the argument is completed as the name of a file.
+        commands: Argument and explanation by name; the argument ``FILE`` is completed as a file name.
     """
 
     def __init__(self, commands: Mapping[str, tuple[str, str]]) -> None:
@@ -20,7 +20,7 @@ class CommandCompleter(Completer):
         self._paths = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        """The completions at the cursor, none where it is not on the first line."""
+        """Yields the completions at the cursor; none if it is not on the first line."""
         text = document.text_before_cursor
         if not text.startswith("/") or "\n" in text:
             return

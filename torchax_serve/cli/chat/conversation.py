@@ -1,4 +1,4 @@
-"""The state of an interactive chat: its messages and system prompt, and what fits into the model."""
+"""State of an interactive chat: messages, system prompt, and the history that fits into the model."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torchax_serve.text.chat import chat, chat_prompt_ids
 from torchax_serve.text.prompt import position_limit
 from torchax_serve.text.text_stream import TextStream, stream
 
-# Of the model's positions, the part that the history leaves to the answer where nobody asked for more.
+# Fraction of the model's positions that the history leaves for the answer by default.
 _ROOM_FOR_ANSWER = 0.25
 
 
 @dataclass
 class Conversation:
-    """A chat that goes on, or with `raw` prompts that have nothing to do with each other.
+    """Chat with a history, or with `raw` independent prompts.
 
     Attributes:
-        model: the model that answers.
-        params: how to decode.
-        system: the system prompt; None where there is none.
-        raw: continue each prompt as plain text, without chat template and history.
-        messages: the history without the system prompt, oldest first.
-        images: files that go with the next message.
+        model: Model that answers.
+        params: Sampling parameters.
+        system: System prompt; None if there is none.
+        raw: Whether each prompt is continued as plain text, without chat template and history.
+        messages: History without the system prompt, oldest first.
+        images: Files sent with the next message.
     """
 
     model: Any
@@ -38,7 +38,7 @@ class Conversation:
     images: list[Path] = field(default_factory=list)
 
     def answer(self, text: str) -> TextStream:
-        """The answer to `text`; it joins the history by `record` only.
+        """Returns the answer to `text`; only `record` adds it to the history.
 
         Raises:
             TorchaxServeError: as of `torchax_serve.text.chat.chat` and `torchax_serve.text.text_stream.stream`.
@@ -48,7 +48,7 @@ class Conversation:
         return chat(self.model, [*self.messages, self._user(text)], self.params, stream=True, system=self.system)
 
     def attach(self, image: Path) -> None:
-        """Has `image` go with the next message.
+        """Attaches `image` to the next message.
 
         Raises:
             InvalidArgumentError: without a chat there is no place for one, or there is no such file.
@@ -101,7 +101,7 @@ class Conversation:
         self.system = text
 
     def transcript(self) -> list[dict[str, Any]]:
-        """All messages, the system prompt first, in the form that `chat` takes."""
+        """Returns all messages, the system prompt first, in the form that `chat` takes."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages]
 

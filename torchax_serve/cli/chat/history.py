@@ -1,4 +1,4 @@
-"""The messages typed in earlier chats: a file of the user's own, for the arrow keys and Ctrl-R."""
+"""Messages typed in earlier chats: a private file of the user, for the arrow keys and Ctrl-R."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
 from torchax_serve.cli.shared.terminal import print_note
 
-MOST_MESSAGES = 1000
-"""That are read; twice as many may lie in the file before the oldest are dropped."""
+MAX_MESSAGES = 1000
+"""Number of messages that are read; the file may have twice as many before the oldest are dropped."""
 
 
 def history_file() -> Path:
-    """Where it lies: ``torchax-serve/history`` in the user's state folder (XDG_STATE_HOME, ``~/.local/state``)."""
+    """Returns ``torchax-serve/history`` in the user's state folder (XDG_STATE_HOME, ``~/.local/state``)."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "torchax-serve" / "history"
 
 
 def private_history() -> History:
-    """The history in `history_file`, readable by its owner alone; one in memory where there can be none."""
+    """Opens the history in `history_file`, readable only by its owner; in memory if there can be no file."""
     try:
         path = history_file()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -34,21 +34,21 @@ def private_history() -> History:
 
 
 class PrivateHistory(FileHistory):
-    """A history in a file that only its owner may read, and that does not grow without end."""
+    """History in a file of bounded size that only its owner may read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         super().__init__(path)
 
     def load_history_strings(self) -> Iterable[str]:
-        """The newest `MOST_MESSAGES` messages, the newest first."""
+        """Yields the newest `MAX_MESSAGES` messages, the newest first."""
         messages = list(super().load_history_strings())
-        if len(messages) > 2 * MOST_MESSAGES:
-            self._write(messages[:MOST_MESSAGES])
-        return messages[:MOST_MESSAGES]
+        if len(messages) > 2 * MAX_MESSAGES:
+            self._write(messages[:MAX_MESSAGES])
+        return messages[:MAX_MESSAGES]
 
     def store_string(self, string: str) -> None:
-        """Adds a message; where that cannot be done any more it is kept in memory alone."""
+        """Adds a message; if the file cannot be written any more, only in memory."""
         try:
             os.close(_opened(self._path, os.O_RDWR))  # somebody may have removed it meanwhile
             super().store_string(string)
@@ -56,7 +56,7 @@ class PrivateHistory(FileHistory):
             return
 
     def _write(self, newest_first: list[str]) -> None:
-        """Puts `newest_first` in the place of what the file has, at once."""
+        """Replaces the content of the file by `newest_first`, atomically."""
         path = self._path
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         os.close(_opened(partial, os.O_RDWR | os.O_TRUNC))
@@ -67,7 +67,7 @@ class PrivateHistory(FileHistory):
 
 
 def _opened(path: Path, flags: int) -> int:
-    """A descriptor of `path`, made where it is missing, and taken from everybody but its owner."""
+    """Opens `path`, created if missing, with permissions for its owner only."""
     descriptor = os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
     try:
         if os.fstat(descriptor).st_mode & 0o077:

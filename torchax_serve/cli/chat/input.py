@@ -18,23 +18,23 @@ ReadMessage = Callable[[], str]
 
 
 def is_open_block(text: str) -> bool:
-    '''Whether `text` begins a block with """ that it does not end.'''
+    '''Returns whether `text` begins a block with """ that it does not end.'''
     text = text.strip()
     return text.startswith(_BLOCK) and (len(text) < 2 * len(_BLOCK) or not text.endswith(_BLOCK))
 
 
 def continues(text: str) -> bool:
-    """Whether Enter behind `text` begins another line of the same message."""
+    """Returns whether Enter after `text` begins another line of the same message."""
     return is_open_block(text) or (not text.lstrip().startswith(_BLOCK) and text.endswith("\\"))
 
 
 def without_mark(text: str) -> str:
-    """`text`, which `continues`, without the backslash that said so."""
+    """Returns `text`, which `continues`, without the backslash at its end."""
     return text if is_open_block(text) else text[:-1]
 
 
 def message_of(text: str) -> str:
-    """The message in the typed `text`: the inside of a block, anything else as it is."""
+    """Returns the message in the typed `text`: the inside of a block, or the text itself."""
     stripped = text.strip()
     if stripped.startswith(_BLOCK) and not is_open_block(stripped):
         return stripped[len(_BLOCK) : -len(_BLOCK)].strip("\n")
@@ -50,11 +50,11 @@ def read_lines(read_line: Callable[[str], str]) -> str:
 
 
 def terminal_reader(commands: Mapping[str, tuple[str, str]], *, with_history: bool) -> ReadMessage:
-    """A reader for the terminal this process runs in.
+    """Returns a reader for the terminal of this process.
 
     Args:
-        commands: what Tab completes behind a slash: argument and explanation by name.
-        with_history: whether what is typed is kept for the next time (`torchax_serve.cli.chat.history`).
+        commands: Commands that Tab completes after a slash: argument and explanation by name.
+        with_history: Whether messages are stored for later chats (`torchax_serve.cli.chat.history`).
     """
     if os.environ.get("TERM") in (None, "", "dumb"):
         # No cursor keys there; input() writes its prompt and nothing else.

@@ -1,4 +1,4 @@
-"""Ctrl-C while the main thread is inside a library that does not look at signals, such as XLA compiling a program.
+"""Handles Ctrl-C while the main thread is inside a library that ignores signals, such as XLA compiling a program.
 
 Python raises ``KeyboardInterrupt`` when the interpreter runs again, which may be many seconds later, and wherever it
 then happens to be: in a callback of the garbage collector or a ``__del__`` the exception is reported and lost. The
@@ -19,24 +19,24 @@ from typing import Any
 from torchax_serve.cli.shared.errors import EXIT_INTERRUPTED
 from torchax_serve.cli.shared.terminal import is_terminal, print_note, show_keys
 
-_GRACE_S = 1.0  # what the interpreter gets to raise KeyboardInterrupt by itself
+_GRACE_S = 1.0  # seconds that the interpreter has to raise KeyboardInterrupt by itself
 _SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
 
 
 @contextlib.contextmanager
 def prompt_interrupts(*, leave_at: int) -> Iterator[None]:
-    """Within it, Ctrl-C is obeyed in about a second, also inside compiled code, and never lost.
+    """Makes Ctrl-C take effect within about a second in this context, also inside compiled code.
 
     Args:
-        leave_at: the how manieth Ctrl-C ends the program, where the ones before had no effect yet. 1: the first; 2: the
-            first says what is going on.
+        leave_at: Number of the Ctrl-C that ends the program if those before had no effect yet. 1: the first; 2: the
+            first prints a note.
 
     Raises:
         KeyboardInterrupt: also at the end where the exception got lost, and in place of the error that a library made
             of it.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals reach the main thread alone
+        yield  # signals reach only the main thread
         return
     watch = _Watch(leave_at)
     failure: Exception | None = None
@@ -52,7 +52,7 @@ def prompt_interrupts(*, leave_at: int) -> Iterator[None]:
 
 
 class _Watch:
-    """The thread that sees every Ctrl-C at once."""
+    """Thread that sees every Ctrl-C at once."""
 
     def __init__(self, leave_at: int) -> None:
         self._leave_at = leave_at
@@ -95,7 +95,7 @@ class _Watch:
             if self._done.wait(_GRACE_S):
                 continue
             if self._lost.is_set():
-                # Nothing below has heard of it: once more, not counted as the user's.
+                # The exception was lost: send the signal again, not counted as the user's.
                 self._lost.clear()
                 signal.pthread_kill(self._main_thread, signal.SIGINT)
                 continue

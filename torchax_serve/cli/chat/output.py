@@ -1,4 +1,4 @@
-"""Writes an answer: its text alone goes to stdout, its counts and times to stderr."""
+"""Writes an answer: its text to stdout, its counts and times to stderr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchax_serve.text.text_stream import GenerationStats, TextStream
 
 
 def stats_line(stats: GenerationStats) -> str:
-    """The last line of an answer: tokens, time to first token, rate, and why it ended early if it did."""
+    """Formats the last line of an answer: tokens, time to first token, rate, and why it ended early if it did."""
     parts = [f"{stats.prompt_tokens} prompt + {stats.new_tokens} new tokens"]
     if stats.ttft_s is not None:
         parts.append(f"first token {stats.ttft_s:.2f} s")
@@ -25,13 +25,13 @@ def stats_line(stats: GenerationStats) -> str:
 
 
 def write_answer(answer: TextStream, *, model_name: str, as_json: bool) -> None:
-    """Writes `answer` as it comes, or as one JSON object when it is whole, and the last line.
+    """Writes `answer` as it comes, or as one JSON object at its end, and the last line.
 
     An interrupted answer is stopped, its line ended, and the interruption raised again.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, once the answer has been stopped.
-        BrokenPipeError: nobody reads stdout any more.
+        BrokenPipeError: The reader of stdout has gone.
     """
     with answer, hidden_keys():
         try:
@@ -51,7 +51,7 @@ def write_answer(answer: TextStream, *, model_name: str, as_json: bool) -> None:
 
 
 def as_object(answer: TextStream, model_name: str) -> dict[str, object]:
-    """What ``--json`` prints of an answer."""
+    """Returns the object that ``--json`` prints for an answer."""
     return {
         "text": answer.text,
         "token_ids": answer.token_ids,

@@ -1,4 +1,4 @@
-"""The chat in the terminal: reads, answers, obeys commands, until the user leaves."""
+"""Loop of the chat in the terminal: reads messages, answers, and runs commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = {
     "stats": ("", "requests, pages of the cache, prefix hits, tokens/s"),
     "quit": ("", "leave (also Ctrl-D)"),
 }
-"""By name, what is behind a command and what it does."""
+"""Commands by name: argument, and explanation."""
 HELP = "\n".join(
     [
         *(f"{f'/{name} {argument}':<15} {does}" for name, (argument, does) in COMMANDS.items()),
@@ -37,12 +37,12 @@ _COMMAND = re.compile(r"/(?P<name>[a-z]+)(?:\s+(?P<argument>.*))?", re.DOTALL)
 
 
 class InteractiveChat:
-    """A conversation at a terminal.
+    """Interactive conversation at a terminal.
 
     Args:
-        conversation: whom to talk to, and how.
-        read_message: where messages come from.
-        as_json: print each answer as one JSON object.
+        conversation: State of the conversation.
+        read_message: Returns the next message.
+        as_json: Whether to print each answer as one JSON object.
     """
 
     def __init__(self, conversation: Conversation, read_message: ReadMessage, *, as_json: bool) -> None:

@@ -1,1 +1,1 @@
-"""What the commands have in common."""
+"""Shared parts of the commands: options, errors, output."""

@@ -1,4 +1,4 @@
-"""Models of the hub that are on this machine: their sizes, when they were used, and their removal."""
+"""Downloaded models of the hub: sizes, last use, and removal."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ CacheDir = Annotated[
         "--cache-dir",
         "--download-dir",
         show_default=False,
-        help="Folder of downloads, in place of the hub's default.",
+        help="Folder for downloads, in place of the hub's default.",
     ),
 ]
-"""The option of commands that look at downloads."""
+"""Option of commands that read, add or delete downloads."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Revision:
-    """A commit of a model that was downloaded.
+    """Downloaded commit of a model.
 
     Attributes:
         commit: 40 hexadecimal digits.
-        names: branches and tags that lead to it.
-        size_bytes: of its files; two revisions may share files.
+        names: Branches and tags of the commit.
+        size_bytes: Bytes of its files; two revisions may share files.
     """
 
     commit: str
@@ -45,16 +45,16 @@ class Revision:
 
 @dataclasses.dataclass(frozen=True)
 class Download:
-    """A model in the hub's cache.
+    """Model in the hub's cache.
 
     Attributes:
-        hub_id: organisation/name.
-        short_name: by which this program knows it as well, if it does.
-        path: its folder in the cache.
-        size_bytes: on disk, of all revisions together.
-        last_used: seconds since 1970; None where nothing was finished.
-        revisions: the newest first.
-        is_partial: a download began and was not finished.
+        hub_id: Hub id, organisation/name.
+        short_name: Short name of the model, if it has one.
+        path: Folder of the model in the cache.
+        size_bytes: Bytes on disk of all revisions together.
+        last_used: Time of last use, in seconds since 1970; None if no download was finished.
+        revisions: Revisions, the newest first.
+        is_partial: Whether a download was not finished.
     """
 
     hub_id: str
@@ -66,7 +66,7 @@ class Download:
     is_partial: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the download as plain data."""
         return {**dataclasses.asdict(self), "path": str(self.path)}
 
 
@@ -133,7 +133,7 @@ def find_revision(download: Download, wanted: str) -> Revision:
 
 
 def delete_download(download: Download, revision: Revision | None, cache_dir: Path | None = None) -> None:
-    """Deletes all of `download`, or what one of its revisions alone uses.
+    """Deletes all of `download`, or the files that only one of its revisions uses.
 
     Raises:
         CheckpointError: files that cannot be deleted.
@@ -155,7 +155,7 @@ def _check_gone(paths: Iterable[Path]) -> None:
 
 
 def ago(seconds: float | None) -> str:
-    """``3 days ago``, for a time in seconds since 1970."""
+    """Formats a time in seconds since 1970 as ``3 days ago``."""
     if seconds is None:
         return "never"
     passed = max(0.0, time.time() - seconds)
@@ -167,7 +167,7 @@ def ago(seconds: float | None) -> str:
 
 
 def size_of(num_bytes: int) -> str:
-    """``1.23 GB`` (10^9 bytes), MB or kB."""
+    """Formats a number of bytes as ``1.23 GB`` (10^9 bytes), MB or kB."""
     for size, unit in ((1e9, "GB"), (1e6, "MB")):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""How every command ends: one line on stderr for an error, the exit status, silence when nobody reads any more.
+"""End of every command: one line on stderr for an error, the exit status, silence if the reader has gone.
 
 Exit statuses: 0 done; 1 a check found a difference; 2 an error that the line explains, or wrong usage; 70 an error in
 this program (``EX_SOFTWARE`` of sysexits.h); 130 interrupted (128 + SIGINT); 141 stdout was closed (128 + SIGPIPE).
@@ -32,7 +32,7 @@ DebugOption = Annotated[
     bool, typer.Option("--debug", help="Show tracebacks and what the libraries underneath have to say.")
 ]
 
-# Said to the libraries before they are imported; a variable that the user has set is left alone.
+# Set before the libraries are imported; a variable that the user has set stays.
 _QUIET_ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -55,12 +55,12 @@ def quiet_libraries() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of `error` on one line; the name of its class where it has no message."""
+    """Returns the message of `error` on one line, or the name of its class if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def print_error(message: str) -> None:
-    """Writes ``error: message`` to stderr, where stderr can still be written to."""
+    """Writes ``error: message`` to stderr, if stderr can still be written to."""
     try:
         print(f"error: {message}", file=sys.stderr, flush=True)
     except OSError:
@@ -121,7 +121,7 @@ def run_and_report(function: Callable[[], int | None], *, debug: bool, flags: Ma
 
 
 def with_exit_status(command: Callable[..., int | None]) -> Callable[..., None]:
-    """`command` with a ``--debug`` option, quiet libraries, and errors turned into one line and an exit status."""
+    """Wraps `command` with a ``--debug`` option, quiet libraries, and errors as one line and an exit status."""
 
     @functools.wraps(command)
     def call(*args: Any, debug: bool = False, **kwargs: Any) -> None:

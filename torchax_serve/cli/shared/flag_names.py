@@ -1,4 +1,4 @@
-"""Names of flags: ours in messages about Python arguments, and what to take in place of those of other programs."""
+"""Names of flags: in messages about Python arguments, and hints for flags of other programs."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ HINTS: Mapping[str, str] = {
     "--swap-space": _MEMORY,
     "--tokenizer": "the tokenizer is the one that comes with the model",
 }
-"""Flags of vLLM, SGLang, llama.cpp and transformers that are not taken, and what to do instead."""
+"""Hints for flags of vLLM, SGLang, llama.cpp and transformers that do not exist here."""
 
 
 def in_flags(message: str, flags: Mapping[str, str]) -> str:
-    """Returns `message` with the Python arguments in it called by the names of their flags.
+    """Returns `message` with Python arguments replaced by their flags.
 
     Args:
         message: such as ``dtype: expected ...`` or ``... pass allow_pickle=True``.
@@ -106,14 +106,14 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     advised = r"(?<=\b(?:pass|give) )(?P<name>[a-z_]+)(?P<value>)(?=[,;.]|$| one of| with)"
     message = re.sub(advised, flag_of, message)
     message = re.sub(r"^[a-z_]+(, [a-z_]+)*(?=: | is )", flag_at_the_start, message)
-    # An argument is told from a word of the sentence by its value, or by the underscore in its name.
+    # An argument is distinguished from a word of the sentence by its value, or by the underscore in its name.
     with_value = r"(?<![\w.-])(?P<name>[a-z]\w*)=(?P<value>'[^']*'|[\w.+-]*)"
     by_underscore = r"(?<![\w.-])(?P<name>[a-z]+(?:_[a-z]+)+)(?P<value>)(?![\w=(])"
     return re.sub(by_underscore, flag_of, re.sub(with_value, flag_of, message))
 
 
 def flags_of(parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
-    """The first long flag of each option among a command's `parameters`, by the parameter's name."""
+    """Returns the first long flag of each option among a command's `parameters`, by the parameter's name."""
     found = {}
     for parameter in parameters:
         for option in getattr(parameter.annotation, "__metadata__", ()):

@@ -1,4 +1,4 @@
-"""Loads the model of a command, with progress bars where somebody watches."""
+"""Loads the model of a command, with progress bars at a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchax_serve.cli.shared.terminal import hidden_keys, may_style, passing_no
 
 
 def run_as_follower(name: str | None, options: DeviceOptions) -> bool:
-    """Lends this host's devices to the leader, if it is a follower, and says whether it was; ends with the leader."""
+    """Runs this host as a follower until the leader ends; returns False if the host is not one."""
     hosts = options.hosts()
     if hosts is None or hosts.is_leader:
         return False
@@ -27,7 +27,7 @@ def run_as_follower(name: str | None, options: DeviceOptions) -> bool:
 
 
 def _keep_stdout_for_answers() -> None:
-    """Sends what libraries print to stderr: Gloo, which connects CPU devices of several hosts, reports on stdout."""
+    """Redirects output of libraries to stderr: Gloo, which connects CPU devices of several hosts, writes to stdout."""
     sys.stdout.flush()
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -38,16 +38,16 @@ def _keep_stdout_for_answers() -> None:
 def loaded_model(
     name: str | None, options: LoadOptions, *, num_slots: int | None = None, starts_chat: bool = False
 ) -> Iterator[Any]:
-    """The model that `name` leads to (None: the embedded one), closed at the end.
+    """Yields the model `name` (None: the embedded one), and closes it.
 
     Args:
-        name: as `torchax_serve.serve` takes it.
-        options: of the command.
+        name: Name as `torchax_serve.serve` takes it.
+        options: Options of the command.
         num_slots: requests that run at once, for which the cache is laid out; None for those of a server.
         starts_chat: whether a chat template will be rendered, which needs a process of its own.
 
     Raises:
-        TorchaxServeError: whatever `torchax_serve.serve` has to say.
+        TorchaxServeError: The model cannot be served.
         KeyboardInterrupt: Ctrl-C while it loads.
     """
     with prompt_interrupts(leave_at=1), hidden_keys():
@@ -58,7 +58,7 @@ def loaded_model(
         if starts_chat:
             from torchax_serve.text.template_renderer import shared_renderer
 
-            shared_renderer().start()  # beside the loading
+            shared_renderer().start()  # while the model loads
         if isinstance(options, DeviceOptions) and options.hosts() is not None:
             _keep_stdout_for_answers()
         options.show_details()

@@ -1,4 +1,4 @@
-"""Options in groups, and those that say which model to load and how, shared by every command that loads one."""
+"""Option groups, and the options of loading a model, shared by every command that loads one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _option = functools.partial(typer.Option, rich_help_panel="Loading")
+MaxLen = Annotated[
+    int | None, typer.Option("--max-len", "--max-model-len", min=2, help="Tokens of a request, prompt and answer.")
+]
+"""Option of commands that make a cache for requests."""
 _hosts_option = functools.partial(typer.Option, rich_help_panel="Several hosts, the same command on each")
 
 
 def complete_dtype() -> list[str]:
-    """What a shell offers for a dtype of weights."""
+    """Returns the shell's completions for a dtype of weights."""
     return list(DTYPES)
 
 
 @dataclass(frozen=True)
 class ConfigOptions:
-    """Where a model's configuration and code come from; each field is an option of the commands (`option_groups`)."""
+    """Source of a model's configuration and code; each field is an option of the commands (`option_groups`)."""
 
     revision: Annotated[str | None, _option("--revision", help="Branch, tag or commit of a hub model.")] = None
     dtype: Annotated[
@@ -72,7 +76,7 @@ class ConfigOptions:
         check_choice("--dtype", self.dtype, DTYPES)
 
     def kwargs(self) -> dict[str, Any]:
-        """The keyword arguments that they stand for."""
+        """Returns the keyword arguments of the options."""
         return {
             "revision": self.revision,
             "dtype": self.dtype,
@@ -85,7 +89,7 @@ class ConfigOptions:
 
 @dataclass(frozen=True)
 class LoadOptions(ConfigOptions):
-    """What the loading options said."""
+    """Options of loading a model with its weights."""
 
     allow_pickle: Annotated[
         bool,
@@ -99,7 +103,7 @@ class LoadOptions(ConfigOptions):
     ] = False
 
     def serve_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments of `torchax_serve.serve`."""
+        """Returns the keyword arguments of `torchax_serve.serve`."""
         return {**self.kwargs(), "allow_pickle": self.allow_pickle, "strict": self.strict}
 
     def show_details(self) -> None:
@@ -161,7 +165,7 @@ class DeviceOptions(LoadOptions):
         self.hosts()
 
     def serve_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments of `torchax_serve.serve`."""
+        """Returns the keyword arguments of `torchax_serve.serve`."""
         return {
             **super().serve_kwargs(),
             "tensor_parallel": self.tensor_parallel,
@@ -170,10 +174,10 @@ class DeviceOptions(LoadOptions):
         }
 
     def mesh_shape(self) -> dict[str, int] | None:
-        """Devices by axis; None where nothing is said.
+        """Returns the number of devices by mesh axis; None without the option.
 
         Raises:
-            InvalidArgumentError: an axis that nobody knows, or no positive number.
+            InvalidArgumentError: An axis is unknown, or a size is not a positive number.
         """
         if self.mesh is None:
             return None
@@ -182,10 +186,10 @@ class DeviceOptions(LoadOptions):
         return parse_mesh(self.mesh, None)
 
     def hosts(self) -> Hosts | None:
-        """The hosts that share the model; None for this one alone.
+        """Returns the hosts that share the model; None for a single host.
 
         Raises:
-            InvalidArgumentError: one of the options without the others.
+            InvalidArgumentError: One of the options is given without the others.
         """
         given = {"--coordinator": self.coordinator, "--num-hosts": self.num_hosts, "--host-id": self.host_id}
         missing = [name for name, value in given.items() if value is None]
@@ -204,7 +208,7 @@ class DeviceOptions(LoadOptions):
         )
 
     def _hosts_secret(self) -> str | None:
-        """The secret of the hosts: from the file, else from the variable."""
+        """Reads the secret of the hosts from the file, or else from the variable."""
         if self.hosts_secret_file is None:
             return os.environ.get("TORCHAX_SERVE_HOSTS_SECRET") or None
         try:
@@ -217,7 +221,7 @@ class DeviceOptions(LoadOptions):
 
 
 def check_choice(flag: str, value: str, choices: Sequence[str]) -> None:
-    """Raises `InvalidArgumentError` unless `value` is one of `choices`; names the one that was probably meant."""
+    """Raises `InvalidArgumentError` unless `value` is one of `choices`; suggests the nearest one."""
     if value in choices:
         return
     meant = _SHORT.get(value.lower().removeprefix("torch."), "")

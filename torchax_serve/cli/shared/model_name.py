@@ -1,4 +1,4 @@
-"""The MODEL of a command line: checked before anything heavy is imported, and completed by the shell."""
+"""Checks and completes MODEL of a command line before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def check_model(name: str | None, revision: str | None = None, *, with_weights: 
     """Raises unless `name` (None: the embedded model) has the form of a model and, on this machine, is one.
 
     Args:
-        name: as it was given.
-        revision: as it was given.
-        with_weights: refuse a configuration that has none.
+        name: Name on the command line.
+        revision: Revision on the command line.
+        with_weights: Whether a configuration without weights is refused.
 
     Raises:
-        ModelNotFoundError: no model has such a name.
+        ModelNotFoundError: There is no such model.
         InvalidArgumentError: a revision of something that has none, or a configuration where weights are needed.
     """
     source = parse_name(name, revision)
@@ -44,13 +44,13 @@ def check_one_model(name: str | None, random_weights: Path | None, revision: str
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """What a shell offers for MODEL: short names and what is on disk; nothing for a path, which the shell knows."""
+    """Returns the shell's completions for MODEL: short names and downloaded models; paths are left to the shell."""
     start = incomplete.lower()
     return [name for name in [*SHORT_NAMES, *downloaded()] if name.lower().startswith(start)]
 
 
 def complete_downloaded(incomplete: str) -> list[str]:
-    """What a shell offers where only a model on disk will do: its hub id, and its short name where it has one."""
+    """Returns the shell's completions for a downloaded model: hub ids, and short names if there are any."""
     here = downloaded()
     short = [name for name, entry in SHORT_NAMES.items() if entry.hub_id in here]
     return [name for name in [*short, *here] if name.lower().startswith(incomplete.lower())]

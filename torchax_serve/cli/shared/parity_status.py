@@ -1,4 +1,4 @@
-"""How a model type was checked beside PyTorch: what the package ships of each task, and a type's part of it."""
+"""Reads the parity results in the package: all of a task, and those of one model type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def shipped_tasks() -> dict[str, dict[str, Any]]:
-    """By task: title, versions of libraries, how many types passed and were checked, and each type's result."""
+    """Returns for each task its title, versions of libraries, counts of types, and the result of each type."""
     from torchax_serve.parity.models_page import all_shipped, summary
     from torchax_serve.parity.tasks import TASKS
 
@@ -18,21 +18,21 @@ def shipped_tasks() -> dict[str, dict[str, Any]]:
             by_type = {model_type: dataclasses.asdict(result) for model_type, result in results.items()}
             counts = summary(results)
             if name != next(iter(TASKS)):
-                del counts["roads"]  # of the engine, by which causal models alone run
+                del counts["executors"]  # these counts are of causal models
             found[name] = {"title": task.title, "versions": versions, **counts, "results": by_type}
     return found
 
 
 @functools.cache
 def types_by_task() -> dict[str, tuple[str, ...]]:
-    """Every model type of the installed transformers that a task is about, by task."""
+    """Returns for each task the model types of the installed transformers that it checks."""
     from torchax_serve.parity.tasks import TASKS
 
     return {name: tuple(task.types()) for name, task in TASKS.items() if task.is_of_types}
 
 
 def of_type(model_type: str) -> dict[str, dict[str, Any]]:
-    """What is known of `model_type` by task: its result with the cause where it did not pass, or that it is new."""
+    """Returns the results of `model_type` by task, with the cause where it did not pass, or that it is new."""
     from torchax_serve.parity.known_failures import CAUSES
     from torchax_serve.parity.result import PASSED
 

@@ -1,4 +1,4 @@
-"""The options of ``torchax-serve run`` that say how the next token is chosen and when an answer ends."""
+"""Options of ``torchax-serve run`` for sampling and stopping."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _option = functools.partial(
 
 @dataclass(frozen=True)
 class DecodingOptions:
-    """What the decoding options said; each field is an option of the command (`option_groups`)."""
+    """Options of sampling and stopping; each field is an option of the command (`option_groups`)."""
 
     max_new_tokens: Annotated[
         int | None,
@@ -62,14 +62,14 @@ class DecodingOptions:
         self.params()
 
     def params(self) -> SamplingParams:
-        """The parameters of a request that they stand for.
+        """Returns the sampling parameters of a request.
 
         Raises:
-            InvalidArgumentError: a value that is none, or two that do not go together.
+            InvalidArgumentError: A value is out of range, or two do not go together.
         """
         from torchax_serve.sampling_params import SamplingParams
 
-        if self.greedy and (drawing := self._drawing()):
+        if self.greedy and (drawing := self._sampling_flags()):
             raise InvalidArgumentError(
                 f"--greedy: expected without {' and '.join(drawing)}, which matters only where tokens are drawn; "
                 "leave one of them out"
@@ -88,8 +88,8 @@ class DecodingOptions:
             stop=tuple(self.stop) if self.stop else None,
         )
 
-    def _drawing(self) -> list[str]:
-        """Flags that were given and that only matter where tokens are drawn."""
+    def _sampling_flags(self) -> list[str]:
+        """Lists given flags that only have an effect when tokens are sampled."""
         options = {
             "--temperature": self.temperature or None,
             "--top-k": self.top_k or None,

@@ -1,4 +1,4 @@
-"""The first and the last moments of the process: Ctrl-C while modules are imported, and streams that are closed.
+"""Start and end of the process: Ctrl-C while modules are imported, and closed standard streams.
 
 Imported before all others by `torchax_serve.cli.main`, which calls `imports_done` behind its own imports.
 """
@@ -20,13 +20,13 @@ def _leave(number: int, frame: Any) -> None:
 
 
 def leave_at_once_on_interrupt() -> None:
-    """Has Ctrl-C end the process in one line from here on: Python would show where it was in its own code."""
+    """Makes Ctrl-C end the process with one line instead of a traceback."""
     if threading.current_thread() is threading.main_thread() and _is_default():
         signal.signal(signal.SIGINT, _leave)
 
 
 def imports_done() -> None:
-    """Has Ctrl-C raise ``KeyboardInterrupt`` again."""
+    """Makes Ctrl-C raise ``KeyboardInterrupt`` again."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -36,9 +36,9 @@ def _is_default() -> bool:
 
 
 def open_closed_streams() -> None:
-    """Puts the null device in the place of standard streams that are closed, so that no file opened later takes it.
+    """Opens the null device for closed standard streams, so that no file opened later takes their descriptors.
 
-    A closed stdin is an empty one. What is written to a closed stdout would be lost without a word, so that the program
+    A closed stdin is an empty one. Output to a closed stdout would be lost without a message, so the program
     ends with an error.
     """
     is_stdout_closed = sys.stdout is None

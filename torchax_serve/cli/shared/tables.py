@@ -1,4 +1,4 @@
-"""Where tables are printed: as wide as the terminal, or wide enough for a row on a line."""
+"""Console for tables: as wide as the terminal, or wide enough for one line per row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def console(width: int = 160) -> Console:
-    """A console of stdout. Without a terminal rich assumes 80 columns and folds; a file or a pipe gets `width`."""
+    """Returns a console for stdout; files and pipes get `width` columns, where rich would fold at 80."""
     from rich.console import Console
 
     return Console(width=None if is_terminal(sys.stdout) else width, highlight=False)

@@ -1,4 +1,4 @@
-"""What a person sees beside the answer: dim notes on stderr, and text of a model made harmless for a terminal."""
+"""Terminal output: dim notes on stderr, hidden keys, and model text without control characters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# A model may say escape sequences; on a terminal they would move the cursor, set the title or worse.
+# Model output may contain escape sequences; on a terminal they would move the cursor, set the title or worse.
 _CONTROL_CODES = ({*range(0x20), 0x7F, *range(0x80, 0xA0)}) - {ord("\n"), ord("\t")}
 _CONTROL_CHARACTERS = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a person sits at the other end of `stream`; None is a stream that was closed before the program began."""
+    """Returns whether `stream` is a terminal; None is a stream that was closed before the program began."""
     try:
         return stream is not None and bool(stream.isatty())
     except ValueError:  # closed
@@ -22,7 +22,7 @@ def is_terminal(stream: Any) -> bool:
 
 
 def may_style(stream: Any) -> bool:
-    """Whether `stream` shows styles: a terminal, not a dumb one, and nobody asked for none (https://no-color.org)."""
+    """Returns whether `stream` shows styles: a terminal, not a dumb one, without NO_COLOR (https://no-color.org)."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -33,7 +33,7 @@ def print_note(text: str) -> None:
 
 @contextlib.contextmanager
 def passing_note(text: str) -> Iterator[Callable[[], None]]:
-    """Shows `text` on the line of the cursor, where a person watches, until the function it yields is called."""
+    """Shows `text` on the cursor's line of a terminal until the function that it yields is called."""
     shown = may_style(sys.stderr)
     if shown:
         print(f"\x1b[2m{_on_one_line(text)}\x1b[0m", end="", file=sys.stderr, flush=True)
@@ -51,7 +51,7 @@ def passing_note(text: str) -> Iterator[Callable[[], None]]:
 
 
 def _on_one_line(text: str) -> str:
-    """`text` cut to the width of the terminal, as only one line can be taken away again."""
+    """Cuts `text` to the width of the terminal: only one line can be erased again."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except OSError:
@@ -61,9 +61,9 @@ def _on_one_line(text: str) -> str:
 
 @contextlib.contextmanager
 def activity(*, only_at_terminal: bool = False) -> Iterator[Callable[[str], None]]:
-    """Shows on stderr what is going on, as told to the function it yields, until it ends.
+    """Yields a function that shows the current activity on stderr.
 
-    At a terminal it is one line with the seconds since it began; elsewhere a line for each thing that begins, or none.
+    At a terminal this is one line with the elapsed seconds; elsewhere one line for each activity, or none.
     """
     if not may_style(sys.stderr):
         yield (lambda text: None) if only_at_terminal else print_note
@@ -82,7 +82,7 @@ _SHOWN_AGAIN: dict[int, list[Any]] = {}  # settings of the terminal before keys 
 
 @contextlib.contextmanager
 def hidden_keys() -> Iterator[None]:
-    """Within it the terminal does not show what is typed, which stays for whoever reads next; Ctrl-C works on."""
+    """Hides typed keys in this context; they stay for the next read, and Ctrl-C still works."""
     if not (is_terminal(sys.stdin) and _hide_keys(sys.stdin.fileno())):
         yield
         return
@@ -93,7 +93,7 @@ def hidden_keys() -> Iterator[None]:
 
 
 def _hide_keys(descriptor: int) -> bool:
-    """Whether the terminal shows keys no more; not where it never did, or belongs to another program."""
+    """Hides keys; returns False if the terminal did not show them or belongs to another program."""
     try:
         import termios
     except ImportError:  # no terminal of that kind on this system
@@ -111,7 +111,7 @@ def _hide_keys(descriptor: int) -> bool:
 
 
 def show_keys() -> None:
-    """Gives the terminal back as it was before `hidden_keys`; also for who leaves at once."""
+    """Restores the terminal to its state before `hidden_keys`; also called before an immediate exit."""
     while _SHOWN_AGAIN:
         import termios
 
@@ -122,7 +122,7 @@ def show_keys() -> None:
 
 
 def _in_foreground(descriptor: int) -> bool:
-    """Whether the terminal is ours: a program in the background that changes it is stopped (SIGTTOU)."""
+    """Returns whether this process is in the foreground: in the background, changing the terminal raises SIGTTOU."""
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
     except OSError:
@@ -130,5 +130,5 @@ def _in_foreground(descriptor: int) -> bool:
 
 
 def strip_control_chars(text: str) -> str:
-    """`text` without control characters other than line ends and tabs."""
+    """Returns `text` without control characters other than line ends and tabs."""
     return text.translate(_CONTROL_CHARACTERS)

@@ -1,7 +1,7 @@
-"""What is said of a wrong command line: one line, with the command or the option that was probably meant.
+"""Formats usage errors: one line, with the command or the option that was probably meant.
 
 The classes of errors are those of click, which is a package of its own or a part of typer, by typer's release; they
-are therefore told apart by their names.
+are therefore distinguished by their names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchax_serve.cli.shared.errors import EXIT_CLOSED_PIPE, EXIT_ERROR, EXIT_I
 from torchax_serve.cli.shared.flag_names import HINTS
 
 PROGRAM = "torchax-serve"
-# Commands of other programs, and ours for the same.
+# Commands of other programs, and the same command here.
 _COMMANDS = {
     "chat": "run",
     "complete": "run",
@@ -43,7 +43,7 @@ _FLAGS = {"help": "--help", "version": "--version", "completion": "--install-com
 
 
 class CommandGroup(TyperGroup):
-    """The program: its commands, whose usage errors become one line on stderr and status 2."""
+    """Program with its commands; usage errors become one line on stderr and status 2."""
 
     def main(
         self,
@@ -89,7 +89,7 @@ def _interrupted() -> int:
 
 
 def usage_message(error: Any, group: Any) -> str:
-    """The line for `error`, a usage error of click, in a program whose commands are those of `group`."""
+    """Formats `error`, a usage error of click, in a program whose commands are those of `group`."""
     context = getattr(error, "ctx", None)
     command = context.command if context is not None else group
     kind = type(error).__name__
@@ -143,13 +143,13 @@ def _flags_of(params: Iterable[Any]) -> list[str]:
 
 
 def _shown(param: Any) -> str:
-    """How a parameter is called on the command line: its first long flag, or the name of the argument."""
+    """Returns a parameter's name on the command line: its first long flag, or the name of the argument."""
     flags = [flag for flag in param.opts if flag.startswith("-")]
     return next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else str(param.name).upper())
 
 
 def _expected(error: Any) -> str:
-    """What is said of a bad value, as expected and got; releases of typer have words of their own for it."""
+    """Formats the error of a bad value as expected and got; releases of typer differ in their words."""
     message = str(error.message).rstrip(".")
     low = re.search(r"(?:greater than or equal to |>=\s*)(-?[\d.]+)", message)
     high = re.search(r"(?:less than or equal to |<=\s*)(-?[\d.]+)", message)

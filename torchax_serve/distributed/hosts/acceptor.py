@@ -1,8 +1,8 @@
-"""The leader's door: takes many connections at a time, and lets hosts in that show the secret.
+"""Accepts connections for the leader, many at a time, and admits hosts that prove the secret.
 
-Each caller has a thread and `GREETING_S` seconds to say who it is. Whoever says nothing, or something else, is dropped
-and holds up nobody. There are never more than `MAX_CALLERS` that have not said who they are: the one that has waited
-longest makes room, and a real host calls again.
+Each caller has a thread and `GREETING_S` seconds for the handshake. A caller that sends nothing, or something else, is
+dropped and delays no other. There are never more than `MAX_CALLERS` unauthenticated callers: the one that has waited
+longest is dropped for a new one, and a real host calls again.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ LONGEST_HELLO = 1 << 16
 
 
 class Acceptor:
-    """Listens until it is closed; a context manager.
+    """Listens until it is closed; usable as a context manager.
 
     Args:
-        server: listening.
-        secret: None for none.
-        program: what a host of ours says as ``program`` in its first words.
+        server: Listening socket.
+        secret: Shared secret; None for none.
+        program: Value of ``program`` in the first message of a host.
 
     Attributes:
-        num_turned_away: callers with another secret, or none.
+        num_turned_away: Number of callers with another secret, or none.
     """
 
     def __init__(self, server: socket.socket, secret: bytes | None, program: str) -> None:
@@ -56,7 +56,7 @@ class Acceptor:
         self.close()
 
     def next_host(self, wait_s: float) -> tuple[Connection, dict[str, Any]] | None:
-        """Returns the next host's connection and first words; None if none comes within `wait_s`."""
+        """Returns the next host's connection and first message; None if none comes within `wait_s` seconds."""
         try:
             return self._hosts.get(timeout=max(0.0, wait_s))
         except queue.Empty:
@@ -104,7 +104,7 @@ class Acceptor:
         except SecretError as error:
             self._turn_away(address, str(error))
         except (OSError, ValueError):
-            pass  # a port scanner, a browser: nobody of ours
+            pass  # a port scanner or a browser
         with self._lock:
             self._callers.pop(caller, None)
             is_host = is_host and not self._is_closed

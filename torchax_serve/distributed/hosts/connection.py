@@ -1,6 +1,6 @@
-"""Frames on a TCP connection between two hosts.
+"""Sends and receives frames on a TCP connection between two hosts.
 
-A frame is a kind, one byte, a length, eight bytes, so many bytes, and behind a handshake a MAC of 32 bytes that says
+A frame has a kind (1 byte), a length (8 bytes), its content, and after a handshake a MAC of 32 bytes, which proves
 that it is the next one from the host that has shown the secret. What followers send is JSON; what the leader sends is
 encoded by `torchax_serve/distributed/hosts/message_codec.py`. Nothing is unpickled.
 """
@@ -25,54 +25,54 @@ BEAT, SAID, ORDER = b"b", b"s", b"o"
 LONGEST_SAID = 1 << 20
 LONGEST_ORDER = 1 << 31
 FRAME_TIMEOUT_S = 60.0
-"""How long a frame may take from its first byte to its last."""
+"""Time limit from the first byte of a frame to its last, in seconds."""
 SEND_TIMEOUT_S = 15.0
 NOT_OURS = "what came is not of this program"
 
 
 class Connection:
-    """One end of a connection. Any thread may send; one receives, and takes no orders unless it says so.
+    """One end of a connection. Any thread may send; one receives, and accepts commands only with `accepts_commands`.
 
     Args:
-        sock: connected.
-        takes_orders: whether the other side is the leader.
-        session: of the handshake; None for a connection that proves nothing.
+        sock: Connected socket.
+        accepts_commands: Whether the other side is the leader, whose commands are accepted.
+        session: Session of the handshake; None for frames without MACs.
     """
 
-    def __init__(self, sock: socket.socket, *, takes_orders: bool = False, session: Session | None = None) -> None:
+    def __init__(self, sock: socket.socket, *, accepts_commands: bool = False, session: Session | None = None) -> None:
         sock.settimeout(SEND_TIMEOUT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._kinds = sock, (BEAT, SAID, ORDER) if takes_orders else (BEAT, SAID)
+        self._socket, self._kinds = sock, (BEAT, SAID, ORDER) if accepts_commands else (BEAT, SAID)
         self._session = session
         self._sending = threading.Lock()
 
     def send(self, kind: bytes, content: bytes = b"") -> None:
-        """Sends a frame; OSError where the connection is gone or nothing is taken for `SEND_TIMEOUT_S`."""
+        """Sends a frame; raises OSError if the connection is gone or blocked for `SEND_TIMEOUT_S`."""
         frame = HEAD.pack(kind, len(content)) + content
         with self._sending:
             self._socket.sendall(frame if self._session is None else frame + self._session.seal(frame))
 
     def send_status(self, **said: Any) -> None:
-        """Sends a few words as JSON."""
+        """Sends a status message as JSON."""
         self.send(SAID, json.dumps(said).encode())
 
     def send_command(self, order: Any) -> None:
-        """Sends a message for the other side to act upon.
+        """Sends a command to the other side.
 
         Raises:
-            UnsupportedArgumentError: something in it cannot be sent.
+            UnsupportedArgumentError: A value in it cannot be encoded.
         """
         self.send(ORDER, encode(order))
 
     def receive(self, wait_s: float, *, longest: int = LONGEST_SAID) -> tuple[bytes, Any] | None:
-        """Kind and content of the next frame; None if none begins within `wait_s`.
+        """Returns kind and content of the next frame; None if none begins within `wait_s` seconds.
 
         Args:
             wait_s: seconds.
-            longest: bytes that words may have.
+            longest: Largest size of a status message, in bytes.
 
         Raises:
-            OSError: the connection has ended, or what came is no frame of the other host.
+            OSError: The connection has ended, or the bytes are no frame of the other host.
         """
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
@@ -91,12 +91,12 @@ class Connection:
         return kind, _words(content) if kind == SAID else content
 
     def shutdown(self) -> None:
-        """Nothing more will be sent or received, which whoever is receiving notices."""
+        """Shuts the socket down, which ends a waiting `receive`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._socket.close()
 
 

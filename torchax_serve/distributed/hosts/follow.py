@@ -1,4 +1,4 @@
-"""`follow`: what a host runs that lends its devices to another one's model."""
+"""`follow`: runs a host whose devices serve the model of another host."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def follow(
     """Lends this host's devices to a model that host 0 serves; returns when that is closed.
 
     Args:
-        model: as host 0 has it, possibly in another folder.
-        hosts: as host 0 has them, with the number of this host.
-        mesh, tensor_parallel: as host 0 has them.
-        loading: further arguments of `serve` that say what is loaded and from where.
+        model: Model of host 0, possibly in another folder.
+        hosts: Hosts as on host 0, with the number of this host.
+        mesh, tensor_parallel: As on host 0.
+        loading: Further arguments of `serve` about loading.
 
     Raises:
         HostsError: host 0 cannot be found, is not alike, or has ended the run with an error. Where it is lost in the
@@ -42,7 +42,7 @@ def follow(
     """
     if hosts.is_leader:
         raise InvalidArgumentError("hosts: expected the number of a follower, got 0, the leader's; call serve()")
-    inspect.signature(load_model).bind(model, **loading)  # a wrong name is told before others wait
+    inspect.signature(load_model).bind(model, **loading)  # a wrong name is an error before other hosts wait
     enable_compile_cache()
     with gc_pause.paused(), joined(hosts, model, shared_arguments(loading, mesh, tensor_parallel)) as (leader,):
         loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)

@@ -1,4 +1,4 @@
-"""A follower: it has the model's part of its own devices, and runs what the leader runs."""
+"""Follower: holds the model's shards of its own devices, and runs the programs of the leader."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
 class Follower:
-    """Obeys the leader.
+    """Runs the commands of the leader.
 
     Args:
-        runtime: the model on the mesh of all hosts.
-        leader: the connection.
+        runtime: Runtime of the model on the mesh of all hosts.
+        leader: Connection to the leader.
     """
 
     def __init__(self, runtime: ModelRuntime, leader: Heartbeat) -> None:
@@ -37,10 +37,10 @@ class Follower:
         self._held: dict[int, jax.Array] = {}
 
     def run(self) -> None:
-        """Until the leader ends the run.
+        """Runs commands until the leader ends the run.
 
         Raises:
-            HostsError: the leader says that something is wrong.
+            HostsError: The leader has reported an error.
         """
         while True:
             try:
@@ -65,8 +65,8 @@ class Follower:
 
     def _compile(self, order: Compile) -> None:
         weights = self._runtime.weights if order.has_weights else {}
-        kept = self._runtime.steps.executables.functions[order.function]
-        kept.restore_facts(order.facts)
+        function = self._runtime.steps.executables.functions[order.function]
+        function.restore_facts(order.facts)
 
         def here(leaf: ArrayRef | ArraySpec) -> Any:
             return self._held[leaf.number] if isinstance(leaf, ArrayRef) else leaf.abstract(self._mesh)
@@ -74,8 +74,8 @@ class Follower:
         args = jax.tree.map(here, order.args, is_leaf=lambda leaf: isinstance(leaf, ArrayRef | ArraySpec))
         try:
             with jax.default_matmul_precision(order.precision) if order.precision else contextlib.nullcontext():
-                program = compile_for_hosts(kept, self._mesh, weights, args, order.spec)
-        except Exception as error:  # the leader says so; what fails there too is no reason to end
+                program = compile_for_hosts(function, self._mesh, weights, args, order.spec)
+        except Exception as error:  # reported by the leader, if it fails there too; no reason to end
             self._leader.wire.send_status(
                 compiled=order.program, error=" ".join(f"{type(error).__name__}: {error}".split())
             )
@@ -95,9 +95,9 @@ class Follower:
 
 
 def functions_of(runtime: ModelRuntime, sharding: ModelSharding) -> list[Any]:
-    """Owners of the functions that a leader may name, beside those of the runtime: while they live, it finds them.
+    """Returns owners of the functions, other than the runtime's, that a leader may name; they must stay alive.
 
-    Their pages are arguments, so this cache has none.
+    Their pages are arguments, so this cache has no pages.
     """
     programs = runtime.steps.executables
     cache = PagedCache(CacheAllocation((), (), page_len=1, max_len=1))
@@ -106,9 +106,9 @@ def functions_of(runtime: ModelRuntime, sharding: ModelSharding) -> list[Any]:
 
 
 def follow(runtime: ModelRuntime, leader: Heartbeat) -> None:
-    """Runs what the leader runs until it ends; see `Follower`."""
+    """Runs the leader's programs until it ends; see `Follower`."""
     try:
         Follower(runtime, leader).run()
     except jax.errors.JaxRuntimeError:
-        wait_for_host_error()  # a host that is lost is the better error
+        wait_for_host_error()  # the loss of a host is the better error
         raise

@@ -1,4 +1,4 @@
-"""How two hosts show each other that they have the same secret, before either reads a word of the other.
+"""Handshake: two hosts prove to each other that they have the same secret, before either reads a message.
 
 Both send a number that was never used before (a nonce). Each then proves the secret by an HMAC-SHA256 over both numbers
 and its own role, the follower first: a leader that anybody can call hands out nothing that a guess could be checked
@@ -26,16 +26,16 @@ PASSED, REFUSED = b"y", b"n"
 
 
 class NotAHostError(OSError):
-    """Whoever is on the other side speaks something else, hangs up or is too slow."""
+    """The other side speaks another protocol, hangs up or is too slow."""
 
 
 class SecretError(Exception):
-    """A host that has another secret, or none; the message says which."""
+    """The other host has another secret, or none; the message says which."""
 
 
 @dataclasses.dataclass
 class Session:
-    """The keys of one connection, and how many frames went each way: no frame passes twice, or in another's place."""
+    """Keys and frame counters of one connection: no frame is accepted twice, or out of order."""
 
     send_key: bytes
     receive_key: bytes
@@ -54,16 +54,16 @@ class Session:
 
 
 def greet_leader(sock: socket.socket, secret: bytes | None, deadline: float) -> Session:
-    """Proves the secret to the leader and has it proved; the follower's part.
+    """Proves the secret to the leader and verifies the leader's proof; the follower's part.
 
     Args:
         sock: connected.
         secret: None for none.
-        deadline: of `time.monotonic`.
+        deadline: Deadline as of `time.monotonic`, in seconds.
 
     Raises:
-        NotAHostError: it is no leader that answers.
-        SecretError: it has another secret, or one of the two has none.
+        NotAHostError: The other side is no leader.
+        SecretError: It has another secret, or one of the two has none.
     """
     mine = _greeting(secret)
     _send(sock, mine)
@@ -79,7 +79,7 @@ def greet_leader(sock: socket.socket, secret: bytes | None, deadline: float) -> 
 
 
 def greet_follower(sock: socket.socket, secret: bytes | None, deadline: float) -> Session:
-    """Has the secret proved by a follower, then proves it; the leader's part. Arguments and errors as above."""
+    """Verifies a follower's proof, then proves the secret; the leader's part. Arguments as for `greet_leader`."""
     theirs = _read_greeting(sock, deadline)
     mine = _greeting(secret)
     _send(sock, mine)
@@ -96,7 +96,7 @@ def receive_exactly(sock: socket.socket, num_bytes: int, deadline: float) -> byt
     """Returns the next bytes of a connection.
 
     Raises:
-        NotAHostError: it ends, or they have not come by `deadline`.
+        NotAHostError: The connection ends, or they have not come by `deadline`.
     """
     parts = bytearray()
     waiting = select.poll()
@@ -147,5 +147,5 @@ def _session(secret: bytes | None, follower: bytes, leader: bytes, *, is_leader:
 
 
 def _mac(secret: bytes | None, *parts: bytes) -> bytes:
-    """Of parts each of which has a fixed length, or is the last."""
+    """Returns the MAC of parts, each of fixed length except the last."""
     return hmac.digest(secret or b"", b"".join(parts), "sha256")

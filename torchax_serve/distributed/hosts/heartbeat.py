@@ -1,7 +1,7 @@
-"""Whether the other hosts are alive, and the end of the process where one is not.
+"""Detects lost hosts, and ends the process when one is lost.
 
-A program that exchanges with a host that has gone never ends, and no exception reaches into it. So the thread that
-notices says why, and ends the process. JAX would do the same, later and at length.
+A program that exchanges data with a lost host never ends, and no exception reaches into it. So the thread that
+notices prints the reason, and ends the process. JAX would do the same, later and in many lines.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 from torchax_serve.distributed.hosts.connection import BEAT, SAID, Connection
 
 BEAT_S = 1.0
-MOST_SILENT_BEATS = 12
-"""Beats without a word after which a host counts as lost. Counted rather than timed: a process that was stopped and
-goes on has not waited."""
+MAX_SILENT_BEATS = 12
+"""Number of beats without a message after which a host is lost. Counted, not timed: a process that was stopped and
+continues has not waited."""
 EXIT_LOST = 2
-GRACE_S = (MOST_SILENT_BEATS + 4) * BEAT_S
-"""How long an error of a program waits for the news that a host was lost, which would be its cause."""
+GRACE_S = (MAX_SILENT_BEATS + 4) * BEAT_S
+"""Seconds that an error of a program waits for the report of a lost host, which would be its cause."""
 
 
 def end_process(message: str) -> None:
-    """Says `message` on stderr in one line and ends the process, whatever its other threads wait for."""
+    """Prints `message` on stderr in one line and ends the process, whatever its other threads wait for."""
     try:
         print(f"error: {message}", file=sys.stderr, flush=True)
     finally:
@@ -37,10 +37,10 @@ class Heartbeat:
     """Keeps a connection alive and listens on it.
 
     Args:
-        wire: to the other host.
-        who: the other host, in words.
-        remedy: what the user can do once it is lost.
-        on_loss: called with a line when it is lost, on the listening thread; ends the process by default.
+        wire: Connection to the other host.
+        who: Description of the other host.
+        remedy: Advice to the user once the host is lost.
+        on_loss: Called with a message when the host is lost, on the listening thread; by default ends the process.
     """
 
     def __init__(self, wire: Connection, who: str, remedy: str, on_loss: Callable[[str], None] = end_process) -> None:
@@ -56,11 +56,11 @@ class Heartbeat:
             thread.start()
 
     def stop(self) -> None:
-        """The connection may end from now on."""
+        """Marks the run as over: the connection may end from now on."""
         self._over.set()
 
     def close(self) -> None:
-        """Ends the connection; what was sent arrives."""
+        """Closes the connection after everything sent has arrived."""
         self._over.set()
         self.wire.shutdown()
         for thread in self._threads:
@@ -90,8 +90,8 @@ class Heartbeat:
                 self.host_lost(f"is gone ({str(error) or type(error).__name__})")
                 return
             silent = silent + 1 if frame is None else 0
-            if silent >= MOST_SILENT_BEATS:
-                self.host_lost(f"has not been heard of for {MOST_SILENT_BEATS * BEAT_S:.0f} s")
+            if silent >= MAX_SILENT_BEATS:
+                self.host_lost(f"has not been heard of for {MAX_SILENT_BEATS * BEAT_S:.0f} s")
                 return
             if frame is None or frame[0] == BEAT:
                 continue
@@ -102,5 +102,5 @@ class Heartbeat:
 
 
 def wait_for_host_error() -> None:
-    """Gives a watch the time to find that a host was lost, before an error is reported that may come of it."""
+    """Waits for a report of a lost host, before an error is raised that it may have caused."""
     time.sleep(GRACE_S)

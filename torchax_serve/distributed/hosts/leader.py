@@ -1,9 +1,9 @@
-"""The leader's side: each program that it runs on the mesh, all hosts run, in one order.
+"""Leader: all hosts run each of its programs on the mesh, in one order.
 
 Programs of many controllers are launched by each of them (Barham et al. 2022 call it multi-controller; so does JAX).
-What the leader launches follows from requests that it alone knows, so it sends for each program what to run, and on
-what. Arrays that a program has left on all hosts, pages above all, are named by number; the few integers of a step
-travel.
+The leader's programs follow from requests that only it has, so it sends for each program its number and its
+arguments. Arrays that a program has left on all hosts, such as pages, are named by number; the integers of a step
+are sent.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ from torchax_serve.distributed.hosts.heartbeat import Heartbeat, wait_for_host_e
 from torchax_serve.distributed.hosts.messages import ArrayRef, ArraySpec, Compile, End, Run, everywhere, spread
 
 
-def compile_for_hosts(kept: CompilableFunction, mesh: Mesh, weights: Weights, args: tuple[Any, ...], spec: Any) -> Any:
-    """The program of a function on the devices of all hosts.
+def compile_for_hosts(
+    function: CompilableFunction, mesh: Mesh, weights: Weights, args: tuple[Any, ...], spec: Any
+) -> Any:
+    """Compiles a function for the devices of all hosts.
 
-    The first of its results is what a host reads, so every device gets it whole; what follows is what programs hand on.
+    Hosts read its first result, which is replicated on every device; the others are arguments of later programs.
     """
 
     def adapt(out: tuple[Any, ...]) -> tuple[Any, ...]:
         read, *rest = out
         return (jax.lax.with_sharding_constraint(read, everywhere(mesh)) if read is not None else None, *rest)
 
-    return kept.compile(weights, args, spec, adapt=adapt)
+    return function.compile(weights, args, spec, adapt=adapt)
 
 
 def launch_in_order(mesh: Mesh, program: Any, *args: Any) -> Any:
-    """Launches a program; on CPU devices one ends before the next begins (`mesh_programs`)."""
+    """Launches a program; on CPU devices one program ends before the next begins (`mesh_programs`)."""
     if mesh.devices.flat[0].platform != "cpu":
         return program(*args)
     with CPU_COLLECTIVE_LOCK:
@@ -52,18 +54,18 @@ def launch_in_order(mesh: Mesh, program: Any, *args: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _RemoteArray:
-    """What the leader holds of an array that all hosts have."""
+    """Leader's reference to an array that all hosts have."""
 
     number: int
     array: weakref.ref[jax.Array] | jax.Array  # on the mesh; the caller's own where it is divided
 
 
 class Leader:
-    """Sends followers what the leader runs.
+    """Sends the leader's programs to the followers.
 
     Args:
-        mesh: of all hosts' devices.
-        followers: the connections.
+        mesh: Mesh of all hosts' devices.
+        followers: Connections to the followers.
     """
 
     def __init__(self, mesh: Mesh, followers: Sequence[Heartbeat]) -> None:
@@ -78,7 +80,7 @@ class Leader:
     def program(
         self, function: CompilableFunction, weights: Weights, args: tuple[Any, ...], spec: Any, precision: Any
     ) -> MultiHostExecutable:
-        """Has all hosts compile a function for these arguments, side by side."""
+        """Compiles a function for these arguments on all hosts at the same time."""
         if registry.is_overridden():
             raise UnsupportedArgumentError("ops.use: expected on one host only, got a model on several; leave it out")
         with self._order, self._prefer_host_errors():
@@ -107,7 +109,7 @@ class Leader:
             return MultiHostExecutable(self, number, program)
 
     def run(self, number: int, program: Any, weights: Weights, args: tuple[Any, ...]) -> Any:
-        """Runs a compiled program on all hosts; what all devices have alike comes out on the leader's first."""
+        """Runs a compiled program on all hosts; replicated results are returned on the leader's first device."""
         with self._order, self._prefer_host_errors():
             leaves, tree = jax.tree.flatten(args)
             sent = [self._encode(leaf) for leaf in leaves]
@@ -123,7 +125,7 @@ class Leader:
 
     @contextlib.contextmanager
     def _prefer_host_errors(self) -> Iterator[None]:
-        """Where a program fails because a host is lost, the watch has the better error: it is let speak first."""
+        """Reports the loss of a host instead of the error of a program that it has caused."""
         if self._is_over:
             raise HostsError("expected an open model, this one is closed; start all hosts again")
         try:
@@ -140,7 +142,7 @@ class Leader:
         return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
 
     def _encode(self, leaf: Any) -> ArrayRef | np.ndarray:
-        """What stands for an argument on its way to the followers."""
+        """Returns the message form of an argument."""
         known = self._known.get(id(leaf))
         if known is not None and not self._on_mesh(known).is_deleted():
             return ArrayRef(known.number)
@@ -152,7 +154,7 @@ class Leader:
         return np.asarray(leaf)
 
     def _local_array(self, leaf: Any) -> jax.Array:
-        """An argument that all hosts have, on the leader's part of the mesh."""
+        """Returns an argument that all hosts have, on the leader's part of the mesh."""
         return self._on_mesh(self._known[id(leaf)])
 
     @staticmethod
@@ -162,13 +164,13 @@ class Leader:
         return array
 
     def _result(self, array: jax.Array, number: int) -> jax.Array:
-        """A result for the caller, who may give it to a program again."""
-        kept: weakref.ref[jax.Array] | jax.Array
+        """Returns a result for the caller, who may pass it to a program again."""
+        held: weakref.ref[jax.Array] | jax.Array
         if array.sharding.is_fully_replicated:
-            kept, mine = array, jax.device_put(array.addressable_data(0), jax.local_devices()[0])
+            held, mine = array, jax.device_put(array.addressable_data(0), jax.local_devices()[0])
         else:
-            mine, kept = array, weakref.ref(array)
-        self._known[id(mine)] = _RemoteArray(number, kept)
+            mine, held = array, weakref.ref(array)
+        self._known[id(mine)] = _RemoteArray(number, held)
         weakref.finalize(mine, self._drop, id(mine), number).atexit = False
         return mine
 
@@ -177,7 +179,7 @@ class Leader:
         self._dropped.append(number)
 
     def close(self) -> None:
-        """Ends the followers, and the connection; closing twice is fine."""
+        """Ends the followers and the connections; may be called twice."""
         atexit.unregister(self.close)
         with self._order:
             if self._is_over:
@@ -194,16 +196,16 @@ class Leader:
 
 @dataclasses.dataclass(frozen=True)
 class MultiHostExecutable:
-    """A program that all hosts run."""
+    """Program that all hosts run."""
 
     mirror: Leader
     number: int
     program: Any
 
     def __call__(self, weights: Weights, *args: Any) -> Any:
-        """Runs it everywhere."""
+        """Runs the program on all hosts."""
         return self.mirror.run(self.number, self.program, weights, args)
 
     def memory_analysis(self) -> Any:
-        """Of the program, on one device."""
+        """Returns the memory analysis of the program on one device."""
         return self.program.memory_analysis()

@@ -1,6 +1,6 @@
-"""Messages between hosts as JSON and raw arrays: what comes out is data, whatever was sent.
+"""Encodes messages between hosts as JSON and raw arrays; decoding returns data, whatever was sent.
 
-Pickle would run what a peer names. Here a peer can name dataclasses and enumerations of this project alone, which are
+Pickle would run what a peer names. Here a peer can name dataclasses and enumerations only of this project, which are
 made from their fields, and caches and outputs that this process itself has registered as pytrees, which are made from
 their attributes.
 """
@@ -32,53 +32,53 @@ _HEAD = struct.Struct("!I")
 
 
 class CodecError(ValueError):
-    """What came is no message of this program."""
+    """The bytes are no message of this program."""
 
 
 def encode(message: Any) -> bytes:
-    """Returns a message of plain values, arrays of NumPy and dataclasses of this project as bytes.
+    """Encodes a message of plain values, NumPy arrays and dataclasses of this project as bytes.
 
     Raises:
-        UnsupportedArgumentError: something in it has another type.
+        UnsupportedArgumentError: A value in it has another type.
     """
     arrays: list[bytes] = []
-    text = json.dumps(_packed(message, arrays)).encode()
+    text = json.dumps(_serialized(message, arrays)).encode()
     return b"".join([_HEAD.pack(len(text)), text, *arrays])
 
 
 def decode(content: bytes) -> Any:
-    """Returns the message.
+    """Decodes a message.
 
     Raises:
-        CodecError: it is none.
+        CodecError: The bytes are no message.
     """
     try:
         (length,) = _HEAD.unpack_from(content)
         end = _HEAD.size + length
-        return _unpacked(json.loads(content[_HEAD.size : end]), memoryview(content)[end:])
+        return _deserialized(json.loads(content[_HEAD.size : end]), memoryview(content)[end:])
     except (CodecError, MemoryError):
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, struct.error) as error:
         raise CodecError(f"what came is no message of this program ({type(error).__name__})") from error
 
 
-def _packed(value: Any, arrays: list[bytes]) -> Any:
-    """`value` for JSON: itself where that is enough, else a list that begins with its kind."""
+def _serialized(value: Any, arrays: list[bytes]) -> Any:
+    """Returns `value` for JSON: itself if JSON has its type, else a list that begins with its kind."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     kind: Any = type(value)
     if (fields := _fields_of(kind)) is not None:
-        return ["object", fields.name, *(_packed(getattr(value, name), arrays) for name in fields.names)]
+        return ["object", fields.name, *(_serialized(getattr(value, name), arrays) for name in fields.names)]
     if isinstance(value, np.ndarray):
         begin = sum(map(len, arrays))
         arrays.append(np.ascontiguousarray(value).tobytes())
         return ["array", value.dtype.name, list(value.shape), begin]
     if isinstance(value, np.generic):
-        return ["number", value.dtype.name, _packed(value.item(), arrays)]
+        return ["number", value.dtype.name, _serialized(value.item(), arrays)]
     if type(value) in (tuple, list, frozenset):
-        return [type(value).__name__, *(_packed(each, arrays) for each in value)]
+        return [type(value).__name__, *(_serialized(each, arrays) for each in value)]
     if type(value) is dict:
-        return ["dict", *([_packed(key, arrays), _packed(each, arrays)] for key, each in value.items())]
+        return ["dict", *([_serialized(key, arrays), _serialized(each, arrays)] for key, each in value.items())]
     if type(value) is bytes:
         return ["bytes", base64.b64encode(value).decode()]
     if isinstance(value, np.dtype):
@@ -94,7 +94,7 @@ def _packed(value: Any, arrays: list[bytes]) -> Any:
         attributes, items = vars(value), dict(value) if isinstance(value, OrderedDict) else {}
         others = {key: each for key, each in items.items() if attributes.get(key) is not each}
         sent = [attributes, list(items), others]
-        return ["node", _registered_name(type(value)), *(_packed(each, arrays) for each in sent)]
+        return ["node", _registered_name(type(value)), *(_serialized(each, arrays) for each in sent)]
     if isinstance(value, type) and issubclass(value, ModelOutput):
         return ["output", value.__module__, value.__qualname__]
     raise UnsupportedArgumentError(
@@ -104,7 +104,7 @@ def _packed(value: Any, arrays: list[bytes]) -> Any:
 
 
 class _Fields(NamedTuple):
-    """A dataclass of this project, and what it is made from."""
+    """Dataclass of this project, and the fields it is built from."""
 
     made: type
     name: str
@@ -113,13 +113,13 @@ class _Fields(NamedTuple):
 
 @functools.cache
 def _fields_of(kind: type) -> _Fields | None:
-    """What `kind` is made from; None for one that is no dataclass, and for pytree nodes of transformers."""
+    """Returns the fields of `kind`; None if it is no dataclass, and for pytree nodes of transformers."""
     if not dataclasses.is_dataclass(kind) or pytree_registry.is_registered(kind):
         return None
     return _Fields(kind, _name_of(kind), tuple(field.name for field in dataclasses.fields(kind) if field.init))
 
 
-def _unpacked(value: Any, arrays: memoryview) -> Any:
+def _deserialized(value: Any, arrays: memoryview) -> Any:
     if not isinstance(value, list):
         return value
     kind, *parts = value
@@ -136,13 +136,13 @@ def _read_array(parts: list[Any], arrays: memoryview) -> np.ndarray:
 
 
 def _read_dict(parts: list[Any], arrays: memoryview) -> dict[Any, Any]:
-    return {_unpacked(key, arrays): _unpacked(each, arrays) for key, each in parts}
+    return {_deserialized(key, arrays): _deserialized(each, arrays) for key, each in parts}
 
 
 def _read_object(parts: list[Any], arrays: memoryview) -> Any:
     name, *values = parts
     fields = _fields_named(name)
-    given = [_unpacked(each, arrays) for each in values]
+    given = [_deserialized(each, arrays) for each in values]
     return fields.made(**dict(zip(fields.names, given, strict=True)))
 
 
@@ -159,7 +159,7 @@ def _read_node(parts: list[Any], arrays: memoryview) -> Any:
     made: Any = next((each for each in pytree_registry.registered_classes() if _registered_name(each) == name), None)
     if made is None:
         raise CodecError(f"what came is no message of this program ({name} is no pytree node here)")
-    attributes, keys, others = (_unpacked(each, arrays) for each in sent)
+    attributes, keys, others = (_deserialized(each, arrays) for each in sent)
     node = made.__new__(made)
     vars(node).update(attributes)
     for key in keys:
@@ -192,10 +192,10 @@ def _read_torch_dtype(parts: list[Any], arrays: memoryview) -> torch.dtype:
 
 _READERS: dict[str, Callable[[list[Any], memoryview], Any]] = {
     "array": _read_array,
-    "number": lambda parts, arrays: jnp.dtype(parts[0]).type(_unpacked(parts[1], arrays)),
-    "tuple": lambda parts, arrays: tuple(_unpacked(each, arrays) for each in parts),
-    "frozenset": lambda parts, arrays: frozenset(_unpacked(each, arrays) for each in parts),
-    "list": lambda parts, arrays: [_unpacked(each, arrays) for each in parts],
+    "number": lambda parts, arrays: jnp.dtype(parts[0]).type(_deserialized(parts[1], arrays)),
+    "tuple": lambda parts, arrays: tuple(_deserialized(each, arrays) for each in parts),
+    "frozenset": lambda parts, arrays: frozenset(_deserialized(each, arrays) for each in parts),
+    "list": lambda parts, arrays: [_deserialized(each, arrays) for each in parts],
     "dict": _read_dict,
     "bytes": lambda parts, arrays: base64.b64decode(parts[0], validate=True),
     "dtype": lambda parts, arrays: jnp.dtype(parts[0]),
@@ -222,7 +222,7 @@ def _registered_name(kind: type) -> str:
 
 
 def _class_of(name: str) -> type:
-    """A class of this project, by module and name."""
+    """Returns a class of this project by module and name."""
     module, _, qualname = name.partition(":")
     if module.partition(".")[0] not in PACKAGES or "." in qualname or "__main__" in module:
         raise CodecError(f"what came is no message of this program ({name})")

@@ -1,4 +1,4 @@
-"""Which hosts there are, and which one this is."""
+"""Options of a run on several hosts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ MIN_SECRET_BYTES = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """The hosts that share a model. Every host is given the same, but for its own number.
+    """Hosts that share a model. Every host has the same options, except its own number.
 
     Attributes:
         coordinator: ``HOST:PORT`` of host 0, as the others reach it; the port behind it is JAX's own.
-        num_hosts: two or more.
-        host_id: of this host; 0 is the leader, which serves, all others follow.
-        join_timeout_s: how long hosts wait for each other, all in all.
-        secret: that all hosts show each other before anything else, 16 bytes or more; text counts as UTF-8. None:
-            whoever reaches the coordinator's port can join.
+        num_hosts: Number of hosts, at least 2.
+        host_id: Number of this host; 0 is the leader, which serves, all others follow.
+        join_timeout_s: Seconds that hosts wait for each other in all.
+        secret: Secret that all hosts prove to each other first, at least 16 bytes; text is UTF-8. None:
+            anyone who reaches the coordinator's port can join.
     """
 
     coordinator: str
@@ -69,13 +69,13 @@ class Hosts:
 
     @property
     def jax_address(self) -> str:
-        """Where `jax.distributed` meets: the port behind the channel's."""
+        """Address of `jax.distributed`: the port after the channel's."""
         host, _, port = self.coordinator.rpartition(":")
         return f"{host}:{int(port) + 1}"
 
     @property
     def secret_bytes(self) -> bytes | None:
-        """The secret as bytes."""
+        """Secret as bytes."""
         return self.secret.encode() if isinstance(self.secret, str) else self.secret
 
     @property

@@ -1,4 +1,4 @@
-"""How the hosts of a model find each other: all at one address, checked to be alike before anything is shared."""
+"""Rendezvous of the hosts of a model at one address; checks that they are alike before they share anything."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ PROGRAM = "torchax-serve"
 RETRY_S = 0.25
 SHUTDOWN_S = 30
 MIN_JAX_START_S = 10.0
-"""Seconds that `jax.distributed` has in any case, though hosts met at the last moment."""
+"""Smallest time limit of `jax.distributed`, in seconds, even if hosts met at the last moment."""
 
 
 def rendezvous(hosts: Hosts, asked: Mapping[str, str]) -> list[Heartbeat]:
     """Meets the other hosts and starts `jax.distributed` with them.
 
     Args:
-        hosts: all, and which one this is.
-        asked: what this host was asked to serve, by argument; has to be the same everywhere.
+        hosts: All hosts, and the number of this one.
+        asked: Arguments of this host's `serve`, which must be the same on all hosts.
 
     Returns:
         The connections, watched: to all followers in the order of their numbers, or to the leader.
 
     Raises:
-        HostsError: somebody did not come, is not alike, or has the leader's place already.
+        HostsError: A host did not come, is not alike, or another leader has the address.
     """
     if jax.distributed.is_initialized():
         raise HostsError("hosts: expected a process that has not joined any, got one that has; start another process")
@@ -60,7 +60,7 @@ def rendezvous(hosts: Hosts, asked: Mapping[str, str]) -> list[Heartbeat]:
             hosts.num_hosts,
             hosts.host_id,
             initialization_timeout=int(max(MIN_JAX_START_S, deadline - time.monotonic())),
-            # JAX's own service asks nobody for a secret: it listens where the leader does, not on all addresses.
+            # JAX's own service has no secret: it listens on the leader's address, not on all addresses.
             coordinator_bind_address=_jax_bind_address(hosts) if hosts.is_leader else None,
             cluster_detection_method="deactivate",
             shutdown_timeout_seconds=SHUTDOWN_S,
@@ -72,13 +72,13 @@ def rendezvous(hosts: Hosts, asked: Mapping[str, str]) -> list[Heartbeat]:
 
 
 def installed() -> dict[str, str]:
-    """What has to be the same on all hosts so that they compile the same programs."""
+    """Returns the versions that must be the same on all hosts, so that they compile the same programs."""
     libraries = {name: version(name) for name in LIBRARIES}
     return {"source code": source_digest()[:16], "python": ".".join(map(str, sys.version_info[:2])), **libraries}
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """The first thing that the leader has otherwise than another host, in words; None if there is none."""
+    """Describes the first difference between the leader and another host; None if there is none."""
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if ours.get(name) != theirs.get(name):
             return f"{name} {theirs.get(name, 'unknown')}, host 0 has {ours.get(name, 'none')}"
@@ -86,7 +86,7 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None
 
 
 def follower_watch(wire: Connection, host_id: int) -> Heartbeat:
-    """The leader's watch over a follower."""
+    """Returns the leader's heartbeat of a follower."""
     return Heartbeat(wire, f"host {host_id}", "the run has ended; start all hosts again")
 
 
@@ -134,7 +134,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _resolved(hosts: Hosts) -> tuple[socket.AddressFamily, str]:
-    """The one address that the leader listens on."""
+    """Returns the address family and address that the leader listens on."""
     host, port = hosts.address
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return family, str(address[0])
@@ -146,7 +146,7 @@ def _jax_bind_address(hosts: Hosts) -> str:
 
 
 def _listening(hosts: Hosts) -> socket.socket:
-    """The leader's socket; the port for JAX is tried as well."""
+    """Returns the leader's listening socket; checks that the port for JAX is free as well."""
     port = hosts.address[1]
     try:
         family, address = _resolved(hosts)
@@ -174,7 +174,7 @@ def _admit(
     """Adds a host to `wires`, by its number.
 
     Raises:
-        HostsError: it is not alike, or its number is another's.
+        HostsError: The host is not alike, or its number is taken.
     """
     host_id = said.pop("host_id", None)
     why = difference(hello, said)
@@ -189,7 +189,7 @@ def _admit(
 
 
 def _report_to_leader(hosts: Hosts, hello: Mapping[str, str], deadline: float) -> Heartbeat:
-    """Says hello to the leader and waits until all others have, a follower's part."""
+    """Sends hello to the leader and waits until all others have; a follower's part."""
     wire = _connected(hosts, deadline)
     try:
         wire.send_status(host_id=hosts.host_id, **hello)
@@ -206,14 +206,14 @@ def _report_to_leader(hosts: Hosts, hello: Mapping[str, str], deadline: float) -
 
 
 def _connected(hosts: Hosts, deadline: float) -> Connection:
-    """A connection to the leader, who has shown the secret; tries until `deadline`."""
+    """Returns a connection to the leader, which has proved the secret; tries until `deadline`."""
     while True:
         sock = None
         try:
             left = max(0.1, min(GREETING_S, deadline - time.monotonic()))
             sock = socket.create_connection(hosts.address, timeout=left)
             session = greet_leader(sock, hosts.secret_bytes, time.monotonic() + left)
-            return Connection(sock, takes_orders=True, session=session)
+            return Connection(sock, accepts_commands=True, session=session)
         except SecretError as error:
             sock.close()  # type: ignore[union-attr]
             raise HostsError(

@@ -1,4 +1,4 @@
-"""What leader and followers do alike before the first request: meet, load, and compare what they have."""
+"""Startup of leader and followers before the first request: meet, load, and compare the loaded models."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from torchax_serve.distributed.hosts.options import Hosts
 from torchax_serve.distributed.hosts.rendezvous import rendezvous
 from torchax_serve.distributed.mesh import mesh_for
 
-MOST_READ_BYTES = 1 << 20
-"""Of a tensor that is compared between hosts; norms and biases are smaller."""
+MAX_COMPARED_BYTES = 1 << 20
+"""Largest size of a tensor that is compared between hosts, in bytes; norms and biases are smaller."""
 
 
 @contextlib.contextmanager
 def joined(hosts: Hosts, model: Any, asked: Mapping[str, Any]) -> Iterator[list[Heartbeat]]:
-    """The connections to the other hosts, who are told where what is done inside fails.
+    """Yields the connections to the other hosts, which are notified if the context fails.
 
     Args:
         hosts: all, and which one this is.
-        model: name or folder; hosts may have it in different places.
-        asked: the other arguments that hosts must have in common.
+        model: Name or folder; hosts may have it in different places.
+        asked: Other arguments that hosts must have in common.
 
     Raises:
         HostsError: see `join`.
@@ -61,11 +61,11 @@ def joined(hosts: Hosts, model: Any, asked: Mapping[str, Any]) -> Iterator[list[
 
 
 def mesh_of_hosts(hosts: Hosts, mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None) -> Mesh:
-    """The mesh of all devices of all hosts: what was asked for, or all on ``model``.
+    """Returns the mesh of all devices of all hosts: the requested one, or all on ``model``.
 
     Raises:
-        InvalidArgumentError: it leaves devices out.
-        UnsupportedArgumentError: it has replicas.
+        InvalidArgumentError: The mesh leaves devices out.
+        UnsupportedArgumentError: The mesh has replicas.
     """
     number = len(jax.devices())
     if mesh is None and tensor_parallel is None:
@@ -84,7 +84,7 @@ def mesh_of_hosts(hosts: Hosts, mesh: Mesh | Mapping[str, int] | None, tensor_pa
 
 
 def load_digest(loaded: LoadedModel) -> dict[str, str]:
-    """Digests of what all hosts must have loaded alike."""
+    """Returns digests of the loaded data that must be the same on all hosts."""
     assert loaded.sharding is not None
     config = {key: value for key, value in loaded.config.to_dict().items() if key != "_name_or_path"}
     layout = [
@@ -94,7 +94,7 @@ def load_digest(loaded: LoadedModel) -> dict[str, str]:
     values = hashlib.sha256()
     for _, weight in sorted(loaded.weights.items()):
         array = unpacked(weight)
-        if array.is_fully_replicated and array.nbytes <= MOST_READ_BYTES:
+        if array.is_fully_replicated and array.nbytes <= MAX_COMPARED_BYTES:
             values.update(np.asarray(array.addressable_data(0)).tobytes())
     return {
         "configuration": _digest(json.dumps(config, sort_keys=True, default=str)),
@@ -108,10 +108,10 @@ def _digest(text: str) -> str:
 
 
 def check_same_model(followers: Sequence[Heartbeat], facts: Mapping[str, str]) -> None:
-    """Waits until all followers have loaded the model, and compares what they have with the leader's `facts`.
+    """Waits until all followers have loaded the model, and compares their facts with the leader's.
 
     Raises:
-        HostsError: something differs.
+        HostsError: A fact differs.
     """
     for follower in followers:
         theirs = follower.incoming.get().get("loaded", {})
@@ -126,7 +126,7 @@ def check_same_model(followers: Sequence[Heartbeat], facts: Mapping[str, str]) -
 def shared_arguments(
     loading: Mapping[str, Any], mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None
 ) -> dict[str, Any]:
-    """What all hosts have to be asked for alike."""
+    """Returns the arguments that must be the same on all hosts."""
     shape = None if mesh is None else dict(mesh.shape if isinstance(mesh, Mesh) else mesh)
     same = {"dtype": "auto", "revision": None, "random_weights": False, "refuse_uneven": False}
     said = {name: loading.get(name, usual) for name, usual in same.items()}

@@ -1,1 +1,1 @@
-"""Many replicas of one model, by Ray Serve (extra ``ray``): an ingress, a router that knows prefixes, the replicas."""
+"""Replicas of one model on Ray Serve (extra ``ray``): ingress, prefix-aware router, replicas."""

@@ -1,4 +1,4 @@
-"""The application: replicas that serve a model each, and an ingress that no lost replica shows through.
+"""Ray Serve application: replicas of a model, and an ingress that retries requests of lost replicas.
 
 ``serve run torchax_serve.distributed.ray.application:application model=qwen3-0.6b max_replicas=4`` runs it on a Ray
 cluster, as does ``torchax-serve deploy``.
@@ -36,7 +36,7 @@ MOST_TRIES = 5
 
 
 class Replica:
-    """One model, in a process of its own."""
+    """Model in a process of its own."""
 
     def __init__(self, options: DeployOptions) -> None:
         from torchax_serve import EngineOptions, serve
@@ -50,7 +50,7 @@ class Replica:
         gc_pause.freeze_for_serving()
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[str]:
-        """Pieces of the answer; refuses what it does not know before the first one."""
+        """Yields pieces of the answer; refuses unknown fields before the first one."""
         params = params_of(request)
         if "messages" in request:
             pieces = self._model.chat(request["messages"], params, stream=True)
@@ -60,24 +60,24 @@ class Replica:
             yield piece
 
     def process_id(self, request: dict[str, Any]) -> int:
-        """Of the replica that would get `request`."""
+        """Returns the process id of the replica that would get `request`."""
         return os.getpid()
 
     def check_health(self) -> None:
-        """Asked by Ray, which replaces a replica that raises; its engine ends where the cache or a thread is lost."""
+        """Raises if the engine has ended, as after the loss of its cache or a thread; Ray then replaces the replica."""
         why = self._model.engine.close_reason
         if why is not None:
             raise RuntimeError(f"the engine is closed: {why}")
 
 
 class Ingress:
-    """Takes requests, by HTTP or by handle, and tries another replica where one is lost before its first word."""
+    """Accepts requests by HTTP or handle; if a replica is lost before its first piece, tries another one."""
 
     def __init__(self, replicas: DeploymentHandle, options: DeployOptions) -> None:
         self._replicas, self._options = replicas.options(stream=True), options
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[str]:
-        """Pieces of the answer."""
+        """Yields pieces of the answer."""
         has_begun = False
         for left in reversed(range(MOST_TRIES)):
             try:
@@ -86,13 +86,13 @@ class Ingress:
                     yield piece
                 return
             except ray.exceptions.RayActorError:
-                # What was streamed cannot be taken back, and a sampled answer would go on otherwise.
+                # Streamed text cannot be taken back, and a sampled answer would continue with other tokens.
                 if has_begun or not left:
                     raise
                 logger.warning("a replica was lost before its first word; the request goes to another")
 
     async def __call__(self, request: Request) -> Response:
-        """POST of ``{"prompt": ...}`` or ``{"messages": ...}`` with sampling options; answers text as it comes."""
+        """Answers a POST of ``{"prompt": ...}`` or ``{"messages": ...}`` with sampling options; streams text."""
         try:
             check_head(request.scope, self._options.max_body_bytes)
             body = await read_body(request.stream(), self._options.max_body_bytes)
@@ -105,7 +105,7 @@ class Ingress:
 
     @staticmethod
     def _refused(error: Exception) -> BadHttpRequest:
-        """What a client is told of an error."""
+        """Returns the HTTP answer to an error."""
         if isinstance(error, BadHttpRequest):
             return error
         if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, TorchaxServeError):
@@ -121,10 +121,10 @@ async def _joined(first: str, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 def application_of(options: DeployOptions) -> ray_serve.Application:
-    """The application, to be run by ``ray.serve.run``. Running it again replaces replicas one after the other.
+    """Builds the application for ``ray.serve.run``. Running it again replaces replicas one after the other.
 
     Raises:
-        UnsupportedArgumentError: no node of the cluster has what a replica takes.
+        UnsupportedArgumentError: No node of the cluster has the resources of a replica.
     """
     if ray.is_initialized():
         options.check_nodes([node["Resources"] for node in ray.nodes() if node["Alive"]])
@@ -149,5 +149,5 @@ def application_of(options: DeployOptions) -> ray_serve.Application:
 
 
 def application(arguments: dict[str, str]) -> ray_serve.Application:
-    """The application from ``name=value`` arguments of Ray's own command line: the fields of `DeployOptions`."""
+    """Builds the application from ``name=value`` arguments of Ray's command line: the fields of `DeployOptions`."""
     return application_of(DeployOptions.of_text(arguments))

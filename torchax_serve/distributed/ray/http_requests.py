@@ -1,6 +1,6 @@
-"""HTTP requests as the ingress takes them: everything about one is checked here, before a replica hears of it.
+"""Checks HTTP requests for the ingress, before they reach a replica.
 
-Plain Python on ASGI's terms: neither Ray nor jax. Errors have the form of OpenAI's interface.
+Plain Python on ASGI, without Ray and jax. Errors have the form of OpenAI's interface.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torchax_serve.validation.bounded_json import parse_json
 
 KNOWN = frozenset({"prompt", "messages"}) | {field.name for field in dataclasses.fields(SamplingParams)}
 BODY_TIMEOUT_S = 30.0
-"""How long a body may take to come."""
+"""Time limit for the body of a request, in seconds."""
 BLAMES_REQUEST = (InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError, ChatTemplateError)
-"""Errors that the same request gets again wherever it is sent."""
+"""Errors caused by the request: every replica would raise them."""
 MAX_INTEGER = 2**64 - 1
-"""The largest seed; nothing else is larger."""
+"""Largest integer in a request: the largest seed."""
 
 
 class BadHttpRequest(Exception):
-    """A request that is not taken.
+    """Request that is refused.
 
     Attributes:
-        status: of HTTP.
-        message: what was expected, what came, what to do.
-        code: in one word, for programs.
-        param: the field of the body that is meant; None for none.
-        headers: that the answer has to have.
+        status: HTTP status.
+        message: Text: expected, got, remedy.
+        code: Error code, for programs.
+        param: Field of the body with the error; None for none.
+        headers: Headers of the answer.
     """
 
     def __init__(
@@ -140,11 +140,11 @@ def parse_request(body: bytes, max_body_bytes: int) -> dict[str, Any]:
 
 
 def params_of(request: Mapping[str, Any]) -> SamplingParams:
-    """How a request is decoded.
+    """Returns the sampling parameters of a request.
 
     Raises:
-        InvalidArgumentError: a field that nobody knows, not exactly one of ``prompt`` and ``messages``, or a value that
-            nobody can honour.
+        InvalidArgumentError: A field is unknown, not exactly one of ``prompt`` and ``messages`` is given, or a value
+            cannot be honoured.
     """
     _check_fields(request)
     options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
@@ -152,14 +152,14 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
 
 
 def bad_request(error: Exception) -> BadHttpRequest:
-    """Returns the answer to an error that the request is to blame for; of status 400."""
+    """Returns the answer to an error caused by the request, with status 400."""
     message = " ".join(str(error).split())[:2000]
     name = message.partition(":")[0]
     return BadHttpRequest(400, message, param=name if name in KNOWN else None)
 
 
 def answer_to(error: TorchaxServeError) -> BadHttpRequest:
-    """Returns the answer to an error of a replica: whose fault it is, and whether sending it again may help."""
+    """Returns the answer to an error of a replica: its cause, and whether a retry may help."""
     message = " ".join(str(error).split())[:2000]
     if isinstance(error, QueueFullError):
         return BadHttpRequest(429, message, "rate_limit_exceeded", headers={"Retry-After": "1"})
@@ -199,7 +199,7 @@ def _too_large(max_body_bytes: int) -> BadHttpRequest:
 
 
 def _as_option(name: str, value: Any) -> Any:
-    """A field of JSON as `SamplingParams` has it: token ids are keys of objects there, and JSON's keys are text."""
+    """Converts a field of JSON for `SamplingParams`: token ids as keys of objects are text in JSON."""
     if name == "do_sample" and not (value is None or isinstance(value, bool)):
         raise InvalidArgumentError(f"do_sample: expected true or false, got {_json_kind(value)}")
     if name == "logit_bias" and isinstance(value, dict):
@@ -218,7 +218,7 @@ def _check_fields(request: Mapping[str, Any]) -> None:
 
 
 def _check_values(request: dict[str, Any]) -> None:
-    """Checks prompt and messages, and every number and text wherever it stands."""
+    """Checks prompt and messages, and every number and text in the request."""
     prompt, messages = request.get("prompt", ""), request.get("messages", [{}])
     if not isinstance(prompt, str):
         raise InvalidArgumentError(f"prompt: expected a text, got {_json_kind(prompt)}")

@@ -1,4 +1,4 @@
-"""What a deployment is made of."""
+"""Options of a deployment."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class DeployOptions:
     """Replicas of a model on a Ray cluster.
 
     Attributes:
-        model: short name, hub id or folder that every node has; None is the model of the package.
-        dtype: of the weights.
-        tensor_parallel: devices of a replica, all of one node.
-        min_replicas, max_replicas: Ray makes more where more than `num_slots` requests a replica are under way.
-        upscale_delay_s, downscale_delay_s: how long there have to be more, or fewer, before it does.
-        num_slots: requests that a replica runs at once.
-        max_len: tokens of a request, prompt and answer.
-        kv_cache_dtype: ``int8`` keeps keys and values of a replica in 8 bits; None: in the model's dtype.
-        accelerator: Ray's name of what a replica takes `tensor_parallel` of: ``GPU`` or ``TPU``; None: processor cores.
-        num_cpus: processor cores that Ray sets aside for a replica.
-        health_check_period_s, health_check_timeout_s: how often replicas are asked, and how long they may take.
-        drain_s: how long a replica that is replaced may go on with its requests.
-        max_body_bytes: of a request by HTTP.
-        stall_s: how long an answer may pause before its first piece, and between pieces, until it is given up.
+        model: Short name, hub id or folder that every node has; None is the model of the package.
+        dtype: Dtype of the weights.
+        tensor_parallel: Number of devices of a replica, all on one node.
+        min_replicas, max_replicas: Limits of autoscaling; Ray adds replicas above `num_slots` requests per replica.
+        upscale_delay_s, downscale_delay_s: Seconds of higher or lower load before replicas are added or removed.
+        num_slots: Number of requests that a replica runs at once.
+        max_len: Number of tokens of a request, prompt and answer.
+        kv_cache_dtype: ``int8`` stores keys and values in 8 bits; None: in the model's dtype.
+        accelerator: Ray's resource for the `tensor_parallel` devices: ``GPU`` or ``TPU``; None: CPU cores.
+        num_cpus: Number of CPU cores that Ray reserves for a replica.
+        health_check_period_s, health_check_timeout_s: Period and time limit of health checks, in seconds.
+        drain_s: Seconds that a replaced replica may continue its requests.
+        max_body_bytes: Largest body of an HTTP request, in bytes.
+        stall_s: Seconds without a new piece after which an answer is cancelled.
     """
 
     model: str | None = None
@@ -73,7 +73,7 @@ class DeployOptions:
             raise InvalidArgumentError(f"accelerator: expected GPU or TPU, got {self.accelerator!r}")
 
     def actor_options(self) -> dict[str, Any]:
-        """What Ray sets aside for a replica."""
+        """Resources that Ray reserves for a replica."""
         number = self.tensor_parallel or 1
         if self.accelerator == "GPU":
             return {"num_cpus": self.num_cpus, "num_gpus": number}
@@ -82,13 +82,13 @@ class DeployOptions:
         return {"num_cpus": self.num_cpus}
 
     def check_nodes(self, nodes: Sequence[Mapping[str, float]]) -> None:
-        """Looks whether a node of the cluster has what a replica takes: one replica lies on one node.
+        """Checks that a node of the cluster has the resources of a replica, which runs on one node.
 
         Args:
-            nodes: what each has in all, by Ray's names.
+            nodes: Total resources of each node, by Ray's names.
 
         Raises:
-            UnsupportedArgumentError: none has; Ray would wait for one without end.
+            UnsupportedArgumentError: No node has them; Ray would wait for one forever.
         """
         options = self.actor_options()
         takes = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
@@ -104,10 +104,10 @@ class DeployOptions:
 
     @classmethod
     def of_text(cls, arguments: Mapping[str, str]) -> DeployOptions:
-        """From words, as command lines have them.
+        """Builds options from text, as on command lines.
 
         Raises:
-            InvalidArgumentError: a name that is none, or a value of another kind.
+            InvalidArgumentError: A name is unknown, or a value has another type.
         """
         kinds = {field.name: str(field.type).partition(" |")[0] for field in dataclasses.fields(cls)}
         if unknown := sorted(set(arguments) - set(kinds)):

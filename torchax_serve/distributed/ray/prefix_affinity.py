@@ -1,4 +1,4 @@
-"""Which replica has computed which beginning: plain Python, no Ray."""
+"""Records which replica has computed which prefix; plain Python, without Ray."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 BLOCK_CHARS = 128
-MOST_BLOCKS = 64
-"""Of a prompt's beginning; what lies behind tells replicas apart no further."""
+MAX_BLOCKS = 64
+"""Largest number of blocks of a prefix; longer prefixes hardly distinguish replicas further."""
 MOST_KNOWN = 1 << 16
 
 
 def prefix_key(request: Mapping[str, Any]) -> str:
-    """The text by which requests share computed pages: what a chat template would make of messages begins alike."""
+    """Returns the text by which requests share prefixes: equal messages give equal beginnings."""
     prompt = request.get("prompt")
     return prompt if isinstance(prompt, str) else json.dumps(request.get("messages"), ensure_ascii=False)
 
 
 class PrefixAffinity:
-    """Where beginnings were sent, by chains of blocks of text; the least recently used are forgotten.
+    """Maps prefixes to replicas, by chains of digests of text blocks; the least recently used are dropped.
 
-    The engines' own caches know what they have; this is a guess from the outside that costs no question. It follows the
-    affinity that SGLang's router and Ray's own prefix router have, with a chain of digests in place of a tree.
+    This estimates the content of the engines' prefix caches without asking them. It follows the
+    affinity of SGLang's router and of Ray's prefix router, with a chain of digests instead of a tree.
     """
 
     def __init__(self, most_known: int = MOST_KNOWN) -> None:
@@ -35,7 +35,7 @@ class PrefixAffinity:
         return len(self._owners)
 
     def record(self, text: str, replica: str) -> None:
-        """`replica` computes `text` now."""
+        """Records that `replica` computes `text`."""
         for key in _chain(text):
             self._owners[key] = replica
             self._owners.move_to_end(key)
@@ -43,7 +43,7 @@ class PrefixAffinity:
             self._owners.popitem(last=False)
 
     def replica_for(self, text: str, replicas: Iterable[str]) -> str | None:
-        """The one of `replicas` that was last sent the longest beginning of `text`; None if none was sent any."""
+        """Returns the replica that was last sent the longest prefix of `text`; None if none was sent any."""
         there, found = set(replicas), None
         for key in _chain(text):
             owner = self._owners.get(key)
@@ -55,12 +55,12 @@ class PrefixAffinity:
 
 
 def choose_replica(owner: str | None, loads: Mapping[str, int], most_ahead: int) -> list[str]:
-    """Replicas in the order in which a request should try them.
+    """Returns the replicas in the order in which a request should try them.
 
     Args:
-        owner: of the request's beginning.
-        loads: requests under way, by replica.
-        most_ahead: by how many requests the owner may be busier than the idlest one and is still preferred.
+        owner: Replica of the request's prefix.
+        loads: Number of running requests by replica.
+        most_ahead: Largest number of requests by which a preferred owner may be busier than the idlest replica.
     """
     order = sorted(loads, key=lambda replica: loads[replica])
     if owner is not None and loads[owner] - loads[order[0]] <= most_ahead:
@@ -71,7 +71,7 @@ def choose_replica(owner: str | None, loads: Mapping[str, int], most_ahead: int)
 
 def _chain(text: str) -> Iterable[bytes]:
     digest = hashlib.blake2b(digest_size=16)
-    for start in range(0, min(len(text), BLOCK_CHARS * MOST_BLOCKS), BLOCK_CHARS):
+    for start in range(0, min(len(text), BLOCK_CHARS * MAX_BLOCKS), BLOCK_CHARS):
         block = text[start : start + BLOCK_CHARS]
         if len(block) < BLOCK_CHARS and start:
             return

@@ -1,4 +1,4 @@
-"""Ray Serve's choice of a replica, by beginnings and load. Loaded by Ray, from its path."""
+"""Request router of Ray Serve by prefix and load. Loaded by Ray, from its path."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ MOST_AHEAD = 4
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that had its beginning, unless that is much busier than another."""
+    """Routes a request to the replica that had its prefix, unless that is much busier than another."""
 
     def initialize_state(self, most_ahead: int = MOST_AHEAD) -> None:
-        """Called by Ray with the deployment's ``request_router_kwargs``."""
+        """Initializes the router; called by Ray with the deployment's ``request_router_kwargs``."""
         self._most_ahead, self._prefixes = most_ahead, PrefixAffinity()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Replicas one by one, the preferred one first; the next is asked where one takes no more."""
+        """Returns replicas one by one, the preferred one first; Ray tries the next if one is full."""
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if not by_id:
             return []
@@ -32,7 +32,7 @@ class PrefixRouter(RequestRouter):
         return [[by_id[name]] for name in choose_replica(owner, loads, self._most_ahead)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Remembers who computes this beginning now."""
+        """Records the replica that computes this prefix."""
         text = _text(pending_request)
         if text is not None:
             self._prefixes.record(text, replica_id.unique_id)

@@ -1,4 +1,4 @@
-"""Tiny models that hear, and sounds for them: for an encoder beside a decoder, or among the words of a prompt."""
+"""Builds tiny audio models and their inputs: audio for an encoder, or among the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchax_serve.parity.tiny.media_prompts import Inputs, batched, num_feature
 from torchax_serve.parity.tiny.models import FIRST_PROMPT_ID, NUM_NEW, random_model
 
 NUM_FRAMES = (48, 40)
-"""Of the longer and the shorter sound, where any number is heard."""
+"""Number of feature frames of the longer and the shorter input, for encoders that take any number."""
 NUM_SAMPLES = (6000, 4800)
 HIDDEN = 32
 
@@ -72,10 +72,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "vibevoice_asr": {"acoustic_tokenizer_encoder_config": _CODEC, "semantic_tokenizer_encoder_config": _CODEC},
     "voxtral": {"audio_token_id": FIRST_MARKER} | _GROUPS_OF_FOUR,
 }
-"""Values of configurations, those of parts by the part's name."""
+"""Values of configurations by model type; those of a sub-configuration stand under its name."""
 
 Shape = Callable[[Any, int], tuple[int, ...]]
-"""From a configuration and 0 for the longer sound, 1 for the shorter one, to the shape of its features."""
+"""Function of a configuration and of 0 for the longer input or 1 for the shorter one; returns the feature shape."""
 
 
 def _frames(width: Callable[[Any], int]) -> Shape:
@@ -86,13 +86,13 @@ def _samples(config: Any, which: int) -> tuple[int, ...]:
     return (NUM_SAMPLES[which],)
 
 
-def _whole(part: Callable[[Any], Any]) -> Shape:
-    """Of an encoder in Whisper's kind, which hears sounds of one length alone."""
+def _fixed_len(part: Callable[[Any], Any]) -> Shape:
+    """Returns the feature shape of an encoder with a fixed input length, such as Whisper's."""
     return lambda config, which: (part(config).num_mel_bins, 2 * part(config).max_source_positions)
 
 
 FOR_ENCODERS: dict[str, tuple[Shape, bool]] = {
-    "whisper": (_whole(lambda config: config), False),
+    "whisper": (_fixed_len(lambda config: config), False),
     "speech_to_text": (_frames(lambda config: config.input_feat_per_channel), True),
     "seamless_m4t": (_frames(lambda config: config.feature_projection_input_dim), True),
     "seamless_m4t_v2": (_frames(lambda config: config.feature_projection_input_dim), True),
@@ -103,11 +103,13 @@ FOR_ENCODERS: dict[str, tuple[Shape, bool]] = {
     "speech-encoder-decoder": (_samples, True),
     "speecht5": (_samples, True),
 }
-"""The shape of a sound's features, and whether sounds are padded and masked; by model type."""
+"""Feature shape, and whether inputs are padded and masked, by model type with an audio encoder."""
 
-_WHOLE = _whole(lambda config: config.audio_config)
-AMONG_WORDS: dict[str, Shape] = {
-    **dict.fromkeys(("audioflamingo3", "musicflamingo", "qwen2_audio", "voxtral", "moss_transcribe_diarize"), _WHOLE),
+_FIXED_LEN = _fixed_len(lambda config: config.audio_config)
+IN_PROMPT: dict[str, Shape] = {
+    **dict.fromkeys(
+        ("audioflamingo3", "musicflamingo", "qwen2_audio", "voxtral", "moss_transcribe_diarize"), _FIXED_LEN
+    ),
     "glmasr": lambda config, which: (config.audio_config.num_mel_bins, NUM_FRAMES[which]),
     "qwen3_asr": lambda config, which: (config.audio_config.num_mel_bins, (200, 100)[which]),
     "fun_asr_nano": _frames(lambda config: config.audio_config.input_size),
@@ -117,21 +119,21 @@ AMONG_WORDS: dict[str, Shape] = {
     "vibevoice_asr": lambda config, which: (1, (480, 400)[which]),
 }
 FRAMES_FIRST = frozenset({"fun_asr_nano", "granite_speech", "granite_speech_plus", "nemo_speechlm"})
-"""Types whose features are [frames, mel bins]; of the others they are [mel bins, frames], or [1, samples]."""
+"""Types whose features are [frames, mel_bins]; those of the others are [mel_bins, frames] or [1, samples]."""
 COUNTED_BY_LENGTH = frozenset({"musicflamingo", "qwen2_audio"})
-"""Types whose encoder cannot be called by itself to see how many features it makes."""
+"""Types whose encoder cannot be called by itself to count its output features."""
 MASKED_BEHIND = frozenset({"granite_speech", "granite_speech_plus"})
-"""Types whose mask is over features behind the encoder, not before it."""
+"""Types whose mask covers the encoder's output, not its input."""
 BY_SDPA = frozenset({"seamless_m4t_v2"})
-"""Types whose eager attention is no measure: it adds the boolean mask that their code gives it, as ones, to scores."""
+"""Types whose eager attention is wrong: it adds the boolean mask that their code passes to the scores, as ones."""
 MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask")
-"""Arguments that say which frames or samples of a sound are real."""
+"""Arguments that mask the frames or samples of padding."""
 
 
-def sound_model(
+def audio_model(
     model_type: str, model_class: type[PreTrainedModel], seed: int, *, encoder_type: str = "bert"
 ) -> PreTrainedModel:
-    """A tiny random model of `model_type`; `encoder_type` where the type is any encoder beside any decoder."""
+    """Builds a tiny random model; `encoder_type` for types that combine any encoder with any decoder."""
     model = random_model(model_class, _config(model_type, encoder_type), seed)
     if hasattr(model, "codec_model"):
         _fill_codebooks(model.codec_model, seed)
@@ -142,7 +144,7 @@ def sound_model(
 
 @torch.no_grad()
 def _fill_codebooks(codec: Any, seed: int) -> None:
-    """Codes that differ, which are zero at first, and as large as what they stand for: else rounding chooses them."""
+    """Fills codebooks, which are zero at first, with codes as large as the latents: else rounding chooses them."""
     size = codec.encoder(_random((1, 1, NUM_NEW * codec.config.frame_size), 0)).latents.std()
     for index, (name, buffer) in enumerate(codec.named_buffers()):
         if name.endswith("codebook.embed_sum"):
@@ -155,29 +157,29 @@ def _config(model_type: str, encoder_type: str) -> PreTrainedConfig:
     return tiny_config(model_type, as_decoder=False, overrides=CONFIGS.get(model_type, {}))
 
 
-def sounds(model_type: str, model: PreTrainedModel) -> dict[str, Inputs]:
-    """Arguments of ``generate`` with two random sounds: "first" and "second" by themselves, and "padded" with both.
+def audio_inputs(model_type: str, model: PreTrainedModel) -> dict[str, Inputs]:
+    """Returns arguments of ``generate`` for two random audio inputs: "first", "second", and "padded" with both.
 
-    Of types whose sounds go on while they write, "forward" has arguments of a forward.
+    For types that read audio while they generate, "forward" has the arguments of a forward.
 
     Raises:
-        UnsupportedModelError: the type reads sounds in a way that this harness does not know.
+        UnsupportedModelError: The harness has no inputs for this type.
     """
     if model_type in FOR_ENCODERS:
         return _for_encoder(model_type, model)
-    if model_type in BESIDE_WORDS:
-        return BESIDE_WORDS[model_type](model)
-    if model_type not in AMONG_WORDS:
+    if model_type in STREAMED:
+        return STREAMED[model_type](model)
+    if model_type not in IN_PROMPT:
         raise UnsupportedModelError(
-            f"{type(model).__name__} reads codes or sounds in a way of its own, for which this harness has no inputs"
+            f"{type(model).__name__} reads codes or audio in a way of its own, for which this harness has no inputs"
         )
-    singles = [_among_words(model_type, model, which) for which in (0, 1)]
-    return {"first": singles[0], "second": singles[1], "padded": batched(_as_long(singles))}
+    singles = [_in_prompt(model_type, model, which) for which in (0, 1)]
+    return {"first": singles[0], "second": singles[1], "padded": batched(_padded_to_one_length(singles))}
 
 
-def hears(model_type: str) -> bool:
-    """Whether there are sounds among words, or beside them, for `model_type`."""
-    return model_type in AMONG_WORDS or model_type in BESIDE_WORDS
+def is_audio_type(model_type: str) -> bool:
+    """Whether the decoder of `model_type` reads audio, in its prompt or while it generates."""
+    return model_type in IN_PROMPT or model_type in STREAMED
 
 
 def _for_encoder(model_type: str, model: PreTrainedModel) -> dict[str, Inputs]:
@@ -201,15 +203,15 @@ def _random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1))
 
 
-def _among_words(model_type: str, model: Any, which: int) -> Inputs:
-    """A sound for a decoder that reads it among its words."""
-    features = _random(AMONG_WORDS[model_type](model.config, which), which)[None]
+def _in_prompt(model_type: str, model: Any, which: int) -> Inputs:
+    """Returns an input for a decoder that reads audio in its prompt."""
+    features = _random(IN_PROMPT[model_type](model.config, which), which)[None]
     length = features.shape[1 if model_type in FRAMES_FIRST else 2]
     accepted = inspect.signature(type(model).forward).parameters
     given: Inputs = {("input_values" if "input_values" in accepted else "input_features"): features}
     mask = torch.ones(1, length, dtype=torch.long)
-    if which and AMONG_WORDS[model_type] is _WHOLE:
-        mask[:, length * 3 // 4 :] = 0  # a shorter sound, filled up
+    if which and IN_PROMPT[model_type] is _FIXED_LEN:
+        mask[:, length * 3 // 4 :] = 0  # a shorter input, padded
     given |= {name: mask for name in MASKS if name in accepted}
     if "sample" in accepted:
         given["sample"] = False  # else the encoder draws noise from torch's own stream
@@ -227,7 +229,7 @@ def _among_words(model_type: str, model: Any, which: int) -> Inputs:
 
 
 def _voxtral_realtime(model: Any) -> dict[str, Inputs]:
-    """A token, read or written, for so many frames of the sound."""
+    """Returns inputs with `audio_length_per_tok` frames for each token of prompt and answer."""
     each, num_bins = model.config.audio_length_per_tok, model.config.audio_config.num_mel_bins
     num_tokens = [STREAMED_PROMPT_LEN + NUM_NEW + more for more in (2, 0)]
     singles: list[Inputs] = []
@@ -236,39 +238,37 @@ def _voxtral_realtime(model: Any) -> dict[str, Inputs]:
         features = _random((1, num_bins, each * num_tokens[which]), which)
         mask = torch.ones_like(ids)
         singles.append({"input_ids": ids, "attention_mask": mask, "input_features": features, "num_delay_tokens": 3})
-    heard = singles[0]["input_features"][..., : each * STREAMED_PROMPT_LEN]
-    both = batched(_as_long(singles))
-    forward = singles[0] | {"input_features": heard}
+    of_prompt = singles[0]["input_features"][..., : each * STREAMED_PROMPT_LEN]
+    both = batched(_padded_to_one_length(singles))
+    forward = singles[0] | {"input_features": of_prompt}
     return {"first": singles[0], "second": singles[1], "padded": both, "forward": forward}
 
 
 def _kyutai_speech_to_text(model: Any) -> dict[str, Inputs]:
-    """A token written for each frame of the codec; a forward reads both, side by side."""
+    """Returns inputs with one codec frame for each new token; a forward reads tokens and codes as one array."""
     num_samples = (NUM_NEW + 2) * model.config.frame_size
     pair = [_random((1, 1, num_samples), which) for which in (0, 1)]
     generator = torch.Generator().manual_seed(10)
     tokens = torch.randint(FIRST_PROMPT_ID, PROMPT_IDS_END, (1, STREAMED_PROMPT_LEN, 1), generator=generator)
     shape = (1, STREAMED_PROMPT_LEN, model.config.num_codebooks)
     codes = torch.randint(0, model.config.codec_config.codebook_size, shape, generator=generator)
-    heard = {"input_ids": torch.cat([tokens, codes], 2)}
+    forward = {"input_ids": torch.cat([tokens, codes], 2)}
     first, second, both = ({"input_values": x} for x in (*pair, torch.cat(pair)))
-    return {"first": first, "second": second, "padded": both, "forward": heard}
+    return {"first": first, "second": second, "padded": both, "forward": forward}
 
 
 STREAMED_PROMPT_LEN = 7
-BESIDE_WORDS = {"voxtral_realtime": _voxtral_realtime, "kyutai_speech_to_text": _kyutai_speech_to_text}
-"""Types that hear while they write, a piece of sound with every token."""
+STREAMED = {"voxtral_realtime": _voxtral_realtime, "kyutai_speech_to_text": _kyutai_speech_to_text}
+"""Inputs of types that read a frame of audio with every token that they generate."""
 
 
-def _as_long(singles: list[Inputs]) -> list[Inputs]:
-    """The same with all features and their masks filled up with zeros behind to one length."""
+def _padded_to_one_length(singles: list[Inputs]) -> list[Inputs]:
+    """Pads features and their masks on the right with zeros to one length."""
 
     def filled(name: str, value: torch.Tensor) -> torch.Tensor:
         sizes = [max(one[name].shape[axis] for one in singles) for axis in range(value.ndim)]
         pad = [n for size, has in zip(reversed(sizes), reversed(value.shape), strict=True) for n in (0, size - has)]
         return torch.nn.functional.pad(value, pad)
 
-    are_sounds = {"input_features", "input_values", *MASKS}
-    return [
-        {name: filled(name, value) if name in are_sounds else value for name, value in one.items()} for one in singles
-    ]
+    padded = {"input_features", "input_values", *MASKS}
+    return [{name: filled(name, value) if name in padded else value for name, value in one.items()} for one in singles]

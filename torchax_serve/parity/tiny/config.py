@@ -1,8 +1,8 @@
 """Tiny configurations of any model type, derived from the type's own default configuration.
 
-What a field means is told by its name: sizes shrink, windows become shorter than the prompts, experts several, heads
-grouped. Of the layers those are kept that differ in what the configuration's per-layer lists say of them, so a hybrid
-keeps a layer of every kind. `tiny_overrides` has what no rule finds.
+Rules match the names of fields: sizes shrink, windows become shorter than the prompts, experts several, heads
+grouped. Layers that differ in the configuration's per-layer lists are kept, one of each kind, so a hybrid
+has a layer of every kind. `config_overrides` has the values that no rule finds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCAB_SIZE = 128
 NUM_LAYERS = 2
 MAX_LAYERS = 6
 WINDOW = 6
-"""Tokens that a window lets see; fewer than the shortest prompt has."""
+"""Number of tokens in a sliding window; fewer than the shortest prompt has."""
 MAX_POSITIONS = 128
 ROTATED_DIM = 4
 
@@ -78,17 +78,17 @@ Rule = Callable[[dict[str, Any]], dict[str, Any]]
 _Compiled = tuple[tuple[re.Pattern[str], int], ...]
 
 DECODER_OF_TWO = "bert"
-"""The decoder of a type that is any encoder beside any decoder."""
+"""Decoder of types that combine any encoder with any decoder."""
 NUM_HEADS = 4
 GROUPED = {"num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 8}
-"""Given even where the default leaves them open, so that keys are shared among heads."""
+"""Values set even if the default leaves them open, so that keys are shared among heads."""
 
 DECODER_FLAGS = ("is_decoder", "causal")
-"""Of a configuration that can be an encoder's or a decoder's."""
+"""Flags of a configuration that can be an encoder's or a decoder's."""
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 SPECIAL_IDS = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "unk": 3, "sep": 2, "cls": 1, "mask": 4}
 FIRST_MARKER = VOCAB_SIZE - 1
-"""Ids of images, sounds and other markers count down from here; prompts keep below `PROMPT_IDS_END`."""
+"""Ids of image, audio and other markers count down from here; prompt ids are below `PROMPT_IDS_END`."""
 PROMPT_IDS_END = 100
 
 
@@ -100,14 +100,14 @@ def tiny_config(
     rule: Rule | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> PreTrainedConfig:
-    """A configuration of `model_type` for a model of some ten thousand weights.
+    """Builds a configuration of `model_type` for a model of some ten thousand weights.
 
     Args:
-        model_type: as transformers names it.
-        as_decoder: of what can be either, a causal decoder is made, and no encoder.
-        patterns: further than `PATTERNS`, and before them.
-        rule: gives further values of a configuration, from its default ones.
-        overrides: values for this type, further than `tiny_overrides`; those of a part by its name.
+        model_type: Model type of transformers.
+        as_decoder: Whether a type that can be either is a causal decoder instead of an encoder.
+        patterns: Further patterns, tried before `PATTERNS`.
+        rule: Returns further values of a configuration from its default ones.
+        overrides: Values for this type, added to `config_overrides`; those of a sub-configuration under its name.
 
     Raises:
         UnsupportedModelError: transformers does not know the type, or cannot build its configuration; with its reason.
@@ -129,12 +129,12 @@ def tiny_config(
 
 
 def is_of_two(model_type: str) -> bool:
-    """Whether `model_type` is any encoder beside any decoder."""
+    """Returns whether `model_type` combines any encoder with any decoder."""
     return model_type in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[model_type], "from_encoder_decoder_configs")
 
 
 def config_of_two(model_type: str, encoder: PreTrainedConfig) -> PreTrainedConfig:
-    """A configuration of `model_type`, which `is_of_two`: `encoder` beside a tiny decoder."""
+    """Builds a configuration of `model_type`, which `is_of_two`, from `encoder` and a tiny decoder."""
     decoder = tiny_config(DECODER_OF_TWO)
     decoder.add_cross_attention = True
     config_class: Any = CONFIG_MAPPING[model_type]
@@ -149,7 +149,7 @@ def _compiled(patterns: Patterns) -> _Compiled:
 def _tiny_kwargs(
     config_class: type[PreTrainedConfig], overrides: Mapping[str, Any], patterns: _Compiled, rule: Rule | None
 ) -> dict[str, Any]:
-    """Arguments of `config_class`, `overrides` last."""
+    """Returns the arguments of `config_class`, `overrides` last."""
     overrides = OVERRIDES.get(config_class.model_type, {}) | dict(overrides)
     start = overrides.pop("start", {})  # where the bare default configuration cannot be built
     default = config_class(**copy.deepcopy(start))
@@ -158,7 +158,7 @@ def _tiny_kwargs(
     markers = iter(range(FIRST_MARKER, 0, -1))
 
     def is_declared(name: str) -> bool:
-        """Whether the number stands in the class; otherwise the configuration derives it from others."""
+        """Returns whether the class declares the number; otherwise the configuration derives it from others."""
         return _is_number(getattr(config_class, name, None)) or name in start
 
     for name, value in values.items():
@@ -178,7 +178,7 @@ def _tiny_kwargs(
         small["num_key_value_heads"] = NUM_HEADS
         small["head_dim"] = ROTATED_DIM if is_declared("head_dim") else UNSET
     small |= rule(values) if rule is not None else {}
-    small |= _kept_layers(values, overrides, patterns)
+    small |= _select_layers(values, overrides, patterns)
     return {name: value for name, value in (small | overrides).items() if value is not UNSET}
 
 
@@ -208,8 +208,8 @@ def _small_entry(name: str, value: Any, patterns: _Compiled) -> Any:
     return _small_number(name, value, iter(()), patterns) if _is_number(value) else value
 
 
-def _kept_layers(values: Mapping[str, Any], overrides: Mapping[str, Any], patterns: _Compiled) -> dict[str, Any]:
-    """The number of layers, and every per-layer list, cut to the first layers that differ in what the lists say."""
+def _select_layers(values: Mapping[str, Any], overrides: Mapping[str, Any], patterns: _Compiled) -> dict[str, Any]:
+    """Cuts the number of layers and every per-layer list to the first layers that differ in those lists."""
     counts = [name for name in LAYER_COUNTS if isinstance(values.get(name), int)]
     if not counts:
         return {}
@@ -224,12 +224,13 @@ def _kept_layers(values: Mapping[str, Any], overrides: Mapping[str, Any], patter
     seen: dict[str, int] = {}
     for layer in range(num_layers):
         seen.setdefault(repr([value[layer] for value in lists.values()]), layer)
-    kept = sorted(seen.values())[:MAX_LAYERS]
-    if len(kept) < NUM_LAYERS:
-        kept = list(range(NUM_LAYERS))
-    wanted = overrides.get(counts[0], len(kept))
-    kept = (kept * wanted)[:wanted]
+    layers = sorted(seen.values())[:MAX_LAYERS]
+    if len(layers) < NUM_LAYERS:
+        layers = list(range(NUM_LAYERS))
+    wanted = overrides.get(counts[0], len(layers))
+    layers = (layers * wanted)[:wanted]
     cut = {
-        name: type(value)(_small_entry(name, value[layer], patterns) for layer in kept) for name, value in lists.items()
+        name: type(value)(_small_entry(name, value[layer], patterns) for layer in layers)
+        for name, value in lists.items()
     }
     return cut | dict.fromkeys(counts, wanted)

@@ -1,11 +1,11 @@
-"""What no rule of `tiny_config` finds: values by model type, as data."""
+"""Values of tiny configurations by model type, where no rule of `config` fits."""
 
 from __future__ import annotations
 
 from typing import Any
 
 UNSET: Any = object()
-"""Takes away what a rule gives, so that the configuration derives it."""
+"""Marker that removes the value of a rule, so that the configuration derives it."""
 
 _ATTENTION_MAMBA = {"mamba_d_head": "auto"}
 _SHARED_4 = {
@@ -103,4 +103,4 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "chunk_size": 16},
 }
-"""By a configuration's own type, also where it stands inside another one."""
+"""Values by the type of a configuration, also of a sub-configuration."""

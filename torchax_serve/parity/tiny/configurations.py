@@ -1,4 +1,4 @@
-"""What checkpoints vary beside their architecture, as data: tiny configurations by name, one difference each."""
+"""Tiny configurations by name: each differs from the default of its type in one thing that checkpoints vary."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _STRANGE_KEYS = {
 
 @dataclasses.dataclass(frozen=True)
 class ConfigurationCase:
-    """One configuration.
+    """Configuration to check.
 
     Attributes:
-        model_type: of a causal or a sequence-to-sequence model.
-        overrides: values that differ from those of the type's tiny configuration.
-        is_tied: the head is the table of tokens, whatever the harness would rather have.
-        changed: makes another configuration of the tiny one.
+        model_type: Type of a causal or a sequence-to-sequence model.
+        overrides: Values that differ from those of the type's tiny configuration.
+        is_tied: Whether the head is always tied to the embedding.
+        changed: Function that returns a changed copy of the tiny configuration.
     """
 
     model_type: str
@@ -43,7 +43,7 @@ class ConfigurationCase:
     changed: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None
 
     def config(self) -> PreTrainedConfig:
-        """The configuration, made anew."""
+        """Builds the configuration."""
         config = tiny_config(self.model_type, overrides=self.overrides)
         return config if self.changed is None else self.changed(config)
 
@@ -113,7 +113,7 @@ def _set(config: PreTrainedConfig, **values: Any) -> PreTrainedConfig:
 
 
 def _rope_cases() -> dict[str, ConfigurationCase]:
-    """A case for each kind of rotary embedding of the first family, and some kinds of the others."""
+    """Returns a case for each kind of rotary embedding of the first family, and for some kinds of the others."""
     if importlib.util.find_spec(_ROPE_TABLE) is None:
         return {}
     table: Any = importlib.import_module(_ROPE_TABLE)
@@ -129,5 +129,5 @@ def _rope_cases() -> dict[str, ConfigurationCase]:
 
 
 def cases() -> dict[str, ConfigurationCase]:
-    """All configurations by name."""
+    """Returns all configurations by name."""
     return _CASES | _rope_cases()

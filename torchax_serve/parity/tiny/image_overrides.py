@@ -1,4 +1,4 @@
-"""What no rule of `tiny_images` finds: configurations, pixels and placeholders by model type, as data."""
+"""Configurations, pixels and placeholders by model type, where no rule of `images` fits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig
 from torchax_serve.parity.tiny.config import FIRST_MARKER
 
 SIZE = 16
-"""Pixels of a side of an image."""
+"""Side of an image, in pixels."""
 PATCH = 4
-"""Pixels of a side of a patch."""
+"""Side of a patch, in pixels."""
 _GRID = (1, SIZE // PATCH, SIZE // PATCH)
 
 Inputs = dict[str, Any]
@@ -169,7 +169,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "muse_spark": {"audio_config": {"out_hidden_size": 32}, "out_hidden_size": 128},
     "got_ocr2": {"vision_config": {"global_attn_indexes": [1], "window_size": 2, "output_channels": 8, "mlp_dim": 48}},
 }
-"""Values of configurations, those of parts by the part's name."""
+"""Values of configurations by model type; those of a sub-configuration stand under its name."""
 
 
 def _image(generator: torch.Generator, *before: int, size: int = SIZE) -> torch.Tensor:
@@ -181,7 +181,7 @@ def _is_marker(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _questioned(config: PreTrainedConfig, generator: torch.Generator, num_frames: int = 0) -> Inputs:
-    """What is asked about the image is given to its encoder, too."""
+    """Returns inputs in which the question about the image is passed to its encoder, too."""
     question = torch.tensor([[5, 9, 7]])
     return {
         "pixel_values": _image(generator, 1, num_frames) if num_frames else _image(generator, 1),
@@ -203,7 +203,7 @@ def _sized(config: PreTrainedConfig, generator: torch.Generator) -> Inputs:
 
 
 def _tiles(config: PreTrainedConfig, generator: torch.Generator) -> Inputs:
-    """An image twice as wide as high: the whole of it, and two tiles."""
+    """Returns an image twice as wide as high, as a thumbnail and two tiles."""
     return {"pixel_values": _image(generator, 1, 3), "image_sizes": torch.tensor([[SIZE, 2 * SIZE]])}
 
 
@@ -219,7 +219,7 @@ def _patches(*shape: int, **others: Any) -> Maker:
 
 
 def _merged(config: PreTrainedConfig, generator: torch.Generator) -> Inputs:
-    """Patches of twice the size, four by four."""
+    """Returns patches of twice the size, four by four."""
     return {"pixel_values": torch.rand(1, _NUM, 4 * _WIDTH, generator=generator), "image_position_ids": _POINTS}
 
 
@@ -322,7 +322,7 @@ PIXELS |= {
     "minicpmv4_7": PIXELS["minicpm_ocr"],
     "gemma4_unified": _merged,
 }
-"""Makers of what a model takes of images, from its configuration and a generator of random numbers."""
+"""Functions that make a model's image inputs from its configuration and a generator of random numbers."""
 TOKENS: dict[str, int] = {
     "chameleon": FIRST_MARKER,
     "emu3": FIRST_MARKER,
@@ -333,4 +333,4 @@ TOKENS: dict[str, int] = {
 WRAPPED: dict[str, tuple[list[int], list[int]]] = dict.fromkeys(
     ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), ([120], [119])
 )
-"""Tokens before and behind the placeholders, without which a model does not see them."""
+"""Tokens before and after the placeholders, without which a model does not see them."""

@@ -1,6 +1,6 @@
-"""Tiny models of images and text, and inputs for them: pixels, grids, and a placeholder token for every feature.
+"""Builds tiny models of images and text and their inputs: pixels, grids, and a placeholder token for every feature.
 
-`tiny_image_overrides` has what no rule finds.
+`image_overrides` has the values that no rule finds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torchax_serve.parity.tiny.models import random_model
 IMAGE_SIZE = 16
 PATCH_SIZE = 4
 ENCODER_OF_TWO = "vit"
-"""The encoder of a type that is any encoder beside any decoder."""
+"""Encoder of types that combine any encoder with any decoder."""
 GRID = (1, 4, 4)
-"""Patches of an image: frames, rows, columns."""
+"""Numbers of patches of an image: frames, rows, columns."""
 PATTERNS: tuple[tuple[str, int], ...] = (
     (r"(.*_)?(image|img)_size", IMAGE_SIZE),
     (r"patch_size", PATCH_SIZE),
@@ -47,23 +47,23 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     (r"encoder_ffn_dim|encoder_intermediate_size|expert_ffn_hidden_size", 48),
 )
 GAINS = (1.0, 1.4)
-"""Less than of text alone: images go through two models, and what each adds to rounding multiplies."""
+"""Gains of products, smaller than for text: images pass two models, and their amplifications of rounding multiply."""
 
 
 def image_text_class(model_type: str) -> type[PreTrainedModel]:
-    """The class that transformers maps `model_type` to as a model of images and text."""
+    """Returns the class that transformers maps `model_type` to as a model of images and text."""
     return getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type])
 
 
 def image_config(model_type: str) -> PreTrainedConfig:
-    """A configuration for a tiny model of `model_type`, images of `IMAGE_SIZE` pixels a side."""
+    """Builds a configuration for a tiny model of `model_type`, with images of `IMAGE_SIZE` pixels a side."""
     if is_of_two(model_type):
         return config_of_two(model_type, tiny_config(ENCODER_OF_TWO, patterns=PATTERNS, as_decoder=False))
-    return tiny_config(model_type, patterns=PATTERNS, rule=_shared_out, overrides=CONFIGS.get(model_type, {}))
+    return tiny_config(model_type, patterns=PATTERNS, rule=_split_rotary, overrides=CONFIGS.get(model_type, {}))
 
 
-def _shared_out(values: dict[str, Any]) -> dict[str, Any]:
-    """Rotated dimensions are shared out among the axes of positions; no prompt has the placeholder by chance."""
+def _split_rotary(values: dict[str, Any]) -> dict[str, Any]:
+    """Splits rotated dimensions among position axes, and sets placeholders that no prompt contains by chance."""
     rope = values.get("rope_parameters")
     small = {name: FIRST_MARKER for name in TOKEN_FIELDS if (values.get(name) or FIRST_MARKER) < PROMPT_IDS_END}
     if not isinstance(rope, dict) or "mrope_section" not in rope:
@@ -72,12 +72,12 @@ def _shared_out(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def image_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """A tiny random model of `model_type`; see `torchax_serve.parity.tiny.models.random_model`."""
+    """Builds a tiny random model of `model_type`; see `torchax_serve.parity.tiny.models.random_model`."""
     return random_model(image_text_class(model_type), image_config(model_type), seed, GAINS)
 
 
 def inputs_of(model: PreTrainedModel, model_type: str, index: int) -> Inputs:
-    """Arguments of ``forward`` and ``generate``: prompt `index`, 0 or 1, each with an image of its own."""
+    """Returns arguments of ``forward`` and ``generate`` for prompt `index`, 0 or 1, each with an image of its own."""
     generator = torch.Generator().manual_seed(index + 10)
     make: Callable[..., Inputs] = PIXELS.get(model_type) or _pixels
     images = make(model.config, generator)
@@ -105,7 +105,7 @@ def _vision(config: PreTrainedConfig) -> Any:
 
 
 def _pixels(config: PreTrainedConfig, generator: torch.Generator) -> Inputs:
-    """Pixels of an image, in patches where the model takes a grid."""
+    """Returns the pixels of an image, in patches if the model takes a grid."""
     vision = _vision(config)
     channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3
     parameters = inspect.signature(image_text_class(config.model_type).forward).parameters

@@ -1,6 +1,6 @@
-"""What stands among the words of a prompt, images or sounds: a placeholder token for every feature of them.
+"""Builds prompts with images or audio: a placeholder token for every feature.
 
-The number of features is not computed here but asked of the model: its own encoder is called, and what it returns is
+The number of features is not computed here: the model's own encoder is called, and the features it returns are
 counted.
 """
 
@@ -20,11 +20,11 @@ Inputs = dict[str, Any]
 """Arguments of ``forward`` and ``generate``."""
 
 BEFORE, AFTER = (4, 5), (5, 3)
-"""Text tokens before and behind the placeholders, by prompt."""
+"""Numbers of text tokens before and after the placeholders, by prompt."""
 
 
 def prompt_around(placeholders: list[int], index: int, generator: torch.Generator) -> Inputs:
-    """Token ids int64[1, len] of prompt `index`, 0 or 1: some text, the placeholders, more text; and their mask."""
+    """Returns token ids int64[1, len] of prompt `index`, 0 or 1 (text, placeholders, text), and their mask."""
     before, after = (
         torch.randint(FIRST_PROMPT_ID, PROMPT_IDS_END, (n[index],), generator=generator) for n in (BEFORE, AFTER)
     )
@@ -34,12 +34,12 @@ def prompt_around(placeholders: list[int], index: int, generator: torch.Generato
 
 @torch.no_grad()
 def num_features(model: PreTrainedModel, modality: str, given: Inputs) -> int:
-    """Features that the model's own encoder makes of `given`: as many placeholder tokens stand in the prompt.
+    """Counts the features that the model's encoder computes from `given`: the number of placeholder tokens.
 
     Args:
-        model: in eager PyTorch.
+        model: Model in eager PyTorch.
         modality: "image" or "audio".
-        given: arguments, of which the encoder gets those that it takes.
+        given: Arguments, of which the encoder gets those that it takes.
     """
     name = f"get_{modality}_features"
     encode: Any = getattr(model.base_model, name, None) or getattr(model, name)
@@ -56,7 +56,7 @@ def num_features(model: PreTrainedModel, modality: str, given: Inputs) -> int:
 
 
 def batched(inputs: list[Inputs]) -> Inputs:
-    """Several inputs in one, their text padded on the left; everything else is put one behind the other."""
+    """Joins several inputs into one batch: text is padded on the left, everything else is concatenated."""
     length = max((one["input_ids"].shape[1] for one in inputs if "input_ids" in one), default=0)
     joined: Inputs = {}
     for name, value in inputs[0].items():

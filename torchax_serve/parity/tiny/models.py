@@ -1,4 +1,4 @@
-"""Tiny random models whose greedy choices are clear, and what eager PyTorch makes of them."""
+"""Builds tiny random models whose greedy choices are clear, and computes their outputs in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -15,47 +15,49 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.parity.result import said
+from torchax_serve.parity.result import error_line
 from torchax_serve.parity.tiny.config import PROMPT_IDS_END, SPECIAL_IDS, tiny_config
 
 NUM_NEW = 16
 PROMPT_LENS = (14, 9)
 FIRST_PROMPT_ID = 5
 CLEAR_GAP = 0.02
-"""Between the first and the second logit of every greedy choice: two hundred times what a logit may be off."""
+"""Smallest gap between the two largest logits of a clear greedy choice: two hundred times the tolerance of a logit."""
 NUM_SEEDS = 9
 FIRST_UNTIED = 6
-"""From this seed on the head has weights of its own: tied, some types only repeat a token."""
+"""First seed whose head is not tied to the embedding: with a tied head some types only repeat a token."""
 EMBEDDING_STDS = (0.4, 0.1, 0.03)
-"""By seed: many models scale their embeddings, and one that only repeats its last token checks little."""
-LEAST_DISTINCT = 4
+"""Standard deviations of embeddings by seed: many models scale them, and repeating the last token checks little."""
+MIN_DISTINCT = 4
+"""Smallest number of different tokens in an answer that checks enough."""
 GAINS = (1.4, 3.0, 3.0, 2.0, 2.0, 2.0)
-"""By three seeds."""
-MOST_ROUNDING = 2e-5
-"""Of a logit in float32: a fifth of what it may be off."""
-NUM_WAYS_WRONG = 8
-"""In the last bit, where that tells how much a model amplifies rounding."""
+"""Gains of products; each is used for three seeds."""
+MAX_ROUNDING = 2e-5
+"""Largest rounding error of a logit in float32: a fifth of the tolerance."""
+NUM_PERTURBATIONS = 8
+"""Number of perturbed weights tried to see how much a model amplifies rounding."""
 NOISE_STD = 0.1
+"""Standard deviation of the noise added to biases and scales."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What eager PyTorch gives.
+    """Outputs of eager PyTorch.
 
     Attributes:
-        logits: float32[1, prompt_len, vocab] of the first prompt.
-        padded: int64[2, NUM_NEW], new tokens of both prompts in one batch, the shorter padded on the left; None where
+        logits: Logits of the first prompt, float32[1, prompt_len, vocab].
+        padded: New tokens of both prompts in one batch, the shorter padded on the left, int64[2, NUM_NEW]; None if
             transformers raises.
-        alone: int64[1, NUM_NEW] by prompt.
-        smallest_gap: between the first and the second logit of all choices.
-        options: further arguments of ``generate`` that eager PyTorch needed.
-        notes: what transformers could not do.
-        rounding: see `rounding_error`; a model that amplifies rounding is no clear one.
+        unbatched: New tokens of each prompt by itself, int64[1, NUM_NEW].
+        smallest_gap: Smallest gap between the first and the second logit of a greedy choice.
+        options: Further arguments of ``generate`` that eager PyTorch needed.
+        notes: Calls that fail in transformers.
+        rounding: Rounding error of the logits (`rounding_error`); large if the model amplifies rounding.
     """
 
     logits: torch.Tensor
     padded: torch.Tensor | None
-    alone: tuple[torch.Tensor, ...]
+    unbatched: tuple[torch.Tensor, ...]
     smallest_gap: float
     options: dict[str, Any]
     notes: tuple[str, ...]
@@ -63,30 +65,30 @@ class Expected:
 
     @property
     def num_distinct(self) -> int:
-        """The number of different tokens in the less varied answer."""
-        return min(len(set(tokens[0].flatten().tolist())) for tokens in self.alone)
+        """Number of different tokens in the less varied answer."""
+        return min(len(set(tokens[0].flatten().tolist())) for tokens in self.unbatched)
 
     @property
     def prompts_differ(self) -> bool:
         """Whether the prompts have different answers."""
-        return not torch.equal(*self.alone)
+        return not torch.equal(*self.unbatched)
 
     @property
     def has_margins(self) -> bool:
         """Whether the choices are clear and differ from prompt to prompt."""
-        if self.rounding > MOST_ROUNDING:
+        if self.rounding > MAX_ROUNDING:
             return False
-        return self.prompts_differ and self.smallest_gap >= CLEAR_GAP and self.num_distinct >= LEAST_DISTINCT
+        return self.prompts_differ and self.smallest_gap >= CLEAR_GAP and self.num_distinct >= MIN_DISTINCT
 
 
 def prompts() -> tuple[torch.Tensor, ...]:
-    """Prompts int64[1, len] of different lengths, none beginning as another does."""
+    """Returns prompts int64[1, len] of different lengths that share no prefix."""
     generator = torch.Generator().manual_seed(1)
     return tuple(torch.randint(FIRST_PROMPT_ID, PROMPT_IDS_END, (1, n), generator=generator) for n in PROMPT_LENS)
 
 
 def padded_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """The prompts in one batch, padded on the left: input_ids and attention_mask, int64[2, len]."""
+    """Returns the prompts in one batch, padded on the left: input_ids and attention_mask, int64[2, len]."""
     length = max(PROMPT_LENS)
     ids, mask = torch.zeros(2, length, dtype=torch.long), torch.zeros(2, length, dtype=torch.long)
     for row, prompt in enumerate(prompts()):
@@ -96,13 +98,13 @@ def padded_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def causal_class(model_type: str) -> type[PreTrainedModel]:
-    """The class that transformers maps `model_type` to as a causal language model."""
+    """Returns the class that transformers maps `model_type` to as a causal language model."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     return getattr(transformers, names if isinstance(names, str) else names[0])
 
 
 def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """A tiny causal model; see `random_model`."""
+    """Builds a tiny causal model; see `random_model`."""
     return random_model(causal_class(model_type), tiny_config(model_type), seed)
 
 
@@ -112,7 +114,7 @@ def random_model(
     seed: int = 0,
     gains: tuple[float, ...] = GAINS,
 ) -> PreTrainedModel:
-    """A model in float32, random weights, attention as eager code; `gains` of products, from early to late seeds.
+    """Builds a model in float32 with random weights and eager attention; `gains` of products by seed.
 
     Raises:
         UnsupportedModelError: transformers cannot build it; with its reason.
@@ -126,7 +128,7 @@ def random_model(
         model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     except Exception as error:
         raise UnsupportedModelError(
-            f"transformers cannot build {model_class.__name__} from a configuration: {said(error)}"
+            f"transformers cannot build {model_class.__name__} from a configuration: {error_line(error)}"
         ) from error
     _spread(model, EMBEDDING_STDS[seed % len(EMBEDDING_STDS)], gains[min(seed // len(EMBEDDING_STDS), len(gains) - 1)])
     if not model.can_generate():
@@ -141,7 +143,7 @@ def random_model(
 
 
 def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """`config`, or the part of it that `model_class` is made from."""
+    """Returns `config`, or the part of it that `model_class` is built from."""
     wanted = model_class.config_class
     if wanted is None or isinstance(config, wanted):
         return config
@@ -151,7 +153,7 @@ def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
 
 @torch.no_grad()
 def _spread(model: PreTrainedModel, embedding_std: float, gain: float) -> None:
-    """Weights large enough that what the layers add outweighs the token's own embedding, and no bias is zero."""
+    """Scales weights so that the layers' outputs outweigh the token's own embedding, and no bias is zero."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_floating_point():
@@ -162,7 +164,9 @@ def _spread(model: PreTrainedModel, embedding_std: float, gain: float) -> None:
                 parameter.normal_(std=gain * parameter.shape[-1] ** -0.5)
             elif parameter.ndim == 1 and name in ("weight", "bias"):
                 parameter.add_(torch.randn_like(parameter), alpha=NOISE_STD)
-            elif not parameter.any():  # what it scales would be equal, and the order of equals is nobody's
+            elif (
+                not parameter.any()
+            ):  # the values that it scales would be equal, and the order of equal values is undefined
                 parameter.normal_(std=NOISE_STD)
 
 
@@ -173,7 +177,7 @@ def _is_product(module: torch.nn.Module, name: str) -> bool:
 
 
 def model_with_margins(model_type: str) -> tuple[PreTrainedModel, Expected]:
-    """A tiny causal model whose greedy choices are clear, and what eager PyTorch gives; fixed for a type."""
+    """Builds a tiny causal model with clear greedy choices, and its outputs in eager PyTorch; fixed for a type."""
     return clearest(functools.partial(tiny_model, model_type), expect)
 
 
@@ -182,12 +186,12 @@ def clearest(
     expect: Callable[[PreTrainedModel], Expected],
     seeds: Sequence[int] = range(NUM_SEEDS),
 ) -> tuple[PreTrainedModel, Expected]:
-    """The first of a few seeds whose greedy choices are clear, or the one with the widest gap.
+    """Returns the model of the first seed whose greedy choices are clear, or the one with the widest gap.
 
     Args:
-        make: a model of a seed.
-        expect: what eager PyTorch gives of a model.
-        seeds: to be tried in this order.
+        make: Builds a model from a seed.
+        expect: Computes the outputs of a model in eager PyTorch.
+        seeds: Seeds, in the order in which they are tried.
     """
     best: tuple[PreTrainedModel, Expected] | None = None
     for seed in seeds:
@@ -202,9 +206,9 @@ def clearest(
 
 
 def _quality(expected: Expected) -> tuple[int, bool, bool, int, float]:
-    varied = min(expected.num_distinct, LEAST_DISTINCT)
+    varied = min(expected.num_distinct, MIN_DISTINCT)
     return (
-        -max(1, math.ceil(expected.rounding / MOST_ROUNDING)),
+        -max(1, math.ceil(expected.rounding / MAX_ROUNDING)),
         expected.prompts_differ,
         expected.smallest_gap >= CLEAR_GAP / 10,
         varied,
@@ -214,7 +218,7 @@ def _quality(expected: Expected) -> tuple[int, bool, bool, int, float]:
 
 @torch.no_grad()
 def expect(model: PreTrainedModel) -> Expected:
-    """What eager PyTorch gives, each time on a copy, for there are models that write into themselves.
+    """Computes the outputs of eager PyTorch, each on a copy: some models change their own state in a call.
 
     Raises:
         UnsupportedModelError: the forward itself fails in PyTorch; with PyTorch's own error.
@@ -225,22 +229,22 @@ def expect(model: PreTrainedModel) -> Expected:
         assert torch.isfinite(logits).all(), "logits that are no numbers"
     except Exception as error:
         raise UnsupportedModelError(
-            f"the forward of {type(model).__name__} fails in PyTorch itself: {said(error)}"
+            f"the forward of {type(model).__name__} fails in PyTorch itself: {error_line(error)}"
         ) from error
     notes: list[str] = []
     options: dict[str, Any] = {}
     if num_codebooks(model) > 1:
         options = {"num_return_sequences": 1, "num_beams": 1}  # for which its generate has no defaults
     try:
-        alone = [greedy(model, prompt, torch.ones_like(prompt), options) for prompt in prompts()]
+        unbatched = [greedy(model, prompt, torch.ones_like(prompt), options) for prompt in prompts()]
     except Exception as error:
-        notes.append(f"eager generate with a cache raises {said(error)}; compared without one")
+        notes.append(f"eager generate with a cache raises {error_line(error)}; compared without one")
         options |= {"use_cache": False}
         try:
-            alone = [greedy(model, prompt, torch.ones_like(prompt), options) for prompt in prompts()]
+            unbatched = [greedy(model, prompt, torch.ones_like(prompt), options) for prompt in prompts()]
         except Exception as second:
-            raise UnsupportedModelError(f"eager generate raises {said(second)}") from second
-    gaps = [gap for _, gap in alone]
+            raise UnsupportedModelError(f"eager generate raises {error_line(second)}") from second
+    gaps = [gap for _, gap in unbatched]
     padded = None
     try:
         if num_codebooks(model) > 1:
@@ -249,17 +253,18 @@ def expect(model: PreTrainedModel) -> Expected:
             padded, gap = greedy(model, *padded_batch(), options)
             gaps.append(gap)
     except Exception as error:
-        notes.append(f"eager generate on a padded batch raises {said(error)}; not compared")
-    rounding = rounding_error(model, lambda twin: _forward(twin, rows_of(model, first)), logits)
-    return Expected(logits, padded, tuple(tokens for tokens, _ in alone), min(gaps), options, tuple(notes), rounding)
+        notes.append(f"eager generate on a padded batch raises {error_line(error)}; not compared")
+    rounding = rounding_error(model, lambda exact: _forward(exact, rows_of(model, first)), logits)
+    tokens = tuple(tokens for tokens, _ in unbatched)
+    return Expected(logits, padded, tokens, min(gaps), options, tuple(notes), rounding)
 
 
 def rounding_error(model: PreTrainedModel, forward: Callable[[Any], torch.Tensor], logits: torch.Tensor) -> float:
-    """Largest difference of `logits` to those in float64.
+    """Returns the largest difference of `logits` to those in float64.
 
-    Where the model's code does not compute in that, or gives no numbers because masks of its smallest number add up to
-    minus infinity, it is the difference to logits of weights that are wrong in their last bit, the largest of some ways
-    of being so: a single one may miss what is amplified.
+    Some code does not compute in float64, or gives NaN there because masks of its smallest number add up to minus
+    infinity. Then the result is the largest difference to logits of weights perturbed in their last bit, over
+    `NUM_PERTURBATIONS` perturbations: a single one may miss what is amplified.
     """
     try:
         exact = forward(copy.deepcopy(model).double())
@@ -268,27 +273,28 @@ def rounding_error(model: PreTrainedModel, forward: Callable[[Any], torch.Tensor
     if torch.isfinite(exact).all():
         others = [exact]
     else:
-        others = [forward(_wrong_in_the_last_bit(model, seed)) for seed in range(NUM_WAYS_WRONG)]
+        others = [forward(_perturb_last_bit(model, seed)) for seed in range(NUM_PERTURBATIONS)]
     return max(float((other - logits).abs().max()) for other in others)
 
 
 @torch.no_grad()
-def _wrong_in_the_last_bit(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    twin = copy.deepcopy(model)
-    drawn = torch.Generator().manual_seed(seed)
-    for parameter in twin.parameters():
+def _perturb_last_bit(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    perturbed = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in perturbed.parameters():
         if parameter.is_floating_point():
-            parameter.copy_(torch.nextafter(parameter, torch.randn(parameter.shape, generator=drawn) * torch.inf))
-    return twin
+            direction = torch.randn(parameter.shape, generator=generator) * torch.inf
+            parameter.copy_(torch.nextafter(parameter, direction))
+    return perturbed
 
 
 def num_codebooks(model: Any) -> int:
-    """Rows of codes that are one sequence to `model`, which are sounds then; 1 of text."""
+    """Returns how many rows of audio codes form one sequence of `model`; 1 for text."""
     return int(getattr(model, "num_codebooks", 1))
 
 
 def rows_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """One sequence int64[1, len] as `model` reads it, int64[num_codebooks, len]."""
+    """Converts one sequence int64[1, len] to the rows that `model` reads, int64[num_codebooks, len]."""
     return torch.cat([ids.roll(row, 1) for row in range(num_codebooks(model))])
 
 
@@ -299,13 +305,17 @@ def _forward(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def greedy(
     model: PreTrainedModel, ids: torch.Tensor | None, mask: torch.Tensor | None, options: dict[str, Any]
 ) -> tuple[torch.Tensor, float]:
-    """New tokens int64[batch, (codebooks,) NUM_NEW], and the smallest gap between the first two logits of a choice."""
-    twin: Any = copy.deepcopy(model)
+    """Generates greedily on a copy of `model`.
+
+    Returns:
+        New tokens int64[batch, (codebooks,) NUM_NEW], and the smallest gap between the two largest logits of a step.
+    """
+    eager: Any = copy.deepcopy(model)
     if ids is not None and num_codebooks(model) > 1:
         ids = rows_of(model, ids)
         mask = torch.ones_like(ids)
     given = {"attention_mask": mask} if mask is not None else {}
-    output = twin.generate(
+    output = eager.generate(
         *([] if ids is None else [ids]),
         **given,
         max_new_tokens=NUM_NEW,

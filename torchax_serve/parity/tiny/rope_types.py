@@ -8,16 +8,16 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 BORDER = 24
-"""Tokens behind which LongRoPE and dynamic scaling have other frequencies; YaRN's and Llama 3's first length."""
+"""Number of tokens after which LongRoPE and dynamic scaling change frequencies; YaRN's and Llama 3's first length."""
 MAX_POSITIONS = 96
 KINDS = ("linear", "dynamic", "yarn", "yarn_unchanged", "longrope", "llama3", "proportional")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 LEGACY = ("linear", "dynamic", "yarn_unchanged", "longrope")
-"""Kinds that older checkpoints have under ``rope_scaling``, with ``type`` for the name."""
+"""Kinds that older checkpoints store under ``rope_scaling``, with ``type`` for the name."""
 
 
 def rope_parameters(kind: str, rotary_dim: int) -> dict[str, Any]:
-    """What stands in ``rope_parameters`` for `kind`, of a rotation of `rotary_dim` channels."""
+    """Returns ``rope_parameters`` of `kind` for a rotation of `rotary_dim` channels."""
     half = rotary_dim // 2
     first = {"original_max_position_embeddings": BORDER}
     by_kind: dict[str, dict[str, Any]] = {
@@ -33,17 +33,17 @@ def rope_parameters(kind: str, rotary_dim: int) -> dict[str, Any]:
 
 
 def max_positions(kind: str) -> int:
-    """``max_position_embeddings`` beside `kind`: what was trained first, or what it was extended to."""
+    """Returns ``max_position_embeddings`` for `kind`: the length trained first, or the one it was extended to."""
     return BORDER if kind in ("linear", "dynamic", "yarn_unchanged") else MAX_POSITIONS
 
 
 def with_rope(config: PreTrainedConfig, kind: str, *, legacy: bool = False) -> PreTrainedConfig:
-    """A copy of a text model's `config` with rotary embeddings of `kind`, those of all kinds of layers alike.
+    """Returns a copy of a text model's `config` with rotary embeddings of `kind` in every layer.
 
     Args:
-        config: of a model with rotary embeddings.
-        kind: of `KINDS`.
-        legacy: whether as older checkpoints have it, read by the configuration's class.
+        config: Configuration of a model with rotary embeddings.
+        kind: Kind of rotary embedding, one of `KINDS`.
+        legacy: Whether to use the keys of older checkpoints, as the configuration's class reads them.
     """
     config = copy.deepcopy(config)
     before: dict[str, Any] = config.rope_parameters
@@ -51,8 +51,10 @@ def with_rope(config: PreTrainedConfig, kind: str, *, legacy: bool = False) -> P
     partial = (before[nested[0]] if nested else before).get("partial_rotary_factor", 1.0)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = rope_parameters(kind, int(head_dim * partial))
-    kept = {name: value for name, value in before.items() if name.startswith(("mrope", "partial", "llama_4", "alpha"))}
-    rope = {**kept, **rope, "partial_rotary_factor": rope.get("partial_rotary_factor", partial)}
+    others = {
+        name: value for name, value in before.items() if name.startswith(("mrope", "partial", "llama_4", "alpha"))
+    }
+    rope = {**others, **rope, "partial_rotary_factor": rope.get("partial_rotary_factor", partial)}
     mscales = {"short_mscale": 1.0, "long_mscale": 1.5} if config.model_type == "phimoe" else {}
     changes: dict[str, Any] = {"max_position_embeddings": max_positions(kind)}
     if hasattr(config, "original_max_position_embeddings"):

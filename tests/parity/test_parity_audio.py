@@ -1,4 +1,4 @@
-"""A type with sounds whose code selects by masks, which are all set for one sound and not for two of other lengths."""
+"""An audio type whose code selects by masks: all set for one input, but not for two of different lengths."""
 
 import pytest
 
@@ -7,6 +7,6 @@ from torchax_serve.parity import tasks
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-def test_sounds_of_many_lengths_in_one_batch():
+def test_audio_of_different_lengths_in_one_batch():
     result = tasks.TASKS["speech"].check("granite_speech")
     assert (result.status, result.padded_equal) == ("passed", True), result

@@ -19,9 +19,9 @@ from torchax_serve.generation.static_batch import HONOURED_OPTIONS, StaticBatchL
 from torchax_serve.sampling import PLAN_OPTIONS
 
 TEXT = (ROOT / "docs" / "generate.md").read_text()
-FAST, PLAIN, REFUSED = (
+STATIC, TRANSFORMERS, REFUSED = (
     TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    for heading in ("The fast loop", "transformers' loop over the compiled forward", "Refused")
+    for heading in ("The static batch", "transformers' loop over the compiled forward", "Refused")
 )
 
 
@@ -32,11 +32,11 @@ def rows(section):
     return found
 
 
-class FastLoop(Exception):
+class StaticBatchUsed(Exception):
     pass
 
 
-class PlainLoop(Exception):
+class TransformersLoopUsed(Exception):
     pass
 
 
@@ -55,22 +55,24 @@ def served():
 def call(served, monkeypatch):
     """Calls ``generate`` with the arguments of a row; the loops raise instead of running."""
 
-    def fast_loop(*args, **kwargs):
-        raise FastLoop
+    def static_batch(*args, **kwargs):
+        raise StaticBatchUsed
 
-    def plain_loop(*args, **kwargs):
-        raise PlainLoop
+    def transformers_loop(*args, **kwargs):
+        raise TransformersLoopUsed
 
     def custom_generate(model, input_ids, **kwargs):
         assert model is served.torch_model
-        raise PlainLoop
+        raise TransformersLoopUsed
 
     def call(arguments, *, stub=True):
         if stub:
-            monkeypatch.setattr(StaticBatchLoop, "run", fast_loop)
+            monkeypatch.setattr(StaticBatchLoop, "run", static_batch)
             for name in ("_sample", "_beam_search", "_assisted_decoding"):
                 # transformers reads the signature of its own loop
-                monkeypatch.setattr(GenerationMixin, name, functools.wraps(getattr(GenerationMixin, name))(plain_loop))
+                monkeypatch.setattr(
+                    GenerationMixin, name, functools.wraps(getattr(GenerationMixin, name))(transformers_loop)
+                )
         ids = served.tokenizer("Gemma is a model", return_tensors="pt").input_ids
         given = {
             "tokenizer": served.tokenizer,
@@ -102,21 +104,21 @@ def call(served, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("arguments", [arguments for arguments, _ in rows(FAST)])
-def test_fast(call, arguments):
-    with pytest.raises(FastLoop):
+@pytest.mark.parametrize("arguments", [arguments for arguments, _ in rows(STATIC)])
+def test_static_batch_arguments(call, arguments):
+    with pytest.raises(StaticBatchUsed):
         call(arguments)
 
 
-@pytest.mark.parametrize("arguments", [arguments for arguments, _ in rows(PLAIN)])
-def test_plain(call, arguments):
-    with pytest.raises(PlainLoop):
+@pytest.mark.parametrize("arguments", [arguments for arguments, _ in rows(TRANSFORMERS)])
+def test_transformers_loop_arguments(call, arguments):
+    with pytest.raises(TransformersLoopUsed):
         call(arguments)
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
 @pytest.mark.parametrize(("arguments", "remark"), rows(REFUSED))
-def test_refused(call, arguments, remark):
+def test_refused_arguments(call, arguments, remark):
     name = re.match(r"`(\w+)`", remark)[1]
     kind = ValueError if name == "ValueError" else getattr(model_adapters.errors, name)
     with pytest.raises(kind) as error:
@@ -126,7 +128,7 @@ def test_refused(call, arguments, remark):
     assert name != "UnsupportedArgumentError" or argument in str(error.value)
 
 
-def test_the_table_of_the_fast_loop_names_all_that_it_honours():
-    named = set(re.findall(r"(\w+)(?==)|`(\w+)`", "\n".join(f"{a} {b}" for a, b in rows(FAST))))
+def test_static_batch_table_names_every_option():
+    named = set(re.findall(r"(\w+)(?==)|`(\w+)`", "\n".join(f"{a} {b}" for a, b in rows(STATIC))))
     named = {one or other for one, other in named}
     assert named >= PLAN_OPTIONS | HONOURED_OPTIONS
