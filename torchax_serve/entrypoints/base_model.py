@@ -18,7 +18,8 @@ from torchax_serve.compilation.executable_cache import ExecutableCache, model_id
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import split_runtimes
-from torchax_serve.generation.jax_model import following, run_on_jax
+from torchax_serve.generation.jax_forward import following
+from torchax_serve.generation.jax_model import run_on_jax
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.validation.owner_process import OwnerProcess
 

@@ -17,7 +17,7 @@ from model_adapters.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from model_adapters.loading import LoadedModel, has_own_generate
+from model_adapters.loading import LoadedModel
 from model_adapters.loading.generative_class import with_head
 from model_adapters.program.trace_context import programs_run
 from torchax_serve.distributed.hosts.leader import Leader
@@ -27,15 +27,14 @@ from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request_handle import TokenStream
 from torchax_serve.entrypoints.base_model import BaseModel, programs_of
-from torchax_serve.generation.engine_rows import EngineRows, engine_request_for
-from torchax_serve.generation.jax_model import rows_elsewhere, run_on_jax
+from torchax_serve.generation.engine_rows import EngineRows, engine_request_for, prompt_call
+from torchax_serve.generation.jax_model import run_on_jax
 from torchax_serve.generation.media_answer import stream_about_media
+from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, Path, engine_unsupported_reason, route
 from torchax_serve.generation.threaded_generate import is_beam_search, iter_tokens_unbatched
 from torchax_serve.multimodal.placeholders import check_has_media
-from torchax_serve.runtime.model_generate import overrides_generate, without_model_options
+from torchax_serve.runtime.model_generate import overrides_generate
 from torchax_serve.runtime.model_runtime import ModelRuntime
-from torchax_serve.sampling import unsupported_options
-from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
 from torchax_serve.text.chat_template import ChatOptions
@@ -56,6 +55,8 @@ class ServedModel(BaseModel):
         self._is_building = False
         self._engine_changes = 0
         super().__init__(loaded, leader)
+        if overrides_generate(self.torch_model):
+            vars(self.torch_model)["_engine_rows"] = EngineRows(self.torch_model, lambda: self.engine)
 
     def __enter__(self) -> Self:
         return self
@@ -128,13 +129,8 @@ class ServedModel(BaseModel):
 
     def _build_engine(self) -> Engine | DataParallelEngines:
         model = self._generator()
-        if (why := model._jax_runtime.why_stepwise) is not None:
-            raise UnsupportedModelError(f"{why}, which sees one call at a time; remove it, or call generate()")
-        if has_own_generate(model):
-            raise UnsupportedModelError(
-                "the model's repository brings a generate of its own, which the engine cannot run; call generate(), "
-                "or load the model without trust_remote_code"
-            )
+        if (reason := engine_unsupported_reason(ModelCapabilities.of(model._jax_runtime))) is not None:
+            raise UnsupportedModelError(reason)
         if len(self._runtimes) > 1:
             return DataParallelEngines(self._runtimes, self._engine_options)
         return build_engine(model._jax_runtime, self._engine_options)
@@ -162,21 +158,14 @@ class ServedModel(BaseModel):
             module, ModelRuntime(module, weights, programs_of(dataclasses.replace(loaded, module=module)))
         )
 
-    @functools.cached_property
-    def _engine_rows(self) -> EngineRows:
-        return EngineRows(self.torch_model, lambda: self.engine)
-
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' ``generate``: the same arguments, defaults and return types.
 
-        What a class's own ``generate`` prepares for a decoder beside an encoder, such as Whisper's, runs on the engine
-        where it can, side by side with rows of other threads.
+        The rows that an encoder-decoder class with its own ``generate`` prepares, such as Whisper's, run on the engine
+        if they can, in a batch with requests of other threads; see `torchax_serve.generation.engine_rows`.
         """
-        model = self._generator()
-        is_prepared = model._jax_runtime.encoder is not None and overrides_generate(model)
-        with rows_elsewhere(self._engine_rows if is_prepared else None):
-            return model.generate(*args, **kwargs)
+        return self._generator().generate(*args, **kwargs)
 
     def iter_tokens(
         self,
@@ -210,56 +199,32 @@ class ServedModel(BaseModel):
             detokenizer_of(self, stop_strings)  # refuses them where there is no tokenizer
         if params is not None:
             config, seed = _merged(config, params), params.seed if seed is None else seed
-        why = self._engine_unsupported_reason(config, stop_strings, len(prompt_ids))
-        if why is None:
+        facts = ModelCapabilities.of(model._jax_runtime)
+        call = prompt_call(model, prompt_ids, config, self._engine_facts, has_stop_strings=bool(stop_strings))
+        chosen = route(facts, call)
+        if chosen.path is Path.ENGINE:
             if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
                 seed = int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
             request = engine_request_for(model, prompt_ids, config, params, seed)
             if request is not None:
                 return TokenStream(self.engine.submit(request))
-            why = "its generate does more than it prepares for the loop over tokens"
+            chosen = route(facts, dataclasses.replace(call, ends_in_loop=False))
         if params is not None and (unknown := params.engine_only()):
             raise UnsupportedArgumentError(
-                f"{', '.join(unknown)}: expected a request that the engine takes, and this one is not ({why}); "
-                "leave the option out" + (", or set num_beams=1" if is_beam_search(config) else "")
+                f"{', '.join(unknown)}: expected a request that the engine takes, and this one is not "
+                f"({chosen.reason}); leave the option out" + (", or set num_beams=1" if is_beam_search(config) else "")
             )
-        return self._iter_unbatched(model, prompt_ids, config, stop_strings, seed)
-
-    def _engine_unsupported_reason(
-        self, config: GenerationConfig, stop_strings: Sequence[str] | None, prompt_len: int
-    ) -> str | None:
-        if stop_strings:
-            return "it has stop strings that may begin in the prompt"
-        model = self._generator()
-        runtime = model._jax_runtime
-        encoder = runtime.encoder
-        runs_before = encoder is not None and encoder.runs_before
-        read = without_model_options(model, config) if runs_before else config  # the class itself reads the rest
-        if options := unsupported_options(read, ENGINE_OPTIONS):
-            return f"{', '.join(options)} is set"
-        if runtime.program.names.has_encoder and (encoder is None or not encoder.is_masked):
-            return "its encoder reads no tokens"
-        try:
-            longest = self.engine.max_source_len
-        except UnsupportedModelError as error:
-            return str(error)
-        if longest is not None and prompt_len > longest:
-            return f"its input has {prompt_len} tokens, and the engine has room for {longest} of each (max_source_len)"
-        return None
-
-    def _iter_unbatched(
-        self,
-        model: Any,
-        prompt_ids: Sequence[int],
-        config: GenerationConfig,
-        stop_strings: Sequence[str] | None,
-        seed: int | None,
-    ) -> Iterator[int]:
         kwargs: dict[str, Any] = {"generation_config": config}
         if stop_strings:
             kwargs |= {"stop_strings": list(stop_strings), "tokenizer": self.tokenizer}
         input_ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
-        return iter_tokens_unbatched(model, input_ids, kwargs, seed)
+        return iter_tokens_unbatched(model, chosen.path, input_ids, kwargs, seed)
+
+    def _engine_facts(self) -> EngineFacts:
+        try:
+            return EngineFacts.of(self.engine)
+        except UnsupportedModelError as error:
+            return EngineFacts(str(error))
 
     @overload
     def chat(

@@ -20,11 +20,15 @@ from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import cancel_on_error
 from torchax_serve.executors.encoder_inputs import decoder_start_ids
+from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, Path, PromptCall, RowsCall, route
 from torchax_serve.generation.static_batch import SampleCall, StaticBatchStart
 from torchax_serve.generation.threaded_generate import prepared
 from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
+from torchax_serve.runtime.model_generate import without_model_options
 from torchax_serve.runtime.padding import Padding
+from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.config_options import PLAN_OPTIONS
+from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,54 +42,75 @@ _COUNTERS = ("create_position_ids_from_input_ids", "make_positions")  # methods,
 
 
 class EngineRows:
-    """Runs rows of a served model's ``generate`` on its engine, where their tokens are the same as in the loop.
+    """Runs rows of ``generate`` on the engine of a served model, if they get the tokens of the static batch there.
 
     Args:
-        torch_model: the served model on JAX, whose ``generate`` is run.
-        get_engine: the engine; it is made when a first request can go there.
+        torch_model: the served model on JAX, whose ``generate`` prepares the rows.
+        get_engine: returns the engine, which is made for the first rows that can run on it.
     """
 
     def __init__(self, torch_model: Any, get_engine: Callable[[], Engine | DataParallelEngines]) -> None:
         self._torch_model, self._get_engine = torch_model, get_engine
-        self._has_no_engine = False
+        self._unsupported_reason: str | None = None
 
-    def __call__(self, torch_model: Any, request: SampleCall, start: StaticBatchStart) -> torch.Tensor | None:
-        """int64[batch, len], prompts and new tokens, padded behind their ends; None to leave it to the loop."""
-        if torch_model is not self._torch_model or self._has_no_engine or not _is_greedy(request):
+    def __call__(self, request: SampleCall, start: StaticBatchStart) -> torch.Tensor | None:
+        """Returns int64[batch, len], prompts and new tokens, padded on the right; None for a static batch.
+
+        Args:
+            request: the rows, as ``generate`` has prepared them.
+            start: what a static batch would start with.
+        """
+        runtime = self._torch_model._jax_runtime
+        if runtime.encoder is None or self._unsupported_reason is not None:
             return None
-        if start.encoder is None:  # sounds among words
+        outputs = _RowOutputs(runtime.encoder, start.encoder)
+        mask = request.model_kwargs.get(runtime.program.names.mask)
+        call = RowsCall(
+            num_rows=len(request.input_ids),
+            max_len=request.stopping_criteria.max_length,
+            is_plain_greedy=_is_plain_greedy(request),
+            has_encoder_output=start.encoder is not None,
+            is_padded=Padding.of(mask, request.input_ids.shape[1]) != Padding(),
+            has_uncounted_padding=bool((request.input_ids == self._padding_id_without_position).any()),
+            encoder_lens=outputs.lens,
+            engine=self._engine_facts,
+        )
+        if route(ModelCapabilities.of(runtime), call).path is not Path.ENGINE:
             return None
-        runtime = torch_model._jax_runtime
-        names = runtime.program.names
-        if Padding.of(request.model_kwargs.get(names.mask), request.input_ids.shape[1]) != Padding():
-            return None
-        if (request.input_ids == self._padding_id_without_position).any():
-            return None  # a prompt's positions depend on what it is computed with
-        outputs = None if runtime.encoder is None else encoder_outputs_by_row(runtime.encoder, start.encoder)
-        engine = None if outputs is None else self._engine()
-        max_length = request.stopping_criteria.max_length
-        if engine is None or outputs is None or max_length is None or not engine.can_hold(max_length):
-            return None
-        longest = max(output.shape[1] for output in outputs)
-        if longest > (engine.max_source_len or 0) or len(outputs) != len(request.input_ids):
-            return None
-        return _run(engine, request, outputs, max_length, runtime.limits.vocab_size)
+        assert outputs.rows is not None and call.max_len is not None
+        return _run(self._get_engine(), request, outputs.rows, call.max_len, runtime.limits.vocab_size)
 
     @cached_property
     def _padding_id_without_position(self) -> int:
-        """The padding that a decoder such as M2M100's counts positions without, over the tokens of a step; -1: none."""
+        """Padding id that the decoder skips when it counts positions (M2M100); -1 if it skips none."""
         parts = self._torch_model.get_decoder().modules()
         counters = [part for part in parts if any(hasattr(part, name) for name in _COUNTERS)]
         found = (getattr(part, "padding_idx", None) for part in counters)
         return next((padding_idx for padding_idx in found if padding_idx is not None), -1)
 
-    def _engine(self) -> Engine | DataParallelEngines | None:
+    def _engine_facts(self) -> EngineFacts:
         try:
-            return self._get_engine()
+            return EngineFacts.of(self._get_engine())
         except (UnsupportedModelError, OutOfMemoryError) as error:
             logger.warning("rows of generate run by themselves, one call at a time: %s", error)
-            self._has_no_engine = True
-            return None
+            self._unsupported_reason = str(error)
+            return EngineFacts(self._unsupported_reason)
+
+
+class _RowOutputs:
+    """Encoder output by row, copied to the host when it is first read."""
+
+    def __init__(self, encoder: EncoderRuntime[Any], output: EncoderOutput | None) -> None:
+        self._encoder, self._output = encoder, output
+
+    @cached_property
+    def rows(self) -> list[np.ndarray] | None:
+        """As `encoder_outputs_by_row`; None without an output."""
+        return None if self._output is None else encoder_outputs_by_row(self._encoder, self._output)
+
+    def lens(self) -> list[int] | None:
+        """Number of positions of each row's output."""
+        return None if self.rows is None else [row.shape[1] for row in self.rows]
 
 
 def encoder_outputs_by_row(encoder: EncoderRuntime[Any], output: EncoderOutput) -> list[np.ndarray] | None:
@@ -110,7 +135,7 @@ def encoder_outputs_by_row(encoder: EncoderRuntime[Any], output: EncoderOutput) 
     return [row[None, :length] for row, length in zip(encoded, lens, strict=True)] if lens.all() else None
 
 
-def _is_greedy(request: SampleCall) -> bool:
+def _is_plain_greedy(request: SampleCall) -> bool:
     """Whether nothing is drawn, nothing but tokens is asked for, and nobody looks on from the host."""
     config = request.config
     criteria = {type(criterion) for criterion in request.stopping_criteria}
@@ -151,6 +176,30 @@ def _run(
     return torch.cat([request.input_ids, padded], 1)
 
 
+def prompt_call(
+    model: Any,
+    prompt_ids: Sequence[int],
+    config: GenerationConfig,
+    engine: Callable[[], EngineFacts],
+    *,
+    has_stop_strings: bool,
+) -> PromptCall:
+    """Returns what a prompt asks, for `torchax_serve.generation.routing.route`.
+
+    Args:
+        model: what `torchax_serve.generation.jax_model.run_on_jax` returned.
+        prompt_ids: checked token ids.
+        config: of ``generate``.
+        engine: returns the limits of the model's engine.
+        has_stop_strings: whether stop strings may begin in the prompt.
+    """
+    encoder = model._jax_runtime.encoder
+    if encoder is not None and encoder.runs_before_engine:
+        config = without_model_options(model, config)  # the class's own generate reads the others
+    options = unsupported_options(config, ENGINE_OPTIONS)
+    return PromptCall(len(prompt_ids), engine, has_stop_strings, options)
+
+
 def engine_request_for(
     model: Any, prompt_ids: Sequence[int], config: GenerationConfig, params: SamplingParams | None, seed: int
 ) -> EngineRequest | None:
@@ -168,7 +217,7 @@ def engine_request_for(
     if not runtime.program.names.has_encoder:
         return EngineRequest.of(prompt_ids, config, params, **known)
     begins_with = decoder_start_ids(config, params)
-    if runtime.encoder is None or not runtime.encoder.runs_before:
+    if runtime.encoder is None or not runtime.encoder.runs_before_engine:
         return EngineRequest.of(begins_with, config, params, source_ids=prompt_ids, **known)
     ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
     request, start = prepared(model, ids, {"generation_config": config}) or (None, None)

@@ -7,14 +7,11 @@ defaults, errors and return types are transformers' by construction.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import torch
 from transformers import PreTrainedModel
 from transformers.generation import (
@@ -25,24 +22,20 @@ from transformers.generation import (
     LogitsProcessorList,
 )
 from transformers.generation.stopping_criteria import StoppingCriteriaList
-from transformers.utils import ModelOutput
 
 from model_adapters.bridge.extract import extract_jax
 from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import in_torch_mode
-from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program.call_signature import (
     PATCHED,
     TORCH_CLASS,
-    cache_field_of,
     forward_of,
     generate_cache_name,
     with_cache_named,
 )
-from model_adapters.program.model_program import CallSpec
 from model_adapters.program.module_watch import PREPARES
-from model_adapters.program.trace_context import programs_run
+from torchax_serve.generation.jax_forward import call_forward, following
 from torchax_serve.generation.model_copies import state_to_copy, torch_state
 from torchax_serve.generation.static_batch import (
     CUSTOM,
@@ -53,35 +46,17 @@ from torchax_serve.generation.static_batch import (
 )
 from torchax_serve.generation.submodule_overrides import compile_submodules, reject_generators
 from torchax_serve.multimodal.encoder_programs import compiled_encoders
-from torchax_serve.multimodal.mrope_positions import positions_on_host
 from torchax_serve.multimodal.placeholders import check_has_media
-from torchax_serve.runtime.call_arguments import all_on_host, check_surroundings, on_host
+from torchax_serve.runtime.call_arguments import all_on_host, on_host
 from torchax_serve.runtime.capabilities import as_transformers_output
 from torchax_serve.runtime.compiled_encoder import CompiledEncoder
-from torchax_serve.runtime.eager import raise_if_eager_fails
 from torchax_serve.runtime.model_generate import absorb_suppression, without_model_options
 from torchax_serve.runtime.model_runtime import ModelRuntime
-from torchax_serve.runtime.module_changes import check_evaluates
 from torchax_serve.runtime.padding import check_rows
 from torchax_serve.validation.argument_hints import refuses_unknown
 
-FLAGS = ("output_hidden_states", "output_attentions")
 # with the names by which transformers still takes a static cache, since checkpoints bring them
 _CACHES_ON_DEVICE = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
-RowsElsewhere = Callable[[Any, SampleCall, StaticBatchStart], torch.Tensor | None]
-"""From a model and a request that the fast loop can take to its sequences, or None to leave it to the loop."""
-ROWS_ELSEWHERE: contextvars.ContextVar[RowsElsewhere | None] = contextvars.ContextVar("rows_elsewhere", default=None)
-"""Where the rows of ``generate`` run inside of a call, in the place of a loop of its own."""
-
-
-@contextlib.contextmanager
-def rows_elsewhere(rows: RowsElsewhere | None) -> Iterator[None]:
-    """Inside, `rows` may take what a ``generate`` has prepared for its loop."""
-    before = ROWS_ELSEWHERE.set(rows)
-    try:
-        yield
-    finally:
-        ROWS_ELSEWHERE.reset(before)
 
 
 @refuses_unknown
@@ -151,6 +126,8 @@ class JaxModelMixin:
     """Mixin in front of a transformers class; see `to_jax`."""
 
     _jax_runtime: ModelRuntime
+    _engine_rows: Callable[[SampleCall, StaticBatchStart], torch.Tensor | None] | None = None
+    """Runs rows of ``generate`` on the engine, or returns None to leave them; set by `ServedModel`."""
 
     @property
     def device(self) -> torch.device:
@@ -312,8 +289,7 @@ class JaxModelMixin:
         config = without_model_options(self, generation_config)
         request = SampleCall(input_ids, logits_processor, stopping_criteria, config, streamer, model_kwargs)
         if isinstance(start := static_batch_start(runtime, request), StaticBatchStart):
-            elsewhere = ROWS_ELSEWHERE.get()
-            sequences = None if elsewhere is None else elsewhere(self, request, start)
+            sequences = None if self._engine_rows is None else self._engine_rows(request, start)
             return StaticBatchLoop(runtime, request, start).run() if sequences is None else sequences
         output = super()._sample(  # type: ignore[misc]
             input_ids,
@@ -340,28 +316,6 @@ def _blank(cls: type[PreTrainedModel]) -> PreTrainedModel:
     return blank
 
 
-FOLLOWED: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("followed", default=frozenset())
-"""Models, by id of their runtime, that were looked at when the present call began: not again at every token."""
-
-
-@contextlib.contextmanager
-def following(runtime: ModelRuntime) -> Iterator[None]:
-    """A call of a model: where it begins, not in calls inside of it, what has changed on the model is taken over."""
-    before = FOLLOWED.get()
-    if id(runtime) in before:
-        yield
-        return
-    with programs_run():
-        check_surroundings()
-        runtime.follow_module()
-        check_evaluates(runtime.program.module)
-        token = FOLLOWED.set(before | {id(runtime)})
-        try:
-            yield
-        finally:
-            FOLLOWED.reset(token)
-
-
 @functools.cache
 def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The subclass of `cls` that runs on JAX; it carries the same name, which transformers looks things up by."""
@@ -375,47 +329,7 @@ def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
             is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             given.update(value if is_rest else {name: value})
         given = {name: value for name, value in given.items() if value is not None}
-        return _forward(self, with_cache_named(given, self._jax_runtime.program.cache_name))
+        return call_forward(self, with_cache_named(given, self._jax_runtime.program.cache_name))
 
     namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__, TORCH_CLASS: cls}
     return type(cls.__name__, (JaxModelMixin, cls), namespace)
-
-
-def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
-    """The forward of a model on JAX: flags and cache sorted out, tensors handed to the runtime."""
-    with following(model._jax_runtime):
-        return _forward_followed(model, all_on_host(given))
-
-
-def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
-    runtime: ModelRuntime = model._jax_runtime
-    cache_name = runtime.program.cache_name
-    asked = {name: value for name, value in given.items() if not isinstance(value, DeviceCache)}
-    return_dict = given.pop("return_dict", model.config.return_dict)
-    use_cache = given.pop("use_cache", getattr(runtime.text_config, "use_cache", False))
-    if (cache_name is None or runtime.cache_support.uses_native_cache) and runtime.program.accepts("use_cache"):
-        given["use_cache"] = bool(use_cache)  # what such a model keeps are arguments and fields as any other
-    cache = given.pop(cache_name, None) if cache_name is not None else None
-    if cache_name is not None and runtime.cache_support.uses_native_cache:
-        if cache is not None and jax.tree.leaves(cache):
-            given[cache_name] = cache  # one that holds nothing is left to the model's code, which makes its own
-        cache = None
-    if cache is None and use_cache and runtime.cache_support.is_supported and "labels" not in given:
-        cache = runtime.cache_support.new(1)
-    if (positions := positions_on_host(model, given, cache)) is not None:
-        given["position_ids"] = positions
-    hidden, attentions = (bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS)
-    spec = CallSpec(output_hidden_states=hidden, output_attentions=attentions)
-    try:
-        fields = runtime.forward(given, spec, cache)
-    except Exception as error:
-        is_first = not isinstance(cache, DeviceCache) or not cache.length
-        if is_first and not runtime.watch.hooked:  # whose arguments are those of a call in PyTorch
-            raise_if_eager_fails(runtime, type(model)._torch_class, asked, error)
-        raise
-    output_class = runtime.program.output_class
-    field = cache_field_of(output_class)
-    if cache is not None and field is not None:
-        fields[field] = cache
-    output = output_class(**fields)
-    return output if return_dict else output.to_tuple()

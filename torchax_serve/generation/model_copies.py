@@ -12,7 +12,7 @@ from model_adapters.errors import UnsupportedModelError
 from torchax_serve.generation.submodule_overrides import has_parts_on_jax
 from torchax_serve.runtime.eager import shared_tensors
 
-_NOT_COPIED = frozenset({"_jax_runtime"})
+_NOT_COPIED = frozenset({"_jax_runtime", "_engine_rows"})
 
 
 def state_to_copy(model: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from model_adapters.program.call_signature import cache_field_of, cache_in, gene
 from model_adapters.program.model_program import CallSpec
 from torchax_serve import sampling
 from torchax_serve.buckets import next_bucket
+from torchax_serve.generation.routing import LoopCall, ModelCapabilities, Path, route
 from torchax_serve.multimodal.decode_inputs import PreparedSteps
 from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -67,48 +69,52 @@ class StaticBatchStart:
 
 
 def static_batch_start(runtime: ModelRuntime, request: SampleCall) -> StaticBatchStart | str:
-    """What `request` begins with on the fast road, or the first reason why it needs transformers' own loop."""
+    """Returns what a static batch starts `request` with, or the reason why it needs transformers' own loop."""
     kwargs, config = request.model_kwargs, request.config
-    names = runtime.program.names
+    names, model = runtime.program.names, ModelCapabilities.of(runtime)
     cache = kwargs.get(generate_cache_name(runtime.program.cache_name) or "")
-    if (why := runtime.why_stepwise) is not None:
-        return why
-    if not isinstance(cache, DeviceCache) or cache.length:
-        return "the cache is not a fresh one of this model"
-    if config.output_attentions or config.output_hidden_states:
-        return "attentions or hidden states are returned"
-    if config.prefill_chunk_size is not None or config.is_assistant:
-        return "the prompt is prefilled in chunks, or this is an assistant"
-    if kwargs.get(names.embeds) is not None:  # there may be no tokens that the mask is as long as
-        return f"the forward gets {names.embeds}"
-    if Padding.of(kwargs.get(names.mask), request.input_ids.shape[1]).mask is not None:
-        return "the attention mask is more than padding on the left"
-    if custom := getattr(config, CUSTOM, None):
-        return f"{custom} is given"
-    if options := sampling.unsupported_options(config, HONOURED_OPTIONS):
-        return f"{', '.join(options)} is set"
-    if isinstance(prepared := _prepared(runtime, request), str):
-        return prepared
-    if prepared is not None and runtime.program.rope is not None and runtime.program.rope.lengths.recompute_len:
-        return "there is more than text, and the model computes it anew when it grows"
-    beside = runtime.encoder
-    is_masked = beside is not None and beside.is_masked
-    encoder = EncoderOutput.of(kwargs, is_masked=is_masked) if names.has_encoder else None
-    if names.has_encoder and encoder is None:
-        return "the encoder's output is no array"
-    return StaticBatchStart(prepared, encoder)
+    extra = _further(runtime, kwargs)
+    prepare_steps = functools.cache(lambda: _prepared_steps(runtime, request, extra))
+    encode = functools.cache(lambda: EncoderOutput.of(kwargs, is_masked=model.encoder_reads_tokens))
+
+    def media_reason() -> str | None:
+        return steps if isinstance(steps := prepare_steps(), str) else None
+
+    call = LoopCall(
+        has_fresh_cache=isinstance(cache, DeviceCache) and not cache.length,
+        returns_attentions=bool(config.output_attentions or config.output_hidden_states),
+        prefills_in_chunks=config.prefill_chunk_size is not None or bool(config.is_assistant),
+        embeddings=names.embeds if kwargs.get(names.embeds) is not None else None,
+        has_irregular_mask=lambda: Padding.of(kwargs.get(names.mask), request.input_ids.shape[1]).mask is not None,
+        custom_argument=getattr(config, CUSTOM, None),
+        unsupported_options=sampling.unsupported_options(config, HONOURED_OPTIONS),
+        has_media=bool(extra),
+        media_reason=media_reason,
+        has_encoder_output=lambda: encode() is not None,
+    )
+    chosen = route(model, call)
+    if chosen.path is not Path.STATIC_BATCH:
+        return str(chosen.reason)
+    steps = prepare_steps()
+    assert not isinstance(steps, str)
+    return StaticBatchStart(steps, encode() if model.has_encoder else None)
 
 
-def _prepared(runtime: ModelRuntime, request: SampleCall) -> PreparedSteps | str | None:
-    """The arguments of a request that has more than text; None for text, and words for what this loop cannot take."""
+def _prepared_steps(runtime: ModelRuntime, request: SampleCall, extra: list[str]) -> PreparedSteps | str | None:
+    """Returns the arguments of a call with media; None for text, or the reason why a static batch cannot take it.
+
+    Args:
+        runtime: of the model.
+        request: the call, with a fresh cache.
+        extra: names of its arguments that are neither text nor an encoder's output.
+    """
     names, cache_name = runtime.program.names, generate_cache_name(runtime.program.cache_name)
     assert cache_name is not None
-    known = UNDERSTOOD_KWARGS | {cache_name, names.ids, names.mask, names.positions}
-    extra = _further(runtime, request.model_kwargs)
     if not extra:
         return None
-    if names.has_encoder or names.embeds in extra:  # which stand in the place of the tokens that this loop begins with
+    if names.has_encoder or names.embeds in extra:  # embeddings replace the tokens that the loop starts with
         return f"the forward gets {', '.join(extra)}"
+    known = UNDERSTOOD_KWARGS | {cache_name, names.ids, names.mask, names.positions}
     return PreparedSteps.of(runtime.program.module, request.input_ids, request.model_kwargs, cache_name, known)
 
 

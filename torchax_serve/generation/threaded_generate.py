@@ -13,42 +13,42 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.loading import has_own_generate
+from torchax_serve.generation.routing import Path
 from torchax_serve.generation.static_batch import SampleCall, StaticBatchLoop, StaticBatchStart, static_batch_start
 from torchax_serve.runtime.model_generate import without_model_options
 
 
 def iter_tokens_unbatched(
-    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None
+    model: Any, path: Path, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None
 ) -> Iterator[int]:
-    """New token ids behind one prompt, the one that ends it included.
+    """Yields the new token ids of one prompt without the engine, the one that ends it included.
 
-    On the fast loop where that can honour the request, else on transformers' own, token by token. Beam search knows its
-    tokens at its end alone, and hands them over then; so does a ``generate`` that the model's repository brings along,
-    for what it does with a streamer is up to it.
+    A static batch and transformers' sampling loop yield each token as it comes. Beam search knows its tokens at its end
+    only and yields them then; so does the ``generate`` of a model's repository, which may not honour a streamer.
 
     Args:
         model: what `torchax_serve.generation.jax_model.run_on_jax` returned.
+        path: what `torchax_serve.generation.routing.route` chose for the prompt: `PREPARED` or `REPOSITORY`.
         input_ids: int64[1, prompt_len].
         kwargs: of ``generate``.
-        seed: of the draws; None draws from torch's global generator.
+        seed: of sampling; None samples from torch's global generator.
 
     Raises:
         UnsupportedModelError: the repository's ``generate`` returns something else than one row of token ids that
             begins with the prompt.
     """
-    if has_own_generate(model):
+    if path is Path.REPOSITORY:
         yield from _tokens_of_own_generate(model, input_ids, kwargs, seed)
         return
     request = _prepared_request(model, input_ids, kwargs)
-    if request is not None and is_beam_search(request.config):
+    if (found := _with_start(model, request)) is not None:
+        for token in StaticBatchLoop(model._jax_runtime, *found, seed).tokens():
+            yield int(token[0])
+    elif request is not None and is_beam_search(request.config):
         with torch_seed(seed):
             output = model.generate(input_ids, **kwargs)
         sequences = getattr(output, "sequences", output)
         yield from sequences[0, request.input_ids.shape[1] :].tolist()
-    elif (found := _with_start(model, request)) is not None:
-        for token in StaticBatchLoop(model._jax_runtime, *found, seed).tokens():
-            yield int(token[0])
     else:
         yield from iter_generate_in_thread(model, {"input_ids": input_ids}, kwargs, seed)
 

@@ -1,0 +1,83 @@
+"""The compiled forward under transformers' own arguments and outputs, and changes of the model taken over before it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from transformers.utils import ModelOutput
+
+from model_adapters.caches.device_cache import DeviceCache
+from model_adapters.program.call_signature import cache_field_of
+from model_adapters.program.model_program import CallSpec
+from model_adapters.program.trace_context import programs_run
+from torchax_serve.multimodal.mrope_positions import positions_on_host
+from torchax_serve.runtime.call_arguments import all_on_host, check_surroundings
+from torchax_serve.runtime.eager import raise_if_eager_fails
+from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.runtime.module_changes import check_evaluates
+
+FLAGS = ("output_hidden_states", "output_attentions")
+FOLLOWED: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("followed", default=frozenset())
+"""Models, by id of their runtime, that were looked at when the present call began: not again at every token."""
+
+
+@contextlib.contextmanager
+def following(runtime: ModelRuntime) -> Iterator[None]:
+    """A call of a model: where it begins, not in calls inside of it, what has changed on the model is taken over."""
+    before = FOLLOWED.get()
+    if id(runtime) in before:
+        yield
+        return
+    with programs_run():
+        check_surroundings()
+        runtime.follow_module()
+        check_evaluates(runtime.program.module)
+        token = FOLLOWED.set(before | {id(runtime)})
+        try:
+            yield
+        finally:
+            FOLLOWED.reset(token)
+
+
+def call_forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
+    """The forward of a model on JAX: flags and cache sorted out, tensors handed to the runtime."""
+    with following(model._jax_runtime):
+        return _forward_followed(model, all_on_host(given))
+
+
+def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
+    runtime: ModelRuntime = model._jax_runtime
+    cache_name = runtime.program.cache_name
+    asked = {name: value for name, value in given.items() if not isinstance(value, DeviceCache)}
+    return_dict = given.pop("return_dict", model.config.return_dict)
+    use_cache = given.pop("use_cache", getattr(runtime.text_config, "use_cache", False))
+    if (cache_name is None or runtime.cache_support.uses_native_cache) and runtime.program.accepts("use_cache"):
+        given["use_cache"] = bool(use_cache)  # what such a model keeps are arguments and fields as any other
+    cache = given.pop(cache_name, None) if cache_name is not None else None
+    if cache_name is not None and runtime.cache_support.uses_native_cache:
+        if cache is not None and jax.tree.leaves(cache):
+            given[cache_name] = cache  # one that holds nothing is left to the model's code, which makes its own
+        cache = None
+    if cache is None and use_cache and runtime.cache_support.is_supported and "labels" not in given:
+        cache = runtime.cache_support.new(1)
+    if (positions := positions_on_host(model, given, cache)) is not None:
+        given["position_ids"] = positions
+    hidden, attentions = (bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS)
+    spec = CallSpec(output_hidden_states=hidden, output_attentions=attentions)
+    try:
+        fields = runtime.forward(given, spec, cache)
+    except Exception as error:
+        is_first = not isinstance(cache, DeviceCache) or not cache.length
+        if is_first and not runtime.watch.hooked:  # whose arguments are those of a call in PyTorch
+            raise_if_eager_fails(runtime, type(model)._torch_class, asked, error)
+        raise
+    output_class = runtime.program.output_class
+    field = cache_field_of(output_class)
+    if cache is not None and field is not None:
+        fields[field] = cache
+    output = output_class(**fields)
+    return output if return_dict else output.to_tuple()
