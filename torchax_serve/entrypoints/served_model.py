@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Self, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
@@ -37,13 +37,17 @@ from torchax_serve.runtime.model_generate import overrides_generate
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
+from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.prompt import checked_ids, detokenizer_of, encode_prompt, given_or_default
 from torchax_serve.validation.argument_checks import short_repr
 
 
 class ServedModel(BaseModel):
-    """A model that runs on JAX; made by `serve`. A context manager: leaving it frees the weights."""
+    """A model that generates, with weights on the devices of JAX; made by `serve`.
+
+    A context manager: leaving it ends the requests and frees the weights.
+    """
 
     def __init__(
         self, loaded: LoadedModel, engine_options: EngineOptions | None = None, leader: Leader | None = None
@@ -58,13 +62,16 @@ class ServedModel(BaseModel):
         if overrides_generate(self.torch_model):
             vars(self.torch_model)["_engine_rows"] = EngineRows(self.torch_model, lambda: self.engine)
 
-    def __enter__(self) -> Self:
-        return self
+    def __repr__(self) -> str:
+        described, engine = super().__repr__(), vars(self).get("_engine")
+        if isinstance(engine, UnsupportedModelError):
+            return f"{described[:-1]}, no engine>"
+        return described if engine is None else f"{described[:-1]}, engine: {engine.description}>"
 
     def close(self) -> None:
-        """Ends requests on the engine with an error, and frees the weights.
+        """Ends requests on the engine with an error and frees the weights.
 
-        Closing twice is fine; any other call afterwards raises.
+        Closing twice does nothing; any other call afterwards raises.
         """
         if not self._process.is_current:
             return  # a forked child: engine and weights are the parent's
@@ -79,22 +86,21 @@ class ServedModel(BaseModel):
 
     @property
     def engine(self) -> Engine | DataParallelEngines:
-        """The engine on which requests of all threads run side by side; made, and its cache with it, when first used.
+        """Engine that runs the requests of all threads in one batch; the first use makes it and its cache.
 
         Raises:
-            UnsupportedModelError: the model's forward does not let requests be batched; `generate` and `iter_tokens`
-                work all the same.
+            UnsupportedModelError: requests of this model cannot be batched; `generate` and `iter_tokens` still work.
         """
         self._followed()
         with self._engine_lock:
-            if isinstance(self._engine, UnsupportedModelError) and self._engine_changes != self._num_changes():
+            if isinstance(self._engine, UnsupportedModelError) and self._engine_changes != _num_changes(self._runtimes):
                 self._engine = None
             if self._engine is None:
-                self._engine_changes = self._num_changes()
+                self._engine_changes = _num_changes(self._runtimes)
                 self._engine = self._engine_or_reason()
             if isinstance(self._engine, UnsupportedModelError):
                 raise self._engine
-            if self._engine_changes != self._num_changes():
+            if self._engine_changes != _num_changes(self._runtimes):
                 raise TorchaxServeError(
                     "the model has changed since its engine was made, which keeps what the model computed before; call "
                     "model.refresh(), which ends requests that run, and send this one again"
@@ -116,11 +122,8 @@ class ServedModel(BaseModel):
         finally:
             self._is_building = False
 
-    def _num_changes(self) -> int:
-        return sum(runtime.num_changes for runtime in self._runtimes)
-
     def refresh(self) -> None:
-        """Makes programs, arrays and the engine anew, after `torch_model` has changed. Ends requests that run."""
+        """Makes programs, arrays and the engine again after `torch_model` has changed. Ends running requests."""
         with self._engine_lock:
             if isinstance(self._engine, Engine | DataParallelEngines):
                 self._engine.close("the model was refreshed")
@@ -136,13 +139,13 @@ class ServedModel(BaseModel):
         return build_engine(model._jax_runtime, self._engine_options)
 
     def stats(self) -> EngineStats | None:
-        """Requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
+        """Returns requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
         self._loaded_or_raise()
         return self._engine.stats() if isinstance(self._engine, Engine | DataParallelEngines) else None
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The defaults of ``generate``, from the model's ``generation_config.json``."""
+        """Defaults of ``generate``, from the model's ``generation_config.json``."""
         return self._generator().generation_config
 
     def _generator(self) -> Any:
@@ -151,7 +154,7 @@ class ServedModel(BaseModel):
 
     @functools.cached_property
     def _generates_with_head(self) -> Any:
-        """What generates over the weights of a base model, as its type's class with a tied head does."""
+        """Model with a head tied to the token embeddings, over the weights of a base model without one."""
         loaded = self._loaded_or_raise()
         module, weights = with_head(loaded)
         return run_on_jax(
@@ -176,19 +179,19 @@ class ServedModel(BaseModel):
         seed: int | None = None,
         params: SamplingParams | None = None,
     ) -> Iterator[int]:
-        """New token ids of one prompt, as they come, the one that ends it included.
+        """Yields the new token ids of one prompt as they come, the one that ends the answer included.
 
-        The request goes to the engine at once. What the engine does not take (stop strings that may begin in the
-        prompt, decoding methods other than greedy and sampling, models that cannot be batched) runs by itself, from
-        the first token that is asked for. Closing the iterator stops decoding; the model stays usable. With a `seed`,
-        sampling draws the same tokens whatever else runs; without one, each request draws anew from torch's global
-        generator.
+        The request is submitted to the engine at once. A request that the engine does not take (stop strings that may
+        begin in the prompt, decoding methods other than greedy and sampling, models that cannot be batched) runs
+        without it and starts when the first token is read; see `torchax_serve.generation.routing`. Closing the iterator
+        stops decoding; the model stays usable. A `seed` makes sampling repeatable whatever else runs; without one, each
+        request takes a new seed from torch's global generator.
 
         Raises:
             InvalidArgumentError: token ids outside the vocabulary, or stop strings without a tokenizer.
-            UnsupportedArgumentError: `params` has options that only the engine knows, and this runs without it; or
-                options about texts and answers, which are not yielded here.
-            QueueFullError: too many requests wait already.
+            UnsupportedArgumentError: `params` has options of the engine, and the request runs without it; or options
+                for text or several answers, which tokens of one answer do not have.
+            QueueFullError: too many requests are waiting.
         """
         model = self._generator()
         prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))
@@ -234,7 +237,10 @@ class ServedModel(BaseModel):
         *,
         stream: Literal[False] = ...,
         system: str | None = ...,
-        **options: Any,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = ...,
+        documents: Sequence[Mapping[str, Any]] | None = ...,
+        chat_template_kwargs: Mapping[str, Any] | None = ...,
+        continue_final_message: bool = ...,
     ) -> str: ...
     @overload
     def chat(
@@ -244,8 +250,12 @@ class ServedModel(BaseModel):
         *,
         stream: Literal[True],
         system: str | None = ...,
-        **options: Any,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = ...,
+        documents: Sequence[Mapping[str, Any]] | None = ...,
+        chat_template_kwargs: Mapping[str, Any] | None = ...,
+        continue_final_message: bool = ...,
     ) -> TextStream: ...
+    @refuses_unknown_options
     def chat(
         self,
         messages: str | Sequence[dict[str, Any]],
@@ -253,13 +263,26 @@ class ServedModel(BaseModel):
         *,
         stream: bool = False,
         system: str | None = None,
-        **options: Any,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str | TextStream:
-        """The answer to a conversation; see `torchax_serve.text.chat`, also for `options` such as ``tools``."""
-        self._generator()  # no template is missed where there is nothing to answer with
+        """Answers a conversation: a string, or a `TextStream` with ``stream=True``.
+
+        See `torchax_serve.text.chat` for the arguments and errors.
+        """
+        self._generator()  # a model that does not generate says so before it misses a template
+        options: dict[str, Any] = {
+            "system": system,
+            "tools": tools,
+            "documents": documents,
+            "chat_template_kwargs": chat_template_kwargs,
+            "continue_final_message": continue_final_message,
+        }
         if stream:
-            return chat(self, messages, params, stream=True, system=system, **options)
-        return chat(self, messages, params, system=system, **options)
+            return chat(self, messages, params, stream=True, **options)
+        return chat(self, messages, params, **options)
 
     def stream_media(
         self, conversation: list[dict[str, Any]], params: SamplingParams | None, options: ChatOptions
@@ -267,22 +290,33 @@ class ServedModel(BaseModel):
         """Streams the answer to a conversation with images or audio; `chat` calls it."""
         return stream_about_media(self, conversation, params, options)
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None, **unknown: Any) -> TextStream:
-        """Text that follows `prompt`, piece by piece; see `torchax_serve.text.text_stream`."""
-        return stream(self, prompt, params, **unknown)
+    @refuses_unknown_options
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:
+        """Yields the text that follows `prompt`, piece by piece; see `torchax_serve.text.text_stream.stream`."""
+        return stream(self, prompt, params)
 
+    @refuses_unknown_options
     def generate_batch(
         self,
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **unknown: Any,
     ) -> list[Completion]:
-        """Completions of many prompts, in their order; see `torchax_serve.text.generate_batch`."""
-        return generate_batch(self, prompts, params, **unknown)
+        """Returns completions of many prompts, in their order; see `torchax_serve.text.generate_batch`."""
+        return generate_batch(self, prompts, params)
+
+
+def _num_changes(runtimes: Sequence[ModelRuntime]) -> int:
+    """Returns how often the model has changed since it was loaded."""
+    return sum(runtime.num_changes for runtime in runtimes)
 
 
 def _check_one_answer(config: Any) -> None:
-    """Raises InvalidArgumentError for what is no configuration, or asks for several answers, of which none is told."""
+    """Raises if `config` is no GenerationConfig, or asks for several answers.
+
+    Raises:
+        InvalidArgumentError: another type.
+        UnsupportedArgumentError: several answers.
+    """
     if not isinstance(config, GenerationConfig):
         raise InvalidArgumentError(
             f"generation_config: expected a GenerationConfig, got {type(config).__name__}; write "
@@ -296,10 +330,10 @@ def _check_one_answer(config: Any) -> None:
 
 
 def _merged(config: GenerationConfig, params: SamplingParams) -> GenerationConfig:
-    """`config` with what `params` ask of the choice of tokens.
+    """Returns `config` with the sampling options of `params`.
 
     Raises:
-        UnsupportedArgumentError: they ask for stop strings or several answers.
+        UnsupportedArgumentError: `params` has stop strings or asks for several answers.
     """
     given_or_default(params)
     for name in ("stop", "n"):

@@ -1,16 +1,21 @@
-"""Arguments that `chat`, `stream`, `generate_batch` and `iter_tokens` do not have, and where they belong."""
+"""Errors for arguments that `chat`, `stream` and `generate_batch` do not have, with what to write instead."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Mapping
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from model_adapters.errors import UnsupportedArgumentError
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.validation.argument_checks import short_repr
 from torchax_serve.validation.sampling_hints import RENAMED, UNSUPPORTED
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
@@ -26,6 +31,24 @@ _ELSEWHERE: Mapping[str, str] = {
     "conversation": "give it as messages",
     "stop_strings": "write SamplingParams(stop=...)",
 }
+
+
+def refuses_unknown_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Returns `function`, which raises UnsupportedArgumentError for a keyword that it does not have.
+
+    The error says what to write instead; see `refuse_unknown`.
+    """
+    known = [name for name in inspect.signature(function).parameters if name not in ("self", "model")]
+    accepted = {"self", "model", *known}
+    call = getattr(function, "__name__", "call")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not accepted.issuperset(kwargs):
+            refuse_unknown(call, {name: value for name, value in kwargs.items() if name not in accepted}, known)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def refuse_unknown(call: str, unknown: Mapping[str, Any], known: Collection[str] = ()) -> None:

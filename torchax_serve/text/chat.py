@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, overload
 from model_adapters.errors import ChatTemplateError
 from torchax_serve.multimodal.processor import has_media
 from torchax_serve.sampling_params import SamplingParams
-from torchax_serve.text.call_hints import refuse_unknown
+from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.chat_template import ChatOptions, ChatTemplate, check_last_message
 from torchax_serve.text.messages import Message, checked_conversation
 from torchax_serve.text.prompt import (
@@ -19,17 +19,6 @@ from torchax_serve.text.prompt import (
     need_tokenizer,
 )
 from torchax_serve.text.text_stream import TextStream, start_stream
-
-_ARGUMENTS = (
-    "messages",
-    "params",
-    "stream",
-    "system",
-    "tools",
-    "documents",
-    "chat_template_kwargs",
-    "continue_final_message",
-)
 
 
 class ChatModel(TextModel, Protocol):
@@ -49,7 +38,10 @@ def chat(
     *,
     stream: Literal[False] = False,
     system: str | None = None,
-    **options: Any,
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
 ) -> str: ...
 
 
@@ -61,10 +53,14 @@ def chat(
     *,
     stream: Literal[True],
     system: str | None = None,
-    **options: Any,
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
 ) -> TextStream: ...
 
 
+@refuses_unknown_options
 def chat(
     model: ChatModel,
     messages: str | Sequence[Message],
@@ -76,7 +72,6 @@ def chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
-    **unknown: Any,
 ) -> str | TextStream:
     """Answers the last of `messages`.
 
@@ -92,7 +87,6 @@ def chat(
         documents: for the template, where it has a place for them.
         chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``.
         continue_final_message: go on with the last message, which is the assistant's; the answer is what comes behind.
-        **unknown: nothing; an option of decoding is refused with a word about `SamplingParams`.
 
     Raises:
         ChatTemplateError: the model has no chat template, it does not render within seconds, or it leaves messages of
@@ -103,7 +97,6 @@ def chat(
             parts that no model is shown; more than one answer (``n``); options of the engine beside images or sounds.
         QueueFullError: too many requests wait already.
     """
-    refuse_unknown("chat", unknown, _ARGUMENTS)
     options = ChatOptions.of(tools, documents, chat_template_kwargs, continue_final_message)
     conversation = checked_conversation(messages, system)
     if has_media(conversation):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from model_adapters.errors import InvalidArgumentError, QueueFullError
 from torchax_serve.sampling_params import MAX_SEED, SamplingParams
-from torchax_serve.text.call_hints import refuse_unknown
+from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
 from torchax_serve.text.text_stream import TextStream, new_tokens
 from torchax_serve.validation.argument_checks import is_list
@@ -39,11 +39,11 @@ class Completion:
     prompt_logprobs: tuple[Any, ...] | None = None
 
 
+@refuses_unknown_options
 def generate_batch(
     model: TextModel,
     prompts: Sequence[str | Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams] | None = None,
-    **unknown: Any,
 ) -> list[Completion]:
     """Continues every prompt; the completions stand in the order of the prompts.
 
@@ -55,7 +55,6 @@ def generate_batch(
         model: the model.
         prompts: texts or token ids, mixed as you like.
         params: how to decode, for all of them or one for each; as in `torchax_serve.text.text_stream.stream`.
-        **unknown: nothing; an option of decoding is refused with a word about `SamplingParams`.
 
     Raises:
         InvalidArgumentError: `prompts` is one string, or one of them is empty, too long or out of range (the message
@@ -64,7 +63,6 @@ def generate_batch(
         RequestError: a request failed; those behind it are ended.
         QueueFullError: requests of others fill the queue.
     """
-    refuse_unknown("generate_batch", unknown, ("prompts", "params"))
     if not is_list(prompts):
         raise InvalidArgumentError(
             f"prompts: expected a list of prompts, got {type(prompts).__name__}; put it in a list"

@@ -11,9 +11,10 @@ from typing import Any, Literal, Self
 
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve.sampling_params import SamplingParams
-from torchax_serve.text.call_hints import refuse_unknown
+from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.detokenizer import Detokenizer, NoText, StopStrings
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
+from torchax_serve.validation.argument_checks import short_repr
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
@@ -99,6 +100,10 @@ class TextStream(Iterator[str]):
             total_s=self._last_s - self._start_s,
             finish_reason=self._finish_reason,
         )
+
+    def __repr__(self) -> str:
+        state = "running" if self._finish_reason is None else f"finish_reason={self._finish_reason!r}"
+        return f"<TextStream: {len(self.token_ids)} tokens, {short_repr(self.text)}, {state}>"
 
     def __iter__(self) -> Self:
         return self
@@ -190,21 +195,19 @@ class TextStream(Iterator[str]):
         return rest + self._stops.flush()
 
 
-def stream(
-    model: TextModel, prompt: str | Sequence[int], params: SamplingParams | None = None, **unknown: Any
-) -> TextStream:
-    """Continues `prompt` and hands out the text as it comes.
+@refuses_unknown_options
+def stream(model: TextModel, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:
+    """Continues `prompt` and yields the text as it comes.
 
-    The prompt is checked at once, decoding begins with the first piece that is asked for. A piece never ends inside a
-    character and shows nothing of a stop string; the pieces joined are what the tokenizer makes of the new tokens
-    (without special tokens), up to the first stop string.
+    The prompt is checked at once; without the engine, decoding starts when the first piece is read. A piece never ends
+    inside a character and contains no part of a stop string. The joined pieces are the decoded new tokens without
+    special tokens, up to the first stop string.
 
     Args:
         model: the model.
         prompt: text, or token ids.
         params: how to decode; what it leaves open is as in the model's ``generation_config``, and an answer whose
             length nobody has set ends after `DEFAULT_MAX_NEW_TOKENS` tokens.
-        **unknown: nothing; an option of decoding is refused with a word about `SamplingParams`.
 
     Raises:
         InvalidArgumentError: an empty prompt, one longer than the model's positions, token ids out of range; text, or
@@ -212,7 +215,6 @@ def stream(
         UnsupportedArgumentError: more than one answer (``n``), or an unknown argument.
         QueueFullError: too many requests wait already.
     """
-    refuse_unknown("stream", unknown, ("prompt", "params"))
     return start_stream(model, make_request(model, encode_prompt(model, prompt), params))
 
 
