@@ -26,7 +26,7 @@ def processor_of(model: Any) -> Any:
         UnsupportedModelError: the folder has no processor, or one without a part for images.
         CheckpointError: the files are there and do not make a processor.
     """
-    processor = model._open().processor()
+    processor = model._loaded_or_raise().processor()
     if processor is None:
         raise UnsupportedModelError(
             f"expected a processor beside the weights of {model.name} (preprocessor_config.json), found none; save it "
