@@ -201,7 +201,7 @@ def test_options_of_other_types_are_refused(options, words):
 
 def test_a_last_message_of_the_assistant_is_continued_or_refused():
     messages = [USER, {"role": "assistant", "content": "The answer"}]
-    with pytest.raises(InvalidArgumentError, match="got the assistant's; continue_final_message=True goes on with it"):
+    with pytest.raises(InvalidArgumentError, match="got the assistant's; continue_final_message=True continues it"):
         chat(eager_model(), messages)
     expected = expected_of(EVERYTHING, messages, add_generation_prompt=False, continue_final_message=True)
     assert prompt_of(EVERYTHING, messages, continues=True) == expected
@@ -280,7 +280,7 @@ def test_values_of_numpy_are_numbers():
         ({"max_tokens": 5}, r"write SamplingParams\(max_new_tokens=5\)"),
         ({"max_new_tokens": 5}, r"write SamplingParams\(max_new_tokens=5\)"),
         ({"sampling_params": 5}, "give it as params"),
-        ({"add_generation_prompt": True}, "continue_final_message=True goes on with the last one"),
+        ({"add_generation_prompt": True}, "continue_final_message=True continues the last one"),
         ({"toools": 5}, "did you mean tools"),
     ],
 )

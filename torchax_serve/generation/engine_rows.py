@@ -1,7 +1,7 @@
-"""Rows of ``generate`` as requests on the engine: what many threads transcribe or translate at once runs side by side.
+"""Rows of ``generate`` as engine requests, so that transcriptions and translations of many threads share a batch.
 
-A class's own ``generate`` prepares everything, and goes on with what comes back: windows of long sounds, languages,
-prompts. Only the loop over tokens that it would end in is the engine's.
+A class's own ``generate`` (Whisper, SeamlessM4T) prepares prompts, languages and windows of long audio and continues
+with the tokens that come back. Only its loop over tokens is replaced by the engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchax_serve")
 
-_COUNTERS = ("create_position_ids_from_input_ids", "make_positions")  # methods, of embeddings
+_COUNTERS = ("create_position_ids_from_input_ids", "make_positions")  # methods of embeddings that count positions
 
 
 class EngineRows:
@@ -114,11 +114,14 @@ class _RowOutputs:
 
 
 def encoder_outputs_by_row(encoder: EncoderRuntime[Any], output: EncoderOutput) -> list[np.ndarray] | None:
-    """By row what the decoder sees of its encoder's output, ``[1, len, width]``; None where that is not its beginning.
+    """Returns for each row the encoder output that the decoder sees, [1, len, width].
 
     Args:
-        encoder: beside the decoder.
-        output: of the encoder, as arguments of the decoder's steps.
+        encoder: the model's encoder.
+        output: its output, as arguments of the decoder's steps.
+
+    Returns:
+        One array per row; None if the decoder does not see the output from its beginning, or nothing of it.
     """
     encoded = np.asarray(output.arguments[ENCODER_ARGUMENTS[0]][0])[:, : output.length]
     if encoder.fixed_output_len is not None:
@@ -136,7 +139,7 @@ def encoder_outputs_by_row(encoder: EncoderRuntime[Any], output: EncoderOutput) 
 
 
 def _is_plain_greedy(request: SampleCall) -> bool:
-    """Whether nothing is drawn, nothing but tokens is asked for, and nobody looks on from the host."""
+    """Returns whether `request` decodes greedily, returns tokens only, and has no code that runs between tokens."""
     config = request.config
     criteria = {type(criterion) for criterion in request.stopping_criteria}
     return not (
@@ -147,8 +150,8 @@ def _is_plain_greedy(request: SampleCall) -> bool:
     )
 
 
-def plain(config: GenerationConfig, max_length: int, prompt_len: int) -> GenerationConfig:
-    """`config` without what is no loop's business, of an answer that ends at `max_length`."""
+def loop_options(config: GenerationConfig, max_length: int, prompt_len: int) -> GenerationConfig:
+    """Returns the options of `config` that a loop over tokens honours, for an answer that ends at `max_length`."""
     options = {name: getattr(config, name) for name in PLAN_OPTIONS}
     return GenerationConfig(**options | {"max_length": max_length, "max_new_tokens": max_length - prompt_len})
 
@@ -161,15 +164,15 @@ def _run(
     vocab_size: int,
 ) -> torch.Tensor:
     prompt_len = request.input_ids.shape[1]
-    config = plain(request.config, max_length, prompt_len)
-    tickets = engine.submit_all(
+    config = loop_options(request.config, max_length, prompt_len)
+    handles = engine.submit_all(
         [
             EngineRequest.of(prompt, config, vocab_size=vocab_size, seed=0, encoded=output)
             for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True)
         ]
     )
-    with cancel_on_error(tickets):
-        rows = [ticket.result() for ticket in tickets]
+    with cancel_on_error(handles):
+        rows = [handle.result() for handle in handles]
     longest = max(len(row) for row in rows)
     pad = 0 if request.config._pad_token_tensor is None else int(request.config._pad_token_tensor)
     padded = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], dtype=torch.long)
@@ -184,7 +187,7 @@ def prompt_call(
     *,
     has_stop_strings: bool,
 ) -> PromptCall:
-    """Returns what a prompt asks, for `torchax_serve.generation.routing.route`.
+    """Returns the facts of a prompt for `torchax_serve.generation.routing.route`.
 
     Args:
         model: what `torchax_serve.generation.jax_model.run_on_jax` returned.
@@ -203,27 +206,29 @@ def prompt_call(
 def engine_request_for(
     model: Any, prompt_ids: Sequence[int], config: GenerationConfig, params: SamplingParams | None, seed: int
 ) -> EngineRequest | None:
-    """A prompt as the engine takes it, for an encoder where there is one; None where only ``generate`` can.
+    """Returns the engine request of a prompt, which is the encoder's input if there is one.
+
+    None if the class's ``generate`` does more than it prepares for a loop over tokens.
 
     Args:
         model: what `torchax_serve.generation.jax_model.run_on_jax` returned.
         prompt_ids: checked token ids.
         config: of ``generate``.
-        params: what the caller asked, for options that only the engine knows.
-        seed: of the draws.
+        params: the caller's parameters, for options that only the engine honours.
+        seed: of sampling.
     """
     runtime = model._jax_runtime
     known: dict[str, Any] = {"vocab_size": runtime.limits.vocab_size, "seed": seed}
     if not runtime.program.names.has_encoder:
         return EngineRequest.of(prompt_ids, config, params, **known)
-    begins_with = decoder_start_ids(config, params)
+    start_ids = decoder_start_ids(config, params)
     if runtime.encoder is None or not runtime.encoder.runs_before_engine:
-        return EngineRequest.of(begins_with, config, params, source_ids=prompt_ids, **known)
+        return EngineRequest.of(start_ids, config, params, source_ids=prompt_ids, **known)
     ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
     request, start = prepared(model, ids, {"generation_config": config}) or (None, None)
     outputs = None if start is None or start.encoder is None else encoder_outputs_by_row(runtime.encoder, start.encoder)
     if request is None or outputs is None or request.stopping_criteria.max_length is None:
         return None
-    begins_with = request.input_ids[0].tolist()
-    config = plain(request.config, request.stopping_criteria.max_length, len(begins_with))
-    return EngineRequest.of(begins_with, config, params, encoded=outputs[0], **known)
+    start_ids = request.input_ids[0].tolist()
+    config = loop_options(request.config, request.stopping_criteria.max_length, len(start_ids))
+    return EngineRequest.of(start_ids, config, params, encoded=outputs[0], **known)

@@ -1,4 +1,4 @@
-"""The compiled forward under transformers' own arguments and outputs, and changes of the model taken over before it."""
+"""The compiled forward with transformers' arguments and outputs; changes of the model take effect before it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from torchax_serve.runtime.module_changes import check_evaluates
 
 FLAGS = ("output_hidden_states", "output_attentions")
 FOLLOWED: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("followed", default=frozenset())
-"""Models, by id of their runtime, that were looked at when the present call began: not again at every token."""
+"""Ids of the runtimes whose modules were checked for changes at the start of the present call."""
 
 
 @contextlib.contextmanager
 def following(runtime: ModelRuntime) -> Iterator[None]:
-    """A call of a model: where it begins, not in calls inside of it, what has changed on the model is taken over."""
+    """Applies changes of the model at the start of a call; nested calls of the same model skip that."""
     before = FOLLOWED.get()
     if id(runtime) in before:
         yield
@@ -44,7 +44,12 @@ def following(runtime: ModelRuntime) -> Iterator[None]:
 
 
 def call_forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
-    """The forward of a model on JAX: flags and cache sorted out, tensors handed to the runtime."""
+    """Runs the forward of a model on JAX.
+
+    Args:
+        model: a `torchax_serve.generation.jax_model.JaxModelMixin`.
+        given: arguments by name, torch tensors on the CPU among them.
+    """
     with following(model._jax_runtime):
         return _forward_followed(model, all_on_host(given))
 
@@ -52,15 +57,15 @@ def call_forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, 
 def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
     runtime: ModelRuntime = model._jax_runtime
     cache_name = runtime.program.cache_name
-    asked = {name: value for name, value in given.items() if not isinstance(value, DeviceCache)}
+    original = {name: value for name, value in given.items() if not isinstance(value, DeviceCache)}
     return_dict = given.pop("return_dict", model.config.return_dict)
     use_cache = given.pop("use_cache", getattr(runtime.text_config, "use_cache", False))
     if (cache_name is None or runtime.cache_support.uses_native_cache) and runtime.program.accepts("use_cache"):
-        given["use_cache"] = bool(use_cache)  # what such a model keeps are arguments and fields as any other
+        given["use_cache"] = bool(use_cache)  # its state goes through arguments and output fields
     cache = given.pop(cache_name, None) if cache_name is not None else None
     if cache_name is not None and runtime.cache_support.uses_native_cache:
         if cache is not None and jax.tree.leaves(cache):
-            given[cache_name] = cache  # one that holds nothing is left to the model's code, which makes its own
+            given[cache_name] = cache  # an empty one is made by the model's code
         cache = None
     if cache is None and use_cache and runtime.cache_support.is_supported and "labels" not in given:
         cache = runtime.cache_support.new(1)
@@ -72,8 +77,8 @@ def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[
         fields = runtime.forward(given, spec, cache)
     except Exception as error:
         is_first = not isinstance(cache, DeviceCache) or not cache.length
-        if is_first and not runtime.watch.hooked:  # whose arguments are those of a call in PyTorch
-            raise_if_eager_fails(runtime, type(model)._torch_class, asked, error)
+        if is_first and not runtime.watch.hooked:  # a first call, with the arguments that PyTorch would get
+            raise_if_eager_fails(runtime, type(model)._torch_class, original, error)
         raise
     output_class = runtime.program.output_class
     field = cache_field_of(output_class)

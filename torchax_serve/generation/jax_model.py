@@ -1,8 +1,8 @@
-"""An existing model object, its ``forward`` and ``generate`` now run by JAX.
+"""`to_jax`: an existing model object whose ``forward`` and ``generate`` run on JAX.
 
-The object's class is replaced by a subclass of itself. ``generate`` stays transformers' own, with all it prepares and
-checks; only the cache it asks for, the forward it calls and the sampling loop it ends in are replaced. So signature,
-defaults, errors and return types are transformers' by construction.
+The object's class is replaced by a subclass of itself. ``generate`` stays transformers' own, with its preparations and
+checks; only the cache, the forward and the sampling loop are replaced. So signature, defaults, errors and return types
+are those of transformers by construction.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.padding import check_rows
 from torchax_serve.validation.argument_hints import refuses_unknown
 
-# with the names by which transformers still takes a static cache, since checkpoints bring them
+# Values of cache_implementation that mean the cache on the device. Checkpoints still have the last names.
 _CACHES_ON_DEVICE = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
 
 
 @refuses_unknown
 def to_jax(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes `model` run on JAX: the same object, its ``forward`` and ``generate`` compiled. Idempotent.
+    """Makes `model` run on JAX: returns the same object with ``forward`` and ``generate`` compiled. Idempotent.
 
-    The weights are shared with the torch tensors where the device is the CPU. What changes on the model afterwards, an
-    adapter, a hook, a weight, takes effect at the next call, or that call raises.
+    On the CPU the weights share memory with the torch tensors. A later change of the model (an adapter, a hook, a
+    weight) takes effect at the next call, or that call raises.
 
     Args:
         model: a model of transformers, or a ``PeftModel`` around one.
 
     Raises:
-        InvalidArgumentError: `model` is neither, or lies on another device than the CPU.
+        InvalidArgumentError: `model` is neither, or is on another device than the CPU.
         UnsupportedModelError: weights in float64.
     """
     if not isinstance(model, PreTrainedModel):
-        return _inside_of_wrapper(model)
+        return _unwrapped_to_jax(model)
     if isinstance(model, JaxModelMixin):
         return model
     if model.device.type != "cpu":
@@ -87,11 +87,11 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
     return run_on_jax(model, ModelRuntime(model, weights))
 
 
-def _inside_of_wrapper(model: Any) -> Any:
-    """`model`, a module of peft, with the model that it has around run by JAX.
+def _unwrapped_to_jax(model: Any) -> Any:
+    """Makes the model inside a peft wrapper run on JAX; returns the wrapper.
 
     Raises:
-        InvalidArgumentError: it is no such module.
+        InvalidArgumentError: `model` is no such wrapper.
     """
     if hasattr(type(model), "torch_model") or "torch_model" in getattr(model, "__dict__", {}):
         raise InvalidArgumentError(
@@ -112,7 +112,7 @@ def _inside_of_wrapper(model: Any) -> Any:
 def run_on_jax(model: PreTrainedModel, runtime: ModelRuntime) -> PreTrainedModel:
     """Gives `model` the class whose forward and generation are run by `runtime`."""
     if not isinstance(model, JaxModelMixin):
-        if (patched := vars(model).pop("forward", None)) is not None:  # by a script: that is the model's forward
+        if (patched := vars(model).pop("forward", None)) is not None:  # a script has replaced the forward
             vars(model)[PATCHED] = patched
             runtime.follow_module()
         compile_submodules(model, runtime.call_method)
@@ -131,18 +131,18 @@ class JaxModelMixin:
 
     @property
     def device(self) -> torch.device:
-        """Where callers' tensors are expected: the CPU, wherever the weights are."""
+        """Device of the callers' tensors: the CPU, wherever the weights are."""
         device = super().device  # type: ignore[misc]
         return device if device.type != "meta" and in_torch_mode() else torch.device("cpu")
 
-    @torch.compiler.disable  # it is compiled already; torch.compile has nothing to add
+    @torch.compiler.disable  # compiled already
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module: hooks of the model itself, and its forward."""
+        """Calls the module's hooks and forward, as torch does."""
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own, after a look at the prompt."""
+        """Checks the prompt and calls transformers' ``generate``."""
         runtime = self._jax_runtime
         if in_torch_mode():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -162,7 +162,7 @@ class JaxModelMixin:
             )
         prompt = given.get("inputs")
         ids = kwargs.get("input_ids") if prompt is None else prompt
-        if not self._jax_runtime.program.names.has_encoder:  # else the encoder looks at its own
+        if not self._jax_runtime.program.names.has_encoder:  # an encoder checks its own tokens
             self._jax_runtime.limits.check_prompt(ids)
         check_has_media(self._jax_runtime.config, ids, [name for name, value in kwargs.items() if value is not None])
         if (mask := kwargs.get("attention_mask")) is not None and mask.numel():
@@ -170,11 +170,11 @@ class JaxModelMixin:
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def refresh(self) -> None:
-        """Makes programs and arrays anew, for what no call notices, such as globals that the model's code reads."""
+        """Makes programs and arrays again, for changes that no call detects, such as globals read by model code."""
         self._jax_runtime.refresh()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's own; where the weights lie on the device alone, with their values."""
+        """Returns torch's ``state_dict``, with values copied from the device if only it has them."""
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         if in_torch_mode() or (values := torch_state(self)) is None:
             return state
@@ -192,7 +192,7 @@ class JaxModelMixin:
         run_on_jax(self, ModelRuntime(self, weights))  # type: ignore[arg-type]
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own answer; outside of a trace its forward runs on JAX as well."""
+        """Returns transformers' encoder; outside a trace its forward runs on JAX, too."""
         encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]
         if encoder is self or in_torch_mode():
             return encoder
@@ -201,7 +201,7 @@ class JaxModelMixin:
     def load_custom_generate(
         self, pretrained_model_name_or_path: str | None = None, trust_remote_code: bool | None = None, **kwargs: Any
     ) -> Any:
-        """transformers' own, which asks on the terminal where the caller has not said: here that is an error."""
+        """Loads generation code; raises where transformers would ask on the terminal whether to trust it."""
         if not trust_remote_code:
             raise UnsupportedArgumentError(
                 f"custom_generate={pretrained_model_name_or_path!r} would run Python code of that repository: read it, "
@@ -220,7 +220,7 @@ class JaxModelMixin:
         max_cache_length: int,
     ) -> Any:
         runtime = getattr(self, "_jax_runtime", None)
-        if runtime is None:  # lent to a part, such as the codec of sounds, which has a cache of transformers' own
+        if runtime is None:  # called on a submodule, such as an audio codec, with a cache of transformers
             owner: Any = self
             return GenerationMixin._prepare_cache_for_generation(
                 owner, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -229,11 +229,11 @@ class JaxModelMixin:
         implementation = generation_config.cache_implementation
         if implementation not in _CACHES_ON_DEVICE:
             raise UnsupportedArgumentError(
-                f"cache_implementation={implementation!r} is not supported here; leave it out: the cache lies on the "
+                f"cache_implementation={implementation!r} is not supported here; leave it out: the cache is on the "
                 "device"
             )
         name = generate_cache_name(runtime.program.cache_name) or ""
-        if PREPARES in vars(self):  # by a script, which fills a cache of transformers, such as with a learned prefix
+        if PREPARES in vars(self):  # replaced by a script (peft) that fills a transformers cache with a learned prefix
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
@@ -250,7 +250,7 @@ class JaxModelMixin:
             and not (runtime.cache_support.is_supported or runtime.cache_support.uses_native_cache)
             and model_kwargs.get(name) is None
         ):
-            generation_config.use_cache = model_kwargs["use_cache"] = False  # every token anew
+            generation_config.use_cache = model_kwargs["use_cache"] = False  # every step computes all tokens
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -285,7 +285,7 @@ class JaxModelMixin:
         model_kwargs.pop("tokenizer", None)  # generate has made the stop strings of it
         runtime = self._jax_runtime
         for name in [name for name, value in model_kwargs.items() if isinstance(value, dict) and not value]:
-            del model_kwargs[name]  # such as what no image's encoder has put out
+            del model_kwargs[name]  # such as outputs of a media encoder that did not run
         config = without_model_options(self, generation_config)
         request = SampleCall(input_ids, logits_processor, stopping_criteria, config, streamer, model_kwargs)
         if isinstance(start := static_batch_start(runtime, request), StaticBatchStart):
@@ -310,7 +310,7 @@ class JaxModelMixin:
 
 
 def _blank(cls: type[PreTrainedModel]) -> PreTrainedModel:
-    """An object of `cls` that runs on JAX, before its state is set."""
+    """Returns an object of `cls` that runs on JAX, without state."""
     made: Any = _jax_class(cls)  # type: ignore[arg-type]
     blank: PreTrainedModel = made.__new__(made)
     return blank
@@ -318,7 +318,7 @@ def _blank(cls: type[PreTrainedModel]) -> PreTrainedModel:
 
 @functools.cache
 def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The subclass of `cls` that runs on JAX; it carries the same name, which transformers looks things up by."""
+    """Returns the subclass of `cls` that runs on JAX; it has the same name, by which transformers finds things."""
 
     @torch.compiler.disable
     @functools.wraps(cls.forward)

@@ -1,4 +1,4 @@
-"""The fast road of ``generate``: prefill once, then one compiled step per token, the host one step behind."""
+"""The static batch of ``generate``: one prefill, then one compiled step per token, the host one step behind."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from torchax_serve.runtime.padding import Padding
 from torchax_serve.runtime.step_functions import BatchPosition, DecodeSpec, of_last_position, pick
 from torchax_serve.sampling import CALLER_OPTIONS, INVALID_TOKEN, GenerationSampling, SamplingHistory
 
-# What this loop takes care of, beside what sampling does.
+# Generation options that this loop honours itself, apart from those of sampling.
 HONOURED_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation", "max_time"}
-CUSTOM = "_torchax_serve_custom"  # name on a generation config of an argument that brings logits processors of its own
+CUSTOM = "_torchax_serve_custom"  # attribute of a generation config: name of the argument with Python code for scores
 UNDERSTOOD_KWARGS = frozenset({"use_cache", "logits_to_keep"})
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleCall:
-    """What transformers hands to a sampling loop, prepared and checked by its ``generate``."""
+    """Arguments of transformers' sampling loop, prepared and checked by its ``generate``."""
 
     input_ids: torch.Tensor  # int64[batch, prompt_len], padded on the left
     logits_processor: Any
@@ -48,20 +48,20 @@ class SampleCall:
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves on the device for the host to read."""
+    """Output of a step, on the device."""
 
     token: jax.Array  # int32[batch]
-    logits: jax.Array  # float32[batch, vocab], as the model gave them
-    scores: jax.Array | None  # float32[batch, vocab], after the logits processors, if they are kept
+    logits: jax.Array  # float32[batch, vocab], of the model
+    scores: jax.Array | None  # float32[batch, vocab], after the logits processors; None if not asked for
 
 
 @dataclasses.dataclass(frozen=True)
 class StaticBatchStart:
-    """What the fast loop begins a request with.
+    """First inputs of a static batch, apart from tokens.
 
     Attributes:
-        prepared: arguments of the forwards of a request that has more than text; None for text.
-        encoder: an encoder's output, where the model has one.
+        prepared: Arguments of the forwards of a call with media; None for text.
+        encoder: Output of the encoder; None without one.
     """
 
     prepared: PreparedSteps | None
@@ -119,7 +119,7 @@ def _prepared_steps(runtime: ModelRuntime, request: SampleCall, extra: list[str]
 
 
 def _further(runtime: ModelRuntime, kwargs: dict[str, Any]) -> list[str]:
-    """Names of arguments that are neither text nor an encoder's output."""
+    """Returns the names of arguments that are neither text nor an encoder's output, sorted."""
     names = runtime.program.names
     cache_name = generate_cache_name(runtime.program.cache_name) or ""
     understood = UNDERSTOOD_KWARGS | {names.ids, names.mask, names.positions, cache_name}
@@ -129,7 +129,14 @@ def _further(runtime: ModelRuntime, kwargs: dict[str, Any]) -> list[str]:
 
 
 class StaticBatchLoop:
-    """Runs one request; `tokens` yields them as they come, `run` returns what ``generate`` returns."""
+    """Decodes the rows of one call in lockstep; `run` returns what ``generate`` returns, `tokens` yields each step.
+
+    Args:
+        runtime: of the model.
+        request: the call.
+        start: its first inputs.
+        seed: of sampling; None takes one from torch's global generator.
+    """
 
     plan: GenerationSampling
     state: SamplingHistory
@@ -151,8 +158,8 @@ class StaticBatchLoop:
         self.keep_scores = wants_dict and bool(self.config.output_scores)
         self.keep_logits = wants_dict and bool(self.config.output_logits)
         kinds = {type(criterion) for criterion in request.stopping_criteria}
-        # Rows that end for a reason only the host can see must reach the device before the next step is launched if
-        # what a finished row goes on to compute is going to be looked at.
+        # The next step may be launched before the host has read this one's tokens. It may not if the host alone knows
+        # that a row has ended (stop strings, time) and what that row computes afterwards is returned.
         rope = runtime.program.rope
         self.recompute_len = None if rope is None else rope.lengths.recompute_len
         self.stops_on_device = kinds <= {MaxLengthCriteria, EosTokenCriteria}
@@ -162,7 +169,7 @@ class StaticBatchLoop:
         self.sequences = request.input_ids
 
     def run(self) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput | torch.Tensor:
-        """Runs to the end, feeding the streamer."""
+        """Decodes to the end and passes each step's tokens to the streamer."""
         streamer = self.request.streamer
         for token in self.tokens():
             if streamer is not None:
@@ -183,7 +190,7 @@ class StaticBatchLoop:
         )
 
     def tokens(self) -> Iterator[torch.Tensor]:
-        """Yields int64[batch] per step, finished rows padded; leaves the sequences and the cache complete."""
+        """Yields int64[batch] per step, finished rows padded; at the end `sequences` and `cache` are complete."""
         max_new = self.max_length - self.prompt_len
         ends_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in self.request.stopping_criteria)
         pad = self.config._pad_token_tensor if ends_at_eos else None
@@ -191,8 +198,8 @@ class StaticBatchLoop:
         self._prefill()
         pending = self._pick()
         for index in range(max_new):
-            # Not before the first token is out: that step may have to be compiled.
-            # Nor where the sequence, this token included, is about to be computed anew.
+            # Not ahead of the first token, since that step may have to be compiled first, and not if the sequence with
+            # this token is recomputed.
             looks_ahead = self.runs_ahead and 0 < index < max_new - 1 and self.prompt_len + index != self.recompute_len
             following = self._decode() if looks_ahead else None
             token = _on_host(pending.token)
@@ -210,7 +217,7 @@ class StaticBatchLoop:
                 if not self.stops_on_device:
                     self.state = dataclasses.replace(self.state, ended=to_device(unfinished.numpy() == 0, bool))
                 is_new = self.sequences.shape[1] - 1 == self.recompute_len
-                following = self._decode_anew() if is_new else self._decode()
+                following = self._recompute() if is_new else self._decode()
             pending = following
 
     def _keep(self, choice: StepOutput) -> None:
@@ -242,7 +249,7 @@ class StaticBatchLoop:
                 after = prepared.position_ids[..., 0]
         given["logits_to_keep"] = 1
         takes_positions = runtime.program.accepts(names.positions)
-        if prepared is not None:  # some models are given none, and count by themselves
+        if prepared is not None:  # some models get none and count tokens
             takes_positions = prepared.position_ids is not None
         elif takes_positions:
             given[names.positions] = positions
@@ -266,7 +273,7 @@ class StaticBatchLoop:
             attention_mask=None if mask is None else mask.numpy(),
             capacity=self.cache.capacity,
         )
-        self.state = jax.device_put(state, self.last_logits.sharding)  # as steps leave it: one program, not two
+        self.state = jax.device_put(state, self.last_logits.sharding)  # sharded as after a step: one program, not two
         self.spec = DecodeSpec(CallSpec(left_padded=starts is not None, static_args=constants), takes_positions)
         self.carry = BatchPosition(
             position=to_device(after.numpy(), np.int32),
@@ -275,14 +282,14 @@ class StaticBatchLoop:
         )
 
     def _decode(self) -> StepOutput:
-        """Launches a step: the model on the newest token, then the choice of the next."""
+        """Launches a step: the forward of the newest tokens, then sampling."""
         self.last_logits, self.cache.states, self.carry = self.runtime.steps.decode(
             self.runtime.weights, self.cache.states, self.newest, self.carry, self.context, spec=self.spec
         )
         return self._pick()
 
-    def _decode_anew(self) -> StepOutput:
-        """As `_decode`, all tokens computed once more, as models do that then rotate all their keys otherwise."""
+    def _recompute(self) -> StepOutput:
+        """As `_decode`, but on all tokens: the model's rotary frequencies change at this length."""
         names, ids = self.runtime.program.names, self.sequences
         starts = torch.from_numpy(np.array(self.carry.starts)).long()
         steps = torch.arange(ids.shape[1])[None] - starts[:, None]

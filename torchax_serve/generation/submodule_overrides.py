@@ -1,4 +1,4 @@
-"""Parts of a model that its class's ``generate`` calls itself, outside of the forward: here they run on JAX, too."""
+"""Submodules that a class's ``generate`` calls outside the forward, compiled as well."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from model_adapters.quirks.voxtral_realtime import width_before
 
 
 def compile_submodules(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> None:
-    """Replaces methods of parts of `model`, where its ``generate`` calls some.
+    """Replaces methods of submodules that the ``generate`` of `model` calls, if it calls any.
 
     Args:
         model: a transformers model.
@@ -28,22 +28,22 @@ def compile_submodules(model: Any, run: Callable[[str, dict[str, Any]], Any]) ->
 
 
 def has_parts_on_jax(model: Any) -> bool:
-    """Whether `compile_submodules` has replaced methods of parts of `model`."""
+    """Returns whether `compile_submodules` has replaced methods of submodules of `model`."""
     return getattr(model.config, "model_type", "") in _BY_TYPE
 
 
 def reject_generators(kwargs: dict[str, Any]) -> None:
-    """Raises UnsupportedArgumentError for a sound that comes piece by piece, from a generator."""
+    """Raises UnsupportedArgumentError for audio that arrives in pieces, from a generator."""
     for name, value in kwargs.items():
         if isinstance(value, types.GeneratorType):
             raise UnsupportedArgumentError(
-                f"{name}: expected a tensor with all of the input, got a generator; a sound that is still going on is "
-                "not supported here: collect it first"
+                f"{name}: expected a tensor with all of the input, got a generator; audio that is still being "
+                "recorded is not supported here: collect it first"
             )
 
 
 def _voxtral_realtime(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> None:
-    """Sounds are encoded as a whole; see `model_adapters.quirks.voxtral_realtime`."""
+    """Encodes audio at once instead of in pieces; see `model_adapters.quirks.voxtral_realtime`."""
     config, embedder = model.config, model.model.audio_tower.embedder
     theirs, width = embedder.forward, width_before(config)
     if width is None:
@@ -63,7 +63,7 @@ def _voxtral_realtime(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> 
 
 
 def _kyutai_speech_to_text(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> None:
-    """Sounds are encoded as a whole: the codec is causal, and windows of it would have a program each."""
+    """Encodes audio at once instead of in windows: the codec is causal, and each window would need a program."""
     codec = model.codec_model
     theirs, signature = codec.encode, inspect.signature(codec.encode)
     prepare = model._prepare_model_inputs
@@ -73,24 +73,24 @@ def _kyutai_speech_to_text(model: Any, run: Callable[[str, dict[str, Any]], Any]
             return theirs(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         given.update(given.pop("kwargs", {}))
-        kept = {name: value for name, value in given.items() if name not in CACHES and value is not None}
-        output: ModelOutput = run("codec_model.encode", kept)
+        given = {name: value for name, value in given.items() if name not in CACHES and value is not None}
+        output: ModelOutput = run("codec_model.encode", given)
         return output
 
-    def prepare_whole(inputs: Any = None, bos_token_id: Any = None, model_kwargs: Any = None) -> Any:
+    def prepare_at_once(inputs: Any = None, bos_token_id: Any = None, model_kwargs: Any = None) -> Any:
         given = dict(model_kwargs or {})
         if given.get("audio_window_size") is not None:
             raise UnsupportedArgumentError(
-                f"audio_window_size: expected None, since a sound is encoded as a whole here, got "
+                f"audio_window_size: expected None, since audio is encoded at once here, got "
                 f"{given['audio_window_size']}; set generation_config.audio_window_size = None"
             )
         given["audio_window_size"] = -(-given["input_values"].shape[-1] // model.config.frame_size)
         return prepare(inputs, bos_token_id, given)
 
     vars(codec)["encode"] = encode
-    vars(model)["_prepare_model_inputs"] = prepare_whole
+    vars(model)["_prepare_model_inputs"] = prepare_at_once
 
 
 CACHES = ("encoder_past_key_values", "encoder_cache", "padding_cache")
-"""Of a codec that goes on from window to window; the first is called as the second from transformers 5.24 on."""
+"""Arguments with a codec's state between windows; transformers 5.24 renamed the first to the second."""
 _BY_TYPE = {"kyutai_speech_to_text": _kyutai_speech_to_text, "voxtral_realtime": _voxtral_realtime}

@@ -21,13 +21,13 @@ _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams)
 
 _ELSEWHERE: Mapping[str, str] = {
     "sampling_params": "give it as params",
-    "prompt_token_ids": "give token ids in the place of the prompt",
-    "use_tqdm": "there is no progress bar; stream() hands answers out as they come",
+    "prompt_token_ids": "give token ids in place of the prompt",
+    "use_tqdm": "there is no progress bar; stream() yields answers as they come",
     "lora_request": "merge the adapter into the model before serve()",
     "generation_config": "set model.generation_config, or write its options in SamplingParams(...)",
-    "streamer": "stream() and chat(stream=True) hand out the pieces; generate(streamer=...) takes a streamer",
+    "streamer": "stream() and chat(stream=True) yield the pieces; generate(streamer=...) takes a streamer",
     "chat_template": "set model.tokenizer.chat_template",
-    "add_generation_prompt": "an answer begins a message; continue_final_message=True goes on with the last one",
+    "add_generation_prompt": "an answer begins a message; continue_final_message=True continues the last one",
     "conversation": "give it as messages",
     "stop_strings": "write SamplingParams(stop=...)",
 }
@@ -55,9 +55,9 @@ def refuse_unknown(call: str, unknown: Mapping[str, Any], known: Collection[str]
     """Raises UnsupportedArgumentError for the first of `unknown` keyword arguments, with what to write instead.
 
     Args:
-        call: name of the function that got them.
-        unknown: the arguments by name.
-        known: arguments that it has, for near matches.
+        call: name of the function that was called.
+        unknown: the unknown arguments by name.
+        known: names of the function's arguments, for near matches.
     """
     for name, value in unknown.items():
         hint = _ELSEWHERE.get(name) or _sampling_hint(name, value) or UNSUPPORTED.get(name)
