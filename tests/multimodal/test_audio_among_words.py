@@ -82,7 +82,7 @@ def test_bad_sounds(model):
         model.chat(question(sound(1), sampling_rate=None))
     with pytest.raises(InvalidArgumentError, match=r"expected one channel, .* got shape \[2, 100\]"):
         model.chat(question(np.zeros((2, 100), np.float32)))
-    with pytest.raises(InvalidArgumentError, match="got one without a sound"):
+    with pytest.raises(InvalidArgumentError, match="got one without audio"):
         model.chat([{"role": "user", "content": [{"type": "audio"}]}])
     with pytest.raises(InvalidArgumentError, match=r"it raised .*check paths and contents"):
         model.chat([{"role": "user", "content": [{"type": "audio", "path": "nobody.wav"}]}])
@@ -90,11 +90,11 @@ def test_bad_sounds(model):
         model.chat([{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}])
     with pytest.raises(InvalidArgumentError, match=r"expected 16000 samples per second, .* got 8000"):
         model.transcribe(sound(1), sampling_rate=8000)
-    with pytest.raises(InvalidArgumentError, match="expected sounds for the placeholder tokens 3 of the prompt"):
+    with pytest.raises(InvalidArgumentError, match="expected audio for the placeholder tokens 3 of the prompt"):
         model.generate(torch.tensor([[4, 3, 3, 5]]), **GREEDY)
     inputs = processor_of(model)(text=["USER: <|pad|> What ?"], audio=[sound(0.6)])
     inputs["input_ids"][inputs["input_ids"] == 3] = 8
     with pytest.raises(
-        InvalidArgumentError, match="expected a placeholder token 3 for each feature of the sounds, got"
+        InvalidArgumentError, match="expected a placeholder token 3 for each feature of the audio, got"
     ):
         model.generate(**inputs, **GREEDY)

@@ -92,5 +92,5 @@ def test_pictures_that_cannot_be_seen(model, picture, tmp_path):
         Conversation(model, PARAMS).attach(tmp_path / "none.png")
     with pytest.raises(InvalidArgumentError, match="an image needs a chat"):
         Conversation(model, PARAMS, raw=True).attach(picture)
-    with serve() as blind, pytest.raises(UnsupportedModelError, match="expected a processor beside the weights"):
+    with serve() as blind, pytest.raises(UnsupportedModelError, match="expected a processor next to the weights"):
         Conversation(blind, PARAMS).attach(picture)

@@ -93,7 +93,7 @@ def test_chat_sees_the_image(model, processor):
     assert isinstance(asked(picture(size=(1, 1))), str)
     with pytest.raises(InvalidArgumentError, match="expected an image of 1 to 100,000,000 pixels, got 20000x20000"):
         asked(Image.new("1", (20_000, 20_000)))
-    with pytest.raises(InvalidArgumentError, match="expected messages, images and sounds that the processor"):
+    with pytest.raises(InvalidArgumentError, match="expected messages, images and audio that the processor"):
         asked("nowhere.png")
 
 
@@ -165,7 +165,7 @@ def test_a_processor_without_images(folder, eager, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with (
         serve(tmp_path, random_weights=True) as model,
-        pytest.raises(UnsupportedModelError, match="expected a processor beside the weights"),
+        pytest.raises(UnsupportedModelError, match="expected a processor next to the weights"),
     ):
         processor_of(model)
     for file in folder.iterdir():

@@ -96,7 +96,7 @@ def test_long_sounds_need_a_checkpoint_with_timestamps(whisper):
     with serve(path) as served:
         del served.generation_config.no_timestamps_token_id
         with pytest.raises(
-            InvalidArgumentError, match=r"expected at most 2 s of sound .* got 4.6 s; cut it into pieces"
+            InvalidArgumentError, match=r"expected at most 2 s of audio .* got 4.6 s; cut it into pieces"
         ):
             served.transcribe(sound(4.6), sampling_rate=RATE)
 

@@ -23,11 +23,11 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 
 _CHOICES = ", ".join(f'"{name}"' for name in POOLINGS)
 _READS_NO_PROMPT = {"hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl"}
-"""Older than the setting for it; sentence-transformers knows them by name."""
+"""Checkpoints that are older than the setting; sentence-transformers has them by name."""
 
 _BY_ENCODER = {"blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mt5", "pegasus", "pegasus_x", "t5"}
 _BY_ENCODER |= {"prophetnet", "switch_transformers", "t5gemma", "t5gemma2", "udop", "umt5"}
-"""Encoder-decoder types of which sentence-transformers takes the encoder alone."""
+"""Encoder-decoder types of which sentence-transformers runs the encoder only."""
 
 
 def embed(
@@ -42,28 +42,28 @@ def embed(
     truncate: bool | None = None,
     truncate_dim: int | None = None,
 ) -> np.ndarray:
-    """Embeddings of texts.
+    """Returns embeddings of texts.
 
     Args:
         loaded: the model.
-        runtime: of the whole model.
-        texts: one text, or several; token ids may stand in a text's place, before which no prompt stands.
-        pooling: one of `POOLINGS`; None: as the checkpoint's ``modules.json`` says, with its further layers.
-        normalize: to length 1; None: as the checkpoint says, and not where it says nothing.
-        prompt: stands before each text.
-        prompt_name: of the checkpoint's prompts, the one that stands before each text.
-        truncate: cut texts that are too long (True), or refuse them (False). None: cut them, with one line that says
-            so, where the checkpoint's files say how texts are read, and refuse them where there are none.
-        truncate_dim: how many numbers of each embedding are kept; None: as the checkpoint says, else all.
+        runtime: of the complete model.
+        texts: one text or several; a list of token ids may replace a text and gets no prompt.
+        pooling: one of `POOLINGS`; None follows the checkpoint's ``modules.json``, with its further layers.
+        normalize: scale to length 1; None follows the checkpoint's files, and does not without them.
+        prompt: text in front of each text.
+        prompt_name: name of one of the checkpoint's prompts, in place of `prompt`.
+        truncate: cut texts that are too long (True), or raise (False). None cuts them and logs a warning if the
+            checkpoint has files of sentence-transformers, and raises otherwise.
+        truncate_dim: number of leading values of each embedding to return; None follows the checkpoint's files.
 
     Returns:
         float32[dim] of one text, float32[num_texts, dim] of several, in their order.
 
     Raises:
-        InvalidArgumentError: no rule of pooling where none is given; an empty or too long text; an unknown prompt.
-        CheckpointError: files of the checkpoint that say how texts are embedded, and are not readable.
-        UnsupportedModelError: a model whose output has no hidden states of tokens; a setting in the checkpoint's files
-            that is not honoured.
+        InvalidArgumentError: no pooling given or in the checkpoint; an empty or too long text; an unknown prompt.
+        CheckpointError: files about embeddings that are not readable.
+        UnsupportedModelError: a model without hidden states of tokens, or a setting in the checkpoint's files that is
+            not supported.
     """
     if pooling is None:
         embedder = loaded.once(_Embedder, lambda: _Embedder(loaded, runtime, _own_rule(loaded)))
@@ -84,7 +84,7 @@ def embed(
 
 
 class _Embedder:
-    """A model, the rule by which it embeds, and what that needs: read once for a model."""
+    """A model with its pooling rule, weights and tokenizer; made once per model and rule."""
 
     def __init__(self, loaded: LoadedModel, runtime: ModelRuntime, rule: EmbeddingRule) -> None:
         self.rule = rule
@@ -104,7 +104,7 @@ class _Embedder:
         truncate_dim: int | None,
         normalize: bool | None,
     ) -> np.ndarray:
-        """float32[num_texts, dim]; `is_asked`: whether the caller knows what is cut."""
+        """Returns float32[num_texts, dim]; with `is_asked` no warning about cut texts is logged."""
         max_len = self._max_len
         whole = [prompt + each if isinstance(each, str) else each for each in asked]
         rows, cut = rows_of(self._tokenizer, whole, None, max_len=max_len, truncate=truncate)
@@ -134,7 +134,7 @@ class _Embedder:
         return np.stack(found)
 
     def _kept(self, layers: Sequence[Layer], weights: Any, width: int, asked: Any) -> int | None:
-        """How many numbers of each embedding are kept; `width` is that of hidden states."""
+        """Returns the number of leading values to return; `width` is that of the hidden states."""
         if asked is None:
             return self.rule.text.truncate_dim
         for layer, tensors in zip(layers, weights, strict=True):
@@ -145,7 +145,7 @@ class _Embedder:
         return asked
 
     def _layers(self, normalize: bool | None) -> tuple[tuple[Layer, ...], tuple[dict[str, jax.Array], ...]]:
-        """The layers and their weights; without those that make the length 1 where that is not wanted."""
+        """Returns layers and weights, without normalising layers if `normalize` is False."""
         pairs = [
             (layer, tensors)
             for layer, tensors in zip(self.rule.layers, self._weights, strict=True)
@@ -155,7 +155,7 @@ class _Embedder:
 
 
 def part_of(runtime: ModelRuntime) -> str:
-    """The part of a model that makes hidden states of tokens: its encoder, or what is under its head."""
+    """Returns the submodule that computes hidden states of tokens: the encoder, or the model under its head."""
     if runtime.encoder is not None:
         return runtime.encoder.name
     module = runtime.program.module
@@ -164,7 +164,7 @@ def part_of(runtime: ModelRuntime) -> str:
 
 
 def pad_id_of(loaded: LoadedModel, runtime: ModelRuntime) -> int:
-    """What rows are filled up with; masked, so any token does."""
+    """Returns the padding token; it is masked, so any token of the vocabulary does."""
     for holder in (runtime.config.get_text_config(), loaded.tokenizer()):
         found = getattr(holder, "pad_token_id", None)
         if isinstance(found, int) and 0 <= found < runtime.limits.vocab_size:

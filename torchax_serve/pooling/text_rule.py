@@ -1,4 +1,4 @@
-"""How sentence-transformers' files beside a model say that its texts are read: length, case, prompts, dimensions."""
+"""Settings of sentence-transformers' files for reading texts: length, case, prompts, dimensions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TEXT_FILES = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-"""Looked for in this order; which model it is does not matter."""
+"""File names in the order in which they are tried, for every type of model."""
 
 _ALWAYS_THERE = {"query": "", "document": ""}
-"""Prompts that every model of sentence-transformers has by name, empty unless its files fill them."""
+"""Prompt names of every model of sentence-transformers; empty unless its files set them."""
 
 _OLD_NAMES = {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
 _TASK = "feature-extraction"
@@ -30,15 +30,15 @@ _OF_PADDING = {"padding_side", "padding", "use_fast", "trust_remote_code"}
 
 @dataclasses.dataclass(frozen=True)
 class TextRule:
-    """How texts are read, and what is kept of an embedding.
+    """How texts are tokenized, and how much of an embedding is returned.
 
     Attributes:
-        is_said: whether files of sentence-transformers are there, which cut what is too long.
-        max_len: most tokens of a text; None: what the model takes.
-        lower_case: texts are made lower case first.
-        prompts: texts that stand before a text, by name.
-        default_prompt: name of the one that is used where none is asked for.
-        truncate_dim: numbers of an embedding that are kept; None: all.
+        is_said: Whether there are files of sentence-transformers, by which texts that are too long are cut.
+        max_len: Most tokens of a text; None follows the model.
+        lower_case: Whether texts are converted to lower case.
+        prompts: Texts in front of each text, by name.
+        default_prompt: Name of the prompt that is used by default.
+        truncate_dim: Number of leading values of an embedding to return; None returns all.
     """
 
     is_said: bool = False
@@ -50,11 +50,11 @@ class TextRule:
 
 
 def text_rule(root: Path, folder: Path) -> TextRule:
-    """What the files say: of the whole in `root`, of the model in `folder`.
+    """Reads the files: those of the checkpoint in `root`, those of the model in `folder`.
 
     Raises:
-        CheckpointError: a file that is not readable, or with values of another kind.
-        UnsupportedModelError: a setting that would not be honoured.
+        CheckpointError: a file that is not readable, or has values of another type.
+        UnsupportedModelError: a setting that is not supported.
     """
     file = next((folder / name for name in _TEXT_FILES if (folder / name).is_file()), folder / _TEXT_FILES[0])
     texts = read_json(file, optional=True)
@@ -92,7 +92,7 @@ def _positive(said: Any, name: str, file: Path) -> int | None:
 
 
 def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path) -> int | None:
-    """The longest text of a ``sentence_bert_config.json``; raises for settings that would not be honoured."""
+    """Returns the most tokens of a text by ``sentence_bert_config.json``; raises for unsupported settings."""
     texts = {_OLD_NAMES.get(name, name): value for name, value in texts.items()}
     of_tokenizer = dict(texts.get("processor_kwargs") or {})
     by_tokenizer = of_tokenizer.pop("model_max_length", None)
@@ -119,7 +119,7 @@ def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path) -> int | 
 
 
 def read_json(file: Path, *, optional: bool = False) -> Any:
-    """The JSON object in `file`; `optional`: empty where there is none. Raises CheckpointError."""
+    """Returns the JSON object in `file`; an `optional` missing file is empty. Raises CheckpointError."""
     if optional and not file.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Options of vLLM's, OpenAI's and transformers' interfaces that `SamplingParams` spells otherwise, or does not have."""
+"""Options of vLLM, OpenAI and transformers that `SamplingParams` has under another name, or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RENAMED: Mapping[str, str] = {
     "suppress_token_ids": "suppress_tokens",
     "typical": "typical_p",
 }
-"""Their name -> ours."""
+"""Field of `SamplingParams` by the option's name elsewhere."""
 
 UNSUPPORTED: Mapping[str, str] = {
     "best_of": "ask for n answers with logprobs=0 and keep the likeliest",
@@ -55,10 +55,10 @@ UNSUPPORTED: Mapping[str, str] = {
     "chat_template_kwargs": "give them to chat(chat_template_kwargs=...)",
     "stream": "call stream(), or chat(stream=True)",
 }
-"""Name -> what to do instead."""
+"""Remedy by the name of an option that is not supported."""
 
 
 def hint_for(name: str) -> str | None:
-    """What to write instead of the option `name` of another interface; None where nothing is known."""
+    """Returns what to write instead of the option `name` of another interface; None if unknown."""
     parts = [f"did you mean {RENAMED[name]}?" if name in RENAMED else "", UNSUPPORTED.get(name, "")]
     return " ".join(part for part in parts if part) or None
