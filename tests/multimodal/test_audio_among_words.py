@@ -40,7 +40,7 @@ def question(audio, **others):
     return [{"role": "user", "content": parts}]
 
 
-def test_tokens_are_those_of_eager_pytorch(model, eager):
+def test_tokens_match_eager_pytorch(model, eager):
     text = "USER: <|pad|> What ? ASSISTANT:"
     inputs = processor_of(model)(text=[text], audio=[sound(0.6)])
     ours = model.generate(**inputs, **GREEDY)
@@ -73,7 +73,7 @@ def test_transcripts(model, eager):
     assert asked != expected[0]
 
 
-def test_bad_sounds(model):
+def test_bad_audio(model):
     with pytest.raises(InvalidArgumentError, match="audio: expected samples, got none"):
         model.chat(question(sound(0)))
     with pytest.raises(InvalidArgumentError, match=r"expected 16000 samples per second, .* got 8000"):
@@ -94,7 +94,5 @@ def test_bad_sounds(model):
         model.generate(torch.tensor([[4, 3, 3, 5]]), **GREEDY)
     inputs = processor_of(model)(text=["USER: <|pad|> What ?"], audio=[sound(0.6)])
     inputs["input_ids"][inputs["input_ids"] == 3] = 8
-    with pytest.raises(
-        InvalidArgumentError, match="expected a placeholder token 3 for each feature of the audio, got"
-    ):
+    with pytest.raises(InvalidArgumentError, match="expected a placeholder token 3 for each feature of the audio, got"):
         model.generate(**inputs, **GREEDY)

@@ -48,7 +48,7 @@ def inputs_of(processor, text=TEXT, **kwargs):
     return processor(text=text, images=kwargs.pop("images", picture()), return_tensors="pt", **kwargs)
 
 
-def test_tokens_are_those_of_eager_pytorch(model, eager, processor):
+def test_tokens_match_eager_pytorch(model, eager, processor):
     inputs = inputs_of(processor)
     ours = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     assert torch.equal(ours, eager.generate(**inputs, max_new_tokens=12, do_sample=False))
@@ -66,7 +66,7 @@ def test_another_image_of_the_same_size_compiles_nothing(model, eager, processor
     assert dict(model.torch_model._jax_runtime.steps.num_traces) == before
 
 
-def test_a_batch_padded_on_the_left(model, eager, processor):
+def test_left_padded_batch(model, eager, processor):
     processor.tokenizer.padding_side = "left"
     texts = [TEXT, "USER: <image> What ? ASSISTANT:"]
     inputs = inputs_of(processor, texts, images=[picture(1), picture(2)], padding=True)
@@ -114,7 +114,7 @@ def test_chat_about_images_as_a_stream(model):
     assert model.chat(messages, sampled) == "".join(model.chat(messages, sampled, stream=True))
 
 
-def test_a_stream_about_images_that_is_closed(model):
+def test_closed_stream_about_images(model):
     messages = [
         {"role": "user", "content": [{"type": "image", "image": picture()}, {"type": "text", "text": "What ?"}]}
     ]

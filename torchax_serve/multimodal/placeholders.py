@@ -86,7 +86,7 @@ def unmet(config: PreTrainedConfig, given: Mapping[str, Any]) -> str:
         count = int((ids == token).sum())
         return (
             f"expected a placeholder token {token} for each feature of the {modality.name}, got {count} of them, which "
-            f"does not fit the {modality.name} given, or one that is all zeros; make text and {modality.name} with one "
+            f"does not fit the {modality.name} given, or one of zeros alone; make text and {modality.name} with one "
             f"call of the model's processor, each named once, and batches of prompts with as many {modality.name} each"
         )
     return "expected inputs that fit each other, got others; make all with one call of the processor"
