@@ -92,10 +92,10 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOp
             typed, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **written
         )
     except Exception as error:  # files that are no images, templates that fail: libraries raise whatever they like
-        said = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         raise InvalidArgumentError(
             f"expected messages, images and audio that the processor of {model.name} takes, it raised "
-            f"{type(error).__name__}: {said}; check paths and contents"
+            f"{type(error).__name__}: {message}; check paths and contents"
         ) from error
     return dict(inputs)
 

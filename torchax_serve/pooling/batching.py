@@ -50,10 +50,10 @@ def checked_texts(texts: str | Sequence[Text]) -> list[Text]:
     """
     if not isinstance(texts, str) and (isinstance(texts, bytes) or not isinstance(texts, Iterable)):
         raise InvalidArgumentError(f"texts: expected a text or several, got {texts!r:.80}")
-    asked: list[Text] = [texts] if isinstance(texts, str) else list(texts)
-    if not asked:
+    requested: list[Text] = [texts] if isinstance(texts, str) else list(texts)
+    if not requested:
         raise InvalidArgumentError("texts: expected at least one text, got none")
-    for index, text in enumerate(asked):
+    for index, text in enumerate(requested):
         if isinstance(text, str):
             if not text.strip():
                 raise InvalidArgumentError(f"texts[{index}]: expected some text, got an empty one; leave it out")
@@ -64,7 +64,7 @@ def checked_texts(texts: str | Sequence[Text]) -> list[Text]:
                 )
         elif isinstance(text, bytes) or not isinstance(text, Iterable) or not all(_is_id(token) for token in text):
             raise InvalidArgumentError(f"texts[{index}]: expected text or a list of token ids, got {text!r:.80}")
-    return asked
+    return requested
 
 
 def _surrogate_in(text: str) -> str | None:

@@ -53,9 +53,9 @@ class RankedDocument:
 
 def classify(loaded: LoadedModel, runtime: ModelRuntime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
     """See `torchax_serve.EncoderModel.classify`."""
-    asked = checked_texts(texts)
+    requested = checked_texts(texts)
     _require(loaded, runtime, "ForSequenceClassification", "classify", "classifies texts")
-    rows, _ = rows_of(_tokenizer(loaded), asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
+    rows, _ = rows_of(_tokenizer(loaded), requested, None, max_len=limit_of(loaded, runtime), truncate=truncate)
     logits = text_logits(loaded, runtime, rows)
     names = _names(runtime, logits.shape[-1])
     found = [_classification(names, row) for row in _activated(runtime, logits)]
@@ -64,15 +64,15 @@ def classify(loaded: LoadedModel, runtime: ModelRuntime, texts: str | Sequence[T
 
 def classify_tokens(loaded: LoadedModel, runtime: ModelRuntime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
     """See `torchax_serve.EncoderModel.classify_tokens`."""
-    asked = checked_texts(texts)
+    requested = checked_texts(texts)
     _require(loaded, runtime, "ForTokenClassification", "classify_tokens", "classifies tokens")
-    rows, _ = rows_of(_tokenizer(loaded), asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
+    rows, _ = rows_of(_tokenizer(loaded), requested, None, max_len=limit_of(loaded, runtime), truncate=truncate)
     found: list[Any] = [None] * len(rows)
     for batch in run(runtime, rows, pad_id=pad_id_of(loaded, runtime)):
         logits = np.asarray(batch.fields["logits"], np.float32)
         for number, index in enumerate(batch.indices):
             scores = _softmax(logits[number, : len(rows[index]["input_ids"])])
-            found[index] = _token_labels(loaded, runtime, asked[index], rows[index], scores)
+            found[index] = _token_labels(loaded, runtime, requested[index], rows[index], scores)
     return found[0] if isinstance(texts, str) else found
 
 
@@ -97,7 +97,7 @@ def rerank(
     tokenizer, max_len = _tokenizer(loaded), limit_of(loaded, runtime)
     rows, cut = rows_of(tokenizer, [query] * len(pairs), pairs, max_len=max_len, truncate=truncate is not False)
     if cut and truncate is None:
-        tokenizer.say_once(
+        tokenizer.warn_once(
             f"{loaded.source.name}: pairs are cut to {max_len} tokens, as by sentence-transformers; {len(cut)} of "
             f"{len(rows)} are longer"
         )
@@ -155,8 +155,8 @@ def _tokenizer(loaded: LoadedModel) -> TextTokenizer:
 
 def _scores_of_pairs(loaded: LoadedModel, runtime: ModelRuntime, logits: np.ndarray) -> np.ndarray:
     """Returns scores as cross-encoders of sentence-transformers do: a sigmoid, unless the checkpoint has none."""
-    said = getattr(runtime.config, "sentence_transformers", None) or {}
-    name = said.get("activation_fn") or getattr(runtime.config, "sbert_ce_default_activation_function", None)
+    settings = getattr(runtime.config, "sentence_transformers", None) or {}
+    name = settings.get("activation_fn") or getattr(runtime.config, "sbert_ce_default_activation_function", None)
     if name is None and loaded.files_folder is not None:
         name = read_json(loaded.files_folder / "config_sentence_transformers.json", optional=True).get("activation_fn")
     kind = "Sigmoid" if name is None else str(name).rpartition(".")[2]

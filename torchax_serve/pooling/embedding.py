@@ -71,12 +71,12 @@ def embed(
         embedder = _Embedder(loaded, runtime, _rule_of(pooling))
     text = embedder.rule.text
     chosen = _prompt(text, prompt, prompt_name)
-    asked = checked_texts(texts)
+    requested = checked_texts(texts)
     found = embedder.embeddings(
-        asked,
+        requested,
         chosen,
-        truncate=text.is_said if truncate is None else truncate,
-        is_asked=truncate is not None,
+        truncate=text.has_files if truncate is None else truncate,
+        is_explicit=truncate is not None,
         truncate_dim=truncate_dim,
         normalize=normalize,
     )
@@ -96,27 +96,27 @@ class _Embedder:
 
     def embeddings(
         self,
-        asked: Sequence[Text],
+        requested: Sequence[Text],
         prompt: str,
         *,
         truncate: bool,
-        is_asked: bool,
+        is_explicit: bool,
         truncate_dim: int | None,
         normalize: bool | None,
     ) -> np.ndarray:
-        """Returns float32[num_texts, dim]; with `is_asked` no warning about cut texts is logged."""
+        """Returns float32[num_texts, dim]; with `is_explicit` no warning about cut texts is logged."""
         max_len = self._max_len
-        whole = [prompt + each if isinstance(each, str) else each for each in asked]
-        rows, cut = rows_of(self._tokenizer, whole, None, max_len=max_len, truncate=truncate)
-        if cut and not is_asked:
-            self._tokenizer.say_once(
+        prompted = [prompt + each if isinstance(each, str) else each for each in requested]
+        rows, cut = rows_of(self._tokenizer, prompted, None, max_len=max_len, truncate=truncate)
+        if cut and not is_explicit:
+            self._tokenizer.warn_once(
                 f"{self._name}: texts are cut to {max_len} tokens, as its files say; {len(cut)} of {len(rows)} are "
                 "longer"
             )
         layers, weights = self._layers(normalize)
         skips_prompt = prompt and any(layer.kind == "pooling" and not layer.reads_prompt for layer in layers)
         prompt_len = self._tokenizer.prompt_len(prompt, max_len) if skips_prompt else 0
-        lens = [prompt_len if isinstance(each, str) else 0 for each in asked]
+        lens = [prompt_len if isinstance(each, str) else 0 for each in requested]
         found: list[Any] = [None] * len(rows)
         for batch in run(self._part, rows, pad_id=self._pad_id):
             hidden = batch.fields.get("last_hidden_state")
@@ -127,22 +127,22 @@ class _Embedder:
                 )
             of_rows = np.zeros(hidden.shape[0], np.int32)
             of_rows[: len(batch.indices)] = [lens[index] for index in batch.indices]
-            kept = self._kept(layers, weights, hidden.shape[-1], truncate_dim)
-            made = np.asarray(embeddings(layers, weights, hidden, batch.mask, of_rows, kept, bool(normalize)))
+            num_values = self._num_values(layers, weights, hidden.shape[-1], truncate_dim)
+            made = np.asarray(embeddings(layers, weights, hidden, batch.mask, of_rows, num_values, bool(normalize)))
             for number, index in enumerate(batch.indices):
                 found[index] = made[number]
         return np.stack(found)
 
-    def _kept(self, layers: Sequence[Layer], weights: Any, width: int, asked: Any) -> int | None:
+    def _num_values(self, layers: Sequence[Layer], weights: Any, width: int, requested: Any) -> int | None:
         """Returns the number of leading values to return; `width` is that of the hidden states."""
-        if asked is None:
+        if requested is None:
             return self.rule.text.truncate_dim
         for layer, tensors in zip(layers, weights, strict=True):
             width = len(layer.poolings) * width if layer.kind == "pooling" else width
             width = tensors["linear.weight"].shape[0] if layer.kind == "dense" else width
-        if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= width:
-            raise InvalidArgumentError(f"truncate_dim: expected a number from 1 to {width}, got {asked!r}")
-        return asked
+        if isinstance(requested, bool) or not isinstance(requested, int) or not 1 <= requested <= width:
+            raise InvalidArgumentError(f"truncate_dim: expected a number from 1 to {width}, got {requested!r}")
+        return requested
 
     def _layers(self, normalize: bool | None) -> tuple[tuple[Layer, ...], tuple[dict[str, jax.Array], ...]]:
         """Returns layers and weights, without normalising layers if `normalize` is False."""

@@ -86,8 +86,8 @@ def embeddings(
     for layer, tensors in zip(layers, weights, strict=True):
         if layer.kind == "pooling":
             places = jnp.arange(mask.shape[1])
-            kept = mask if layer.reads_prompt else mask * (places >= prompt_lens[:, None])
-            out = jnp.concatenate([pooled(out, kept, name) for name in layer.poolings], -1)
+            counted = mask if layer.reads_prompt else mask * (places >= prompt_lens[:, None])
+            out = jnp.concatenate([pooled(out, counted, name) for name in layer.poolings], -1)
         elif layer.kind == "dense":
             out = _dense(layer, tensors, out)
         elif layer.kind == "layer_norm":

@@ -129,23 +129,23 @@ def _check_keys(config: Mapping[str, Any], known: set[str], file: Path) -> None:
 
 def _pooling(config: dict[str, Any], file: Path) -> Layer:
     _check_keys(config, _POOLING_KEYS, file)
-    said = config.get("pooling_mode")
-    if said is not None:
-        names = [said] if isinstance(said, str) else list(said)
+    value = config.get("pooling_mode")
+    if value is not None:
+        names = [value] if isinstance(value, str) else list(value)
         found = tuple(_NAMES.get(name, name) for name in names)
     else:
         found = tuple(name for flag, name in _FLAGS.items() if config.get(flag)) or ("mean",)
     if not found or set(found) - set(POOLINGS):
-        raise CheckpointError(f"{file}: expected a pooling of {', '.join(POOLINGS)}, got {said}")
+        raise CheckpointError(f"{file}: expected a pooling of {', '.join(POOLINGS)}, got {value}")
     return Layer("pooling", found, reads_prompt=bool(config.get("include_prompt", True)))
 
 
 def _dense(config: dict[str, Any], file: Path) -> Layer:
     _check_keys(config, _DENSE_KEYS | _PLACES, file)
-    said = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
-    name = said.rpartition(".")[2]
-    if not said.startswith("torch.") or name not in ACTIVATIONS:
-        raise UnsupportedModelError(f"{file}: activation {said}, expected torch.nn's {', '.join(ACTIVATIONS)}")
+    value = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    name = value.rpartition(".")[2]
+    if not value.startswith("torch.") or name not in ACTIVATIONS:
+        raise UnsupportedModelError(f"{file}: activation {value}, expected torch.nn's {', '.join(ACTIVATIONS)}")
     return Layer("dense", activation=name, has_residual=bool(config.get("use_residual", False)))
 
 

@@ -33,7 +33,7 @@ class TextRule:
     """How texts are tokenized, and how much of an embedding is returned.
 
     Attributes:
-        is_said: Whether there are files of sentence-transformers, by which texts that are too long are cut.
+        has_files: Whether there are files of sentence-transformers, by which texts that are too long are cut.
         max_len: Most tokens of a text; None follows the model.
         lower_case: Whether texts are converted to lower case.
         prompts: Texts in front of each text, by name.
@@ -41,7 +41,7 @@ class TextRule:
         truncate_dim: Number of leading values of an embedding to return; None returns all.
     """
 
-    is_said: bool = False
+    has_files: bool = False
     max_len: int | None = None
     lower_case: bool = False
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -60,35 +60,35 @@ def text_rule(root: Path, folder: Path) -> TextRule:
     texts = read_json(file, optional=True)
     max_len = _checked_texts(texts, file, folder)
     of_all = root / "config_sentence_transformers.json"
-    whole = read_json(of_all, optional=True)
-    prompts = {**_ALWAYS_THERE, **_prompts(whole.get("prompts"), of_all)}
-    default = whole.get("default_prompt_name")
+    settings = read_json(of_all, optional=True)
+    prompts = {**_ALWAYS_THERE, **_prompts(settings.get("prompts"), of_all)}
+    default = settings.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise CheckpointError(
             f"{of_all}: default_prompt_name is {default!r}, expected one of {', '.join(map(repr, prompts))}"
         )
     return TextRule(
-        is_said=True,
+        has_files=True,
         max_len=max_len,
         lower_case=bool(texts.get("do_lower_case", False)),
         prompts=prompts,
         default_prompt=default,
-        truncate_dim=_positive(whole.get("truncate_dim"), "truncate_dim", of_all),
+        truncate_dim=_positive(settings.get("truncate_dim"), "truncate_dim", of_all),
     )
 
 
-def _prompts(said: Any, file: Path) -> dict[str, str]:
-    if said is None:
+def _prompts(value: Any, file: Path) -> dict[str, str]:
+    if value is None:
         return {}
-    if not isinstance(said, dict) or any(not isinstance(text, str | None) for text in said.values()):
-        raise CheckpointError(f"{file}: prompts is {said!r:.80}, expected texts by name")
-    return {name: text or "" for name, text in said.items()}
+    if not isinstance(value, dict) or any(not isinstance(text, str | None) for text in value.values()):
+        raise CheckpointError(f"{file}: prompts is {value!r:.80}, expected texts by name")
+    return {name: text or "" for name, text in value.items()}
 
 
-def _positive(said: Any, name: str, file: Path) -> int | None:
-    if said is not None and (isinstance(said, bool) or not isinstance(said, int) or said < 1):
-        raise CheckpointError(f"{file}: {name} is {said!r}, expected a positive number")
-    return said
+def _positive(value: Any, name: str, file: Path) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise CheckpointError(f"{file}: {name} is {value!r}, expected a positive number")
+    return value
 
 
 def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path) -> int | None:

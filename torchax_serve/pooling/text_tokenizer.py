@@ -35,7 +35,7 @@ class TextTokenizer:
     def __init__(self, loaded: LoadedModel, *, lower_case: bool = False) -> None:
         self._loaded, self._lower_case = loaded, lower_case
         self._lock = threading.Lock()
-        self._has_said = False
+        self._has_warned = False
 
     def rows_of(self, text: str, pair: str | None, max_len: int | None) -> tuple[Row, int]:
         """Tokenizes a text or a pair; returns the row, cut to `max_len` tokens, and its length before that.
@@ -60,11 +60,11 @@ class TextTokenizer:
         ids = self.rows_of(prompt, None, max_len)[0][IDS]
         return len(ids) - (1 if ids and ids[-1] in self._shared().all_special_ids else 0)
 
-    def say_once(self, message: str) -> None:
+    def warn_once(self, message: str) -> None:
         """Logs a warning once."""
         with self._lock:
-            has_said, self._has_said = self._has_said, True
-        if not has_said:
+            had_warned, self._has_warned = self._has_warned, True
+        if not had_warned:
             logger.warning("%s", message)
 
     def _shared(self) -> Any:

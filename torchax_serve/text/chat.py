@@ -155,9 +155,9 @@ def _text(model: TextModel, conversation: list[dict[str, Any]], options: ChatOpt
             )
             return text
     except Exception as error:
-        said = " ".join(str(error).split()) or "no message"
+        details = " ".join(str(error).split()) or "no message"
         raise ChatTemplateError(
-            f"the chat template of {model.name} does not render: {type(error).__name__}: {said}; {remedy}"
+            f"the chat template of {model.name} does not render: {type(error).__name__}: {details}; {remedy}"
         ) from error
     return ChatTemplate(source, model.name, tokenizer.special_tokens_map, remedy).text(conversation, options)
 

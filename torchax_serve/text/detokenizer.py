@@ -24,7 +24,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_UNFINISHED = 3
 # The window is cut back to the smaller number of tokens when it has reached the larger one. Three bytes are enough for
 # a UTF-8 decoder to fall into step whatever stood before, and a token has at least one.
-_WINDOW_LEN, _KEPT_LEN = 16, 6
+_WINDOW_LEN, _SHORT_WINDOW_LEN = 16, 6
 # Decoders that treat the last token like any other: a token that adds no text to what stands before it adds none to
 # what comes after it. Others take spaces off the end, which appear once the text goes on.
 _NO_END_RULE = frozenset({"ByteLevel", "Metaspace", "WordPiece", "Replace", "ByteFallback", "Fuse", "Strip"})
@@ -44,7 +44,7 @@ class Detokenizer:
         self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         decoders = _decoder_types(tokenizer)
         self._has_byte_tokens = "ByteFallback" in decoders
-        self._forgets_empty = bool(decoders) and decoders <= _NO_END_RULE
+        self._skips_empty = bool(decoders) and decoders <= _NO_END_RULE
         self._clean_up = _CleanUp(tokenizer) if _cleans_up(tokenizer) else None
         self._token_ids: list[int] = []
         self._window: list[int] = []
@@ -104,7 +104,7 @@ class Detokenizer:
         if text[:num_emitted] != self._window_text[:num_emitted]:
             self._lost = True
             return ""
-        if text == self._window_text and not self._num_held and self._window and self._forgets_empty:
+        if text == self._window_text and not self._num_held and self._window and self._skips_empty:
             return ""  # so that a run of tokens without text does not make the window long
         num_certain = max(num_emitted, len(text) - _num_unfinished(text))
         piece = text[num_emitted:num_certain]
@@ -116,7 +116,7 @@ class Detokenizer:
 
     def _cut_window(self) -> None:
         """Drops the older tokens of the window if the rest decodes to the same end of text without them."""
-        window = self._window[-_KEPT_LEN:]
+        window = self._window[-_SHORT_WINDOW_LEN:]
         text = self._decode(window)
         num_compared = self._num_held + 2
         if len(text) > num_compared and text[-num_compared:] == self._window_text[-num_compared:]:

@@ -118,8 +118,8 @@ def _takes_parts(tree: Any, nodes: Any) -> bool:
 def _described(error: Exception) -> str:
     """Returns type, line and first words of an error."""
     line = getattr(error, "lineno", None)
-    said = " ".join((str(error) or "no message").split())
-    return f"{type(error).__name__}{f' in line {line}' if line else ''}: {said[:300]}"
+    message = " ".join((str(error) or "no message").split())
+    return f"{type(error).__name__}{f' in line {line}' if line else ''}: {message[:300]}"
 
 
 def _used_bytes() -> int:
