@@ -57,13 +57,13 @@ NEVER_A_TOKEN = -1
 """End-of-sequence id that no token has; for a config without one, transformers would use the model's."""
 
 LIMITS: Mapping[str, ValueRange] = {
-    "max_new_tokens": ValueRange(1, MAX_INT, whole=True),
-    "min_new_tokens": ValueRange(0, MAX_INT, whole=True),
-    "max_length": ValueRange(1, whole=True),
-    "min_length": ValueRange(0, MAX_INT, whole=True),
-    "num_return_sequences": ValueRange(1, whole=True),
+    "max_new_tokens": ValueRange(1, MAX_INT, is_integer=True),
+    "min_new_tokens": ValueRange(0, MAX_INT, is_integer=True),
+    "max_length": ValueRange(1, is_integer=True),
+    "min_length": ValueRange(0, MAX_INT, is_integer=True),
+    "num_return_sequences": ValueRange(1, is_integer=True),
     "temperature": ValueRange(0, low_open=True),
-    "top_k": ValueRange(0, MAX_INT, whole=True),
+    "top_k": ValueRange(0, MAX_INT, is_integer=True),
     "top_p": ValueRange(0, 1, low_open=True),
     "min_p": ValueRange(0, 1),
     "top_h": ValueRange(0, 1, low_open=True),
@@ -71,18 +71,18 @@ LIMITS: Mapping[str, ValueRange] = {
     "epsilon_cutoff": ValueRange(0, 1, high_open=True),
     "eta_cutoff": ValueRange(0, 1, high_open=True),
     "repetition_penalty": ValueRange(0, low_open=True),
-    "no_repeat_ngram_size": ValueRange(0, MAX_INT, whole=True),
-    "num_beams": ValueRange(1, MAX_INT, whole=True),
-    "forced_bos_token_id": ValueRange(0, MAX_INT, whole=True),
+    "no_repeat_ngram_size": ValueRange(0, MAX_INT, is_integer=True),
+    "num_beams": ValueRange(1, MAX_INT, is_integer=True),
+    "forced_bos_token_id": ValueRange(0, MAX_INT, is_integer=True),
 }
 """Ranges of the options that are one number, by transformers' name: all values for which they are defined."""
 
 ENGINE_LIMITS: Mapping[str, ValueRange] = {
     "presence_penalty": ValueRange(-2, 2),
     "frequency_penalty": ValueRange(-2, 2),
-    "logprobs": ValueRange(0, 20, whole=True),
-    "prompt_logprobs": ValueRange(0, 20, whole=True),
-    "priority": ValueRange(-MAX_INT - 1, MAX_INT, whole=True),
+    "logprobs": ValueRange(0, 20, is_integer=True),
+    "prompt_logprobs": ValueRange(0, 20, is_integer=True),
+    "priority": ValueRange(-MAX_INT - 1, MAX_INT, is_integer=True),
     "timeout_s": ValueRange(0, low_open=True),
 }
 """Ranges of the options that are one number and that transformers does not have; those of log-probabilities and
@@ -229,9 +229,9 @@ class SamplingParams:
         for name in names:
             if not (name == "temperature" and self.is_greedy):
                 check_number(name, getattr(self, name))
-        if self.n is not None and self.n not in ValueRange(1, MAX_ANSWERS, whole=True):
-            raise invalid("n", ValueRange(1, MAX_ANSWERS, whole=True), self.n)
-        if self.seed is not None and self.seed not in ValueRange(0, MAX_SEED, whole=True):
+        if self.n is not None and self.n not in ValueRange(1, MAX_ANSWERS, is_integer=True):
+            raise invalid("n", ValueRange(1, MAX_ANSWERS, is_integer=True), self.n)
+        if self.seed is not None and self.seed not in ValueRange(0, MAX_SEED, is_integer=True):
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", self.seed, "None draws a fresh one")
 
     def _check_stop_strings(self) -> None:
@@ -334,6 +334,6 @@ def _as_transformers_takes_it(name: str, value: Any) -> Any:
         return [list(word) for word in value]
     if name == "sequence_bias":
         return [[list(ids), bias] for ids, bias in bias_pairs(value)]
-    if name in LIMITS and not LIMITS[name].whole:
+    if name in LIMITS and not LIMITS[name].is_integer:
         return float(value)  # transformers refuses a temperature or penalty of type int
     return list(value) if name in ("suppress_tokens", "stop") or isinstance(value, tuple) else value

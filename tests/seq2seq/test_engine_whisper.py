@@ -139,6 +139,18 @@ def test_rows_of_one_call_may_end_at_different_lengths(served):
     assert wanted.shape[1] > NEW and bool((wanted[:, -1] == 0).any())  # one row goes on where another has ended
 
 
+def test_torch_model_uses_the_engine_and_its_copies_do_not(served):
+    before = steps_taken(served)
+    options = {"input_features": features(), "max_new_tokens": NEW, "language": "en"}
+    assert torch.equal(served.torch_model.generate(**options), expected())
+    after = steps_taken(served)
+    assert after > before
+    copied = copy.deepcopy(served.torch_model)
+    assert copied._engine_rows is None
+    assert torch.equal(copied.generate(**options), expected())
+    assert steps_taken(served) == after
+
+
 def test_threads_share_steps(served):
     alone = [expected(slice(i, i + 1)) for i in range(NUM_SOUNDS)]
 

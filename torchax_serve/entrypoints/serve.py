@@ -70,7 +70,7 @@ def serve(
         strict: raise for tensors that the model does not use and for a missing head; else ``load_report`` lists them.
         cache_dir: folder of downloads; None is the hub library's own folder.
         progress: shows download, load and compilation.
-        random_weights: make up the weights from the configuration alone.
+        random_weights: make up the weights; only the configuration is read.
         engine: batching and cache memory; None chooses.
         mesh: number of devices on the axes ``model`` and ``expert``, and of replicas on ``data``; or a mesh with them.
         tensor_parallel: short for ``mesh={"model": tensor_parallel}``.

@@ -158,8 +158,8 @@ class StaticBatchLoop:
         self.keep_scores = wants_dict and bool(self.config.output_scores)
         self.keep_logits = wants_dict and bool(self.config.output_logits)
         kinds = {type(criterion) for criterion in request.stopping_criteria}
-        # The next step may be launched before the host has read this one's tokens. It may not if the host alone knows
-        # that a row has ended (stop strings, time) and what that row computes afterwards is returned.
+        # The next step may be launched before the host has read this one's tokens. It may not if only the host
+        # knows that a row has ended (stop strings, time) and what that row computes afterwards is returned.
         rope = runtime.program.rope
         self.recompute_len = None if rope is None else rope.lengths.recompute_len
         self.stops_on_device = kinds <= {MaxLengthCriteria, EosTokenCriteria}

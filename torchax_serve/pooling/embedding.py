@@ -232,7 +232,7 @@ def _weights_of(files: LayerFiles | None, *, allow_pickle: bool) -> dict[str, ja
     for name, shape in files.shapes.items():
         if tensors[name].shape != shape:
             raise CheckpointError(
-                f"{there[0]}: {name} is {list(tensors[name].shape)}, expected {list(shape)} as the config.json beside "
-                "it says"
+                f"{there[0]}: {name} is {list(tensors[name].shape)}, expected {list(shape)} by the config.json next "
+                "to it"
             )
     return {name: jnp.asarray(array) for name, array in tensors.items()}

@@ -22,7 +22,7 @@ _ALWAYS_THERE = {"query": "", "document": ""}
 _OLD_NAMES = {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
 _TASK = "feature-extraction"
 _TEXT_METHOD = {"method": "forward", "method_output_name": "last_hidden_state"}
-# Settings of the torch module alone, which change no number here.
+# Settings of the torch module, which change no result here.
 _OF_TORCH = {"attn_implementation", "add_pooling_layer", "torch_dtype", "dtype", "device_map", "use_safetensors"}
 _OF_TORCH |= {"low_cpu_mem_usage", "trust_remote_code"}
 _OF_PADDING = {"padding_side", "padding", "use_fast", "trust_remote_code"}

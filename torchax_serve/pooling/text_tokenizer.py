@@ -71,7 +71,7 @@ class TextTokenizer:
         tokenizer = self._loaded.tokenizer()
         if tokenizer is None:
             raise InvalidArgumentError(
-                f"{self._loaded.source.name} has no tokenizer, and text needs one; put its tokenizer files beside the "
+                f"{self._loaded.source.name} has no tokenizer, and text needs one; put its tokenizer files next to the "
                 "weights, or give token ids"
             )
         return tokenizer

@@ -37,15 +37,15 @@ class ValueRange:
     high: float = math.inf
     low_open: bool = False
     high_open: bool = False
-    whole: bool = False
+    is_integer: bool = False
 
     def __contains__(self, value: object) -> bool:
         """Returns whether `value` is a finite number, no bool, inside the interval after conversion to float32."""
-        kind = numbers.Integral if self.whole else numbers.Real
+        kind = numbers.Integral if self.is_integer else numbers.Real
         if isinstance(value, bool) or not isinstance(value, kind):
             return False
-        number: Any = value if self.whole else _in_float32(value)
-        if not self.whole and not math.isfinite(number):
+        number: Any = value if self.is_integer else _in_float32(value)
+        if not self.is_integer and not math.isfinite(number):
             return False
         above = number > self.low if self.low_open else number >= self.low
         below = number < self.high if self.high_open else number <= self.high
@@ -53,7 +53,7 @@ class ValueRange:
 
     def __str__(self) -> str:
         """Returns the range in words, for errors; the limit of int32 is left out."""
-        kind = "a whole number" if self.whole else "a number"
+        kind = "a whole number" if self.is_integer else "a number"
         above = f"{'>' if self.low_open else '>='} {self.low:g}"
         goes_without_saying = math.isinf(self.high) or self.high == MAX_INT
         below = "" if goes_without_saying else f" and {'<' if self.high_open else '<='} {self.high:g}"
@@ -199,5 +199,5 @@ def check_text(name: str, value: str, most: int = MAX_TEXT_LEN) -> None:
         ) from None
 
 
-TOKEN_ID = ValueRange(0, MAX_INT, whole=True)
+TOKEN_ID = ValueRange(0, MAX_INT, is_integer=True)
 _LOGIT_BIAS = ValueRange(-100, 100)
