@@ -232,7 +232,6 @@ def new_tokens(model: TextModel, request: PreparedPrompt) -> Iterator[int]:
     # `TextStream` looks for stop strings: ``generate`` would also find one that begins in the prompt.
     kwargs: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
     if request.params.engine_only():
-        kwargs["params"] = dataclasses.replace(
-            request.params, stop=None, n=None
-        )  # honoured by `TextStream` and `generate_batch`
+        # `TextStream` honours `stop`, and `generate_batch` `n`.
+        kwargs["params"] = dataclasses.replace(request.params, stop=None, n=None)
     return model.iter_tokens(request.prompt_ids, request.generation_config, stop_strings=None, **kwargs)
