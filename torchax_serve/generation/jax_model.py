@@ -194,7 +194,7 @@ class JaxModelMixin:
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """Returns transformers' encoder; outside a trace its forward runs on JAX, too."""
         encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]
-        if encoder is self or in_torch_mode():
+        if encoder is self or in_torch_mode() or "_jax_runtime" not in vars(self):  # a copy gets its runtime at the end
             return encoder
         return CompiledEncoder(self._jax_runtime, encoder)
 
