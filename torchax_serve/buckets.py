@@ -1,6 +1,6 @@
-"""Ladders of lengths: every prompt and every cache is padded to a rung, so that few shapes are ever compiled.
+"""Bucket sizes: prompts and caches are padded to one of a few lengths, so that few shapes are compiled.
 
-Rungs are powers of two, and from 128 on the half-way points between them: padding costs little where it is much work.
+The sizes are powers of two, and from 128 on also the points half-way between them, since padding costs more there.
 """
 
 from __future__ import annotations
@@ -9,40 +9,40 @@ from collections.abc import Sequence
 
 from model_adapters.errors import InvalidArgumentError
 
-SMALLEST = 32
-HALF_WAY_FROM = 128
+SMALLEST = 32  # tokens; shorter prompts cost the same
+HALF_WAY_FROM = 128  # tokens, from which sizes half-way between powers of two exist
 
 
 def next_bucket(length: int, limit: int | None = None) -> int:
-    """The smallest rung that holds `length`, never above `limit`.
+    """Returns the smallest bucket size of at least `length`, and at most `limit`.
 
     Raises:
         InvalidArgumentError: `length` is above `limit`.
     """
     if limit is not None and length > limit:
         raise InvalidArgumentError(f"expected at most {limit} tokens, got {length}; shorten the prompt")
-    rung = SMALLEST
-    while rung < length:
-        is_power = rung & (rung - 1) == 0
-        rung = rung * 4 // 3 if not is_power else rung * 3 // 2 if rung >= HALF_WAY_FROM else rung * 2
-    return rung if limit is None else min(rung, limit)
+    bucket = SMALLEST
+    while bucket < length:
+        is_power = bucket & (bucket - 1) == 0
+        bucket = bucket * 4 // 3 if not is_power else bucket * 3 // 2 if bucket >= HALF_WAY_FROM else bucket * 2
+    return bucket if limit is None else min(bucket, limit)
 
 
 def bucket_sizes(largest: int, growth: int = 2, smallest: int = 1) -> tuple[int, ...]:
-    """`smallest` times powers of `growth` below `largest`, and `largest`."""
-    rungs = []
+    """Returns `smallest` times the powers of `growth` that are below `largest`, and `largest`."""
+    buckets = []
     while smallest < largest:
-        rungs.append(smallest)
+        buckets.append(smallest)
         smallest *= growth
-    return (*rungs, largest)
+    return (*buckets, largest)
 
 
-def bucket_for(rungs: Sequence[int], size: int) -> int:
-    """The first of `rungs` that holds `size`."""
-    return next(r for r in rungs if r >= size)
+def bucket_for(buckets: Sequence[int], size: int) -> int:
+    """Returns the first of `buckets`, which ascend, that is at least `size`."""
+    return next(r for r in buckets if r >= size)
 
 
 def token_buckets(token_budget: int) -> tuple[int, ...]:
-    """What a step of up to `token_budget` tokens is padded to."""
+    """Returns the bucket sizes of a step with up to `token_budget` tokens."""
     top = next_bucket(token_budget)
     return tuple(sorted({min(next_bucket(size), top) for size in range(1, token_budget + 1)}))

@@ -1,4 +1,4 @@
-"""What one request asks for: `SamplingParams`, and the range of every number in it.
+"""`SamplingParams`: the options of one request, and the range of every number in them.
 
 This module imports neither jax nor torch: front ends and the scheduler build requests without either.
 """
@@ -50,20 +50,20 @@ __all__ = [
     "invalid",
 ]
 
-MAX_SEED = 2**64 - 1  # what torch.Generator.manual_seed takes
+MAX_SEED = 2**64 - 1  # largest seed of torch.Generator.manual_seed
 MAX_ANSWERS = 16384  # to one prompt, as in vLLM
 MAX_STOPS = 64  # stop strings, and ids of end-of-sequence and stop tokens each
 NEVER_A_TOKEN = -1
-"""An end-of-sequence id that no token has. Where a config has none, transformers takes the model's own."""
+"""End-of-sequence id that no token has; for a config without one, transformers would use the model's."""
 
 LIMITS: Mapping[str, ValueRange] = {
-    "max_new_tokens": ValueRange(1, MAX_INT, whole=True),
-    "min_new_tokens": ValueRange(0, MAX_INT, whole=True),
-    "max_length": ValueRange(1, whole=True),
-    "min_length": ValueRange(0, MAX_INT, whole=True),
-    "num_return_sequences": ValueRange(1, whole=True),
+    "max_new_tokens": ValueRange(1, MAX_INT, is_integer=True),
+    "min_new_tokens": ValueRange(0, MAX_INT, is_integer=True),
+    "max_length": ValueRange(1, is_integer=True),
+    "min_length": ValueRange(0, MAX_INT, is_integer=True),
+    "num_return_sequences": ValueRange(1, is_integer=True),
     "temperature": ValueRange(0, low_open=True),
-    "top_k": ValueRange(0, MAX_INT, whole=True),
+    "top_k": ValueRange(0, MAX_INT, is_integer=True),
     "top_p": ValueRange(0, 1, low_open=True),
     "min_p": ValueRange(0, 1),
     "top_h": ValueRange(0, 1, low_open=True),
@@ -71,22 +71,22 @@ LIMITS: Mapping[str, ValueRange] = {
     "epsilon_cutoff": ValueRange(0, 1, high_open=True),
     "eta_cutoff": ValueRange(0, 1, high_open=True),
     "repetition_penalty": ValueRange(0, low_open=True),
-    "no_repeat_ngram_size": ValueRange(0, MAX_INT, whole=True),
-    "num_beams": ValueRange(1, MAX_INT, whole=True),
-    "forced_bos_token_id": ValueRange(0, MAX_INT, whole=True),
+    "no_repeat_ngram_size": ValueRange(0, MAX_INT, is_integer=True),
+    "num_beams": ValueRange(1, MAX_INT, is_integer=True),
+    "forced_bos_token_id": ValueRange(0, MAX_INT, is_integer=True),
 }
-"""Each option that is one number, under transformers' name. Wider than useful, never wider than defined."""
+"""Ranges of the options that are one number, by transformers' name: all values for which they are defined."""
 
 ENGINE_LIMITS: Mapping[str, ValueRange] = {
     "presence_penalty": ValueRange(-2, 2),
     "frequency_penalty": ValueRange(-2, 2),
-    "logprobs": ValueRange(0, 20, whole=True),
-    "prompt_logprobs": ValueRange(0, 20, whole=True),
-    "priority": ValueRange(-MAX_INT - 1, MAX_INT, whole=True),
+    "logprobs": ValueRange(0, 20, is_integer=True),
+    "prompt_logprobs": ValueRange(0, 20, is_integer=True),
+    "priority": ValueRange(-MAX_INT - 1, MAX_INT, is_integer=True),
     "timeout_s": ValueRange(0, low_open=True),
 }
-"""Each option that is one number and that transformers does not have; ranges of log-probabilities and penalties are
-those of OpenAI's interface."""
+"""Ranges of the options that are one number and that transformers does not have; those of log-probabilities and
+penalties are OpenAI's."""
 
 ENGINE_ONLY: Mapping[str, Any] = {
     "presence_penalty": 0,
@@ -99,7 +99,7 @@ ENGINE_ONLY: Mapping[str, Any] = {
     "timeout_s": None,
     "cache_salt": "",
 }
-"""Options that a generation config has no place for, each with the value that asks for nothing."""
+"""Options that a generation config does not have, with the value that means no effect."""
 
 SAMPLING_ONLY: Mapping[str, float | None] = {
     "temperature": 1.0,
@@ -111,7 +111,7 @@ SAMPLING_ONLY: Mapping[str, float | None] = {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
 }
-"""Options that only mean something when tokens are drawn, each with the value that switches it off."""
+"""Options that only have an effect when tokens are sampled, with the value that switches them off."""
 
 REMEDIES: Mapping[str, str] = {
     "temperature": "for greedy decoding set do_sample=False (in SamplingParams: temperature=0)",
@@ -125,14 +125,14 @@ REMEDIES: Mapping[str, str] = {
     "num_beams": "1 switches beam search off",
     "presence_penalty": "0 switches it off",
     "frequency_penalty": "0 switches it off",
-    "logprobs": "0 gives that of the chosen token alone, None none",
-    "prompt_logprobs": "0 gives those of the prompt's tokens alone, None none",
+    "logprobs": "0 gives that of the sampled token only, None none",
+    "prompt_logprobs": "0 gives those of the prompt's tokens only, None none",
     "priority": "0 is usual, lower runs first",
 }
 
 
 def check_number(name: str, value: object) -> None:
-    """Raises `InvalidArgumentError` when `value` lies outside the option's limits; None (unset) passes."""
+    """Raises `InvalidArgumentError` if `value` is outside the option's range; None (unset) passes."""
     limits = LIMITS[name] if name in LIMITS else ENGINE_LIMITS[name]
     if value is not None and value not in limits:
         raise invalid(name, limits.against(value), value, REMEDIES.get(name))
@@ -140,12 +140,12 @@ def check_number(name: str, value: object) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What a request asks of decoding. None everywhere means: what the model's ``generation_config`` says.
+    """Options of one request. None follows the model's ``generation_config``.
 
-    A temperature above zero, or any other option that only matters when tokens are drawn, turns sampling on; a
-    temperature of zero is greedy decoding.
+    A temperature above zero, or any other option that only has an effect on sampling, turns sampling on; a temperature
+    of zero is greedy decoding.
 
-    The last group of fields is honoured where requests run on the engine, and refused by name elsewhere.
+    The last group of fields is honoured by requests on the engine, and refused by name for others.
 
     Raises:
         InvalidArgumentError: a value outside its range, or an unknown name (near matches are listed).
@@ -164,29 +164,29 @@ class SamplingParams:
     eta_cutoff: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    num_beams: int | None = None  # 1 switches off a checkpoint's beam search, whose text comes at its end
+    num_beams: int | None = None  # 1 switches off a checkpoint's beam search
     bad_words_ids: Sequence[Sequence[int]] | None = None
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Sequence[Any]] | None = None
     suppress_tokens: Sequence[int] | None = None
-    stop: str | Sequence[str] | None = None  # ends a request once its text contains one of them
+    stop: str | Sequence[str] | None = None  # strings that end the answer; not part of its text
     eos_token_id: int | Sequence[int] | None = None
-    stop_token_ids: Sequence[int] | None = None  # end a request too, and are no part of its text
-    ignore_eos: bool | None = None  # goes on behind an end-of-sequence token; those of stop_token_ids still end it
-    n: int | None = None  # answers to one prompt
-    seed: int | None = None  # same seed, same request, same tokens, whatever runs beside it
+    stop_token_ids: Sequence[int] | None = None  # further ids that end the answer; not part of its text
+    ignore_eos: bool | None = None  # continue after an end-of-sequence token; stop_token_ids still end the answer
+    n: int | None = None  # number of answers to one prompt
+    seed: int | None = None  # same seed and request: same tokens, whatever else runs
 
-    presence_penalty: float | None = None  # taken off the logits of tokens among the outputs, -2 to 2
-    frequency_penalty: float | None = None  # the same once for each time they are there, -2 to 2
+    presence_penalty: float | None = None  # subtracted from the logits of tokens in the answer, -2 to 2
+    frequency_penalty: float | None = None  # the same, times their number of occurrences, -2 to 2
     logit_bias: Mapping[int, float] | None = None  # added to the logits of token ids, -100 to 100
-    allowed_token_ids: Sequence[int] | None = None  # no other is chosen
-    logprobs: int | None = None  # log-probabilities of chosen tokens, and of so many likeliest ones (0 to 20)
+    allowed_token_ids: Sequence[int] | None = None  # the only ids that may be sampled
+    logprobs: int | None = None  # log-probabilities of each new token and of this many likeliest ones, 0 to 20
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     priority: int | None = None  # lower runs first
     timeout_s: float | None = None  # seconds from submission after which the request ends
-    cache_salt: str | None = None  # computed prefixes are shared among requests of equal salt only
+    cache_salt: str | None = None  # cached prefixes are shared between requests of equal salt only
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
-        """Refuses names that are no field, with near matches."""
+        """Raises InvalidArgumentError for an unknown field, with near matches."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in names:
@@ -229,9 +229,9 @@ class SamplingParams:
         for name in names:
             if not (name == "temperature" and self.is_greedy):
                 check_number(name, getattr(self, name))
-        if self.n is not None and self.n not in ValueRange(1, MAX_ANSWERS, whole=True):
-            raise invalid("n", ValueRange(1, MAX_ANSWERS, whole=True), self.n)
-        if self.seed is not None and self.seed not in ValueRange(0, MAX_SEED, whole=True):
+        if self.n is not None and self.n not in ValueRange(1, MAX_ANSWERS, is_integer=True):
+            raise invalid("n", ValueRange(1, MAX_ANSWERS, is_integer=True), self.n)
+        if self.seed is not None and self.seed not in ValueRange(0, MAX_SEED, is_integer=True):
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", self.seed, "None draws a fresh one")
 
     def _check_stop_strings(self) -> None:
@@ -258,12 +258,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether a temperature of zero asks for greedy decoding."""
+        """Whether the temperature is zero, which means greedy decoding."""
         return self.temperature is not None and not isinstance(self.temperature, bool) and self.temperature == 0
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, empty when there is none."""
+        """`stop` as a tuple, empty for None."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -274,24 +274,24 @@ class SamplingParams:
         return {name: value for name, value in given.items() if value is not None and value != SAMPLING_ONLY[name]}
 
     def engine_only(self) -> dict[str, Any]:
-        """The options set here, name to value, that a generation config has no place for and the engine honours."""
+        """Returns the options set here, by name, that only the engine honours."""
         given = {name: getattr(self, name) for name in ENGINE_ONLY}
         return {name: value for name, value in given.items() if value is not None and value != ENGINE_ONLY[name]}
 
     def without_engine_only(self) -> SamplingParams:
-        """The same with all that `engine_only` names unset, for whoever honours those itself."""
+        """Returns a copy without the options of `engine_only`, for callers that honour those themselves."""
         return dataclasses.replace(self, **dict.fromkeys(ENGINE_ONLY))
 
     def to_generation_config(self, base: GenerationConfig) -> GenerationConfig:
-        """A copy of `base` with what is given here in its place; `seed` has no place there and stays here.
+        """Returns a copy of `base` with the options set here, except `seed`, which a generation config does not have.
 
         Raises:
-            UnsupportedArgumentError: an option is set that only the engine honours (`engine_only`).
-            InvalidArgumentError: several answers (`n`) of greedy decoding, which would all be the same.
+            UnsupportedArgumentError: an option that only the engine honours is set (`engine_only`).
+            InvalidArgumentError: several answers (`n`) with greedy decoding, which would be equal.
         """
         if engine_only := self.engine_only():
             raise UnsupportedArgumentError(
-                f"{', '.join(engine_only)}: expected options that a generation config has a place for, "
+                f"{', '.join(engine_only)}: expected options that a generation config has, "
                 f"got {engine_only}; leave them out, or send the request to the engine"
             )
         config = copy.deepcopy(base)
@@ -316,7 +316,7 @@ class SamplingParams:
         return config
 
     def _set_ends(self, config: GenerationConfig) -> None:
-        """Puts what `ignore_eos` and `stop_token_ids` ask for into the end-of-sequence tokens of `config`."""
+        """Applies `ignore_eos` and `stop_token_ids` to the end-of-sequence tokens of `config`."""
         if not (self.ignore_eos or self.stop_token_ids):
             return
         own = config.eos_token_id
@@ -334,6 +334,6 @@ def _as_transformers_takes_it(name: str, value: Any) -> Any:
         return [list(word) for word in value]
     if name == "sequence_bias":
         return [[list(ids), bias] for ids, bias in bias_pairs(value)]
-    if name in LIMITS and not LIMITS[name].whole:
+    if name in LIMITS and not LIMITS[name].is_integer:
         return float(value)  # transformers refuses a temperature or penalty of type int
     return list(value) if name in ("suppress_tokens", "stop") or isinstance(value, tuple) else value

@@ -28,7 +28,16 @@ from model_adapters.program.trace_context import configs_of, trace_lock
 
 PREPARES = "prepare_inputs_for_generation"
 NOT_READ = frozenset(
-    {"generation_config", "name_or_path", "rope_deltas", "warnings_issued", "_cache", "_jax_runtime", PREPARES}
+    [
+        "generation_config",
+        "name_or_path",
+        "rope_deltas",
+        "warnings_issued",
+        "_cache",
+        "_jax_runtime",
+        "_engine_rows",
+        PREPARES,
+    ]
 )
 """Attributes of a model that its forward does not read, or that ``generate`` itself writes."""
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs")

@@ -15,6 +15,8 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 import model_adapters.errors
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import serve
+from torchax_serve.generation import static_batch
+from torchax_serve.generation.routing import Path, Route
 from torchax_serve.generation.static_batch import HONOURED_OPTIONS, StaticBatchLoop
 from torchax_serve.sampling import PLAN_OPTIONS
 
@@ -49,6 +51,20 @@ class NoToken(StoppingCriteria):
 def served():
     with serve() as model:
         yield model
+
+
+@pytest.fixture
+def routes(monkeypatch):
+    """What `route` says of each sampling loop that a call ends in."""
+    found = []
+
+    def record(model, call):
+        found.append(route(model, call))
+        return found[-1]
+
+    route = static_batch.route
+    monkeypatch.setattr(static_batch, "route", record)
+    return found
 
 
 @pytest.fixture
@@ -105,15 +121,18 @@ def call(served, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [arguments for arguments, _ in rows(STATIC)])
-def test_static_batch_arguments(call, arguments):
+def test_static_batch_arguments(call, routes, arguments):
     with pytest.raises(StaticBatchUsed):
         call(arguments)
+    assert routes == [Route(Path.STATIC_BATCH)]
 
 
 @pytest.mark.parametrize("arguments", [arguments for arguments, _ in rows(TRANSFORMERS)])
-def test_transformers_loop_arguments(call, arguments):
+def test_transformers_loop_arguments(call, routes, arguments):
     with pytest.raises(TransformersLoopUsed):
         call(arguments)
+    for chosen in routes:  # none where transformers calls another function than its sampling loop
+        assert chosen.path is Path.TRANSFORMERS and chosen.reason
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")

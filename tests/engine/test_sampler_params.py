@@ -42,7 +42,7 @@ def params_of(config=None, vocab_size=40, seed=0, **options):
         ({"logit_bias": [[3, 1]]}, "logit_bias: expected"),
         ({"allowed_token_ids": []}, "allowed_token_ids: expected a non-empty list of token ids"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids: expected"),
-        ({"logprobs": 21}, "logprobs: expected a whole number >= 0 and <= 20, got 21; 0 gives that of the chosen"),
+        ({"logprobs": 21}, "logprobs: expected a whole number >= 0 and <= 20, got 21; 0 gives that of the sampled"),
         ({"logprobs": True}, "logprobs: expected a whole number"),
         ({"prompt_logprobs": -1}, "prompt_logprobs: expected a whole number"),
         ({"priority": 1.5}, "priority: expected a whole number .*, got 1.5; 0 is usual"),

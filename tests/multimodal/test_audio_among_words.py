@@ -40,7 +40,7 @@ def question(audio, **others):
     return [{"role": "user", "content": parts}]
 
 
-def test_tokens_are_those_of_eager_pytorch(model, eager):
+def test_tokens_match_eager_pytorch(model, eager):
     text = "USER: <|pad|> What ? ASSISTANT:"
     inputs = processor_of(model)(text=[text], audio=[sound(0.6)])
     ours = model.generate(**inputs, **GREEDY)
@@ -73,7 +73,7 @@ def test_transcripts(model, eager):
     assert asked != expected[0]
 
 
-def test_bad_sounds(model):
+def test_bad_audio(model):
     with pytest.raises(InvalidArgumentError, match="audio: expected samples, got none"):
         model.chat(question(sound(0)))
     with pytest.raises(InvalidArgumentError, match=r"expected 16000 samples per second, .* got 8000"):
@@ -82,7 +82,7 @@ def test_bad_sounds(model):
         model.chat(question(sound(1), sampling_rate=None))
     with pytest.raises(InvalidArgumentError, match=r"expected one channel, .* got shape \[2, 100\]"):
         model.chat(question(np.zeros((2, 100), np.float32)))
-    with pytest.raises(InvalidArgumentError, match="got one without a sound"):
+    with pytest.raises(InvalidArgumentError, match="got one without audio"):
         model.chat([{"role": "user", "content": [{"type": "audio"}]}])
     with pytest.raises(InvalidArgumentError, match=r"it raised .*check paths and contents"):
         model.chat([{"role": "user", "content": [{"type": "audio", "path": "nobody.wav"}]}])
@@ -90,11 +90,9 @@ def test_bad_sounds(model):
         model.chat([{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}])
     with pytest.raises(InvalidArgumentError, match=r"expected 16000 samples per second, .* got 8000"):
         model.transcribe(sound(1), sampling_rate=8000)
-    with pytest.raises(InvalidArgumentError, match="expected sounds for the placeholder tokens 3 of the prompt"):
+    with pytest.raises(InvalidArgumentError, match="expected audio for the placeholder tokens 3 of the prompt"):
         model.generate(torch.tensor([[4, 3, 3, 5]]), **GREEDY)
     inputs = processor_of(model)(text=["USER: <|pad|> What ?"], audio=[sound(0.6)])
     inputs["input_ids"][inputs["input_ids"] == 3] = 8
-    with pytest.raises(
-        InvalidArgumentError, match="expected a placeholder token 3 for each feature of the sounds, got"
-    ):
+    with pytest.raises(InvalidArgumentError, match="expected a placeholder token 3 for each feature of the audio, got"):
         model.generate(**inputs, **GREEDY)

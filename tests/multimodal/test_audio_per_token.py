@@ -30,7 +30,7 @@ def made(model_type):
 
 
 @pytest.mark.parametrize("model_type", CLASSES)
-def test_tokens_are_those_of_eager_pytorch_from_a_folder(model_type, tmp_path):
+def test_tokens_match_eager_pytorch_from_a_folder(model_type, tmp_path):
     eager = made(model_type)
     eager.save_pretrained(tmp_path)
     given = audio_inputs(model_type, eager)
@@ -46,7 +46,7 @@ def test_tokens_are_those_of_eager_pytorch_from_a_folder(model_type, tmp_path):
             _ = model.engine
 
 
-def test_a_sound_that_goes_on_is_refused():
+def test_streamed_audio_is_refused():
     eager = made("voxtral_realtime")
     given = dict(audio_inputs("voxtral_realtime", eager)["first"])
     pieces = given.pop("input_features")

@@ -39,13 +39,13 @@ def test_grids_are_read_in_a_trace():
     np.testing.assert_array_equal(traced(split, jnp.asarray(x)), np.stack([x[:2].sum(0), x[2:].sum(0)]))
 
 
-def test_boolean_index_by_a_known_mask():
+def test_boolean_index_by_a_static_mask():
     mask = torch.tensor([True, False, True])
     out = traced(lambda x: x[mask.to(x.device)], jnp.arange(6.0).reshape(3, 2))
     np.testing.assert_array_equal(out, [[0, 1], [4, 5]])
 
 
-def test_in_place_on_known_values_is_done_once():
+def test_in_place_writes_to_static_values_happen_once():
     def count(x):
         known = torch.zeros(3, device=x.device)
         known += 1
@@ -55,7 +55,7 @@ def test_in_place_on_known_values_is_done_once():
     np.testing.assert_array_equal(traced(count, jnp.zeros(3)), [1, 5, 1])
 
 
-def test_what_is_read_of_a_shape_alone_is_known():
+def test_values_computed_from_shapes_are_static():
     def picked(x):
         mask = torch.zeros_like(x[:, 0])
         mask[1] = 1
@@ -64,7 +64,7 @@ def test_what_is_read_of_a_shape_alone_is_known():
     np.testing.assert_array_equal(traced(picked, jnp.arange(6.0).reshape(3, 2)), [[2, 3]])
 
 
-def test_a_number_where_an_unknown_mask_is_set():
+def test_masked_fill_with_a_traced_mask():
     def filled(x):
         whole = torch.zeros(2, 3, device=x.device)[:, :]
         whole[x > 1] = 5.0
@@ -74,18 +74,18 @@ def test_a_number_where_an_unknown_mask_is_set():
     np.testing.assert_array_equal(traced(filled, x), np.where(np.asarray(x) > 1, 5.0, 0.0))
 
 
-def test_computed_values_do_not_get_lost_in_a_tensor_on_the_host():
+def test_traced_values_written_to_a_host_tensor_are_kept():
     with pytest.raises((UnsupportedModelError, AssertionError, RuntimeError)):
         traced(lambda x: torch.zeros(3).add_(x), jnp.ones(3))
 
 
-def test_a_table_on_the_host_is_looked_up_by_computed_indices():
+def test_host_table_is_indexed_by_traced_indices():
     table = torch.tensor([7, 8, 9])
     np.testing.assert_array_equal(traced(lambda i: table[i.to("cpu")], jnp.array([2, 0])), [9, 7])
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_checks_are_answered_afterwards(count):
+def test_deferred_checks_run_after_the_program(count):
     def run(ids, x):
         with default_env(), deferred_checks.collect() as met:
             selected = torch_view(x)[torch_view(ids) == 1]
@@ -96,7 +96,7 @@ def test_checks_are_answered_afterwards(count):
 
 
 @pytest.mark.parametrize("zero", [False, True])
-def test_a_selection_that_is_computed_with_must_be_all(zero):
+def test_traced_mask_selection_must_select_everything(zero):
     def run(x):
         with default_env(), constant_folding.enabled(), deferred_checks.collect() as met:
             real = torch_view(x)[(torch_view(x) != 0).any(-1)]
@@ -108,7 +108,7 @@ def test_a_selection_that_is_computed_with_must_be_all(zero):
     assert met.all() == (not zero)
 
 
-def test_a_selection_outside_of_such_a_program_is_refused():
+def test_traced_mask_selection_without_deferred_checks_is_refused():
     def run(x):
         with default_env():
             return jax_view(torch_view(x)[torch_view(x) > 0] * 2)
@@ -117,7 +117,7 @@ def test_a_selection_outside_of_such_a_program_is_refused():
         jax.jit(run)(jnp.ones(3))
 
 
-def test_host_values_are_keys():
+def test_static_tensors_are_hashable():
     one, same = StaticTensor.of(torch.tensor([[1, 2]])), StaticTensor.of(torch.tensor([[1, 2]]))
     others = [torch.tensor([[1, 3]]), torch.tensor([1, 2]), torch.tensor([[1, 2]], dtype=torch.int32)]
     assert one == same and hash(one) == hash(same) and repr(one) == repr(same)
@@ -127,7 +127,7 @@ def test_host_values_are_keys():
     assert not can_be_static(torch.ones(2)) and not can_be_static(torch.ones(1 << 17, dtype=torch.long))
 
 
-def test_what_is_known_of_a_call():
+def test_static_arguments_of_a_call():
     given = {
         "input_ids": torch.ones(1, 3, dtype=torch.long),
         "attention_mask": torch.ones(1, 3, dtype=torch.long),
@@ -159,7 +159,7 @@ def test_smoothed_resampling(mode, size):
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_bags_of_embeddings(mode):
+def test_embedding_bag(mode):
     weight, bags, weights = torch.randn(5, 4), torch.tensor([[0, 1], [4, 4], [2, 3]]), torch.rand(3, 2)
     weights = weights if mode == "sum" else None
 

@@ -66,7 +66,7 @@ def test_one_answer(folder, picture, answer, monkeypatch):
     assert (result.exit_code, result.stdout) == (0, answer + "\n")
 
 
-def test_a_chat_remembers_the_picture(model, picture, answer, capsys, tmp_path):
+def test_chat_has_the_image_in_later_turns(model, picture, answer, capsys, tmp_path):
     saved = tmp_path / "chat.json"
     conversation = Conversation(model, PARAMS)
     lines = ("/image", f"/image {picture}", QUESTION, "What ?", f"/save {saved}")
@@ -80,17 +80,17 @@ def test_a_chat_remembers_the_picture(model, picture, answer, capsys, tmp_path):
     assert last["content"] == model.chat(before, PARAMS) != answer
 
 
-def test_reset_forgets_a_picture(model, picture):
+def test_reset_drops_the_image(model, picture):
     conversation = Conversation(model, PARAMS)
     conversation.attach(picture)
     conversation.reset()
     assert conversation.images == []
 
 
-def test_pictures_that_cannot_be_seen(model, picture, tmp_path):
+def test_images_that_cannot_be_read(model, picture, tmp_path):
     with pytest.raises(InvalidArgumentError, match="image: expected a file with a picture, and there is none at"):
         Conversation(model, PARAMS).attach(tmp_path / "none.png")
     with pytest.raises(InvalidArgumentError, match="an image needs a chat"):
         Conversation(model, PARAMS, raw=True).attach(picture)
-    with serve() as blind, pytest.raises(UnsupportedModelError, match="expected a processor beside the weights"):
+    with serve() as blind, pytest.raises(UnsupportedModelError, match="expected a processor next to the weights"):
         Conversation(blind, PARAMS).attach(picture)

@@ -48,7 +48,7 @@ def inputs_of(processor, text=TEXT, **kwargs):
     return processor(text=text, images=kwargs.pop("images", picture()), return_tensors="pt", **kwargs)
 
 
-def test_tokens_are_those_of_eager_pytorch(model, eager, processor):
+def test_tokens_match_eager_pytorch(model, eager, processor):
     inputs = inputs_of(processor)
     ours = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     assert torch.equal(ours, eager.generate(**inputs, max_new_tokens=12, do_sample=False))
@@ -66,7 +66,7 @@ def test_another_image_of_the_same_size_compiles_nothing(model, eager, processor
     assert dict(model.torch_model._jax_runtime.steps.num_traces) == before
 
 
-def test_a_batch_padded_on_the_left(model, eager, processor):
+def test_left_padded_batch(model, eager, processor):
     processor.tokenizer.padding_side = "left"
     texts = [TEXT, "USER: <image> What ? ASSISTANT:"]
     inputs = inputs_of(processor, texts, images=[picture(1), picture(2)], padding=True)
@@ -93,7 +93,7 @@ def test_chat_sees_the_image(model, processor):
     assert isinstance(asked(picture(size=(1, 1))), str)
     with pytest.raises(InvalidArgumentError, match="expected an image of 1 to 100,000,000 pixels, got 20000x20000"):
         asked(Image.new("1", (20_000, 20_000)))
-    with pytest.raises(InvalidArgumentError, match="expected messages, images and sounds that the processor"):
+    with pytest.raises(InvalidArgumentError, match="expected messages, images and audio that the processor"):
         asked("nowhere.png")
 
 
@@ -114,7 +114,7 @@ def test_chat_about_images_as_a_stream(model):
     assert model.chat(messages, sampled) == "".join(model.chat(messages, sampled, stream=True))
 
 
-def test_a_stream_about_images_that_is_closed(model):
+def test_closed_stream_about_images(model):
     messages = [
         {"role": "user", "content": [{"type": "image", "image": picture()}, {"type": "text", "text": "What ?"}]}
     ]
@@ -165,7 +165,7 @@ def test_a_processor_without_images(folder, eager, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with (
         serve(tmp_path, random_weights=True) as model,
-        pytest.raises(UnsupportedModelError, match="expected a processor beside the weights"),
+        pytest.raises(UnsupportedModelError, match="expected a processor next to the weights"),
     ):
         processor_of(model)
     for file in folder.iterdir():

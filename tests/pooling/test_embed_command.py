@@ -59,7 +59,7 @@ def test_files_and_json(bert, tmp_path):
     assert json.loads((tmp_path / "found.json").read_text()) == printed
 
 
-def test_the_checkpoint_says_how(bert, tmp_path):
+def test_pooling_rule_of_the_checkpoint_is_used(bert, tmp_path):
     folder(tmp_path, "BertModel")
     steps = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling"), ("2", "2_Normalize", "Normalize")]
     modules = [{"idx": int(i), "path": p, "type": f"sentence_transformers.models.{kind}"} for i, p, kind in steps]
@@ -157,14 +157,14 @@ def lines_of(caplog):
     return [each.getMessage() for each in caplog.records if each.name == "torchax_serve"]
 
 
-def test_what_is_left_unused_and_what_is_cut_are_a_line_each(described, caplog):
+def test_unused_tensors_and_cut_texts_are_reported_in_a_line_each(described, caplog):
     assert call(described, *TEXTS).exit_code == 0
     unused, cut = lines_of(caplog)
     assert unused.startswith(f"{described}: 4 tensors of the files unused by BertForMaskedLM (bert.pooler.dense.bias, ")
     assert cut.endswith("texts are cut to 6 tokens, as its files say; 2 of 3 are longer")
 
 
-def test_verbose_lists_what_is_left_unused(described, caplog, monkeypatch):
+def test_verbose_lists_unused_tensors(described, caplog, monkeypatch):
     monkeypatch.setattr(logging.lastResort, "level", logging.WARNING)
     caplog.set_level(logging.WARNING, "torchax_serve")  # put back at the end
     caplog.handler.setLevel(logging.INFO)
@@ -172,7 +172,7 @@ def test_verbose_lists_what_is_left_unused(described, caplog, monkeypatch):
     assert "unused: cls.seq_relationship.weight" in lines_of(caplog)
 
 
-def test_strict_refuses_what_is_left_unused(described):
+def test_strict_refuses_unused_tensors(described):
     done = call(described, TEXTS[1], "--strict")
     assert done.exit_code == 2
     assert "4 without a place: bert.pooler.dense.bias" in done.stderr

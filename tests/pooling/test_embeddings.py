@@ -46,7 +46,7 @@ def test_poolings(bert, pooling):
     np.testing.assert_allclose(served.embed(TEXTS[1], pooling=pooling), found[1], atol=1e-5)
 
 
-def test_token_ids_and_texts_are_one(bert):
+def test_token_ids_and_texts_give_equal_embeddings(bert):
     _, served = bert
     ids = [tokenizer()(text)["input_ids"] for text in TEXTS]
     np.testing.assert_array_equal(served.embed(ids, pooling="mean"), served.embed(TEXTS, pooling="mean"))

@@ -16,7 +16,7 @@ LABELS = {0: "good", 1: "bad", 2: "neither"}
 
 
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
-def test_classify_as_the_pipeline(tmp_path, problem):
+def test_classify_matches_the_pipeline(tmp_path, problem):
     eager = folder(tmp_path, "BertForSequenceClassification", id2label=LABELS, problem_type=problem)
     theirs = pipeline("text-classification", model=eager, tokenizer=tokenizer(), top_k=None)
     with serve(tmp_path) as served:
@@ -29,7 +29,7 @@ def test_classify_as_the_pipeline(tmp_path, problem):
             served.rerank("cat", ["dog"])
 
 
-def test_classify_tokens_as_the_pipeline(tmp_path):
+def test_classify_tokens_matches_the_pipeline(tmp_path):
     eager = folder(tmp_path, "BertForTokenClassification", id2label=LABELS)
     theirs = pipeline("token-classification", model=eager, tokenizer=tokenizer(), ignore_labels=[])
     with serve(tmp_path) as served:
@@ -80,7 +80,7 @@ def test_pairs_that_are_too_long_are_cut_as_by_the_tokenizer(tmp_path, caplog):
     assert said == [f"{tmp_path}: pairs are cut to 64 tokens, as by sentence-transformers; 1 of 1 are longer"]
 
 
-def test_the_activation_may_stand_in_the_file_of_sentence_transformers(tmp_path):
+def test_activation_from_the_file_of_sentence_transformers(tmp_path):
     folder(tmp_path, "BertForSequenceClassification", num_labels=1)
     with serve(tmp_path) as served:
         by_sigmoid = served.rerank("the cat", TEXTS[:1])[0].score

@@ -113,7 +113,7 @@ def dense(path, name, config, tensors, file="model.safetensors"):
         save_file(tensors, path / name / file)
 
 
-def test_layers_before_and_behind_the_pooling_in_their_order(bert):
+def test_layers_before_and_after_the_pooling_run_in_order(bert):
     path, eager = bert
     torch.manual_seed(1)
     first, second, over = torch.nn.Linear(32, 16), torch.nn.Linear(16, 8, bias=False), torch.nn.Linear(16, 8, False)
@@ -147,7 +147,7 @@ def test_layers_before_and_behind_the_pooling_in_their_order(bert):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_are_those_of_torch(name):
+def test_activations_match_torch(name):
     module = getattr(torch.nn, name)()
     x = torch.linspace(-9, 9, 37)
     weights = ({"linear.weight": np.eye(37, dtype=np.float32)},)
@@ -184,7 +184,7 @@ def test_the_prompt_is_read_and_not_pooled(bert):
         check_served(served, expected(""), prompt_name="document")  # there and empty where no file fills it
 
 
-def test_ids_have_no_prompt_and_all_of_them_are_pooled(bert):
+def test_token_ids_get_no_prompt_and_are_all_pooled(bert):
     path, eager = bert
     write(path / "1_Pooling" / "config.json", MEAN | {"include_prompt": False})
     write(path / "config_sentence_transformers.json", {"prompts": {"a": "the "}, "default_prompt_name": "a"})
@@ -196,7 +196,7 @@ def test_ids_have_no_prompt_and_all_of_them_are_pooled(bert):
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
-def test_the_longest_text_stands_in_any_of_the_files(tmp_path, kind):
+def test_max_length_is_read_from_any_of_the_files(tmp_path, kind):
     modules(tmp_path, ("1_Pooling", "Pooling"))
     write(tmp_path / "1_Pooling" / "config.json", MEAN)
     write(tmp_path / f"sentence_{kind}_config.json", {"max_seq_length": 7, "do_lower_case": True})
@@ -204,7 +204,7 @@ def test_the_longest_text_stands_in_any_of_the_files(tmp_path, kind):
     assert (rule.max_len, rule.lower_case) == (7, True)
 
 
-def test_longer_texts_are_cut_and_that_is_said_once(bert, caplog):
+def test_longer_texts_are_cut_with_one_warning(bert, caplog):
     path, eager = bert
     write(path / "sentence_roberta_config.json", {"max_seq_length": 7, "do_lower_case": False})
     with serve(path) as served:
@@ -216,7 +216,7 @@ def test_longer_texts_are_cut_and_that_is_said_once(bert, caplog):
     assert said == [f"{path}: texts are cut to 7 tokens, as its files say; 3 of 4 are longer"]
 
 
-def test_the_longest_text_goes_before_the_length_of_the_tokenizer(bert):
+def test_max_length_of_the_files_precedes_that_of_the_tokenizer(bert):
     path, eager = bert
     config = json.loads((path / "tokenizer_config.json").read_text())
     write(path / "tokenizer_config.json", config | {"model_max_length": 5})
@@ -224,7 +224,7 @@ def test_the_longest_text_goes_before_the_length_of_the_tokenizer(bert):
     check(path, lambda text: hidden_of(eager, text, 64).mean(0), [TEXTS[2], "cat " * 70])
 
 
-def test_lower_case_leaves_special_tokens(bert):
+def test_lower_case_keeps_special_tokens(bert):
     path, eager = bert
     write(path / "sentence_bert_config.json", {"max_seq_length": 32, "do_lower_case": True})
     with serve(path) as served:
@@ -246,7 +246,7 @@ def test_dimensions_of_matryoshka(bert):
                 served.embed("cat", truncate_dim=wrong)
 
 
-def test_a_model_in_a_folder_of_its_own(tmp_path):
+def test_model_in_its_own_folder(tmp_path):
     eager = folder(tmp_path / "0_Transformer", "BertModel")
     entries = [("0_Transformer", "Transformer"), ("1_Pooling", "Pooling")]
     write(tmp_path / "modules.json", [{"path": path, "type": OLD + kind} for path, kind in entries])
@@ -283,7 +283,7 @@ def test_a_model_in_a_folder_of_its_own(tmp_path):
         ("modules.json", [{"type": OLD + "Dense", "path": "9"}], CheckpointError, "lacks config.json, which modules"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(tmp_path, file, content, error, said):
+def test_unsupported_settings_are_refused_by_name(tmp_path, file, content, error, said):
     modules(tmp_path, ("1_Pooling", "Pooling"))
     write(tmp_path / "config.json", {"hidden_act": "gelu"})
     write(tmp_path / "1_Pooling" / "config.json", MEAN)
@@ -304,7 +304,7 @@ def test_what_is_not_honoured_is_refused_by_name(tmp_path, file, content, error,
         ({"bias": True}, {"linear.weight": torch.ones(2, 32)}, "linear.bias"),
     ],
 )
-def test_a_dense_layer_that_is_not_as_it_should_be(bert, config, tensors, said):
+def test_invalid_dense_layer(bert, config, tensors, said):
     path, _ = bert
     modules(path, ("1_Pooling", "Pooling"), ("2_Dense", "Dense"))
     dense(path, "2_Dense", {"in_features": 32, "out_features": 2, "bias": False} | config, tensors)
@@ -312,7 +312,7 @@ def test_a_dense_layer_that_is_not_as_it_should_be(bert, config, tensors, said):
         served.embed("cat")
 
 
-def test_a_prompt_twice_or_of_another_kind(bert):
+def test_invalid_prompts(bert):
     path, _ = bert
     with serve(path) as served:
         with pytest.raises(InvalidArgumentError, match="prompt and prompt_name: expected one of them, got both"):
@@ -321,7 +321,7 @@ def test_a_prompt_twice_or_of_another_kind(bert):
             served.embed("cat", prompt=3)
 
 
-def test_a_model_whose_decoder_would_embed(tmp_path):
+def test_encoder_decoder_that_pools_the_decoder_is_refused(tmp_path):
     import transformers
 
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
@@ -337,7 +337,7 @@ def test_a_model_whose_decoder_would_embed(tmp_path):
         assert served.embed([[5, 6]], pooling="mean").shape == (1, 8)
 
 
-def test_files_that_were_not_fetched_are_named(bert):
+def test_missing_files_are_named(bert):
     path, _ = bert
     (path / "1_Pooling" / "config.json").unlink()
     with serve(path) as served:

@@ -71,7 +71,7 @@ def eager_tokens(model, **options):
     return tokens[1:] if model.config.is_encoder_decoder else tokens[len(PROMPT) :]
 
 
-def test_every_interface_gives_the_beams_of_eager_transformers(checkpoint):
+def test_every_interface_matches_eager_beam_search(checkpoint):
     model, folder = checkpoint
     wanted, greedy = eager_tokens(model), eager_tokens(model, num_beams=1)
     assert wanted != greedy
@@ -98,7 +98,7 @@ def test_every_interface_gives_the_beams_of_eager_transformers(checkpoint):
             served.generate_batch([PROMPT], SamplingParams(logprobs=2))
 
 
-def test_more_beams_can_be_asked_for(checkpoint):
+def test_request_may_set_more_beams(checkpoint):
     model, folder = checkpoint
     with serve(folder, dtype="float32", engine=ENGINE) as served:
         params = SamplingParams(num_beams=4, max_new_tokens=6)

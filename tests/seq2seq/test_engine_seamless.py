@@ -126,7 +126,7 @@ def test_rows_of_one_call_share_steps(served, options):
     assert 0 < num_steps < 2 * NEW
 
 
-def test_requests_that_made_room_for_others_go_on_as_before(served):
+def test_preempted_requests_continue_with_equal_tokens(served):
     name, model = served
     calls = inputs(name)[:4]
     wanted = [expected(name, call, max_new_tokens=30) for call in calls]
@@ -140,7 +140,7 @@ def test_requests_that_made_room_for_others_go_on_as_before(served):
         pytest.fail("no request has made room for another")
 
 
-def test_prompts_with_padding_inside_run_in_the_loop(served):
+def test_prompts_with_inner_padding_run_as_a_static_batch(served):
     name, model = served  # padding has no position, and those behind it count only the tokens of their step
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 100, (6, 1, 16), generator=generator)
@@ -152,7 +152,7 @@ def test_prompts_with_padding_inside_run_in_the_loop(served):
         assert num_steps == 0
 
 
-def test_rows_end_where_they_end(served):
+def test_rows_of_one_call_may_end_at_different_lengths(served):
     name, model = served
     ends = expected(name, together(name))[:, 4:6].flatten().tolist()
     wanted = expected(name, together(name), eos_token_id=ends)
@@ -162,7 +162,7 @@ def test_rows_end_where_they_end(served):
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"return_dict_in_generate": True, "output_scores": True}])
-def test_other_options_run_in_the_loop(served, options):
+def test_unsupported_options_do_not_run_on_the_engine(served, options):
     name, model = served
     tokens, num_steps = ours(model, together(name), **options)
     wanted = expected(name, together(name), **options)
@@ -170,7 +170,7 @@ def test_other_options_run_in_the_loop(served, options):
     assert num_steps == 0
 
 
-def test_inputs_that_the_slots_have_no_room_for_run_in_the_loop(served):
+def test_inputs_too_long_for_the_slots_run_as_a_static_batch(served):
     name, model = served
     long = {key: torch.cat([value, value], 1) for key, value in inputs(name)[2].items()}
     tokens, num_steps = ours(model, long)
@@ -178,7 +178,7 @@ def test_inputs_that_the_slots_have_no_room_for_run_in_the_loop(served):
     assert num_steps == 0
 
 
-def test_masks_with_holes_run_in_the_loop(served):
+def test_masks_with_holes_run_as_a_static_batch(served):
     name, model = served
     call = copy.deepcopy(together(name))
     call["attention_mask"][:, 2:5] = 0
@@ -215,7 +215,7 @@ def test_outputs_out_of_range(served):
 
 
 @pytest.mark.parametrize(("stride", "kernel"), [(8, 8), (1, 1), (2, 3), (3, 8), (4, 5)])
-def test_masks_over_sounds_are_those_that_the_model_counts_by(stride, kernel):
+def test_audio_masks_match_the_lengths_that_the_model_computes(stride, kernel):
     model = copy.copy(eager(SOUNDS[0]))
     model.config = copy.copy(model.config)
     model.config.adaptor_stride, model.config.adaptor_kernel_size = stride, kernel

@@ -83,7 +83,7 @@ def request(source, length=NEW, **config):
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_each_request_has_the_tokens_it_has_alone(model_type):
+def test_batched_requests_have_the_tokens_of_single_ones(model_type):
     """Inputs of many lengths side by side, some aborted, and too few pages for all."""
     runtime = to_jax(tiny(model_type))._jax_runtime
     state_bytes = 5 * 4 * 48 * 32 * 4  # of five slots: keys and values of two layers
@@ -164,21 +164,21 @@ def test_texts_go_to_the_encoder_and_come_from_the_decoder(tmp_path):
             model.stream([VOCAB_SIZE], params)
 
 
-def test_options_hold_for_the_decoders_tokens(served):
+def test_options_apply_to_the_decoder_tokens(served):
     ids = sources()[:3]
     for options in ({"forced_bos_token_id": 7}, {"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}):
         streams = [served.iter_tokens(source, config_of(served, **options)) for source in ids]
         assert [list(stream) for stream in streams] == alone("bart", ids, **options)
 
 
-def test_an_input_longer_than_the_slots_have_room_for_runs_by_itself(served):
+def test_input_too_long_for_the_slots_runs_without_the_engine(served):
     source = (sources()[5] * 2)[:60]
     before = served.stats().num_steps
     assert list(served.iter_tokens(source, config_of(served))) == alone("bart", [source])[0]
     assert served.stats().num_steps == before
 
 
-def test_warm_up_compiles_all_that_requests_of_any_length_meet():
+def test_warm_up_compiles_every_program_of_later_requests():
     small = EngineOptions(max_len=16, num_slots=2, page_len=8, token_budget=17, max_source_len=32)
     engine = build_engine(to_jax(tiny("t5"))._jax_runtime, small)
     try:
@@ -227,12 +227,12 @@ def test_bad_input(served):
     ("model_type", "max_source_len", "message"),
     [("bart", 65, "max_source_len: expected at most 64"), ("bart", 0, "max_source_len: expected a whole number >= 1")],
 )
-def test_options_out_of_their_range(model_type, max_source_len, message):
+def test_options_out_of_range(model_type, max_source_len, message):
     with pytest.raises(InvalidArgumentError, match=message):
         build_engine(to_jax(tiny(model_type))._jax_runtime, EngineOptions(max_source_len=max_source_len))
 
 
-def test_inputs_of_all_slots_take_half_of_the_memory_where_nobody_says_how_long_they_are():
+def test_encoder_inputs_take_half_of_the_memory_by_default():
     budget = 5 * 4 * 32 * 4 * 48 * 2  # twice 48 tokens in five slots
     options = EngineOptions(max_len=40, num_slots=4, page_len=4, kv_cache_bytes=budget)
     engine = build_engine(to_jax(tiny("bart"))._jax_runtime, options)
@@ -242,7 +242,7 @@ def test_inputs_of_all_slots_take_half_of_the_memory_where_nobody_says_how_long_
         engine.close()
 
 
-def test_what_a_generate_of_the_class_prepares_goes_to_the_engine():
+def test_rows_of_a_class_generate_run_on_the_engine():
     class Second(type(tiny("bart"))):
         def generate(self, *args, **kwargs):
             return super().generate(*args, **{"decoder_input_ids": torch.tensor([[START, 7]]), **kwargs})

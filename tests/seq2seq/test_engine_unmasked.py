@@ -63,7 +63,7 @@ def alone(model_type, source, **options):
         {"min_new_tokens": 30, "max_new_tokens": 30},
     ],
 )
-def test_generate_has_the_tokens_of_a_cache_that_grows(model_type, options):
+def test_generate_matches_a_growing_cache(model_type, options):
     served = to_jax(copy.deepcopy(eager(model_type)))
     for source in sources()[:2]:
         found = served.generate(source, attention_mask=torch.ones_like(source), **{"max_new_tokens": NEW, **options})
@@ -73,13 +73,13 @@ def test_generate_has_the_tokens_of_a_cache_that_grows(model_type, options):
     assert served._jax_runtime.steps.num_traces["decode"] == (1 if has_cache and "num_beams" not in options else 0)
 
 
-def test_a_cache_that_has_the_last_token_of_a_prompt_alone_is_kept(monkeypatch):
+def test_cache_with_only_the_last_prompt_token_is_used(monkeypatch):
     monkeypatch.setattr(modeling_fsmt.SinusoidalPositionalEmbedding, "forward", lambda self, input: None)
     assert native_cache.reason(eager("fsmt")) == "its cache holds the last token of a prompt alone"
 
 
 @pytest.mark.parametrize("model_type", ON_ENGINE)
-def test_each_request_has_the_tokens_it_has_alone(model_type):
+def test_batched_requests_have_the_tokens_of_single_ones(model_type):
     model = copy.deepcopy(eager(model_type))
     wanted = [alone(model_type, source)[0, 1:].tolist() for source in sources()]
     assert len({tuple(tokens) for tokens in wanted}) > 4
@@ -99,7 +99,7 @@ def test_each_request_has_the_tokens_it_has_alone(model_type):
 
 
 @pytest.mark.parametrize("model_type", ON_ENGINE)
-def test_answers_are_computed_anew_after_they_made_room(model_type):
+def test_preempted_requests_are_recomputed(model_type):
     long = 30
     runtime = to_jax(copy.deepcopy(eager(model_type)))._jax_runtime
     state_bytes, page_bytes = 5 * 4 * 48 * 32 * 4, 4 * 4 * 32 * 4

@@ -98,7 +98,7 @@ def test_generate_runs_on_the_engine(served, options):
         {"max_new_tokens": 6, "temperature": (0.0,), "logprob_threshold": -100.0, "return_timestamps": True},
     ],
 )
-def test_other_options_run_in_the_loop(served, options):
+def test_unsupported_options_do_not_run_on_the_engine(served, options):
     def sequences(output):
         return output if isinstance(output, torch.Tensor) else output["sequences"]
 
@@ -107,7 +107,7 @@ def test_other_options_run_in_the_loop(served, options):
     assert num_steps == 0
 
 
-def test_drawn_tokens_are_torch_s_own(served):
+def test_sampling_uses_the_torch_generator(served):
     torch.manual_seed(3)
     tokens, num_steps = ours(served, do_sample=True, temperature=0.7)
     assert num_steps == 0
@@ -120,7 +120,7 @@ def test_drawn_tokens_are_torch_s_own(served):
     )
 
 
-def test_long_sounds_run_in_the_loop(served):
+def test_long_audio_does_not_run_on_the_engine(served):
     long = torch.cat(list(features()[:3]), -1)[None]
     options = {"return_timestamps": True, "max_new_tokens": 6, "language": "en"}
     options["attention_mask"] = torch.ones(1, long.shape[-1], dtype=torch.long)
@@ -128,7 +128,7 @@ def test_long_sounds_run_in_the_loop(served):
     assert torch.equal(served.generate(input_features=long, **options), wanted)
 
 
-def test_rows_end_where_they_end(served):
+def test_rows_of_one_call_may_end_at_different_lengths(served):
     """One end token among those that are likely: rows of other lengths, padded behind."""
     long = expected(max_new_tokens=30)
     ends = [int(token) for token in long[0, 3:6]]
@@ -137,6 +137,18 @@ def test_rows_end_where_they_end(served):
     tokens, num_steps = ours(served, **options)
     assert torch.equal(tokens, wanted) and num_steps > 0
     assert wanted.shape[1] > NEW and bool((wanted[:, -1] == 0).any())  # one row goes on where another has ended
+
+
+def test_torch_model_uses_the_engine_and_its_copies_do_not(served):
+    before = steps_taken(served)
+    options = {"input_features": features(), "max_new_tokens": NEW, "language": "en"}
+    assert torch.equal(served.torch_model.generate(**options), expected())
+    after = steps_taken(served)
+    assert after > before
+    copied = copy.deepcopy(served.torch_model)
+    assert copied._engine_rows is None
+    assert torch.equal(copied.generate(**options), expected())
+    assert steps_taken(served) == after
 
 
 def test_threads_share_steps(served):
@@ -200,7 +212,7 @@ def test_aborted_and_preempted_requests():
     assert [group.num_used for group in stats.scheduler.pages] == [0]
 
 
-def test_slots_are_as_many_as_memory_has_room_for():
+def test_number_of_slots_follows_memory():
     each = 2 * 2 * SOURCE_LEN * WIDTH * 4
     runtime = to_jax(copy.deepcopy(eager()))._jax_runtime
     engine = build_engine(runtime, EngineOptions(num_slots=32, page_len=4, kv_cache_bytes=2 * 7 * each))
@@ -227,7 +239,7 @@ def test_bad_input(served):
     assert np.isfinite(output).all()
 
 
-def test_processors_that_options_have_words_for_become_options():
+def test_logits_processors_become_equivalent_options():
     other = transformers.TopKLogitsWarper(5)
     config = transformers.GenerationConfig()
     assert absorb_suppression(config, [SuppressTokensLogitsProcessor([3, 4]), other], 4) == [other]

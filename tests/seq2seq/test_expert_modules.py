@@ -49,7 +49,7 @@ def padded(rows):
         ("nllb-moe", {"moe_token_dropout": 0.2, "num_experts": 3}),
     ],
 )
-def test_tokens_and_requests_are_those_of_eager_transformers(model_type, overrides):
+def test_tokens_match_eager_transformers(model_type, overrides):
     model = drawn(model_type, **overrides)
     assert any("Experts" in type(module).__name__ for module in model.modules())
     rows, options = sources(12, 7), {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
@@ -64,7 +64,7 @@ def test_tokens_and_requests_are_those_of_eager_transformers(model_type, overrid
         assert [list(stream) for stream in streams] == alone
 
 
-def test_room_of_experts_that_depends_on_other_requests_is_refused():
+def test_expert_capacity_that_depends_on_other_requests_is_refused():
     model = drawn("nllb-moe", moe_eval_capacity_token_fraction=0.5)
     with serve(model, engine=ENGINE) as served, pytest.raises(UnsupportedModelError, match=r"fraction: expected 1\.0"):
         served.generate(**padded(sources(5)), max_new_tokens=2)

@@ -70,13 +70,13 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_tokens_are_those_of_transformers(pair, options):
+def test_tokens_match_transformers(pair, options):
     eager, ours = pair
     options = {"max_new_tokens": 10, "do_sample": False, **options}
     assert torch.equal(ours.generate(**inputs(), **options), eager.generate(**inputs(), **options))
 
 
-def test_outputs_and_cache_are_those_of_transformers(pair):
+def test_outputs_and_cache_match_transformers(pair):
     eager, ours = pair
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     found, expected = ours.generate(**inputs(), **options), eager.generate(**inputs(), **options)
@@ -89,7 +89,7 @@ def test_outputs_and_cache_are_those_of_transformers(pair):
             torch.testing.assert_close(layer.values, theirs.values, atol=1e-4, rtol=1e-4)
 
 
-def test_sampling_draws_what_is_likely(pair):
+def test_sampling_follows_the_distribution(pair):
     eager, ours = pair
     given = inputs((11,))
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_the_encoder_runs_once_and_other_lengths_compile_nothing():
     assert dict(model._jax_runtime.steps.num_traces) == traces
 
 
-def test_keys_of_the_encoder_are_not_computed_in_a_step():
+def test_decode_steps_do_not_recompute_encoder_keys():
     """Steps cost what the decoder's own layers cost: no product over the encoder's length but attention itself."""
     model = to_jax(tiny("bart"))
     runtime = model._jax_runtime
@@ -171,7 +171,7 @@ def test_bad_input(pair):
         ours.generate(**inputs(), max_new_tokens=2, **{CACHE: DynamicCache()})
 
 
-def test_too_many_tokens_for_the_table_of_positions():
+def test_more_tokens_than_learned_positions():
     model = to_jax(tiny("bart"))
     with pytest.raises(InvalidArgumentError, match="expected a prompt of at most 64 tokens"):
         model.generate(**inputs((65,)), max_new_tokens=2)

@@ -39,7 +39,7 @@ def sound(seconds, seed=0):
     return np.random.default_rng(seed).standard_normal(int(seconds * SECOND)).astype(np.float32) * 0.1
 
 
-def test_transcripts_are_those_of_transformers(whisper):
+def test_transcripts_match_transformers(whisper):
     path, eager = whisper
     sounds = [sound(1.5, 0), sound(0.7, 1)]
     extractor = transformers.AutoFeatureExtractor.from_pretrained(path)
@@ -53,7 +53,7 @@ def test_transcripts_are_those_of_transformers(whisper):
         assert served.transcribe(sounds[0], sampling_rate=RATE, max_new_tokens=10) == expected[0]
 
 
-def test_long_sounds_are_heard_in_windows_as_by_transformers(whisper):
+def test_long_audio_is_transcribed_in_windows_as_in_transformers(whisper):
     path, eager = whisper
     long = sound(4.6, 2)  # more than two windows of two seconds
     extractor = transformers.AutoFeatureExtractor.from_pretrained(path)
@@ -91,12 +91,12 @@ def test_bad_input(whisper):
             served.torch_model.get_encoder()(torch.zeros(1, 80, 0))
 
 
-def test_long_sounds_need_a_checkpoint_with_timestamps(whisper):
+def test_long_audio_needs_a_checkpoint_with_timestamps(whisper):
     path, _ = whisper
     with serve(path) as served:
         del served.generation_config.no_timestamps_token_id
         with pytest.raises(
-            InvalidArgumentError, match=r"expected at most 2 s of sound .* got 4.6 s; cut it into pieces"
+            InvalidArgumentError, match=r"expected at most 2 s of audio .* got 4.6 s; cut it into pieces"
         ):
             served.transcribe(sound(4.6), sampling_rate=RATE)
 

@@ -11,7 +11,7 @@ from torchax_serve.text import generate_batch, stream
 PROMPTS = ["Once upon a time", [5, 7], "x", "The quick brown fox jumps over the lazy dog.", [9], "Once"]
 
 
-def test_completions_are_those_of_every_prompt_alone_in_order():
+def test_completions_equal_those_of_single_prompts_in_order():
     model = eager_model()
     params = SamplingParams(max_new_tokens=10)
     for prompt, completion in zip(PROMPTS, generate_batch(model, PROMPTS, params), strict=True):
@@ -23,7 +23,7 @@ def test_completions_are_those_of_every_prompt_alone_in_order():
         assert completion.finish_reason == "length"
 
 
-def test_ends_are_those_of_a_stream():
+def test_finish_reasons_equal_those_of_a_stream():
     """Rows that end early are followed by padding, which belongs to no answer."""
     model = eager_model()
     long = SamplingParams(max_new_tokens=16)
@@ -40,7 +40,7 @@ def test_ends_are_those_of_a_stream():
     assert reasons == {"stop", "length"}
 
 
-def test_a_stop_string_that_begins_in_the_prompt_stops_nothing():
+def test_stop_string_that_begins_in_the_prompt_does_not_stop():
     """transformers' stop strings look at the prompt as well; an answer's are looked for in the answer."""
     model = eager_model()
     params = SamplingParams(max_new_tokens=8)
@@ -71,7 +71,7 @@ def test_a_seed_makes_a_prompt_independent_of_the_others():
     assert "".join(second) == alone[1].text
 
 
-def test_all_requests_are_handed_over_before_the_first_answer_is_read():
+def test_all_requests_are_submitted_before_the_first_answer_is_read():
     """So that a model whose requests run side by side has them all."""
     model = eager_model()
     handed_over, num_at_first_token = [], []

@@ -18,7 +18,7 @@ SHORT = SamplingParams(max_new_tokens=8)
 
 @pytest.mark.parametrize("system", [None, "Be kind"])
 @pytest.mark.parametrize("messages", ["Hi", HISTORY])
-def test_prompt_is_that_of_transformers(messages, system):
+def test_prompt_equals_that_of_transformers(messages, system):
     model = eager_model()
     conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     conversation = [*([{"role": "system", "content": system}] if system else []), *conversation]
@@ -58,7 +58,7 @@ def test_broken_template(template, message):
     assert "chat template of tiny does not render" in str(caught.value)
 
 
-def test_a_system_prompt_that_would_be_lost_is_refused():
+def test_dropped_system_prompt_is_refused():
     template = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
     model = eager_model(chat_template=template)
     assert chat(model, "Hi", SHORT)

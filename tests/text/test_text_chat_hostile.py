@@ -62,7 +62,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize("template", ENDLESS)
-def test_a_template_without_end_ends_at_the_deadline_and_the_next_one_renders(renderer, template):
+def test_endless_template_ends_at_the_deadline_and_the_next_one_renders(renderer, template):
     renderer.render(TemplateJob("x", [], {}))  # has started
     began = time.monotonic()
     try:
@@ -76,7 +76,7 @@ def test_a_template_without_end_ends_at_the_deadline_and_the_next_one_renders(re
     assert renderer.render(TemplateJob("{{ messages[0].content }}", [[USER]], {})).texts == ["Hi"]
 
 
-def test_a_template_reaches_nothing_but_what_it_is_given(renderer, tmp_path):
+def test_template_sees_only_its_arguments(renderer, tmp_path):
     """The sandbox is transformers' own; that nothing of Python can be reached from it is jinja's promise."""
     leaves = [
         "{{ ''.__class__.__mro__ }}",
@@ -90,14 +90,14 @@ def test_a_template_reaches_nothing_but_what_it_is_given(renderer, tmp_path):
         assert isinstance(text, ChatTemplateError) or text.strip() == "", template
 
 
-def test_a_process_that_was_killed_is_replaced(renderer):
+def test_killed_process_is_replaced(renderer):
     renderer.render(TemplateJob("x", [[USER]], {}))
     renderer._process.kill()
     renderer._process.wait()
     assert renderer.render(TemplateJob("y", [[USER]], {})).texts == ["y"]
 
 
-def test_the_chat_says_in_one_line_that_its_template_is_endless(monkeypatch):
+def test_chat_reports_an_endless_template_in_one_line(monkeypatch):
     monkeypatch.setattr("torchax_serve.text.template_renderer.TemplateRenderer.render.__defaults__", (1.5,))
     with pytest.raises(ChatTemplateError, match=r"chat template of tiny does not render within 1\.5 s") as caught:
         chat(eager_model(chat_template=ENDLESS[0]), "Hi")
@@ -105,7 +105,7 @@ def test_the_chat_says_in_one_line_that_its_template_is_endless(monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["You are kind.", "", " \n"])
-def test_a_system_prompt_that_changes_nothing_is_none_that_is_lost(content):
+def test_empty_system_prompt_does_not_count_as_dropped(content):
     """Equal to the template's default, or empty."""
     template = (
         "{% if messages[0].role == 'system' %}{{ messages[0].content or 'You are kind.' }}{% set messages = "
@@ -116,7 +116,7 @@ def test_a_system_prompt_that_changes_nothing_is_none_that_is_lost(content):
 
 
 @pytest.mark.parametrize("role", ["tool", "function", "developer", "observer"])
-def test_messages_of_a_role_that_the_template_leaves_out_are_refused(role):
+def test_messages_of_a_dropped_role_are_refused(role):
     template = "{% for m in messages if m.role in ['user', 'assistant'] %}{{ m.content }}{% endfor %}"
     with pytest.raises(ChatTemplateError, match=f"leaves messages of role '{role}' out; write what they say"):
         prompt_of(template, [USER, {"role": role, "content": "7"}])
@@ -139,7 +139,7 @@ def test_tools_calls_and_their_results():
     assert prompt_of(EVERYTHING, messages, tools=tools) == expected
 
 
-def test_a_function_is_a_tool_as_transformers_describes_it():
+def test_function_becomes_the_tool_schema_of_transformers():
     def add(a: int, b: int) -> int:
         """
         Adds two numbers.
@@ -201,7 +201,7 @@ def test_options_of_other_types_are_refused(options, words):
 
 def test_a_last_message_of_the_assistant_is_continued_or_refused():
     messages = [USER, {"role": "assistant", "content": "The answer"}]
-    with pytest.raises(InvalidArgumentError, match="got the assistant's; continue_final_message=True goes on with it"):
+    with pytest.raises(InvalidArgumentError, match="got the assistant's; continue_final_message=True continues it"):
         chat(eager_model(), messages)
     expected = expected_of(EVERYTHING, messages, add_generation_prompt=False, continue_final_message=True)
     assert prompt_of(EVERYTHING, messages, continues=True) == expected
@@ -219,7 +219,7 @@ def test_keys_that_the_template_does_not_read_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["video", "image_url", "input_audio", "file", "refusal", "cat"])
-def test_parts_that_nobody_looks_at_are_refused(kind):
+def test_unsupported_content_parts_are_refused(kind):
     part = {"type": kind, kind: "x"}
     with pytest.raises(
         UnsupportedArgumentError, match=rf"messages\[0\]\.content\[0\]: .* got '{kind}', which no model"
@@ -230,7 +230,7 @@ def test_parts_that_nobody_looks_at_are_refused(kind):
         prompt_of(TEMPLATE, [{"role": "user", "content": [text]}])
 
 
-def test_contents_come_in_the_form_that_the_template_reads():
+def test_contents_have_the_form_that_the_template_reads():
     parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
     assert prompt_of(TEMPLATE, [{"role": "user", "content": parts}]) == expected_of(
         TEMPLATE, [{"role": "user", "content": "A\nB"}]
@@ -262,13 +262,13 @@ def test_contents_come_in_the_form_that_the_template_reads():
     ],
     ids=str,
 )
-def test_messages_that_are_none_are_refused(message, words):
+def test_invalid_messages_are_refused(message, words):
     with pytest.raises(InvalidArgumentError, match=words) as caught:
         chat(eager_model(), [message, USER])
     assert "\n" not in str(caught.value)
 
 
-def test_values_of_numpy_are_numbers():
+def test_numpy_scalars_become_numbers():
     template = "{% for m in messages %}{{ m.content }}{{ m.score }}{% endfor %}"
     assert prompt_of(template, [{**USER, "score": np.int64(3)}]) == "Hi3"
 
@@ -280,11 +280,11 @@ def test_values_of_numpy_are_numbers():
         ({"max_tokens": 5}, r"write SamplingParams\(max_new_tokens=5\)"),
         ({"max_new_tokens": 5}, r"write SamplingParams\(max_new_tokens=5\)"),
         ({"sampling_params": 5}, "give it as params"),
-        ({"add_generation_prompt": True}, "continue_final_message=True goes on with the last one"),
+        ({"add_generation_prompt": True}, "continue_final_message=True continues the last one"),
         ({"toools": 5}, "did you mean tools"),
     ],
 )
-def test_keywords_of_neighbours_get_a_hint(keywords, words):
+def test_keywords_of_other_libraries_get_a_hint(keywords, words):
     with pytest.raises(UnsupportedArgumentError, match=words):
         chat(eager_model(), "Hi", **keywords)
 
@@ -301,7 +301,7 @@ anything = st.one_of(json_values, st.binary(max_size=4), st.just("\ud800"), st.j
 @given(
     st.one_of(anything, st.lists(st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "x"]), anything)))
 )
-def test_whatever_comes_as_messages_there_is_a_prompt_or_one_line(messages):
+def test_any_messages_give_a_prompt_or_a_one_line_error(messages):
     try:
         assert prompt_of(EVERYTHING, messages)
     except TorchaxServeError as error:
@@ -309,7 +309,7 @@ def test_whatever_comes_as_messages_there_is_a_prompt_or_one_line(messages):
         assert len(str(error)) < 1000
 
 
-def test_sampling_params_are_as_ever():
+def test_equal_params_give_equal_answers():
     model = eager_model()
     short = SamplingParams(max_new_tokens=3)
     assert chat(model, "Hi", short) == chat(model, [USER], dataclasses.replace(short))

@@ -79,7 +79,7 @@ def test_clean_up_that_forms_over_several_words(words):
 
 
 @every_kind
-def test_text_comes_soon(kind):
+def test_text_is_yielded_early(kind):
     """A stream that hands everything out at the end would be right and useless."""
     tokenizer = tokenizer_of(kind)
     token_ids = tokenizer(CORPUS[1], add_special_tokens=False)["input_ids"]
@@ -120,7 +120,7 @@ def test_work_per_token_is_bounded(kind, monkeypatch):
         assert sum(lengths) <= 400 * 20 + 2 * len(token_ids)
 
 
-def test_byte_tokens_of_a_wrong_character_stay_exact():
+def test_byte_tokens_of_an_invalid_character_are_exact():
     """One invalid byte turns a whole run into replacement characters; nothing of it may have been shown before."""
     tokenizer = tokenizer_of("gemma_like")
     run = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in [*"é".encode(), 0xFF]]
@@ -129,7 +129,7 @@ def test_byte_tokens_of_a_wrong_character_stay_exact():
 
 
 @pytest.mark.parametrize("num_spaces", [1, 5, 7, 20, 40])
-def test_spaces_that_show_only_when_the_text_goes_on(num_spaces):
+def test_spaces_that_appear_only_before_more_text(num_spaces):
     """A window of spaces alone would strip them all."""
     tokenizer = tokenizer_of("sentencepiece_in_python")
     check(tokenizer, tokenizer.convert_tokens_to_ids([*"the", *["▁"] * num_spaces, *"dog"]))
@@ -163,7 +163,7 @@ class OneMarkPerByte:
 
 @few
 @given(st.text(alphabet="a€é😀", max_size=20).map(str.encode) | st.binary(max_size=40))
-def test_several_marks_for_one_unfinished_character(data):
+def test_several_replacement_marks_for_one_unfinished_character(data):
     check(OneMarkPerByte(), list(data))
 
 

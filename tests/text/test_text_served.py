@@ -12,7 +12,7 @@ PROMPTS = ["Once upon a time", "x", [300, 301, 302], "it's the"]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 
 
-def test_tokens_are_those_of_one_answer(model):
+def test_tokens_equal_those_of_one_answer(model):
     with pytest.raises(UnsupportedArgumentError, match=r"num_return_sequences: expected 1 .*got 2; call gen"):
         model.iter_tokens([5, 6], GenerationConfig(num_return_sequences=2, do_sample=True))
     with pytest.raises(InvalidArgumentError, match="generation_config: expected a GenerationConfig, got dict"):
@@ -93,7 +93,7 @@ def test_a_stopped_stream_leaves_the_model_usable(model):
     assert "".join(model.stream(PROMPTS[0], GREEDY)) == whole
 
 
-def test_a_seed_decides_the_draws(model):
+def test_seed_makes_sampling_repeatable(model):
     params = SamplingParams(max_new_tokens=12, temperature=2.0, seed=5)
     first, second = "".join(model.stream("x", params)), "".join(model.stream("x", params))
     other = "".join(model.stream("x", SamplingParams(max_new_tokens=12, temperature=2.0, seed=6)))

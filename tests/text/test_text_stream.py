@@ -20,7 +20,7 @@ def eager_ids(model, prompt_ids, **kwargs):
 
 @pytest.mark.parametrize("kind", ["byte_level_bpe", "sentencepiece_bpe", "unigram", "word_piece_cleaned_up"])
 @pytest.mark.parametrize("as_ids", [False, True])
-def test_the_text_is_that_of_eager_generate(kind, as_ids):
+def test_text_equals_that_of_eager_generate(kind, as_ids):
     model = eager_model(KINDS[kind])
     prompt_ids = model.tokenizer("Once upon a time")["input_ids"]
     answer = stream(model, prompt_ids if as_ids else "Once upon a time", SamplingParams(max_new_tokens=20))
@@ -34,7 +34,7 @@ def test_the_text_is_that_of_eager_generate(kind, as_ids):
     assert answer.stats.finish_reason == ("stop" if expected[-1] == model.config.eos_token_id else "length")
 
 
-def test_a_seed_decides_the_draws():
+def test_seed_makes_sampling_repeatable():
     model = eager_model()
     params = SamplingParams(max_new_tokens=16, temperature=2.0, seed=7)
     first, second = (stream(model, "Once", params) for _ in range(2))
@@ -71,7 +71,7 @@ def test_no_part_of_a_stop_string_is_shown():
         assert model.num_decoded - decoded_before == answer.stats.new_tokens
 
 
-def test_the_stop_strings_of_the_model_hold():
+def test_stop_strings_of_the_generation_config_are_honoured():
     model = eager_model()
     text = "".join(stream(model, "Once", SamplingParams(max_new_tokens=30)))
     params = SamplingParams(max_new_tokens=30)
@@ -97,7 +97,7 @@ def test_closing_stops_decoding():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_error_below_comes_through_and_ends_the_stream(error):
+def test_error_of_the_model_is_raised_and_ends_the_stream(error):
     def tokens():
         yield 100
         raise error
@@ -111,7 +111,7 @@ def test_an_error_below_comes_through_and_ends_the_stream(error):
     assert list(answer) == []
 
 
-def test_statistics_by_a_clock_of_our_own():
+def test_statistics_with_a_fake_clock():
     model = eager_model()
     request = make_request(model, [5, 6, 7], None)
     # 10 s when asked; the first token at 12 s, then one every half second
@@ -151,7 +151,7 @@ def test_refused_prompts(prompt, message):
         stream(eager_model(), prompt)
 
 
-def test_refused_otherwise():
+def test_other_refused_arguments():
     model = eager_model()
     with pytest.raises(UnsupportedArgumentError, match="n=2"):
         stream(model, "Once", SamplingParams(n=2, temperature=1.0))

@@ -56,6 +56,13 @@ class RequestHandle:
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous reader
         self._process = OwnerProcess()
 
+    def __repr__(self) -> str:
+        state = "running" if self.finish_reason is None else f"finish_reason={self.finish_reason!r}"
+        return (
+            f"<RequestHandle {self.request_id}: {self.prompt_len} prompt tokens, {len(self.token_ids)} tokens read, "
+            f"{state}>"
+        )
+
     def __del__(self) -> None:
         """Ends the request: nobody will read what it brings."""
         try:
@@ -152,6 +159,9 @@ class TokenStream(Iterator[int]):
         self._arrivals = iter(ticket)
         self._async_arrivals: AsyncIterator[RequestOutput] | None = None
         self._ready: collections.deque[int] = collections.deque()
+
+    def __repr__(self) -> str:
+        return f"<TokenStream of {self._ticket!r}>"
 
     @property
     def finish_reason(self) -> FinishReason | None:

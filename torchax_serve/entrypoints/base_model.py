@@ -1,11 +1,11 @@
-"""What every served model is, whatever it is for: weights on the device until it is closed."""
+"""`BaseModel`: what all served models have in common, above all weights on the device until it is closed."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -18,20 +18,25 @@ from torchax_serve.compilation.executable_cache import ExecutableCache, model_id
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import split_runtimes
-from torchax_serve.generation.jax_model import following, run_on_jax
+from torchax_serve.generation.jax_forward import following
+from torchax_serve.generation.jax_model import run_on_jax
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.validation.owner_process import OwnerProcess
 
 
 class MissingAttributeError(TorchaxServeError, AttributeError):
-    """An attribute that transformers' models have, asked of a served one."""
+    """An attribute of the transformers model was read on the served model; read it on its `torch_model`."""
 
 
 class BaseModel:
     """A model that runs on JAX. A context manager: leaving it frees the weights.
 
     Attributes:
-        torch_model: the transformers model object whose ``forward`` and ``generate`` run on JAX, for code that wants
+        name: The name by which the model was loaded.
+        config: The model's transformers configuration.
+        dtype: The weights' dtype.
+        load_report: Tensors that the checkpoint lacks, or has and the model does not use.
+        torch_model: The transformers model object whose ``forward`` and ``generate`` run on JAX, for code that needs
             one (``transformers.pipeline``, lm-eval).
     """
 
@@ -49,7 +54,15 @@ class BaseModel:
             self._runtimes = split_runtimes(loaded.module, loaded.weights, loaded.sharding, leader)
         self.torch_model: Any = run_on_jax(loaded.module, self._runtimes[0])
 
-    def __enter__(self) -> Any:
+    def __repr__(self) -> str:
+        known = vars(self)
+        if "dtype" not in known:
+            return f"<{type(self).__name__}, not loaded>"
+        dtype = str(self.dtype).removeprefix("torch.")
+        state = "closed" if self._loaded is None else f"on {self.device_description}"
+        return f"<{type(self).__name__} {self.name!r}: {self.config.model_type}, {dtype}, {state}>"
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -58,7 +71,7 @@ class BaseModel:
         self.close()
 
     def close(self) -> None:
-        """Frees the weights. Closing twice is fine; any other call afterwards raises."""
+        """Frees the weights. Closing twice does nothing; any other call afterwards raises."""
         self._loaded = None
         if self._leader is not None:
             self._leader.close()
@@ -74,25 +87,60 @@ class BaseModel:
 
     @property
     def device_description(self) -> str:
-        """The device in words, such as ``cpu`` or ``TPU v6 lite x 8``."""
+        """Kind and number of the devices, such as ``cpu`` or ``TPU v6 lite x 8``."""
         sharding = None if self._loaded is None else self._loaded.sharding
         devices = jax.devices() if sharding is None else list(sharding.mesh.devices.flat)
         kind = devices[0].device_kind
         return kind if len(devices) == 1 else f"{kind} x {len(devices)}"
 
-    def embed(self, texts: str | Sequence[str], *, pooling: str | None = None, **options: Any) -> np.ndarray:
-        """Embeddings of texts; see `torchax_serve.pooling.embed`."""
+    def embed(
+        self,
+        texts: str | Sequence[str | Sequence[int]],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        truncate: bool | None = None,
+        truncate_dim: int | None = None,
+    ) -> np.ndarray:
+        """Returns embeddings of texts: float32[dim] of one, float32[num_texts, dim] of a list.
+
+        Args:
+            texts: one text or several; a list of token ids may replace a text.
+            pooling: one of `torchax_serve.pooling.POOLINGS`, such as "mean"; None follows the checkpoint's files.
+            normalize: scale each embedding to length 1; None follows the checkpoint's files.
+            prompt: text in front of each text.
+            prompt_name: name of one of the checkpoint's prompts, in place of `prompt`.
+            truncate: cut texts that are too long (True) or raise (False); None follows the checkpoint's files.
+            truncate_dim: number of leading values of each embedding to return; None follows the checkpoint's files.
+
+        Raises:
+            InvalidArgumentError: no pooling is known; an empty or too long text; an unknown prompt.
+            CheckpointError: the checkpoint's files about embeddings are not readable.
+            UnsupportedModelError: the model gives no hidden states, or its files ask for what is not supported.
+        """
         from torchax_serve.pooling import embed
 
-        return embed(self._followed(), self._runtimes[0], texts, pooling=pooling, **options)
+        return embed(
+            self._followed(),
+            self._runtimes[0],
+            texts,
+            pooling=pooling,
+            normalize=normalize,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            truncate=truncate,
+            truncate_dim=truncate_dim,
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, torch tensors in and out."""
+        """Calls the model's forward, with torch tensors in and out."""
         self._loaded_or_raise()
         return self.torch_model(*args, **kwargs)
 
     def refresh(self) -> None:
-        """Makes programs and arrays anew of `torch_model`, for changes that no call notices."""
+        """Makes programs and arrays again from `torch_model`, for changes that no call detects."""
         self._loaded_or_raise()
         for runtime in self._runtimes:
             runtime.refresh()
@@ -104,7 +152,7 @@ class BaseModel:
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """The weights by name, as tensors on the CPU; see `torch.nn.Module.state_dict`."""
+        """Returns the weights by name, as tensors on the CPU; see `torch.nn.Module.state_dict`."""
         self._loaded_or_raise()
         state: dict[str, torch.Tensor] = self.torch_model.state_dict(*args, **kwargs)
         return state
@@ -126,7 +174,7 @@ class BaseModel:
         raise AttributeError(f"a {type(self).__name__} has no attribute {name}")
 
     def _followed(self) -> LoadedModel:
-        """As `_loaded_or_raise`, after what has changed on `torch_model` has been taken over."""
+        """Applies changes on `torch_model`, then returns as `_loaded_or_raise`."""
         loaded = self._loaded_or_raise()
         with following(self._runtimes[0]):
             return loaded
@@ -139,7 +187,7 @@ class BaseModel:
 
 
 def programs_of(loaded: LoadedModel) -> ExecutableCache:
-    """Where the model's programs are kept; in memory alone for an object, whose code anybody may have changed."""
+    """Returns the cache of the model's programs, on disk; in memory for an object, whose code may have changed."""
     folder = programs_dir()
     if folder is None or loaded.source.kind == "object":
         return ExecutableCache()

@@ -1,4 +1,4 @@
-"""What `serve` returns for a model that does not generate: it embeds, classifies and ranks."""
+"""`EncoderModel`: embeds, classifies and ranks texts, as `serve` returns it for a model that does not generate."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torchax_serve.pooling.classification import Classification, RankedDocument,
 
 
 class EncoderModel(ServedModel):
-    """A model of texts that gives embeddings (`embed`) or labels; made by `serve`. It does not generate."""
+    """A text model that returns embeddings (`embed`), labels or scores; made by `serve`. It does not generate."""
 
     def classify(self, texts: str | Sequence[Text], *, truncate: bool = False) -> Classification | list[Classification]:
-        """Labels of texts, with scores as transformers' ``text-classification`` pipeline has them.
+        """Returns labels of texts, with the scores of transformers' ``text-classification`` pipeline.
 
         Args:
-            texts: one, or several; token ids may stand in a text's place.
-            truncate: cut texts that are too long, in place of an error.
+            texts: one text or several; a list of token ids may replace a text.
+            truncate: cut texts that are too long instead of raising.
 
         Raises:
             UnsupportedModelError: the model has no head that classifies texts.
@@ -29,23 +29,23 @@ class EncoderModel(ServedModel):
     def classify_tokens(
         self, texts: str | Sequence[Text], *, truncate: bool = False
     ) -> list[TokenLabel] | list[list[TokenLabel]]:
-        """Labels of each token of texts, special tokens left out; arguments and errors as those of `classify`."""
+        """Returns a label per token, special tokens left out; arguments and errors as in `classify`."""
         return classification.classify_tokens(self._followed(), self._runtimes[0], texts, truncate=truncate)
 
     def rerank(
         self, query: str, documents: Sequence[str], *, top_k: int | None = None, truncate: bool | None = None
     ) -> list[RankedDocument]:
-        """Documents in the order of their scores for `query`, the best first; a cross-encoder reads both together.
+        """Returns documents by their score for `query`, the best first; for cross-encoders.
 
         Args:
             query: a text.
             documents: texts.
-            top_k: how many are returned; None: all.
-            truncate: cut pairs that are too long, the longer text first (True), or refuse them (False). None: cut them
-                as sentence-transformers does, with one line that says so.
+            top_k: number of documents to return; None returns all.
+            truncate: cut pairs that are too long, the longer text first (True), or raise (False). None cuts them as
+                sentence-transformers does and logs a warning.
 
         Raises:
-            UnsupportedModelError: the model is no cross-encoder with one score.
+            UnsupportedModelError: the model is not a cross-encoder with one score.
             InvalidArgumentError: no query, no documents, or a pair that is too long.
         """
         return classification.rerank(

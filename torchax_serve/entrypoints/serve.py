@@ -55,52 +55,35 @@ def serve(
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
-    What comes back knows what the model is for: a `ServedModel` generates, a `SpeechModel` transcribes as well, and
-    an `EncoderModel` embeds, classifies and ranks.
+    Returns a `ServedModel` for a model that generates, a `SpeechModel` for one that also transcribes, and an
+    `EncoderModel` for one that embeds, classifies or ranks.
 
     Args:
         model: a short name (``gemma-3-1b-it``), a hub id, a local folder, a loaded `PreTrainedModel`, or None for the
             small model that comes with the package.
         revision: branch, tag or commit on the hub.
         token: access token for gated repositories.
-        local_files_only: never touch the network.
-        dtype: of the weights; "auto" follows the checkpoint.
+        local_files_only: do not use the network.
+        dtype: dtype of the weights; "auto" follows the checkpoint.
         trust_remote_code: run code that comes with the checkpoint.
-        allow_pickle: read pickle files where there are no safetensors.
-        strict: an error for tensors of the files that the model has no use for, and for a head that they lack. Without
-            it both are left out, with one line; ``load_report`` lists them.
-        cache_dir: where downloads are kept; None is the hub library's own folder.
+        allow_pickle: read pickle files if there are no safetensors.
+        strict: raise for tensors that the model does not use and for a missing head; else ``load_report`` lists them.
+        cache_dir: folder of downloads; None is the hub library's own folder.
         progress: shows download, load and compilation.
-        random_weights: make the weights up, from the configuration alone.
-        engine: how requests are batched and how much memory their cache may take; None chooses.
-        mesh: the devices that share the model: how many along ``model`` and ``expert``, and replicas along ``data``,
-            which share the requests; or a mesh with these axes.
-        tensor_parallel: the same as ``mesh={"model": tensor_parallel}``.
-        refuse_uneven: an error for sizes that the devices do not divide, which are otherwise filled up with zeros.
-        hosts: the hosts whose devices share the model, of which this is the leader; the others call `follow`.
-        pack_weights: on one CPU with AVX2 or AVX-512 and without AMX, have bfloat16 weights that are read from files
-            lie in three quarters of their bytes. No bit of them is lost, and decoding reads less.
+        random_weights: make up the weights; only the configuration is read.
+        engine: batching and cache memory; None chooses.
+        mesh: number of devices on the axes ``model`` and ``expert``, and of replicas on ``data``; or a mesh with them.
+        tensor_parallel: short for ``mesh={"model": tensor_parallel}``.
+        refuse_uneven: raise for sizes that the devices do not divide; else they are padded with zeros.
+        hosts: the hosts that share the model, of which this is the leader; the others call `follow`.
+        pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX2 or AVX-512 and
+            without AMX; decoding then reads less memory.
 
     Raises:
-        TorchaxServeError: one of its kinds, each saying what was expected, what came, and what to do.
+        TorchaxServeError: the model cannot be loaded or served; the subclass and the message say why.
     """
-    if hosts is not None and not hosts.is_leader:
-        raise InvalidArgumentError(
-            f"hosts: expected host_id 0, the leader's, got {hosts.host_id}; call follow() on the other hosts"
-        )
-    loading: dict[str, Any] = {
-        "revision": revision,
-        "token": token,
-        "local_files_only": local_files_only,
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
-        "allow_pickle": allow_pickle,
-        "strict": strict,
-        "cache_dir": cache_dir,
-        "progress": progress,
-        "random_weights": random_weights,
-        "refuse_uneven": refuse_uneven,
-    }
+    arguments = locals()  # taken first: they are the only variables yet
+    loading = {name: arguments[name] for name in _LOADING}
     enable_compile_cache()
     with gc_pause.paused():
         if hosts is None:
@@ -108,15 +91,51 @@ def serve(
             if pack_weights:
                 prepare_weights(loaded)
             return model_class_for(loaded.module)(loaded, engine)
-        with joined(hosts, model, shared_arguments(loading, mesh, tensor_parallel)) as followers:
-            loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
-            check_same_model(followers, load_digest(loaded))
-        assert loaded.sharding is not None
-        return model_class_for(loaded.module)(loaded, engine, Leader(loaded.sharding.mesh, followers))
+        return _serve_on_hosts(hosts, model, engine, mesh, tensor_parallel, loading)
+
+
+_LOADING = (
+    "revision",
+    "token",
+    "local_files_only",
+    "dtype",
+    "trust_remote_code",
+    "allow_pickle",
+    "strict",
+    "cache_dir",
+    "progress",
+    "random_weights",
+    "refuse_uneven",
+)
+"""Arguments of `serve` that `load_model` takes under the same names."""
+
+
+def _serve_on_hosts(
+    hosts: Hosts,
+    model: str | os.PathLike[str] | PreTrainedModel | None,
+    engine: EngineOptions | None,
+    mesh: Mesh | Mapping[str, int] | None,
+    tensor_parallel: int | None,
+    loading: dict[str, Any],
+) -> ServedModel:
+    """Returns a model whose weights are sharded over the devices of `hosts`; this process is their leader.
+
+    Raises:
+        InvalidArgumentError: `hosts` names another process as the leader.
+    """
+    if not hosts.is_leader:
+        raise InvalidArgumentError(
+            f"hosts: expected host_id 0, the leader's, got {hosts.host_id}; call follow() on the other hosts"
+        )
+    with joined(hosts, model, shared_arguments(loading, mesh, tensor_parallel)) as followers:
+        loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
+        check_same_model(followers, load_digest(loaded))
+    assert loaded.sharding is not None
+    return model_class_for(loaded.module)(loaded, engine, Leader(loaded.sharding.mesh, followers))
 
 
 def model_class_for(module: PreTrainedModel) -> type[ServedModel]:
-    """The class that has what a model of this kind is asked for: text, transcripts, or embeddings and labels."""
+    """Returns the class with the methods for `module`: text, transcripts, or embeddings and labels."""
     if is_speech_model(module):
         return SpeechModel
     return ServedModel if module.can_generate() else EncoderModel

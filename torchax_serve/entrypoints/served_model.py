@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Self, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
@@ -17,7 +17,7 @@ from model_adapters.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from model_adapters.loading import LoadedModel, has_own_generate
+from model_adapters.loading import LoadedModel
 from model_adapters.loading.generative_class import with_head
 from model_adapters.program.trace_context import programs_run
 from torchax_serve.distributed.hosts.leader import Leader
@@ -27,24 +27,27 @@ from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request_handle import TokenStream
 from torchax_serve.entrypoints.base_model import BaseModel, programs_of
-from torchax_serve.generation.engine_rows import EngineRows, engine_request_for
-from torchax_serve.generation.jax_model import rows_elsewhere, run_on_jax
+from torchax_serve.generation.engine_rows import EngineRows, engine_request_for, prompt_call
+from torchax_serve.generation.jax_model import run_on_jax
 from torchax_serve.generation.media_answer import stream_about_media
+from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, Path, engine_unsupported_reason, route
 from torchax_serve.generation.threaded_generate import is_beam_search, iter_tokens_unbatched
 from torchax_serve.multimodal.placeholders import check_has_media
-from torchax_serve.runtime.model_generate import overrides_generate, without_model_options
+from torchax_serve.runtime.model_generate import overrides_generate
 from torchax_serve.runtime.model_runtime import ModelRuntime
-from torchax_serve.sampling import unsupported_options
-from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
+from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.prompt import checked_ids, detokenizer_of, encode_prompt, given_or_default
 from torchax_serve.validation.argument_checks import short_repr
 
 
 class ServedModel(BaseModel):
-    """A model that runs on JAX; made by `serve`. A context manager: leaving it frees the weights."""
+    """A model that generates, with weights on the devices of JAX; made by `serve`.
+
+    A context manager: leaving it ends the requests and frees the weights.
+    """
 
     def __init__(
         self, loaded: LoadedModel, engine_options: EngineOptions | None = None, leader: Leader | None = None
@@ -56,14 +59,19 @@ class ServedModel(BaseModel):
         self._is_building = False
         self._engine_changes = 0
         super().__init__(loaded, leader)
+        if overrides_generate(self.torch_model):
+            vars(self.torch_model)["_engine_rows"] = EngineRows(self.torch_model, lambda: self.engine)
 
-    def __enter__(self) -> Self:
-        return self
+    def __repr__(self) -> str:
+        described, engine = super().__repr__(), vars(self).get("_engine")
+        if isinstance(engine, UnsupportedModelError):
+            return f"{described[:-1]}, no engine>"
+        return described if engine is None else f"{described[:-1]}, engine: {engine.description}>"
 
     def close(self) -> None:
-        """Ends requests on the engine with an error, and frees the weights.
+        """Ends requests on the engine with an error and frees the weights.
 
-        Closing twice is fine; any other call afterwards raises.
+        Closing twice does nothing; any other call afterwards raises.
         """
         if not self._process.is_current:
             return  # a forked child: engine and weights are the parent's
@@ -78,22 +86,21 @@ class ServedModel(BaseModel):
 
     @property
     def engine(self) -> Engine | DataParallelEngines:
-        """The engine on which requests of all threads run side by side; made, and its cache with it, when first used.
+        """Engine that runs the requests of all threads in one batch; the first use makes it and its cache.
 
         Raises:
-            UnsupportedModelError: the model's forward does not let requests be batched; `generate` and `iter_tokens`
-                work all the same.
+            UnsupportedModelError: requests of this model cannot be batched; `generate` and `iter_tokens` still work.
         """
         self._followed()
         with self._engine_lock:
-            if isinstance(self._engine, UnsupportedModelError) and self._engine_changes != self._num_changes():
+            if isinstance(self._engine, UnsupportedModelError) and self._engine_changes != _num_changes(self._runtimes):
                 self._engine = None
             if self._engine is None:
-                self._engine_changes = self._num_changes()
+                self._engine_changes = _num_changes(self._runtimes)
                 self._engine = self._engine_or_reason()
             if isinstance(self._engine, UnsupportedModelError):
                 raise self._engine
-            if self._engine_changes != self._num_changes():
+            if self._engine_changes != _num_changes(self._runtimes):
                 raise TorchaxServeError(
                     "the model has changed since its engine was made, which keeps what the model computed before; call "
                     "model.refresh(), which ends requests that run, and send this one again"
@@ -115,11 +122,8 @@ class ServedModel(BaseModel):
         finally:
             self._is_building = False
 
-    def _num_changes(self) -> int:
-        return sum(runtime.num_changes for runtime in self._runtimes)
-
     def refresh(self) -> None:
-        """Makes programs, arrays and the engine anew, after `torch_model` has changed. Ends requests that run."""
+        """Makes programs, arrays and the engine again after `torch_model` has changed. Ends running requests."""
         with self._engine_lock:
             if isinstance(self._engine, Engine | DataParallelEngines):
                 self._engine.close("the model was refreshed")
@@ -128,25 +132,20 @@ class ServedModel(BaseModel):
 
     def _build_engine(self) -> Engine | DataParallelEngines:
         model = self._generator()
-        if (why := model._jax_runtime.why_stepwise) is not None:
-            raise UnsupportedModelError(f"{why}, which sees one call at a time; remove it, or call generate()")
-        if has_own_generate(model):
-            raise UnsupportedModelError(
-                "the model's repository brings a generate of its own, which the engine cannot run; call generate(), "
-                "or load the model without trust_remote_code"
-            )
+        if (reason := engine_unsupported_reason(ModelCapabilities.of(model._jax_runtime))) is not None:
+            raise UnsupportedModelError(reason)
         if len(self._runtimes) > 1:
             return DataParallelEngines(self._runtimes, self._engine_options)
         return build_engine(model._jax_runtime, self._engine_options)
 
     def stats(self) -> EngineStats | None:
-        """Requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
+        """Returns requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
         self._loaded_or_raise()
         return self._engine.stats() if isinstance(self._engine, Engine | DataParallelEngines) else None
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The defaults of ``generate``, from the model's ``generation_config.json``."""
+        """Defaults of ``generate``, from the model's ``generation_config.json``."""
         return self._generator().generation_config
 
     def _generator(self) -> Any:
@@ -155,28 +154,21 @@ class ServedModel(BaseModel):
 
     @functools.cached_property
     def _generates_with_head(self) -> Any:
-        """What generates over the weights of a base model, as its type's class with a tied head does."""
+        """Model with a head tied to the token embeddings, over the weights of a base model without one."""
         loaded = self._loaded_or_raise()
         module, weights = with_head(loaded)
         return run_on_jax(
             module, ModelRuntime(module, weights, programs_of(dataclasses.replace(loaded, module=module)))
         )
 
-    @functools.cached_property
-    def _engine_rows(self) -> EngineRows:
-        return EngineRows(self.torch_model, lambda: self.engine)
-
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' ``generate``: the same arguments, defaults and return types.
 
-        What a class's own ``generate`` prepares for a decoder beside an encoder, such as Whisper's, runs on the engine
-        where it can, side by side with rows of other threads.
+        The rows that an encoder-decoder class with its own ``generate`` prepares, such as Whisper's, run on the engine
+        if they can, in a batch with requests of other threads; see `torchax_serve.generation.engine_rows`.
         """
-        model = self._generator()
-        is_prepared = model._jax_runtime.encoder is not None and overrides_generate(model)
-        with rows_elsewhere(self._engine_rows if is_prepared else None):
-            return model.generate(*args, **kwargs)
+        return self._generator().generate(*args, **kwargs)
 
     def iter_tokens(
         self,
@@ -187,19 +179,19 @@ class ServedModel(BaseModel):
         seed: int | None = None,
         params: SamplingParams | None = None,
     ) -> Iterator[int]:
-        """New token ids of one prompt, as they come, the one that ends it included.
+        """Yields the new token ids of one prompt as they come, the one that ends the answer included.
 
-        The request goes to the engine at once. What the engine does not take (stop strings that may begin in the
-        prompt, decoding methods other than greedy and sampling, models that cannot be batched) runs by itself, from
-        the first token that is asked for. Closing the iterator stops decoding; the model stays usable. With a `seed`,
-        sampling draws the same tokens whatever else runs; without one, each request draws anew from torch's global
-        generator.
+        The request is submitted to the engine at once. A request that the engine does not take (stop strings that may
+        begin in the prompt, decoding methods other than greedy and sampling, models that cannot be batched) runs
+        without it and starts when the first token is read; see `torchax_serve.generation.routing`. Closing the iterator
+        stops decoding; the model stays usable. A `seed` makes sampling repeatable whatever else runs; without one, each
+        request takes a new seed from torch's global generator.
 
         Raises:
             InvalidArgumentError: token ids outside the vocabulary, or stop strings without a tokenizer.
-            UnsupportedArgumentError: `params` has options that only the engine knows, and this runs without it; or
-                options about texts and answers, which are not yielded here.
-            QueueFullError: too many requests wait already.
+            UnsupportedArgumentError: `params` has options of the engine, and the request runs without it; or options
+                for text or several answers, which tokens of one answer do not have.
+            QueueFullError: too many requests are waiting.
         """
         model = self._generator()
         prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))
@@ -210,56 +202,32 @@ class ServedModel(BaseModel):
             detokenizer_of(self, stop_strings)  # refuses them where there is no tokenizer
         if params is not None:
             config, seed = _merged(config, params), params.seed if seed is None else seed
-        why = self._engine_unsupported_reason(config, stop_strings, len(prompt_ids))
-        if why is None:
+        facts = ModelCapabilities.of(model._jax_runtime)
+        call = prompt_call(model, prompt_ids, config, self._engine_facts, has_stop_strings=bool(stop_strings))
+        chosen = route(facts, call)
+        if chosen.path is Path.ENGINE:
             if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
                 seed = int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
             request = engine_request_for(model, prompt_ids, config, params, seed)
             if request is not None:
                 return TokenStream(self.engine.submit(request))
-            why = "its generate does more than it prepares for the loop over tokens"
+            chosen = route(facts, dataclasses.replace(call, ends_in_loop=False))
         if params is not None and (unknown := params.engine_only()):
             raise UnsupportedArgumentError(
-                f"{', '.join(unknown)}: expected a request that the engine takes, and this one is not ({why}); "
-                "leave the option out" + (", or set num_beams=1" if is_beam_search(config) else "")
+                f"{', '.join(unknown)}: expected a request that the engine takes, and this one is not "
+                f"({chosen.reason}); leave the option out" + (", or set num_beams=1" if is_beam_search(config) else "")
             )
-        return self._iter_unbatched(model, prompt_ids, config, stop_strings, seed)
-
-    def _engine_unsupported_reason(
-        self, config: GenerationConfig, stop_strings: Sequence[str] | None, prompt_len: int
-    ) -> str | None:
-        if stop_strings:
-            return "it has stop strings that may begin in the prompt"
-        model = self._generator()
-        runtime = model._jax_runtime
-        encoder = runtime.encoder
-        runs_before = encoder is not None and encoder.runs_before
-        read = without_model_options(model, config) if runs_before else config  # the class itself reads the rest
-        if options := unsupported_options(read, ENGINE_OPTIONS):
-            return f"{', '.join(options)} is set"
-        if runtime.program.names.has_encoder and (encoder is None or not encoder.is_masked):
-            return "its encoder reads no tokens"
-        try:
-            longest = self.engine.max_source_len
-        except UnsupportedModelError as error:
-            return str(error)
-        if longest is not None and prompt_len > longest:
-            return f"its input has {prompt_len} tokens, and the engine has room for {longest} of each (max_source_len)"
-        return None
-
-    def _iter_unbatched(
-        self,
-        model: Any,
-        prompt_ids: Sequence[int],
-        config: GenerationConfig,
-        stop_strings: Sequence[str] | None,
-        seed: int | None,
-    ) -> Iterator[int]:
         kwargs: dict[str, Any] = {"generation_config": config}
         if stop_strings:
             kwargs |= {"stop_strings": list(stop_strings), "tokenizer": self.tokenizer}
         input_ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
-        return iter_tokens_unbatched(model, input_ids, kwargs, seed)
+        return iter_tokens_unbatched(model, chosen.path, input_ids, kwargs, seed)
+
+    def _engine_facts(self) -> EngineFacts:
+        try:
+            return EngineFacts.of(self.engine)
+        except UnsupportedModelError as error:
+            return EngineFacts(str(error))
 
     @overload
     def chat(
@@ -269,7 +237,10 @@ class ServedModel(BaseModel):
         *,
         stream: Literal[False] = ...,
         system: str | None = ...,
-        **options: Any,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = ...,
+        documents: Sequence[Mapping[str, Any]] | None = ...,
+        chat_template_kwargs: Mapping[str, Any] | None = ...,
+        continue_final_message: bool = ...,
     ) -> str: ...
     @overload
     def chat(
@@ -279,8 +250,12 @@ class ServedModel(BaseModel):
         *,
         stream: Literal[True],
         system: str | None = ...,
-        **options: Any,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = ...,
+        documents: Sequence[Mapping[str, Any]] | None = ...,
+        chat_template_kwargs: Mapping[str, Any] | None = ...,
+        continue_final_message: bool = ...,
     ) -> TextStream: ...
+    @refuses_unknown_options
     def chat(
         self,
         messages: str | Sequence[dict[str, Any]],
@@ -288,13 +263,26 @@ class ServedModel(BaseModel):
         *,
         stream: bool = False,
         system: str | None = None,
-        **options: Any,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str | TextStream:
-        """The answer to a conversation; see `torchax_serve.text.chat`, also for `options` such as ``tools``."""
-        self._generator()  # no template is missed where there is nothing to answer with
+        """Answers a conversation: a string, or a `TextStream` with ``stream=True``.
+
+        See `torchax_serve.text.chat` for the arguments and errors.
+        """
+        self._generator()  # a model that does not generate says so before it misses a template
+        options: dict[str, Any] = {
+            "system": system,
+            "tools": tools,
+            "documents": documents,
+            "chat_template_kwargs": chat_template_kwargs,
+            "continue_final_message": continue_final_message,
+        }
         if stream:
-            return chat(self, messages, params, stream=True, system=system, **options)
-        return chat(self, messages, params, system=system, **options)
+            return chat(self, messages, params, stream=True, **options)
+        return chat(self, messages, params, **options)
 
     def stream_media(
         self, conversation: list[dict[str, Any]], params: SamplingParams | None, options: ChatOptions
@@ -302,22 +290,33 @@ class ServedModel(BaseModel):
         """Streams the answer to a conversation with images or audio; `chat` calls it."""
         return stream_about_media(self, conversation, params, options)
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None, **unknown: Any) -> TextStream:
-        """Text that follows `prompt`, piece by piece; see `torchax_serve.text.text_stream`."""
-        return stream(self, prompt, params, **unknown)
+    @refuses_unknown_options
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:
+        """Yields the text that follows `prompt`, piece by piece; see `torchax_serve.text.text_stream.stream`."""
+        return stream(self, prompt, params)
 
+    @refuses_unknown_options
     def generate_batch(
         self,
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **unknown: Any,
     ) -> list[Completion]:
-        """Completions of many prompts, in their order; see `torchax_serve.text.generate_batch`."""
-        return generate_batch(self, prompts, params, **unknown)
+        """Returns completions of many prompts, in their order; see `torchax_serve.text.generate_batch`."""
+        return generate_batch(self, prompts, params)
+
+
+def _num_changes(runtimes: Sequence[ModelRuntime]) -> int:
+    """Returns how often the model has changed since it was loaded."""
+    return sum(runtime.num_changes for runtime in runtimes)
 
 
 def _check_one_answer(config: Any) -> None:
-    """Raises InvalidArgumentError for what is no configuration, or asks for several answers, of which none is told."""
+    """Raises if `config` is no GenerationConfig, or asks for several answers.
+
+    Raises:
+        InvalidArgumentError: another type.
+        UnsupportedArgumentError: several answers.
+    """
     if not isinstance(config, GenerationConfig):
         raise InvalidArgumentError(
             f"generation_config: expected a GenerationConfig, got {type(config).__name__}; write "
@@ -331,10 +330,10 @@ def _check_one_answer(config: Any) -> None:
 
 
 def _merged(config: GenerationConfig, params: SamplingParams) -> GenerationConfig:
-    """`config` with what `params` ask of the choice of tokens.
+    """Returns `config` with the sampling options of `params`.
 
     Raises:
-        UnsupportedArgumentError: they ask for stop strings or several answers.
+        UnsupportedArgumentError: `params` has stop strings or asks for several answers.
     """
     given_or_default(params)
     for name in ("stop", "n"):

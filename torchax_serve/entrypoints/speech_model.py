@@ -1,4 +1,4 @@
-"""Speech to text: sounds in, their words out."""
+"""`SpeechModel`: transcribes audio."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from torchax_serve.multimodal.processor import processor_of
 
 
 def is_speech_model(module: PreTrainedModel) -> bool:
-    """Whether `module` hears and writes: by an encoder of sounds beside a decoder, or reading sounds among words."""
+    """Returns whether `module` writes text about audio: an encoder-decoder, or a decoder with audio inputs."""
     if not module.can_generate():
         return False
     if module.config.is_encoder_decoder:
         return type(module).__name__ in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.values()
-    heard: Any = module.input_modalities
-    written: Any = module.output_modalities
-    return "audio" in _modalities(heard) and "text" in _modalities(written)
+    inputs: Any = module.input_modalities
+    outputs: Any = module.output_modalities
+    return "audio" in _modalities(inputs) and "text" in _modalities(outputs)
 
 
-def _modalities(said: str | Sequence[str]) -> tuple[str, ...]:
-    return (said,) if isinstance(said, str) else tuple(said)
+def _modalities(declared: str | Sequence[str]) -> tuple[str, ...]:
+    return (declared,) if isinstance(declared, str) else tuple(declared)
 
 
 class SpeechModel(ServedModel):
-    """A model that writes down what it hears; made by `serve`."""
+    """A model that transcribes audio; made by `serve`."""
 
     @functools.cached_property
     def feature_extractor(self) -> FeatureExtractionMixin:
-        """What makes the model's inputs of samples, from the checkpoint's own files.
+        """Feature extractor of the checkpoint, which computes the model's inputs from samples.
 
         Raises:
             InvalidArgumentError: the model came without one.
-            CheckpointError: its files are there and do not make one.
+            CheckpointError: its files are broken.
         """
         loaded = self._loaded_or_raise()
         folder = loaded.files_folder
         files = ("preprocessor_config.json", "processor_config.json")
         if folder is None or not any((folder / name).is_file() for name in files):
             raise InvalidArgumentError(
-                f"{self.name} has no feature extractor ({' or '.join(files)}), and sounds need one; put its files "
-                "beside the weights, or give features to generate()"
+                f"{self.name} has no feature extractor ({' or '.join(files)}), and audio needs one; put its files "
+                "next to the weights, or give features to generate()"
             )
         try:
             return AutoFeatureExtractor.from_pretrained(
@@ -66,35 +66,35 @@ class SpeechModel(ServedModel):
     def transcribe(
         self, audio: np.ndarray | Sequence[np.ndarray], *, sampling_rate: int, **options: Any
     ) -> str | list[str]:
-        """The words in `audio`.
+        """Returns the words in `audio`.
 
         Args:
             audio: samples float[num_samples] of one channel, or several such arrays.
-            sampling_rate: samples per second, which must be those that the model hears.
-            options: of ``generate``, such as ``language`` and ``task`` of Whisper, or ``max_new_tokens``; of a model
-                that reads sounds among words also those of its processor's ``apply_transcription_request``, such as
+            sampling_rate: samples per second (Hz), which must be the model's.
+            **options: options of ``generate``, such as ``language`` and ``task`` of Whisper, or ``max_new_tokens``; for
+                a decoder with audio inputs also those of its processor's ``apply_transcription_request``, such as
                 ``prompt``.
 
         Returns:
             The text of one array, or a list of texts in their order.
 
         Raises:
-            InvalidArgumentError: no samples, more than one channel, values that are no numbers, another sampling rate.
-            UnsupportedModelError: the model was served without a tokenizer, or its processor writes no prompt for
-                transcripts.
+            InvalidArgumentError: no samples, more than one channel, nan or infinite values, another sampling rate.
+            UnsupportedModelError: the model was served without a tokenizer, or its processor has no prompt for
+                transcription.
         """
-        sounds = [audio] if isinstance(audio, np.ndarray) else audio
-        if isinstance(sounds, str | bytes) or not isinstance(sounds, Sequence):
+        clips = [audio] if isinstance(audio, np.ndarray) else audio
+        if isinstance(clips, str | bytes) or not isinstance(clips, Sequence):
             raise InvalidArgumentError(
                 f"audio: expected a numpy array of samples or a list of such, got {type(audio).__name__}; read the "
-                "file with a library for sounds first"
+                "file with an audio library first"
             )
-        arrays = [checked_samples(sound, f"audio[{index}]") for index, sound in enumerate(sounds)]
+        arrays = [checked_samples(clip, f"audio[{index}]") for index, clip in enumerate(clips)]
         if not arrays:
             raise InvalidArgumentError("audio: expected at least one array of samples, got an empty list")
         if self.tokenizer is None:
             raise UnsupportedModelError(
-                f"{self.name} has no tokenizer to write text with; put its tokenizer files beside the weights"
+                f"{self.name} has no tokenizer to write text with; put its tokenizer files next to the weights"
             )
         if self.config.is_encoder_decoder:
             inputs, prompt_len = self._features(arrays, sampling_rate), 0
@@ -107,40 +107,40 @@ class SpeechModel(ServedModel):
         return texts[0] if isinstance(audio, np.ndarray) else texts
 
     def _request(self, arrays: list[np.ndarray], sampling_rate: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Inputs of ``generate`` with a prompt that asks for transcripts; takes what is for it out of `options`."""
+        """Returns inputs of ``generate`` with a prompt for transcription; removes its options from `options`."""
         processor = processor_of(self)
         check_rate(getattr(self.feature_extractor, "sampling_rate", None), sampling_rate)
         write = getattr(processor, "apply_transcription_request", None)
         if write is None and allows_fixed_shapes(self.torch_model):
-            write = functools.partial(_beside_tokens, processor, sampling_rate)
+            write = functools.partial(_audio_per_token, processor, sampling_rate)
         if write is None:
             raise UnsupportedModelError(
-                f"expected a processor with a prompt for transcripts, {type(processor).__name__} of {self.name} has "
+                f"expected a processor with a prompt for transcription, {type(processor).__name__} of {self.name} has "
                 'none; ask by chat() with a part {"type": "audio", "audio": samples, "sampling_rate": …}'
             )
-        asked = {name: options.pop(name) for name in inspect.signature(write).parameters if name in options}
+        prompt_options = {name: options.pop(name) for name in inspect.signature(write).parameters if name in options}
         try:
-            inputs = write(audio=arrays, **asked)
+            inputs = write(audio=arrays, **prompt_options)
         except Exception as error:  # processors raise whatever they like
             raise InvalidArgumentError(
-                f"expected sounds that the processor of {self.name} takes, it raised {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:200]}; check the sounds and the options"
+                f"expected audio that the processor of {self.name} takes, it raised {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:200]}; check the audio and the options"
             ) from error
         return dict(inputs)
 
     def _features(self, arrays: list[np.ndarray], sampling_rate: int) -> dict[str, Any]:
-        """Inputs of ``generate``."""
+        """Returns inputs of ``generate`` for an encoder-decoder: features and their masks."""
         extractor: Any = self.feature_extractor
         check_rate(getattr(extractor, "sampling_rate", None), sampling_rate)
         options: dict[str, Any] = {"sampling_rate": sampling_rate, "return_tensors": "pt"}
         further: dict[str, Any] = {}
-        chunk_len = getattr(extractor, "n_samples", None)  # of Whisper, which would cut off what is longer
+        chunk_len = getattr(extractor, "n_samples", None)  # of Whisper, which cuts longer audio
         longest = max(array.size for array in arrays)
         if chunk_len is not None and longest > chunk_len:
             if getattr(self.generation_config, "no_timestamps_token_id", None) is None:
                 raise InvalidArgumentError(
-                    f"audio: expected at most {chunk_len / sampling_rate:g} s of sound for {self.name}, whose "
-                    "generation_config.json names no no_timestamps_token_id to go on behind it, got "
+                    f"audio: expected at most {chunk_len / sampling_rate:g} s of audio for {self.name}, whose "
+                    "generation_config.json names no no_timestamps_token_id to continue after it, got "
                     f"{longest / sampling_rate:g} s; cut it into pieces"
                 )
             options |= {"truncation": False, "padding": "longest", "return_attention_mask": True}
@@ -152,6 +152,6 @@ class SpeechModel(ServedModel):
         return {**given, **further}
 
 
-def _beside_tokens(processor: Any, sampling_rate: int, *, audio: list[np.ndarray]) -> dict[str, Any]:
-    """Inputs of a model that hears with every token it writes, and is asked nothing."""
+def _audio_per_token(processor: Any, sampling_rate: int, *, audio: list[np.ndarray]) -> dict[str, Any]:
+    """Returns inputs of a model that gets audio with every token and no prompt."""
     return dict(processor(audio=audio, sampling_rate=sampling_rate, return_tensors="pt"))

@@ -1,7 +1,7 @@
-"""Rows of ``generate`` as requests on the engine: what many threads transcribe or translate at once runs side by side.
+"""Rows of ``generate`` as engine requests, so that transcriptions and translations of many threads share a batch.
 
-A class's own ``generate`` prepares everything, and goes on with what comes back: windows of long sounds, languages,
-prompts. Only the loop over tokens that it would end in is the engine's.
+A class's own ``generate`` (Whisper, SeamlessM4T) prepares prompts, languages and windows of long audio and continues
+with the tokens that come back. Only its loop over tokens is replaced by the engine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import cancel_on_error
 from torchax_serve.executors.encoder_inputs import decoder_start_ids
+from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, Path, PromptCall, RowsCall, route
 from torchax_serve.generation.static_batch import SampleCall, StaticBatchStart
 from torchax_serve.generation.threaded_generate import prepared
 from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
+from torchax_serve.runtime.model_generate import without_model_options
 from torchax_serve.runtime.padding import Padding
+from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.config_options import PLAN_OPTIONS
+from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,66 +38,90 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchax_serve")
 
-_COUNTERS = ("create_position_ids_from_input_ids", "make_positions")  # methods, of embeddings
+_COUNTERS = ("create_position_ids_from_input_ids", "make_positions")  # methods of embeddings that count positions
 
 
 class EngineRows:
-    """Runs rows of a served model's ``generate`` on its engine, where their tokens are the same as in the loop.
+    """Runs rows of ``generate`` on the engine of a served model, if they get the tokens of the static batch there.
 
     Args:
-        torch_model: the served model on JAX, whose ``generate`` is run.
-        get_engine: the engine; it is made when a first request can go there.
+        torch_model: the served model on JAX, whose ``generate`` prepares the rows.
+        get_engine: returns the engine, which is made for the first rows that can run on it.
     """
 
     def __init__(self, torch_model: Any, get_engine: Callable[[], Engine | DataParallelEngines]) -> None:
         self._torch_model, self._get_engine = torch_model, get_engine
-        self._has_no_engine = False
+        self._unsupported_reason: str | None = None
 
-    def __call__(self, torch_model: Any, request: SampleCall, start: StaticBatchStart) -> torch.Tensor | None:
-        """int64[batch, len], prompts and new tokens, padded behind their ends; None to leave it to the loop."""
-        if torch_model is not self._torch_model or self._has_no_engine or not _is_greedy(request):
+    def __call__(self, request: SampleCall, start: StaticBatchStart) -> torch.Tensor | None:
+        """Returns int64[batch, len], prompts and new tokens, padded on the right; None for a static batch.
+
+        Args:
+            request: the rows, as ``generate`` has prepared them.
+            start: what a static batch would start with.
+        """
+        runtime = self._torch_model._jax_runtime
+        if runtime.encoder is None or self._unsupported_reason is not None:
             return None
-        if start.encoder is None:  # sounds among words
+        outputs = _RowOutputs(runtime.encoder, start.encoder)
+        mask = request.model_kwargs.get(runtime.program.names.mask)
+        call = RowsCall(
+            num_rows=len(request.input_ids),
+            max_len=request.stopping_criteria.max_length,
+            is_plain_greedy=_is_plain_greedy(request),
+            has_encoder_output=start.encoder is not None,
+            is_padded=Padding.of(mask, request.input_ids.shape[1]) != Padding(),
+            has_uncounted_padding=bool((request.input_ids == self._padding_id_without_position).any()),
+            encoder_lens=outputs.lens,
+            engine=self._engine_facts,
+        )
+        if route(ModelCapabilities.of(runtime), call).path is not Path.ENGINE:
             return None
-        runtime = torch_model._jax_runtime
-        names = runtime.program.names
-        if Padding.of(request.model_kwargs.get(names.mask), request.input_ids.shape[1]) != Padding():
-            return None
-        if (request.input_ids == self._padding_id_without_position).any():
-            return None  # a prompt's positions depend on what it is computed with
-        outputs = None if runtime.encoder is None else encoder_outputs_by_row(runtime.encoder, start.encoder)
-        engine = None if outputs is None else self._engine()
-        max_length = request.stopping_criteria.max_length
-        if engine is None or outputs is None or max_length is None or not engine.can_hold(max_length):
-            return None
-        longest = max(output.shape[1] for output in outputs)
-        if longest > (engine.max_source_len or 0) or len(outputs) != len(request.input_ids):
-            return None
-        return _run(engine, request, outputs, max_length, runtime.limits.vocab_size)
+        assert outputs.rows is not None and call.max_len is not None
+        return _run(self._get_engine(), request, outputs.rows, call.max_len, runtime.limits.vocab_size)
 
     @cached_property
     def _padding_id_without_position(self) -> int:
-        """The padding that a decoder such as M2M100's counts positions without, over the tokens of a step; -1: none."""
+        """Padding id that the decoder skips when it counts positions (M2M100); -1 if it skips none."""
         parts = self._torch_model.get_decoder().modules()
         counters = [part for part in parts if any(hasattr(part, name) for name in _COUNTERS)]
         found = (getattr(part, "padding_idx", None) for part in counters)
         return next((padding_idx for padding_idx in found if padding_idx is not None), -1)
 
-    def _engine(self) -> Engine | DataParallelEngines | None:
+    def _engine_facts(self) -> EngineFacts:
         try:
-            return self._get_engine()
+            return EngineFacts.of(self._get_engine())
         except (UnsupportedModelError, OutOfMemoryError) as error:
             logger.warning("rows of generate run by themselves, one call at a time: %s", error)
-            self._has_no_engine = True
-            return None
+            self._unsupported_reason = str(error)
+            return EngineFacts(self._unsupported_reason)
+
+
+class _RowOutputs:
+    """Encoder output by row, copied to the host when it is first read."""
+
+    def __init__(self, encoder: EncoderRuntime[Any], output: EncoderOutput | None) -> None:
+        self._encoder, self._output = encoder, output
+
+    @cached_property
+    def rows(self) -> list[np.ndarray] | None:
+        """As `encoder_outputs_by_row`; None without an output."""
+        return None if self._output is None else encoder_outputs_by_row(self._encoder, self._output)
+
+    def lens(self) -> list[int] | None:
+        """Number of positions of each row's output."""
+        return None if self.rows is None else [row.shape[1] for row in self.rows]
 
 
 def encoder_outputs_by_row(encoder: EncoderRuntime[Any], output: EncoderOutput) -> list[np.ndarray] | None:
-    """By row what the decoder sees of its encoder's output, ``[1, len, width]``; None where that is not its beginning.
+    """Returns for each row the encoder output that the decoder sees, [1, len, width].
 
     Args:
-        encoder: beside the decoder.
-        output: of the encoder, as arguments of the decoder's steps.
+        encoder: the model's encoder.
+        output: its output, as arguments of the decoder's steps.
+
+    Returns:
+        One array per row; None if the decoder does not see the output from its beginning, or nothing of it.
     """
     encoded = np.asarray(output.arguments[ENCODER_ARGUMENTS[0]][0])[:, : output.length]
     if encoder.fixed_output_len is not None:
@@ -110,8 +138,8 @@ def encoder_outputs_by_row(encoder: EncoderRuntime[Any], output: EncoderOutput) 
     return [row[None, :length] for row, length in zip(encoded, lens, strict=True)] if lens.all() else None
 
 
-def _is_greedy(request: SampleCall) -> bool:
-    """Whether nothing is drawn, nothing but tokens is asked for, and nobody looks on from the host."""
+def _is_plain_greedy(request: SampleCall) -> bool:
+    """Returns whether `request` decodes greedily, returns tokens only, and has no code that runs between tokens."""
     config = request.config
     criteria = {type(criterion) for criterion in request.stopping_criteria}
     return not (
@@ -122,8 +150,8 @@ def _is_greedy(request: SampleCall) -> bool:
     )
 
 
-def plain(config: GenerationConfig, max_length: int, prompt_len: int) -> GenerationConfig:
-    """`config` without what is no loop's business, of an answer that ends at `max_length`."""
+def loop_options(config: GenerationConfig, max_length: int, prompt_len: int) -> GenerationConfig:
+    """Returns the options of `config` that a loop over tokens honours, for an answer that ends at `max_length`."""
     options = {name: getattr(config, name) for name in PLAN_OPTIONS}
     return GenerationConfig(**options | {"max_length": max_length, "max_new_tokens": max_length - prompt_len})
 
@@ -136,45 +164,71 @@ def _run(
     vocab_size: int,
 ) -> torch.Tensor:
     prompt_len = request.input_ids.shape[1]
-    config = plain(request.config, max_length, prompt_len)
-    tickets = engine.submit_all(
+    config = loop_options(request.config, max_length, prompt_len)
+    handles = engine.submit_all(
         [
             EngineRequest.of(prompt, config, vocab_size=vocab_size, seed=0, encoded=output)
             for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True)
         ]
     )
-    with cancel_on_error(tickets):
-        rows = [ticket.result() for ticket in tickets]
+    with cancel_on_error(handles):
+        rows = [handle.result() for handle in handles]
     longest = max(len(row) for row in rows)
     pad = 0 if request.config._pad_token_tensor is None else int(request.config._pad_token_tensor)
     padded = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], dtype=torch.long)
     return torch.cat([request.input_ids, padded], 1)
 
 
-def engine_request_for(
-    model: Any, prompt_ids: Sequence[int], config: GenerationConfig, params: SamplingParams | None, seed: int
-) -> EngineRequest | None:
-    """A prompt as the engine takes it, for an encoder where there is one; None where only ``generate`` can.
+def prompt_call(
+    model: Any,
+    prompt_ids: Sequence[int],
+    config: GenerationConfig,
+    engine: Callable[[], EngineFacts],
+    *,
+    has_stop_strings: bool,
+) -> PromptCall:
+    """Returns the facts of a prompt for `torchax_serve.generation.routing.route`.
 
     Args:
         model: what `torchax_serve.generation.jax_model.run_on_jax` returned.
         prompt_ids: checked token ids.
         config: of ``generate``.
-        params: what the caller asked, for options that only the engine knows.
-        seed: of the draws.
+        engine: returns the limits of the model's engine.
+        has_stop_strings: whether stop strings may begin in the prompt.
+    """
+    encoder = model._jax_runtime.encoder
+    if encoder is not None and encoder.runs_before_engine:
+        config = without_model_options(model, config)  # the class's own generate reads the others
+    options = unsupported_options(config, ENGINE_OPTIONS)
+    return PromptCall(len(prompt_ids), engine, has_stop_strings, options)
+
+
+def engine_request_for(
+    model: Any, prompt_ids: Sequence[int], config: GenerationConfig, params: SamplingParams | None, seed: int
+) -> EngineRequest | None:
+    """Returns the engine request of a prompt, which is the encoder's input if there is one.
+
+    None if the class's ``generate`` does more than it prepares for a loop over tokens.
+
+    Args:
+        model: what `torchax_serve.generation.jax_model.run_on_jax` returned.
+        prompt_ids: checked token ids.
+        config: of ``generate``.
+        params: the caller's parameters, for options that only the engine honours.
+        seed: of sampling.
     """
     runtime = model._jax_runtime
     known: dict[str, Any] = {"vocab_size": runtime.limits.vocab_size, "seed": seed}
     if not runtime.program.names.has_encoder:
         return EngineRequest.of(prompt_ids, config, params, **known)
-    begins_with = decoder_start_ids(config, params)
-    if runtime.encoder is None or not runtime.encoder.runs_before:
-        return EngineRequest.of(begins_with, config, params, source_ids=prompt_ids, **known)
+    start_ids = decoder_start_ids(config, params)
+    if runtime.encoder is None or not runtime.encoder.runs_before_engine:
+        return EngineRequest.of(start_ids, config, params, source_ids=prompt_ids, **known)
     ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
     request, start = prepared(model, ids, {"generation_config": config}) or (None, None)
     outputs = None if start is None or start.encoder is None else encoder_outputs_by_row(runtime.encoder, start.encoder)
     if request is None or outputs is None or request.stopping_criteria.max_length is None:
         return None
-    begins_with = request.input_ids[0].tolist()
-    config = plain(request.config, request.stopping_criteria.max_length, len(begins_with))
-    return EngineRequest.of(begins_with, config, params, encoded=outputs[0], **known)
+    start_ids = request.input_ids[0].tolist()
+    config = loop_options(request.config, request.stopping_criteria.max_length, len(start_ids))
+    return EngineRequest.of(start_ids, config, params, encoded=outputs[0], **known)

@@ -1,20 +1,17 @@
-"""An existing model object, its ``forward`` and ``generate`` now run by JAX.
+"""`to_jax`: an existing model object whose ``forward`` and ``generate`` run on JAX.
 
-The object's class is replaced by a subclass of itself. ``generate`` stays transformers' own, with all it prepares and
-checks; only the cache it asks for, the forward it calls and the sampling loop it ends in are replaced. So signature,
-defaults, errors and return types are transformers' by construction.
+The object's class is replaced by a subclass of itself. ``generate`` stays transformers' own, with its preparations and
+checks; only the cache, the forward and the sampling loop are replaced. So signature, defaults, errors and return types
+are those of transformers by construction.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import torch
 from transformers import PreTrainedModel
 from transformers.generation import (
@@ -25,24 +22,20 @@ from transformers.generation import (
     LogitsProcessorList,
 )
 from transformers.generation.stopping_criteria import StoppingCriteriaList
-from transformers.utils import ModelOutput
 
 from model_adapters.bridge.extract import extract_jax
 from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import in_torch_mode
-from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program.call_signature import (
     PATCHED,
     TORCH_CLASS,
-    cache_field_of,
     forward_of,
     generate_cache_name,
     with_cache_named,
 )
-from model_adapters.program.model_program import CallSpec
 from model_adapters.program.module_watch import PREPARES
-from model_adapters.program.trace_context import programs_run
+from torchax_serve.generation.jax_forward import call_forward, following
 from torchax_serve.generation.model_copies import state_to_copy, torch_state
 from torchax_serve.generation.static_batch import (
     CUSTOM,
@@ -53,53 +46,35 @@ from torchax_serve.generation.static_batch import (
 )
 from torchax_serve.generation.submodule_overrides import compile_submodules, reject_generators
 from torchax_serve.multimodal.encoder_programs import compiled_encoders
-from torchax_serve.multimodal.mrope_positions import positions_on_host
 from torchax_serve.multimodal.placeholders import check_has_media
-from torchax_serve.runtime.call_arguments import all_on_host, check_surroundings, on_host
+from torchax_serve.runtime.call_arguments import all_on_host, on_host
 from torchax_serve.runtime.capabilities import as_transformers_output
 from torchax_serve.runtime.compiled_encoder import CompiledEncoder
-from torchax_serve.runtime.eager import raise_if_eager_fails
 from torchax_serve.runtime.model_generate import absorb_suppression, without_model_options
 from torchax_serve.runtime.model_runtime import ModelRuntime
-from torchax_serve.runtime.module_changes import check_evaluates
 from torchax_serve.runtime.padding import check_rows
 from torchax_serve.validation.argument_hints import refuses_unknown
 
-FLAGS = ("output_hidden_states", "output_attentions")
-# with the names by which transformers still takes a static cache, since checkpoints bring them
+# Values of cache_implementation that mean the cache on the device. Checkpoints still have the last names.
 _CACHES_ON_DEVICE = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
-RowsElsewhere = Callable[[Any, SampleCall, StaticBatchStart], torch.Tensor | None]
-"""From a model and a request that the fast loop can take to its sequences, or None to leave it to the loop."""
-ROWS_ELSEWHERE: contextvars.ContextVar[RowsElsewhere | None] = contextvars.ContextVar("rows_elsewhere", default=None)
-"""Where the rows of ``generate`` run inside of a call, in the place of a loop of its own."""
-
-
-@contextlib.contextmanager
-def rows_elsewhere(rows: RowsElsewhere | None) -> Iterator[None]:
-    """Inside, `rows` may take what a ``generate`` has prepared for its loop."""
-    before = ROWS_ELSEWHERE.set(rows)
-    try:
-        yield
-    finally:
-        ROWS_ELSEWHERE.reset(before)
 
 
 @refuses_unknown
 def to_jax(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes `model` run on JAX: the same object, its ``forward`` and ``generate`` compiled. Idempotent.
+    """Makes `model` run on JAX: returns the same object with ``forward`` and ``generate`` compiled. Idempotent.
 
-    The weights are shared with the torch tensors where the device is the CPU. What changes on the model afterwards, an
-    adapter, a hook, a weight, takes effect at the next call, or that call raises.
+    On the CPU the weights share memory with the torch tensors. A later change of the model (an adapter, a hook, a
+    weight) takes effect at the next call, or that call raises.
 
     Args:
         model: a model of transformers, or a ``PeftModel`` around one.
 
     Raises:
-        InvalidArgumentError: `model` is neither, or lies on another device than the CPU.
+        InvalidArgumentError: `model` is neither, or is on another device than the CPU.
         UnsupportedModelError: weights in float64.
     """
     if not isinstance(model, PreTrainedModel):
-        return _inside_of_wrapper(model)
+        return _unwrapped_to_jax(model)
     if isinstance(model, JaxModelMixin):
         return model
     if model.device.type != "cpu":
@@ -112,11 +87,11 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
     return run_on_jax(model, ModelRuntime(model, weights))
 
 
-def _inside_of_wrapper(model: Any) -> Any:
-    """`model`, a module of peft, with the model that it has around run by JAX.
+def _unwrapped_to_jax(model: Any) -> Any:
+    """Makes the model inside a peft wrapper run on JAX; returns the wrapper.
 
     Raises:
-        InvalidArgumentError: it is no such module.
+        InvalidArgumentError: `model` is no such wrapper.
     """
     if hasattr(type(model), "torch_model") or "torch_model" in getattr(model, "__dict__", {}):
         raise InvalidArgumentError(
@@ -137,7 +112,7 @@ def _inside_of_wrapper(model: Any) -> Any:
 def run_on_jax(model: PreTrainedModel, runtime: ModelRuntime) -> PreTrainedModel:
     """Gives `model` the class whose forward and generation are run by `runtime`."""
     if not isinstance(model, JaxModelMixin):
-        if (patched := vars(model).pop("forward", None)) is not None:  # by a script: that is the model's forward
+        if (patched := vars(model).pop("forward", None)) is not None:  # a script has replaced the forward
             vars(model)[PATCHED] = patched
             runtime.follow_module()
         compile_submodules(model, runtime.call_method)
@@ -151,21 +126,23 @@ class JaxModelMixin:
     """Mixin in front of a transformers class; see `to_jax`."""
 
     _jax_runtime: ModelRuntime
+    _engine_rows: Callable[[SampleCall, StaticBatchStart], torch.Tensor | None] | None = None
+    """Runs rows of ``generate`` on the engine, or returns None to leave them; set by `ServedModel`."""
 
     @property
     def device(self) -> torch.device:
-        """Where callers' tensors are expected: the CPU, wherever the weights are."""
+        """Device of the callers' tensors: the CPU, wherever the weights are."""
         device = super().device  # type: ignore[misc]
         return device if device.type != "meta" and in_torch_mode() else torch.device("cpu")
 
-    @torch.compiler.disable  # it is compiled already; torch.compile has nothing to add
+    @torch.compiler.disable  # compiled already
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module: hooks of the model itself, and its forward."""
+        """Calls the module's hooks and forward, as torch does."""
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own, after a look at the prompt."""
+        """Checks the prompt and calls transformers' ``generate``."""
         runtime = self._jax_runtime
         if in_torch_mode():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -185,7 +162,7 @@ class JaxModelMixin:
             )
         prompt = given.get("inputs")
         ids = kwargs.get("input_ids") if prompt is None else prompt
-        if not self._jax_runtime.program.names.has_encoder:  # else the encoder looks at its own
+        if not self._jax_runtime.program.names.has_encoder:  # an encoder checks its own tokens
             self._jax_runtime.limits.check_prompt(ids)
         check_has_media(self._jax_runtime.config, ids, [name for name, value in kwargs.items() if value is not None])
         if (mask := kwargs.get("attention_mask")) is not None and mask.numel():
@@ -193,11 +170,11 @@ class JaxModelMixin:
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def refresh(self) -> None:
-        """Makes programs and arrays anew, for what no call notices, such as globals that the model's code reads."""
+        """Makes programs and arrays again, for changes that no call detects, such as globals read by model code."""
         self._jax_runtime.refresh()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's own; where the weights lie on the device alone, with their values."""
+        """Returns torch's ``state_dict``, with values copied from the device if only it has them."""
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         if in_torch_mode() or (values := torch_state(self)) is None:
             return state
@@ -215,16 +192,16 @@ class JaxModelMixin:
         run_on_jax(self, ModelRuntime(self, weights))  # type: ignore[arg-type]
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own answer; outside of a trace its forward runs on JAX as well."""
+        """Returns transformers' encoder; outside a trace its forward runs on JAX, too."""
         encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]
-        if encoder is self or in_torch_mode():
+        if encoder is self or in_torch_mode() or "_jax_runtime" not in vars(self):  # a copy gets its runtime at the end
             return encoder
         return CompiledEncoder(self._jax_runtime, encoder)
 
     def load_custom_generate(
         self, pretrained_model_name_or_path: str | None = None, trust_remote_code: bool | None = None, **kwargs: Any
     ) -> Any:
-        """transformers' own, which asks on the terminal where the caller has not said: here that is an error."""
+        """Loads generation code; raises where transformers would ask on the terminal whether to trust it."""
         if not trust_remote_code:
             raise UnsupportedArgumentError(
                 f"custom_generate={pretrained_model_name_or_path!r} would run Python code of that repository: read it, "
@@ -243,7 +220,7 @@ class JaxModelMixin:
         max_cache_length: int,
     ) -> Any:
         runtime = getattr(self, "_jax_runtime", None)
-        if runtime is None:  # lent to a part, such as the codec of sounds, which has a cache of transformers' own
+        if runtime is None:  # called on a submodule, such as an audio codec, with a cache of transformers
             owner: Any = self
             return GenerationMixin._prepare_cache_for_generation(
                 owner, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -252,11 +229,11 @@ class JaxModelMixin:
         implementation = generation_config.cache_implementation
         if implementation not in _CACHES_ON_DEVICE:
             raise UnsupportedArgumentError(
-                f"cache_implementation={implementation!r} is not supported here; leave it out: the cache lies on the "
+                f"cache_implementation={implementation!r} is not supported here; leave it out: the cache is on the "
                 "device"
             )
         name = generate_cache_name(runtime.program.cache_name) or ""
-        if PREPARES in vars(self):  # by a script, which fills a cache of transformers, such as with a learned prefix
+        if PREPARES in vars(self):  # replaced by a script (peft) that fills a transformers cache with a learned prefix
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
@@ -273,7 +250,7 @@ class JaxModelMixin:
             and not (runtime.cache_support.is_supported or runtime.cache_support.uses_native_cache)
             and model_kwargs.get(name) is None
         ):
-            generation_config.use_cache = model_kwargs["use_cache"] = False  # every token anew
+            generation_config.use_cache = model_kwargs["use_cache"] = False  # every step computes all tokens
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -308,12 +285,11 @@ class JaxModelMixin:
         model_kwargs.pop("tokenizer", None)  # generate has made the stop strings of it
         runtime = self._jax_runtime
         for name in [name for name, value in model_kwargs.items() if isinstance(value, dict) and not value]:
-            del model_kwargs[name]  # such as what no image's encoder has put out
+            del model_kwargs[name]  # such as outputs of a media encoder that did not run
         config = without_model_options(self, generation_config)
         request = SampleCall(input_ids, logits_processor, stopping_criteria, config, streamer, model_kwargs)
         if isinstance(start := static_batch_start(runtime, request), StaticBatchStart):
-            elsewhere = ROWS_ELSEWHERE.get()
-            sequences = None if elsewhere is None else elsewhere(self, request, start)
+            sequences = None if self._engine_rows is None else self._engine_rows(request, start)
             return StaticBatchLoop(runtime, request, start).run() if sequences is None else sequences
         output = super()._sample(  # type: ignore[misc]
             input_ids,
@@ -334,37 +310,15 @@ class JaxModelMixin:
 
 
 def _blank(cls: type[PreTrainedModel]) -> PreTrainedModel:
-    """An object of `cls` that runs on JAX, before its state is set."""
+    """Returns an object of `cls` that runs on JAX, without state."""
     made: Any = _jax_class(cls)  # type: ignore[arg-type]
     blank: PreTrainedModel = made.__new__(made)
     return blank
 
 
-FOLLOWED: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("followed", default=frozenset())
-"""Models, by id of their runtime, that were looked at when the present call began: not again at every token."""
-
-
-@contextlib.contextmanager
-def following(runtime: ModelRuntime) -> Iterator[None]:
-    """A call of a model: where it begins, not in calls inside of it, what has changed on the model is taken over."""
-    before = FOLLOWED.get()
-    if id(runtime) in before:
-        yield
-        return
-    with programs_run():
-        check_surroundings()
-        runtime.follow_module()
-        check_evaluates(runtime.program.module)
-        token = FOLLOWED.set(before | {id(runtime)})
-        try:
-            yield
-        finally:
-            FOLLOWED.reset(token)
-
-
 @functools.cache
 def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The subclass of `cls` that runs on JAX; it carries the same name, which transformers looks things up by."""
+    """Returns the subclass of `cls` that runs on JAX; it has the same name, by which transformers finds things."""
 
     @torch.compiler.disable
     @functools.wraps(cls.forward)
@@ -375,47 +329,7 @@ def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
             is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             given.update(value if is_rest else {name: value})
         given = {name: value for name, value in given.items() if value is not None}
-        return _forward(self, with_cache_named(given, self._jax_runtime.program.cache_name))
+        return call_forward(self, with_cache_named(given, self._jax_runtime.program.cache_name))
 
     namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__, TORCH_CLASS: cls}
     return type(cls.__name__, (JaxModelMixin, cls), namespace)
-
-
-def _forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
-    """The forward of a model on JAX: flags and cache sorted out, tensors handed to the runtime."""
-    with following(model._jax_runtime):
-        return _forward_followed(model, all_on_host(given))
-
-
-def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
-    runtime: ModelRuntime = model._jax_runtime
-    cache_name = runtime.program.cache_name
-    asked = {name: value for name, value in given.items() if not isinstance(value, DeviceCache)}
-    return_dict = given.pop("return_dict", model.config.return_dict)
-    use_cache = given.pop("use_cache", getattr(runtime.text_config, "use_cache", False))
-    if (cache_name is None or runtime.cache_support.uses_native_cache) and runtime.program.accepts("use_cache"):
-        given["use_cache"] = bool(use_cache)  # what such a model keeps are arguments and fields as any other
-    cache = given.pop(cache_name, None) if cache_name is not None else None
-    if cache_name is not None and runtime.cache_support.uses_native_cache:
-        if cache is not None and jax.tree.leaves(cache):
-            given[cache_name] = cache  # one that holds nothing is left to the model's code, which makes its own
-        cache = None
-    if cache is None and use_cache and runtime.cache_support.is_supported and "labels" not in given:
-        cache = runtime.cache_support.new(1)
-    if (positions := positions_on_host(model, given, cache)) is not None:
-        given["position_ids"] = positions
-    hidden, attentions = (bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS)
-    spec = CallSpec(output_hidden_states=hidden, output_attentions=attentions)
-    try:
-        fields = runtime.forward(given, spec, cache)
-    except Exception as error:
-        is_first = not isinstance(cache, DeviceCache) or not cache.length
-        if is_first and not runtime.watch.hooked:  # whose arguments are those of a call in PyTorch
-            raise_if_eager_fails(runtime, type(model)._torch_class, asked, error)
-        raise
-    output_class = runtime.program.output_class
-    field = cache_field_of(output_class)
-    if cache is not None and field is not None:
-        fields[field] = cache
-    output = output_class(**fields)
-    return output if return_dict else output.to_tuple()

@@ -1,4 +1,4 @@
-"""The answer to a conversation with images or sounds."""
+"""Answers to conversations with images or audio."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from torchax_serve.text.text_stream import TextStream
 def stream_about_media(
     model: Any, conversation: list[dict[str, Any]], params: SamplingParams | None, options: ChatOptions
 ) -> TextStream:
-    """Text behind `conversation`, by ``generate``: requests with images or sounds run one after the other.
+    """Streams the answer to a conversation with images or audio, by ``generate``: one call at a time.
 
     Raises:
-        UnsupportedArgumentError: `params` has options of the engine alone, or asks for several answers.
+        UnsupportedArgumentError: `params` has options that only the engine honours, or asks for several answers.
         InvalidArgumentError, UnsupportedModelError: as `torchax_serve.multimodal.processor.media_inputs`.
     """
     params = given_or_default(params)
     if unknown := params.engine_only():
         raise UnsupportedArgumentError(
-            f"{', '.join(unknown)}: requests with images or sounds run without the engine, which alone knows "
+            f"{', '.join(unknown)}: requests with images or audio run without the engine, which alone honours "
             "this; leave it out"
         )
     config, stop_strings = merged(model, params)
     if (config.num_return_sequences or 1) > 1:
         raise UnsupportedArgumentError(
-            "n: expected one answer to a conversation with images or sounds; ask again for another"
+            "n: expected one answer to a conversation with images or audio; ask again for another"
         )
     if config.max_new_tokens is None and config.max_length is None:
         config.max_new_tokens = DEFAULT_CHAT_MAX_NEW_TOKENS
@@ -56,6 +56,6 @@ def _tokens(model: Any, inputs: dict[str, Any], config: GenerationConfig, seed: 
     if (config.num_beams or 1) == 1:
         yield from iter_generate_in_thread(model, inputs, {"generation_config": config}, seed)
         return
-    with torch_seed(seed):  # which beam is the best is known at the end
+    with torch_seed(seed):  # the best beam is known at the end
         row = model.generate(**inputs, generation_config=config)[0]
     yield from row[1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :].tolist()

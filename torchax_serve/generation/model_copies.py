@@ -1,4 +1,4 @@
-"""Copies of a model on JAX, and its weights as PyTorch has them: deepcopy, pickle, ``torch.save``, ``state_dict``."""
+"""Copies and weights of a model on JAX for PyTorch: deepcopy, pickle, ``torch.save``, ``state_dict``."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from model_adapters.errors import UnsupportedModelError
 from torchax_serve.generation.submodule_overrides import has_parts_on_jax
 from torchax_serve.runtime.eager import shared_tensors
 
-_NOT_COPIED = frozenset({"_jax_runtime"})
+_NOT_COPIED = frozenset({"_jax_runtime", "_engine_rows"})
 
 
 def state_to_copy(model: Any) -> dict[str, Any]:
-    """The attributes of a model on JAX that make up a copy of it in PyTorch, weights with values among them.
+    """Returns the attributes of a copy of a model on JAX, weights with values included.
 
     Raises:
-        UnsupportedModelError: its weights lie on several devices, or parts of it call this runtime.
+        UnsupportedModelError: its weights are on several devices, or its submodules call this runtime.
     """
     runtime = model._jax_runtime
     if runtime.program.sharding is not None:
         raise UnsupportedModelError(
-            "a model whose weights lie on a mesh of devices cannot be copied; load it anew with serve(mesh=...)"
+            "a model whose weights lie on a mesh of devices cannot be copied; load it again with serve(mesh=...)"
         )
     if has_parts_on_jax(model):
         raise UnsupportedModelError(
             f"a {type(model).__name__} that runs on JAX cannot be copied, since parts of it are bound to this one; "
-            "copy it before to_jax, or load it anew"
+            "copy it before to_jax, or load it again"
         )
     state = {name: value for name, value in vars(model).items() if name not in _NOT_COPIED}
     if any(tensor.is_meta for tensor in named_tensors(model).values()):
@@ -38,19 +38,19 @@ def state_to_copy(model: Any) -> dict[str, Any]:
 
 
 def with_values(model: Any) -> Any:
-    """A copy of a model on JAX in eager PyTorch, whose tensors lie in the memory of its arrays where they can."""
+    """Returns a copy of a model on JAX in eager PyTorch; its tensors share memory with the arrays if they can."""
     cls = type(model)._torch_class
-    twin = cls.__new__(cls)
-    kept = {name: value for name, value in vars(model).items() if name not in _NOT_COPIED}
-    vars(twin).update(copy.deepcopy(kept, {id(model): twin}))  # tensors without values cost nothing
+    eager_copy = cls.__new__(cls)
+    attributes = {name: value for name, value in vars(model).items() if name not in _NOT_COPIED}
+    vars(eager_copy).update(copy.deepcopy(attributes, {id(model): eager_copy}))  # tensors without values cost nothing
     for name, tensor in shared_tensors(model, model._jax_runtime.weights).items():
         path, _, attribute = name.rpartition(".")
-        setattr(twin.get_submodule(path), attribute, tensor)
-    return twin
+        setattr(eager_copy.get_submodule(path), attribute, tensor)
+    return eager_copy
 
 
 def torch_state(model: Any) -> dict[str, torch.Tensor] | None:
-    """Values by name of a model whose module has none; None where PyTorch's own ``state_dict`` has them."""
+    """Returns the values of a model whose tensors are on the meta device; None if ``state_dict`` has them."""
     names = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
     if not names:
         return None

@@ -1,8 +1,9 @@
-"""The fast road of ``generate``: prefill once, then one compiled step per token, the host one step behind."""
+"""The static batch of ``generate``: one prefill, then one compiled step per token, the host one step behind."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from model_adapters.program.call_signature import cache_field_of, cache_in, gene
 from model_adapters.program.model_program import CallSpec
 from torchax_serve import sampling
 from torchax_serve.buckets import next_bucket
+from torchax_serve.generation.routing import LoopCall, ModelCapabilities, Path, route
 from torchax_serve.multimodal.decode_inputs import PreparedSteps
 from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -27,15 +29,15 @@ from torchax_serve.runtime.padding import Padding
 from torchax_serve.runtime.step_functions import BatchPosition, DecodeSpec, of_last_position, pick
 from torchax_serve.sampling import CALLER_OPTIONS, INVALID_TOKEN, GenerationSampling, SamplingHistory
 
-# What this loop takes care of, beside what sampling does.
+# Generation options that this loop honours itself, apart from those of sampling.
 HONOURED_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation", "max_time"}
-CUSTOM = "_torchax_serve_custom"  # name on a generation config of an argument that brings logits processors of its own
+CUSTOM = "_torchax_serve_custom"  # attribute of a generation config: name of the argument with Python code for scores
 UNDERSTOOD_KWARGS = frozenset({"use_cache", "logits_to_keep"})
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleCall:
-    """What transformers hands to a sampling loop, prepared and checked by its ``generate``."""
+    """Arguments of transformers' sampling loop, prepared and checked by its ``generate``."""
 
     input_ids: torch.Tensor  # int64[batch, prompt_len], padded on the left
     logits_processor: Any
@@ -46,20 +48,20 @@ class SampleCall:
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves on the device for the host to read."""
+    """Output of a step, on the device."""
 
     token: jax.Array  # int32[batch]
-    logits: jax.Array  # float32[batch, vocab], as the model gave them
-    scores: jax.Array | None  # float32[batch, vocab], after the logits processors, if they are kept
+    logits: jax.Array  # float32[batch, vocab], of the model
+    scores: jax.Array | None  # float32[batch, vocab], after the logits processors; None if not asked for
 
 
 @dataclasses.dataclass(frozen=True)
 class StaticBatchStart:
-    """What the fast loop begins a request with.
+    """First inputs of a static batch, apart from tokens.
 
     Attributes:
-        prepared: arguments of the forwards of a request that has more than text; None for text.
-        encoder: an encoder's output, where the model has one.
+        prepared: Arguments of the forwards of a call with media; None for text.
+        encoder: Output of the encoder; None without one.
     """
 
     prepared: PreparedSteps | None
@@ -67,53 +69,57 @@ class StaticBatchStart:
 
 
 def static_batch_start(runtime: ModelRuntime, request: SampleCall) -> StaticBatchStart | str:
-    """What `request` begins with on the fast road, or the first reason why it needs transformers' own loop."""
+    """Returns what a static batch starts `request` with, or the reason why it needs transformers' own loop."""
     kwargs, config = request.model_kwargs, request.config
-    names = runtime.program.names
+    names, model = runtime.program.names, ModelCapabilities.of(runtime)
     cache = kwargs.get(generate_cache_name(runtime.program.cache_name) or "")
-    if (why := runtime.why_stepwise) is not None:
-        return why
-    if not isinstance(cache, DeviceCache) or cache.length:
-        return "the cache is not a fresh one of this model"
-    if config.output_attentions or config.output_hidden_states:
-        return "attentions or hidden states are returned"
-    if config.prefill_chunk_size is not None or config.is_assistant:
-        return "the prompt is prefilled in chunks, or this is an assistant"
-    if kwargs.get(names.embeds) is not None:  # there may be no tokens that the mask is as long as
-        return f"the forward gets {names.embeds}"
-    if Padding.of(kwargs.get(names.mask), request.input_ids.shape[1]).mask is not None:
-        return "the attention mask is more than padding on the left"
-    if custom := getattr(config, CUSTOM, None):
-        return f"{custom} is given"
-    if options := sampling.unsupported_options(config, HONOURED_OPTIONS):
-        return f"{', '.join(options)} is set"
-    if isinstance(prepared := _prepared(runtime, request), str):
-        return prepared
-    if prepared is not None and runtime.program.rope is not None and runtime.program.rope.lengths.recompute_len:
-        return "there is more than text, and the model computes it anew when it grows"
-    beside = runtime.encoder
-    is_masked = beside is not None and beside.is_masked
-    encoder = EncoderOutput.of(kwargs, is_masked=is_masked) if names.has_encoder else None
-    if names.has_encoder and encoder is None:
-        return "the encoder's output is no array"
-    return StaticBatchStart(prepared, encoder)
+    extra = _further(runtime, kwargs)
+    prepare_steps = functools.cache(lambda: _prepared_steps(runtime, request, extra))
+    encode = functools.cache(lambda: EncoderOutput.of(kwargs, is_masked=model.encoder_reads_tokens))
+
+    def media_reason() -> str | None:
+        return steps if isinstance(steps := prepare_steps(), str) else None
+
+    call = LoopCall(
+        has_fresh_cache=isinstance(cache, DeviceCache) and not cache.length,
+        returns_attentions=bool(config.output_attentions or config.output_hidden_states),
+        prefills_in_chunks=config.prefill_chunk_size is not None or bool(config.is_assistant),
+        embeddings=names.embeds if kwargs.get(names.embeds) is not None else None,
+        has_irregular_mask=lambda: Padding.of(kwargs.get(names.mask), request.input_ids.shape[1]).mask is not None,
+        custom_argument=getattr(config, CUSTOM, None),
+        unsupported_options=sampling.unsupported_options(config, HONOURED_OPTIONS),
+        has_media=bool(extra),
+        media_reason=media_reason,
+        has_encoder_output=lambda: encode() is not None,
+    )
+    chosen = route(model, call)
+    if chosen.path is not Path.STATIC_BATCH:
+        return str(chosen.reason)
+    steps = prepare_steps()
+    assert not isinstance(steps, str)
+    return StaticBatchStart(steps, encode() if model.has_encoder else None)
 
 
-def _prepared(runtime: ModelRuntime, request: SampleCall) -> PreparedSteps | str | None:
-    """The arguments of a request that has more than text; None for text, and words for what this loop cannot take."""
+def _prepared_steps(runtime: ModelRuntime, request: SampleCall, extra: list[str]) -> PreparedSteps | str | None:
+    """Returns the arguments of a call with media; None for text, or the reason why a static batch cannot take it.
+
+    Args:
+        runtime: of the model.
+        request: the call, with a fresh cache.
+        extra: names of its arguments that are neither text nor an encoder's output.
+    """
     names, cache_name = runtime.program.names, generate_cache_name(runtime.program.cache_name)
     assert cache_name is not None
-    known = UNDERSTOOD_KWARGS | {cache_name, names.ids, names.mask, names.positions}
-    extra = _further(runtime, request.model_kwargs)
     if not extra:
         return None
-    if names.has_encoder or names.embeds in extra:  # which stand in the place of the tokens that this loop begins with
+    if names.has_encoder or names.embeds in extra:  # embeddings replace the tokens that the loop starts with
         return f"the forward gets {', '.join(extra)}"
+    known = UNDERSTOOD_KWARGS | {cache_name, names.ids, names.mask, names.positions}
     return PreparedSteps.of(runtime.program.module, request.input_ids, request.model_kwargs, cache_name, known)
 
 
 def _further(runtime: ModelRuntime, kwargs: dict[str, Any]) -> list[str]:
-    """Names of arguments that are neither text nor an encoder's output."""
+    """Returns the names of arguments that are neither text nor an encoder's output, sorted."""
     names = runtime.program.names
     cache_name = generate_cache_name(runtime.program.cache_name) or ""
     understood = UNDERSTOOD_KWARGS | {names.ids, names.mask, names.positions, cache_name}
@@ -123,7 +129,14 @@ def _further(runtime: ModelRuntime, kwargs: dict[str, Any]) -> list[str]:
 
 
 class StaticBatchLoop:
-    """Runs one request; `tokens` yields them as they come, `run` returns what ``generate`` returns."""
+    """Decodes the rows of one call in lockstep; `run` returns what ``generate`` returns, `tokens` yields each step.
+
+    Args:
+        runtime: of the model.
+        request: the call.
+        start: its first inputs.
+        seed: of sampling; None takes one from torch's global generator.
+    """
 
     plan: GenerationSampling
     state: SamplingHistory
@@ -145,8 +158,8 @@ class StaticBatchLoop:
         self.keep_scores = wants_dict and bool(self.config.output_scores)
         self.keep_logits = wants_dict and bool(self.config.output_logits)
         kinds = {type(criterion) for criterion in request.stopping_criteria}
-        # Rows that end for a reason only the host can see must reach the device before the next step is launched if
-        # what a finished row goes on to compute is going to be looked at.
+        # The next step may be launched before the host has read this one's tokens. It may not if only the host
+        # knows that a row has ended (stop strings, time) and what that row computes afterwards is returned.
         rope = runtime.program.rope
         self.recompute_len = None if rope is None else rope.lengths.recompute_len
         self.stops_on_device = kinds <= {MaxLengthCriteria, EosTokenCriteria}
@@ -156,7 +169,7 @@ class StaticBatchLoop:
         self.sequences = request.input_ids
 
     def run(self) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput | torch.Tensor:
-        """Runs to the end, feeding the streamer."""
+        """Decodes to the end and passes each step's tokens to the streamer."""
         streamer = self.request.streamer
         for token in self.tokens():
             if streamer is not None:
@@ -177,7 +190,7 @@ class StaticBatchLoop:
         )
 
     def tokens(self) -> Iterator[torch.Tensor]:
-        """Yields int64[batch] per step, finished rows padded; leaves the sequences and the cache complete."""
+        """Yields int64[batch] per step, finished rows padded; at the end `sequences` and `cache` are complete."""
         max_new = self.max_length - self.prompt_len
         ends_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in self.request.stopping_criteria)
         pad = self.config._pad_token_tensor if ends_at_eos else None
@@ -185,8 +198,8 @@ class StaticBatchLoop:
         self._prefill()
         pending = self._pick()
         for index in range(max_new):
-            # Not before the first token is out: that step may have to be compiled.
-            # Nor where the sequence, this token included, is about to be computed anew.
+            # Not ahead of the first token, since that step may have to be compiled first, and not if the sequence with
+            # this token is recomputed.
             looks_ahead = self.runs_ahead and 0 < index < max_new - 1 and self.prompt_len + index != self.recompute_len
             following = self._decode() if looks_ahead else None
             token = _on_host(pending.token)
@@ -204,7 +217,7 @@ class StaticBatchLoop:
                 if not self.stops_on_device:
                     self.state = dataclasses.replace(self.state, ended=to_device(unfinished.numpy() == 0, bool))
                 is_new = self.sequences.shape[1] - 1 == self.recompute_len
-                following = self._decode_anew() if is_new else self._decode()
+                following = self._recompute() if is_new else self._decode()
             pending = following
 
     def _keep(self, choice: StepOutput) -> None:
@@ -236,7 +249,7 @@ class StaticBatchLoop:
                 after = prepared.position_ids[..., 0]
         given["logits_to_keep"] = 1
         takes_positions = runtime.program.accepts(names.positions)
-        if prepared is not None:  # some models are given none, and count by themselves
+        if prepared is not None:  # some models get none and count tokens
             takes_positions = prepared.position_ids is not None
         elif takes_positions:
             given[names.positions] = positions
@@ -260,7 +273,7 @@ class StaticBatchLoop:
             attention_mask=None if mask is None else mask.numpy(),
             capacity=self.cache.capacity,
         )
-        self.state = jax.device_put(state, self.last_logits.sharding)  # as steps leave it: one program, not two
+        self.state = jax.device_put(state, self.last_logits.sharding)  # sharded as after a step: one program, not two
         self.spec = DecodeSpec(CallSpec(left_padded=starts is not None, static_args=constants), takes_positions)
         self.carry = BatchPosition(
             position=to_device(after.numpy(), np.int32),
@@ -269,14 +282,14 @@ class StaticBatchLoop:
         )
 
     def _decode(self) -> StepOutput:
-        """Launches a step: the model on the newest token, then the choice of the next."""
+        """Launches a step: the forward of the newest tokens, then sampling."""
         self.last_logits, self.cache.states, self.carry = self.runtime.steps.decode(
             self.runtime.weights, self.cache.states, self.newest, self.carry, self.context, spec=self.spec
         )
         return self._pick()
 
-    def _decode_anew(self) -> StepOutput:
-        """As `_decode`, all tokens computed once more, as models do that then rotate all their keys otherwise."""
+    def _recompute(self) -> StepOutput:
+        """As `_decode`, but on all tokens: the model's rotary frequencies change at this length."""
         names, ids = self.runtime.program.names, self.sequences
         starts = torch.from_numpy(np.array(self.carry.starts)).long()
         steps = torch.arange(ids.shape[1])[None] - starts[:, None]

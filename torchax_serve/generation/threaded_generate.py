@@ -1,4 +1,4 @@
-"""The tokens of one request that runs by itself, without the engine."""
+"""Tokens of one request that runs without the engine, as an iterator."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.loading import has_own_generate
+from torchax_serve.generation.routing import Path
 from torchax_serve.generation.static_batch import SampleCall, StaticBatchLoop, StaticBatchStart, static_batch_start
 from torchax_serve.runtime.model_generate import without_model_options
 
 
 def iter_tokens_unbatched(
-    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None
+    model: Any, path: Path, input_ids: torch.Tensor, kwargs: dict[str, Any], seed: int | None
 ) -> Iterator[int]:
-    """New token ids behind one prompt, the one that ends it included.
+    """Yields the new token ids of one prompt without the engine, the one that ends it included.
 
-    On the fast loop where that can honour the request, else on transformers' own, token by token. Beam search knows its
-    tokens at its end alone, and hands them over then; so does a ``generate`` that the model's repository brings along,
-    for what it does with a streamer is up to it.
+    A static batch and transformers' sampling loop yield each token as it comes. Beam search knows its tokens at its end
+    only and yields them then; so does the ``generate`` of a model's repository, which may not honour a streamer.
 
     Args:
         model: what `torchax_serve.generation.jax_model.run_on_jax` returned.
+        path: what `torchax_serve.generation.routing.route` chose for the prompt: `PREPARED` or `REPOSITORY`.
         input_ids: int64[1, prompt_len].
         kwargs: of ``generate``.
-        seed: of the draws; None draws from torch's global generator.
+        seed: of sampling; None samples from torch's global generator.
 
     Raises:
         UnsupportedModelError: the repository's ``generate`` returns something else than one row of token ids that
             begins with the prompt.
     """
-    if has_own_generate(model):
+    if path is Path.REPOSITORY:
         yield from _tokens_of_own_generate(model, input_ids, kwargs, seed)
         return
     request = _prepared_request(model, input_ids, kwargs)
-    if request is not None and is_beam_search(request.config):
+    if (found := _with_start(model, request)) is not None:
+        for token in StaticBatchLoop(model._jax_runtime, *found, seed).tokens():
+            yield int(token[0])
+    elif request is not None and is_beam_search(request.config):
         with torch_seed(seed):
             output = model.generate(input_ids, **kwargs)
         sequences = getattr(output, "sequences", output)
         yield from sequences[0, request.input_ids.shape[1] :].tolist()
-    elif (found := _with_start(model, request)) is not None:
-        for token in StaticBatchLoop(model._jax_runtime, *found, seed).tokens():
-            yield int(token[0])
     else:
         yield from iter_generate_in_thread(model, {"input_ids": input_ids}, kwargs, seed)
 
 
 def prepared(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tuple[SampleCall, StaticBatchStart] | None:
-    """What ``generate`` prepares for its loop, an encoder's output among it; None where the fast loop cannot take it.
+    """Returns the call that ``generate`` prepares, encoder output included; None if a static batch cannot take it.
 
     Args:
         model: what `torchax_serve.generation.jax_model.run_on_jax` returned.
@@ -65,12 +65,12 @@ def prepared(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tup
 
 
 def is_beam_search(config: GenerationConfig) -> bool:
-    """Whether several beams are kept, so that no token is certain before the last one."""
+    """Returns whether `config` asks for several beams, so that no token is final before the last one."""
     return (config.num_beams or 1) > 1
 
 
 def _prepared_request(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> SampleCall | None:
-    """What ``generate`` prepares for its loop; None where a class's own ends in none."""
+    """Returns the call that ``generate`` prepares; None if a class's own ``generate`` ends in no sampling loop."""
     request = model.generate(input_ids, custom_generate=_capture_sample_call, **kwargs)
     return request if isinstance(request, SampleCall) else None
 
@@ -88,7 +88,7 @@ def _capture_sample_call(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> SampleCall:
-    """Ends transformers' ``generate`` after its preparations, with what it prepared."""
+    """Serves as ``custom_generate``: ends transformers' ``generate`` after its preparations and returns them."""
     for name in ("synced_gpus", "tokenizer", "assistant_model", "streamer"):
         model_kwargs.pop(name, None)
     model_kwargs = {name: value for name, value in model_kwargs.items() if not (isinstance(value, dict) and not value)}
@@ -98,7 +98,7 @@ def _capture_sample_call(
 
 @contextlib.contextmanager
 def torch_seed(seed: int | None) -> Iterator[None]:
-    """torch's global generator at `seed`, and as it was before at the end; untouched for None."""
+    """Seeds torch's global generator inside the block and restores it; does nothing for None."""
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
@@ -150,13 +150,13 @@ class _QueueStreamer(BaseStreamer):
 def iter_generate_in_thread(
     model: Any, inputs: Mapping[str, torch.Tensor], kwargs: dict[str, Any], seed: int | None
 ) -> Iterator[int]:
-    """New token ids of one row of ``generate``, as they come: it runs in a thread of its own.
+    """Yields the new token ids of one row of ``generate``, which runs in its own thread.
 
     Args:
-        model: whose ``generate`` takes a streamer.
-        inputs: of one row, by name.
-        kwargs: its other arguments.
-        seed: of the draws; None draws from torch's global generator.
+        model: a model whose ``generate`` honours a streamer.
+        inputs: tensors of one row, by argument name.
+        kwargs: other arguments of ``generate``.
+        seed: of sampling; None samples from torch's global generator.
     """
     streamer = _QueueStreamer()
 

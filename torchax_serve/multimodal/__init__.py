@@ -1,4 +1,4 @@
-"""Images beside text: what is asked of inputs, positions of images, encoders as programs of their own."""
+"""Images and audio in prompts: checks of inputs, positions, and encoders as separate programs."""
 
 from torchax_serve.multimodal.processor import processor_of
 

@@ -1,4 +1,4 @@
-"""What is asked of a sound: samples of one channel, as numbers, at the rate that the model hears."""
+"""Checks of audio inputs: samples of one channel, finite floats, at the model's sampling rate."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ import numpy as np
 from model_adapters.errors import InvalidArgumentError
 
 MOST_SAMPLES = 1 << 28
-"""Of one sound, four and a half hours at 16 kHz: a gigabyte of samples, and as much again of features."""
+"""Most samples of one audio input: 4.5 hours at 16 kHz. They take 1 GiB as float32, and the features as much again."""
 
 
-def checked_samples(sound: Any, name: str) -> np.ndarray:
-    """`sound` as float32[num_samples].
+def checked_samples(audio: Any, name: str) -> np.ndarray:
+    """Checks audio and returns it as float32[num_samples].
 
     Args:
-        sound: what a caller gave.
-        name: of the argument, for the error.
+        audio: the caller's value.
+        name: name of the argument, for errors.
 
     Raises:
-        InvalidArgumentError: no array, no samples or too many, more than one channel, values that are no numbers.
+        InvalidArgumentError: no numpy array, no samples or too many, more than one channel, nan or infinite values.
     """
-    if not isinstance(sound, np.ndarray):
-        raise InvalidArgumentError(f"{name}: expected a numpy array of samples, got {type(sound).__name__}")
-    if sound.ndim != 1:
+    if not isinstance(audio, np.ndarray):
+        raise InvalidArgumentError(f"{name}: expected a numpy array of samples, got {type(audio).__name__}")
+    if audio.ndim != 1:
         raise InvalidArgumentError(
-            f"{name}: expected one channel, float[num_samples], got shape {list(sound.shape)}; take the mean of the "
+            f"{name}: expected one channel, float[num_samples], got shape {list(audio.shape)}; take the mean of the "
             "channels"
         )
-    if sound.size == 0:
-        raise InvalidArgumentError(f"{name}: expected samples, got none; leave out sounds of zero length")
-    if sound.size > MOST_SAMPLES:
+    if audio.size == 0:
+        raise InvalidArgumentError(f"{name}: expected samples, got none; leave out audio of zero length")
+    if audio.size > MOST_SAMPLES:
         raise InvalidArgumentError(
-            f"{name}: expected at most {MOST_SAMPLES:,} samples, got {sound.size:,}; cut the sound into pieces"
+            f"{name}: expected at most {MOST_SAMPLES:,} samples, got {audio.size:,}; cut the audio into pieces"
         )
-    if not np.issubdtype(sound.dtype, np.floating) or not np.isfinite(sound).all():
+    if not np.issubdtype(audio.dtype, np.floating) or not np.isfinite(audio).all():
         raise InvalidArgumentError(
-            f"{name}: expected floating-point samples from -1 to 1, got {sound.dtype}"
-            + ("" if not np.issubdtype(sound.dtype, np.floating) else " with values that are no numbers")
+            f"{name}: expected floating-point samples from -1 to 1, got {audio.dtype}"
+            + ("" if not np.issubdtype(audio.dtype, np.floating) else " with values that are no numbers")
             + "; divide integers by the largest one"
         )
-    return sound.astype(np.float32)
+    return audio.astype(np.float32)
 
 
 def check_rate(wanted: int | None, got: Any) -> None:
-    """Raises InvalidArgumentError for another sampling rate than the model's; None: it does not say."""
+    """Raises InvalidArgumentError unless `got` is the model's sampling rate `wanted` (Hz); None allows any."""
     if wanted is not None and got != wanted:
         raise InvalidArgumentError(
-            f"sampling_rate: expected {wanted} samples per second, which this model hears, got {got!r}; "
+            f"sampling_rate: expected {wanted} samples per second, the rate of this model, got {got!r}; "
             "resample the audio first"
         )

@@ -1,7 +1,7 @@
-"""What images leave to the steps behind a prompt: on the fast loop a step gets the newest token, and nothing new.
+"""Arguments of the forwards of a call with media: in a static batch each later step gets the newest token only.
 
-transformers decides for every architecture which arguments its forward gets, at first and later on
-(``prepare_inputs_for_generation``). It is asked here about the step after the prompt, before there is one.
+transformers decides for each architecture which arguments its forward gets, for the prompt and for later steps
+(``prepare_inputs_for_generation``). Here that method runs for the first step after the prompt, before the prefill.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from transformers.utils import ModelOutput
 
 from model_adapters.program.static_tensors import StaticTensor, can_be_static
 
-READ_BESIDE_PIXELS = re.compile(
+MEDIA_ARGUMENTS = re.compile(
     r"(image|video|pixel|spatial|aspect|target|patch|num)_.*|.*_grid_(thw|hw)|(mm|moe_mm)_token_type_ids|second_per_grid_ts"
     r"|input_features_mask|feature_attention_mask|padding_mask"
 )
-"""Arguments that say something about pixels or samples, or about places of images: without these nobody reads them."""
+"""Arguments that describe pixels, audio samples or positions of images; a step without media does not read them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedSteps:
-    """Arguments of a request's forwards.
+    """Arguments of the forwards of a call.
 
     Attributes:
-        first: of the prompt's, by name.
-        position_ids: int64[..., batch, 1] of the step after it, if the forward takes them.
-        constants: further arguments of every later step, the same each time.
+        first: Arguments of the prompt's forward by name.
+        position_ids: int64[..., batch, 1], positions of the step after the prompt; None if the forward gets none.
+        constants: Further arguments of every later step, equal in all of them.
     """
 
     first: Mapping[str, Any]
@@ -41,21 +41,21 @@ class PreparedSteps:
     def of(
         cls, model: Any, input_ids: torch.Tensor, kwargs: Mapping[str, Any], cache_name: str, known: frozenset[str]
     ) -> PreparedSteps | str:
-        """What transformers prepares for `model`, or why the fast loop cannot take it.
+        """Returns what transformers prepares for `model`, or the reason why a static batch cannot run it.
 
         Args:
             model: the transformers model.
             input_ids: int64[batch, prompt_len].
             kwargs: further arguments of the loop, with a fresh cache.
-            cache_name: of the argument that is the cache.
-            known: names of arguments that the loop takes care of.
+            cache_name: name of the cache argument.
+            known: names of the arguments that the loop computes itself.
         """
         length, cache = input_ids.shape[1], kwargs[cache_name]
         first = model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=length, is_first_iteration=True, **kwargs
         )
         later = model._update_model_kwargs_for_generation(ModelOutput(), dict(kwargs), is_encoder_decoder=False)
-        cache.length = length  # a handle, which knows of nothing else
+        cache.length = length  # a handle; only its length is read
         try:
             longer = torch.cat([input_ids, input_ids[:, -1:]], 1)
             second = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **later)
@@ -69,7 +69,7 @@ class PreparedSteps:
             is_tensor = isinstance(value, torch.Tensor)
             if is_tensor and value.is_floating_point():
                 return f"every step gets {name}"
-            if READ_BESIDE_PIXELS.fullmatch(name):
+            if MEDIA_ARGUMENTS.fullmatch(name):
                 continue
             if isinstance(value, (bool, int, str)):
                 constants[name] = value

@@ -1,8 +1,8 @@
-"""Images become features in a program of their own, before the prompt that they stand in is read.
+"""Compiles image encoders as separate programs, which run before the prefill.
 
-transformers' ``generate`` encodes images first where a model can take their features in the place of their pixels. It
-calls the encoder on the model's own tensors; here that call runs a compiled program. Its size depends on the images
-alone, and the program of the prompt on the number of features alone.
+transformers' ``generate`` encodes images first if the model accepts their features in place of pixels. That call runs a
+compiled program here, whose shapes depend on the images only; the shapes of the prefill depend on the number of
+features only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PATCHED = threading.RLock()
 
 @contextlib.contextmanager
 def compiled_encoders(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> Iterator[None]:
-    """Inside, ``get_image_features`` and the like of the base of `model` are `run`, called with path and arguments.
+    """Replaces ``get_image_features`` and ``get_video_features`` of the model by `run` inside the block.
 
     Args:
         model: a transformers model.

@@ -1,4 +1,4 @@
-"""Positions of tokens in a grid of image patches, which model code counts on the host."""
+"""Positions of tokens in a grid of image patches (M-RoPE), which model code computes on the host."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from model_adapters.program.call_signature import CACHE_NAMES
 
 COUNTER = "compute_3d_position_ids"
-"""transformers' name of the method that counts them where a caller of ``forward`` has not."""
+"""Name of transformers' method that computes the positions if the caller of ``forward`` gives none."""
 
 
 def positions_on_host(model: torch.nn.Module, given: Mapping[str, Any], cache: Any) -> torch.Tensor | None:
-    """Positions int64[axes, batch, len] for a call of `model` without any; None where it has no grids to count.
+    """Returns positions int64[axes, batch, len] of a call without any; None if the model has no grid positions.
 
-    The model's own method counts and keeps on the model what it needs for the tokens to come, as in eager PyTorch.
+    As in eager PyTorch, the model's method stores on the model what later tokens need.
 
     Args:
-        model: whose part may have the method.
+        model: a model that may have such a method on a submodule.
         given: tensors by the forward's argument names.
-        cache: what holds the tokens before, if there are any.
+        cache: cache of the tokens before, or None.
     """
     owner = next((child for child in model.modules() if hasattr(type(child), COUNTER)), None)
     if owner is None or given.get("position_ids") is not None:
@@ -31,7 +31,7 @@ def positions_on_host(model: torch.nn.Module, given: Mapping[str, Any], cache: A
     if tokens is None:
         return None
     counter = getattr(owner, COUNTER)
-    known = {**given, **dict.fromkeys(CACHE_NAMES, cache)}  # of which the counter has one
-    known["inputs_embeds"] = torch.empty(*tokens.shape[:2], 0)  # its shape is read
+    known = {**given, **dict.fromkeys(CACHE_NAMES, cache)}  # the method has one of these names
+    known["inputs_embeds"] = torch.empty(*tokens.shape[:2], 0)  # only the shape is read
     parameters = inspect.signature(counter).parameters.values()
     return counter(**{p.name: known.get(p.name) for p in parameters if p.kind is not p.VAR_KEYWORD})

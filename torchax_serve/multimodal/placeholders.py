@@ -1,4 +1,4 @@
-"""Placeholder tokens: a prompt has one for every feature that the model makes of its images and sounds."""
+"""Placeholder tokens: a prompt has one for each feature of its images and audio."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ AUDIO_TOKEN_FIELDS = ("audio_token_id", "audio_token_index")
 
 
 def image_token_id(config: PreTrainedConfig) -> int | None:
-    """The token that stands for a feature of an image, if the configuration names one."""
+    """Returns the placeholder token of image features; None if the configuration names none."""
     return _first(config, TOKEN_FIELDS)
 
 
 def audio_token_id(config: PreTrainedConfig) -> int | None:
-    """The token that stands for a feature of a sound, if the configuration names one."""
+    """Returns the placeholder token of audio features; None if the configuration names none."""
     return _first(config, AUDIO_TOKEN_FIELDS)
 
 
@@ -33,12 +33,12 @@ def _first(config: PreTrainedConfig, fields: Collection[str]) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Modality:
-    """What can stand among words.
+    """A kind of media in prompts.
 
     Attributes:
-        name: in words.
-        token_fields: of configurations, which name the placeholder token.
-        arguments: parts of the names of arguments that it can come by.
+        name: Name for errors.
+        token_fields: Fields of configurations that have the placeholder token.
+        arguments: Substrings of the names of the arguments that bring the media.
     """
 
     name: str
@@ -49,16 +49,16 @@ class Modality:
 MODALITIES = (
     Modality("images", TOKEN_FIELDS, ("pixel", "image", "video", "patch")),
     Modality("videos", VIDEO_TOKEN_FIELDS, ("video",)),
-    Modality("sounds", AUDIO_TOKEN_FIELDS, ("input_features", "input_values", "audio")),
+    Modality("audio", AUDIO_TOKEN_FIELDS, ("input_features", "input_values", "audio")),
 )
 EITHER = ("mm_encoder_outputs", "inputs_embeds")
-"""Parts of the names of arguments, beside the cache, by which features can come that were made before."""
+"""Substrings of the names of arguments that bring precomputed features; a cache may bring them, too."""
 
 
 def check_has_media(config: PreTrainedConfig, ids: Any, names: Collection[str]) -> None:
-    """Raises InvalidArgumentError for placeholders in `ids`, a tensor or a row, that no argument of `names` fills.
+    """Raises InvalidArgumentError for placeholders in `ids` without an argument of `names` that brings their media.
 
-    transformers reads such tokens as words that the model has never learned.
+    transformers would embed such tokens as words that the model was not trained on.
     """
     if ids is None or cache_name_of(names) or any(part in name for name in names for part in EITHER):
         return
@@ -70,13 +70,13 @@ def check_has_media(config: PreTrainedConfig, ids: Any, names: Collection[str]) 
         if is_there and not any(part in name for name in names for part in modality.arguments):
             raise InvalidArgumentError(
                 f"expected {modality.name} for the placeholder tokens {token} of the prompt, got no argument with "
-                f"{'samples' if modality.name == 'sounds' else 'pixels'}; pass all that the processor returns to "
-                f"generate(), which alone takes {modality.name}"
+                f"{'samples' if modality.name == 'audio' else 'pixels'}; pass all that the processor returns to "
+                f"generate(), the only method that takes {modality.name}"
             )
 
 
 def unmet(config: PreTrainedConfig, given: Mapping[str, Any]) -> str:
-    """What is wrong with inputs whose values the model's code has checked and found otherwise than it needs them."""
+    """Returns the error text for inputs whose values failed a check in the model's code."""
     ids = given.get("input_ids")
     for modality in MODALITIES:
         token = _first(config, modality.token_fields)

@@ -1,4 +1,4 @@
-"""The processor of a model that sees or hears: a conversation and what is in it become arguments of ``generate``."""
+"""Processors of models with image or audio inputs: conversations become arguments of ``generate``."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ if TYPE_CHECKING:
     from torchax_serve.text.chat_template import ChatOptions
 
 MOST_PIXELS = 100_000_000
-"""Of one image. Before it is made small it is turned into floating-point numbers: twelve bytes for each pixel."""
+"""Most pixels of one image; it is converted to floats before it is resized, 12 bytes per pixel."""
 
 
 def processor_of(model: Any) -> Any:
-    """The processor that lies beside the weights of `model`, what `torchax_serve.serve` returned.
+    """Returns the checkpoint's processor of a served model.
 
-    Call it as transformers has it: ``processor(text=…, images=…, return_tensors="pt")`` gives what ``generate`` takes.
+    As in transformers, ``processor(text=…, images=…, return_tensors="pt")`` returns arguments of ``generate``.
 
     Raises:
         UnsupportedModelError: the folder has no processor, or one without a part for images.
-        CheckpointError: the files are there and do not make a processor.
+        CheckpointError: the processor's files are broken.
     """
     processor = model._loaded_or_raise().processor()
     if processor is None:
         raise UnsupportedModelError(
-            f"expected a processor beside the weights of {model.name} (preprocessor_config.json), found none; save it "
+            f"expected a processor next to the weights of {model.name} (preprocessor_config.json), found none; save it "
             "into the model's folder, or make the inputs yourself and call generate()"
         )
-    if _images_of(processor) is None and _sounds_of(processor) is None:
+    if _image_part_of(processor) is None and _audio_part_of(processor) is None:
         raise UnsupportedModelError(
-            f"expected a processor with a part for images or sounds, got {type(processor).__name__} for {model.name}; "
-            "leave them out, or take a checkpoint of a model that sees or hears"
+            f"expected a processor with a part for images or audio, got {type(processor).__name__} for {model.name}; "
+            "leave them out, or take a checkpoint of a model with such inputs"
         )
     return processor
 
 
-def _images_of(processor: Any) -> Any:
+def _image_part_of(processor: Any) -> Any:
     return getattr(processor, "image_processor", None)
 
 
-def _sounds_of(processor: Any) -> Any:
+def _audio_part_of(processor: Any) -> Any:
     return getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
 
 
 def has_media(messages: Any) -> bool:
-    """Whether a message of a conversation has an image or a sound among its contents."""
+    """Returns whether a message of a conversation has an image or audio."""
     return not isinstance(messages, str) and next(_parts(messages), None) is not None
 
 
 def _parts(messages: Any) -> Iterator[Mapping[str, Any]]:
-    """Images and sounds of a conversation."""
+    """Yields the image and audio parts of a conversation."""
     for message in messages if isinstance(messages, Sequence) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, (list, tuple)) else ()
@@ -62,20 +62,20 @@ def _parts(messages: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOptions | None = None) -> dict[str, Any]:
-    """What ``generate`` takes for a conversation with images or sounds.
+    """Returns the arguments of ``generate`` for a conversation with images or audio.
 
     Args:
         model: what `torchax_serve.serve` returned.
         conversation: checked messages; a part ``{"type": "image", "image": …}`` of a content has a PIL image, a path
             or a URL, and a part ``{"type": "audio", "audio": …}`` samples float[num_samples] with their
             ``"sampling_rate"``, a path or a URL.
-        options: what else the template is rendered with.
+        options: further arguments of the template.
 
     Raises:
         ChatTemplateError, UnsupportedArgumentError: as `torchax_serve.text.chat_template.ChatTemplate.text`.
-        InvalidArgumentError: an image that is empty, has too many pixels, or that nobody can read; a sound without
-            samples, or at another rate than the model's.
-        UnsupportedModelError: as `processor_of`, and for images where the model only hears, or the other way around.
+        InvalidArgumentError: an image that is empty, unreadable or has too many pixels; audio without samples, or at
+            another rate than the model's.
+        UnsupportedModelError: as `processor_of`, and for images with an audio model, or the other way around.
     """
     processor = processor_of(model)
     for part in _parts(conversation):
@@ -92,10 +92,10 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOp
             typed, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **written
         )
     except Exception as error:  # files that are no images, templates that fail: libraries raise whatever they like
-        said = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         raise InvalidArgumentError(
-            f"expected messages, images and sounds that the processor of {model.name} takes, it raised "
-            f"{type(error).__name__}: {said}; check paths and contents"
+            f"expected messages, images and audio that the processor of {model.name} takes, it raised "
+            f"{type(error).__name__}: {message}; check paths and contents"
         ) from error
     return dict(inputs)
 
@@ -103,7 +103,7 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOp
 def _written(
     processor: Any, conversation: list[dict[str, Any]], name: str, options: ChatOptions | None
 ) -> dict[str, Any]:
-    """Arguments that have the processor write the prompt which the template makes, rendered with a deadline."""
+    """Returns arguments with which the processor uses the text of the template, rendered with a deadline."""
     from transformers import ProcessorMixin
 
     from torchax_serve.text.chat_template import ChatOptions, ChatTemplate
@@ -113,7 +113,7 @@ def _written(
         if options != ChatOptions():
             raise UnsupportedArgumentError(
                 "tools, documents, chat_template_kwargs, continue_final_message: expected none for "
-                f"{type(processor).__name__}, which writes prompts in a way of its own; leave them out"
+                f"{type(processor).__name__}, which has its own way to write prompts; leave them out"
             )
         return {}
     source = processor.chat_template
@@ -125,7 +125,7 @@ def _written(
 
 
 def _typed(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates of such models want it: its text is a part, too; sounds are float32."""
+    """Returns a message in the form of such templates: text is a part, too, and audio is float32."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": [{"type": "text", "text": content}]}
@@ -142,12 +142,12 @@ def _as_float32(part: Any) -> Any:
 
 def _check_part(processor: Any, part: Mapping[str, Any], name: str) -> None:
     kind = part["type"]
-    owner = _images_of(processor) if kind == "image" else _sounds_of(processor)
+    owner = _image_part_of(processor) if kind == "image" else _audio_part_of(processor)
     if owner is None:
         raise UnsupportedModelError(
-            f"expected a processor with a part for {'images' if kind == 'image' else 'sounds'}, got "
-            f"{type(processor).__name__} for {name}; leave them out, or take a checkpoint of a model that "
-            f"{'sees' if kind == 'image' else 'hears'} them"
+            f"expected a processor with a part for {'images' if kind == 'image' else 'audio'}, got "
+            f"{type(processor).__name__} for {name}; leave them out, or take a checkpoint of a model with "
+            f"{'image' if kind == 'image' else 'audio'} inputs"
         )
     if kind == "image":
         if not any(part.get(source) is not None for source in ("image", "url", "path", "base64")):
@@ -156,19 +156,19 @@ def _check_part(processor: Any, part: Mapping[str, Any], name: str) -> None:
             )
         check_size(part.get("image"))
         return
-    sound = part.get("audio")
-    if sound is None and not any(part.get(other) for other in ("url", "path")):
+    audio = part.get("audio")
+    if audio is None and not any(part.get(other) for other in ("url", "path")):
         raise InvalidArgumentError(
             'audio: expected a part like {"type": "audio", "audio": samples, "sampling_rate": 16000}, got one without '
-            "a sound"
+            "audio"
         )
-    if sound is not None and not isinstance(sound, str):
-        checked_samples(sound, "audio")
+    if audio is not None and not isinstance(audio, str):
+        checked_samples(audio, "audio")
         check_rate(getattr(owner, "sampling_rate", None), part.get("sampling_rate"))
 
 
 def check_size(image: Any) -> None:
-    """Raises InvalidArgumentError for an image that has no pixels, or too many; paths and URLs are not opened."""
+    """Raises InvalidArgumentError for an image with no pixels or too many; paths and URLs are not opened."""
     size = getattr(image, "size", None)
     if not isinstance(size, tuple) or len(size) != 2:
         return

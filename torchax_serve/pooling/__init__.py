@@ -1,4 +1,4 @@
-"""Embeddings, labels, and the order of documents: what models that do not generate are asked for."""
+"""Embeddings, labels and ranking: the tasks of models that do not generate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of many lengths become batches of few shapes."""
+"""Batches texts of many lengths into few shapes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torchax_serve.buckets import next_bucket
 from torchax_serve.pooling.text_tokenizer import IDS, MASK, Row, TextTokenizer
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
-TOKENS_PER_BATCH = 4096
-MAX_ROWS = 32
+TOKENS_PER_BATCH = 4096  # padding included; larger batches are not faster and take more memory
+MAX_ROWS = 32  # of a batch; a power of two
 
 Text = str | Sequence[int]
 """A text, or its token ids."""
@@ -32,9 +32,9 @@ class Batch:
     """Rows of one forward.
 
     Attributes:
-        indices: of the texts, in the order of the rows; further rows fill the batch up.
-        mask: int32[rows, len], which tokens are real.
-        fields: the forward's output by name, on the device.
+        indices: Indices of the texts in the order of the rows; further rows are padding.
+        mask: int32[rows, len], 1 for tokens of the text.
+        fields: Output of the forward by name, on the device.
     """
 
     indices: list[int]
@@ -43,32 +43,32 @@ class Batch:
 
 
 def checked_texts(texts: str | Sequence[Text]) -> list[Text]:
-    """`texts`, one or several, as a list.
+    """Returns `texts`, one or several, as a checked list.
 
     Raises:
-        InvalidArgumentError: none, one without a letter, or what is neither text nor token ids.
+        InvalidArgumentError: no text, a blank one, or something else than text or token ids.
     """
     if not isinstance(texts, str) and (isinstance(texts, bytes) or not isinstance(texts, Iterable)):
         raise InvalidArgumentError(f"texts: expected a text or several, got {texts!r:.80}")
-    asked: list[Text] = [texts] if isinstance(texts, str) else list(texts)
-    if not asked:
+    requested: list[Text] = [texts] if isinstance(texts, str) else list(texts)
+    if not requested:
         raise InvalidArgumentError("texts: expected at least one text, got none")
-    for index, text in enumerate(asked):
+    for index, text in enumerate(requested):
         if isinstance(text, str):
             if not text.strip():
                 raise InvalidArgumentError(f"texts[{index}]: expected some text, got an empty one; leave it out")
-            if surrogate := _lone_surrogate(text):
+            if surrogate := _surrogate_in(text):
                 raise InvalidArgumentError(
                     f"texts[{index}]: expected Unicode text, got {surrogate!r}, half of a character; decode its bytes "
                     "with errors='replace'"
                 )
         elif isinstance(text, bytes) or not isinstance(text, Iterable) or not all(_is_id(token) for token in text):
             raise InvalidArgumentError(f"texts[{index}]: expected text or a list of token ids, got {text!r:.80}")
-    return asked
+    return requested
 
 
-def _lone_surrogate(text: str) -> str | None:
-    """The first code point that has no place in UTF-8, which tokenizers refuse; None if there is none."""
+def _surrogate_in(text: str) -> str | None:
+    """Returns the first code point that UTF-8 cannot encode, and tokenizers refuse; None if there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -89,7 +89,7 @@ def rows_of(
     truncate: bool,
     remedy: str = "shorten it, or pass truncate=True",
 ) -> tuple[list[Row], list[int]]:
-    """Tokenizes texts, or pairs of texts; also the places of those that were cut to `max_len` tokens.
+    """Tokenizes texts, or pairs of texts; returns rows and the indices of those cut to `max_len` tokens.
 
     Raises:
         InvalidArgumentError: an empty text, text for a model without a tokenizer; without `truncate`, more than
@@ -117,21 +117,21 @@ def rows_of(
 
 
 def _cut(values: list[int], length: int) -> list[int]:
-    """The first tokens and the very last one, which ends the text for the model; texts come cut."""
+    """Returns the first tokens and the last one, which ends the text for the model."""
     return values if len(values) <= length else [*values[: length - 1], values[-1]]
 
 
 def run(runtime: ModelRuntime, rows: Sequence[Row], *, pad_id: int | None) -> Iterator[Batch]:
-    """Forwards over all `rows`, the longest first.
+    """Runs forwards over all `rows`, the longest first, and yields their batches.
 
     Args:
-        runtime: of the part that is called.
-        rows: of any lengths.
-        pad_id: what rows are filled up with; None: the model cannot tell padding, so each row is computed alone.
+        runtime: of the submodule that is called.
+        rows: token ids and other arguments of texts of any lengths.
+        pad_id: padding token; None for a model that does not recognise padding: each batch has one row then.
     """
     called = runtime.program.target
     may_pad = pad_id is not None and runtime.program.accepts(MASK) and can_batch_padded(called)
-    may_pad = may_pad and runtime.program.rope is None  # whose frequencies depend on the length of all that is padded
+    may_pad = may_pad and runtime.program.rope is None  # its frequencies depend on the padded length
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][IDS]))
     while order:
         longest = len(rows[order[0]][IDS])
@@ -143,17 +143,17 @@ def run(runtime: ModelRuntime, rows: Sequence[Row], *, pad_id: int | None) -> It
 
 
 def _width(runtime: ModelRuntime, length: int) -> int:
-    """The rung for rows of `length` tokens, within the positions that there are."""
-    rung, limit = next_bucket(length), runtime.limits.max_positions
-    return rung if limit is None else max(length, min(rung, limit))
+    """Returns the bucket size for rows of `length` tokens, within the model's positions."""
+    bucket, limit = next_bucket(length), runtime.limits.max_positions
+    return bucket if limit is None else max(length, min(bucket, limit))
 
 
 def _forward(runtime: ModelRuntime, rows: list[Row], indices: list[int], width: int, pad_id: int) -> Batch:
     num_rows = 1 << (len(rows) - 1).bit_length()
     ids = np.full((num_rows, width), pad_id, np.int32)
     mask = np.zeros((num_rows, width), np.int32)
-    mask[:, 0] = 1  # rows that fill up see something, so that no softmax is over nothing
-    names = {name for row in rows for name in row}  # rows of token ids have no others
+    mask[:, 0] = 1  # padding rows see one token, since a softmax over none is nan
+    names = {name for row in rows for name in row}  # rows given as token ids have no other arguments
     given = {name: np.zeros((num_rows, width), np.int32) for name in names if runtime.program.accepts(name)}
     given[IDS] = ids
     for number, row in enumerate(rows):
@@ -167,10 +167,13 @@ def _forward(runtime: ModelRuntime, rows: list[Row], indices: list[int], width: 
     return Batch(indices, to_jax_array(torch.from_numpy(mask)), fields)
 
 
-def limit_of(loaded: LoadedModel, runtime: ModelRuntime, said: int | None = None) -> int | None:
-    """The most tokens that the model reads; None where nothing says.
+def limit_of(loaded: LoadedModel, runtime: ModelRuntime, file_limit: int | None = None) -> int | None:
+    """Returns the most tokens of a text; None if nothing limits them.
 
-    `said` is what files of the checkpoint say in the tokenizer's place; the model's positions hold in any case.
+    Args:
+        loaded: the model.
+        runtime: of the submodule that is called.
+        file_limit: limit in the checkpoint's files, in place of the tokenizer's; the model's positions always count.
     """
     limit = runtime.limits.max_positions
     padding_idx = getattr(runtime.config, "pad_token_id", None)
@@ -180,7 +183,7 @@ def limit_of(loaded: LoadedModel, runtime: ModelRuntime, said: int | None = None
         and padding_idx is not None
         and any(t.padding_idx is not None and t.num_embeddings == limit for t in tables)
     ):
-        limit -= padding_idx + 1  # RoBERTa's positions begin behind the padding index
-    tokenizer_limit = getattr(loaded.tokenizer(), "model_max_length", None) if said is None else said
+        limit -= padding_idx + 1  # RoBERTa's positions start after the padding index
+    tokenizer_limit = getattr(loaded.tokenizer(), "model_max_length", None) if file_limit is None else file_limit
     limits = [x for x in (limit, tokenizer_limit) if x is not None and x < 10**9]
     return min(limits, default=None)

@@ -1,4 +1,4 @@
-"""Labels of texts, labels of tokens, and the order of documents for a query."""
+"""Labels of texts and tokens, and ranking of documents for a query."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 
 @dataclasses.dataclass(frozen=True)
 class Classification:
-    """What a text is taken for.
+    """Labels of a text.
 
     Attributes:
-        label: with the highest score.
-        score: of that label.
-        scores: of all labels.
+        label: Label with the highest score.
+        score: Score of that label.
+        scores: Scores of all labels.
     """
 
     label: str
@@ -34,17 +34,17 @@ class Classification:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLabel:
-    """What a token is taken for."""
+    """Label of a token."""
 
     token_id: int
-    text: str | None  # of the token; None where token ids were given
+    text: str | None  # text of the token; None if token ids were given
     label: str
     score: float
 
 
 @dataclasses.dataclass(frozen=True)
 class RankedDocument:
-    """A document with its score for the query; `index` is its place among those that were given."""
+    """A document with its score for the query, and its index in the caller's list."""
 
     index: int
     document: str
@@ -52,10 +52,10 @@ class RankedDocument:
 
 
 def classify(loaded: LoadedModel, runtime: ModelRuntime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
-    """See `torchax_serve.pooling.EncoderModel.classify`."""
-    asked = checked_texts(texts)
+    """See `torchax_serve.EncoderModel.classify`."""
+    requested = checked_texts(texts)
     _require(loaded, runtime, "ForSequenceClassification", "classify", "classifies texts")
-    rows, _ = rows_of(_tokenizer(loaded), asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
+    rows, _ = rows_of(_tokenizer(loaded), requested, None, max_len=limit_of(loaded, runtime), truncate=truncate)
     logits = text_logits(loaded, runtime, rows)
     names = _names(runtime, logits.shape[-1])
     found = [_classification(names, row) for row in _activated(runtime, logits)]
@@ -63,16 +63,16 @@ def classify(loaded: LoadedModel, runtime: ModelRuntime, texts: str | Sequence[T
 
 
 def classify_tokens(loaded: LoadedModel, runtime: ModelRuntime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
-    """See `torchax_serve.pooling.EncoderModel.classify_tokens`."""
-    asked = checked_texts(texts)
+    """See `torchax_serve.EncoderModel.classify_tokens`."""
+    requested = checked_texts(texts)
     _require(loaded, runtime, "ForTokenClassification", "classify_tokens", "classifies tokens")
-    rows, _ = rows_of(_tokenizer(loaded), asked, None, max_len=limit_of(loaded, runtime), truncate=truncate)
+    rows, _ = rows_of(_tokenizer(loaded), requested, None, max_len=limit_of(loaded, runtime), truncate=truncate)
     found: list[Any] = [None] * len(rows)
     for batch in run(runtime, rows, pad_id=pad_id_of(loaded, runtime)):
         logits = np.asarray(batch.fields["logits"], np.float32)
         for number, index in enumerate(batch.indices):
             scores = _softmax(logits[number, : len(rows[index]["input_ids"])])
-            found[index] = _token_labels(loaded, runtime, asked[index], rows[index], scores)
+            found[index] = _token_labels(loaded, runtime, requested[index], rows[index], scores)
     return found[0] if isinstance(texts, str) else found
 
 
@@ -85,7 +85,7 @@ def rerank(
     top_k: int | None,
     truncate: bool | None,
 ) -> list[RankedDocument]:
-    """See `torchax_serve.pooling.EncoderModel.rerank`."""
+    """See `torchax_serve.EncoderModel.rerank`."""
     _require(loaded, runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
     if not isinstance(query, str) or not query:
         raise InvalidArgumentError(f"query: expected some text, got {query!r}")
@@ -97,7 +97,7 @@ def rerank(
     tokenizer, max_len = _tokenizer(loaded), limit_of(loaded, runtime)
     rows, cut = rows_of(tokenizer, [query] * len(pairs), pairs, max_len=max_len, truncate=truncate is not False)
     if cut and truncate is None:
-        tokenizer.say_once(
+        tokenizer.warn_once(
             f"{loaded.source.name}: pairs are cut to {max_len} tokens, as by sentence-transformers; {len(cut)} of "
             f"{len(rows)} are longer"
         )
@@ -113,9 +113,9 @@ def rerank(
 
 
 def text_logits(loaded: LoadedModel, runtime: ModelRuntime, rows: Sequence[Row]) -> np.ndarray:
-    """float32[num_rows, num_labels]."""
+    """Returns the logits of texts, float32[num_rows, num_labels]."""
     found: list[Any] = [None] * len(rows)
-    # A head that reads the last token knows padding by the configuration alone, and cannot do without.
+    # A head that reads the last token finds it by the config's pad_token_id; without one, rows are not padded.
     knows_padding = getattr(runtime.config.get_text_config(), "pad_token_id", None) is not None
     is_plain = knows_padding and not runtime.program.names.has_encoder
     pad_id = pad_id_of(loaded, runtime) if is_plain else None
@@ -140,7 +140,7 @@ def _names(runtime: ModelRuntime, num_labels: int) -> list[str]:
 
 
 def _activated(runtime: ModelRuntime, logits: np.ndarray) -> np.ndarray:
-    """Scores as transformers' text-classification pipeline has them, by the configuration's ``problem_type``."""
+    """Returns scores as transformers' text-classification pipeline does, by the config's ``problem_type``."""
     kind = runtime.config.problem_type
     if kind == "regression":
         return logits
@@ -154,9 +154,9 @@ def _tokenizer(loaded: LoadedModel) -> TextTokenizer:
 
 
 def _scores_of_pairs(loaded: LoadedModel, runtime: ModelRuntime, logits: np.ndarray) -> np.ndarray:
-    """Scores as sentence-transformers' cross-encoders have them: a sigmoid, unless the checkpoint says none."""
-    said = getattr(runtime.config, "sentence_transformers", None) or {}
-    name = said.get("activation_fn") or getattr(runtime.config, "sbert_ce_default_activation_function", None)
+    """Returns scores as cross-encoders of sentence-transformers do: a sigmoid, unless the checkpoint has none."""
+    settings = getattr(runtime.config, "sentence_transformers", None) or {}
+    name = settings.get("activation_fn") or getattr(runtime.config, "sbert_ce_default_activation_function", None)
     if name is None and loaded.files_folder is not None:
         name = read_json(loaded.files_folder / "config_sentence_transformers.json", optional=True).get("activation_fn")
     kind = "Sigmoid" if name is None else str(name).rpartition(".")[2]

@@ -23,11 +23,11 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 
 _CHOICES = ", ".join(f'"{name}"' for name in POOLINGS)
 _READS_NO_PROMPT = {"hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl"}
-"""Older than the setting for it; sentence-transformers knows them by name."""
+"""Checkpoints that are older than the setting; sentence-transformers has them by name."""
 
 _BY_ENCODER = {"blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mt5", "pegasus", "pegasus_x", "t5"}
 _BY_ENCODER |= {"prophetnet", "switch_transformers", "t5gemma", "t5gemma2", "udop", "umt5"}
-"""Encoder-decoder types of which sentence-transformers takes the encoder alone."""
+"""Encoder-decoder types of which sentence-transformers runs the encoder only."""
 
 
 def embed(
@@ -42,28 +42,28 @@ def embed(
     truncate: bool | None = None,
     truncate_dim: int | None = None,
 ) -> np.ndarray:
-    """Embeddings of texts.
+    """Returns embeddings of texts.
 
     Args:
         loaded: the model.
-        runtime: of the whole model.
-        texts: one text, or several; token ids may stand in a text's place, before which no prompt stands.
-        pooling: one of `POOLINGS`; None: as the checkpoint's ``modules.json`` says, with its further layers.
-        normalize: to length 1; None: as the checkpoint says, and not where it says nothing.
-        prompt: stands before each text.
-        prompt_name: of the checkpoint's prompts, the one that stands before each text.
-        truncate: cut texts that are too long (True), or refuse them (False). None: cut them, with one line that says
-            so, where the checkpoint's files say how texts are read, and refuse them where there are none.
-        truncate_dim: how many numbers of each embedding are kept; None: as the checkpoint says, else all.
+        runtime: of the complete model.
+        texts: one text or several; a list of token ids may replace a text and gets no prompt.
+        pooling: one of `POOLINGS`; None follows the checkpoint's ``modules.json``, with its further layers.
+        normalize: scale to length 1; None follows the checkpoint's files, and does not without them.
+        prompt: text in front of each text.
+        prompt_name: name of one of the checkpoint's prompts, in place of `prompt`.
+        truncate: cut texts that are too long (True), or raise (False). None cuts them and logs a warning if the
+            checkpoint has files of sentence-transformers, and raises otherwise.
+        truncate_dim: number of leading values of each embedding to return; None follows the checkpoint's files.
 
     Returns:
         float32[dim] of one text, float32[num_texts, dim] of several, in their order.
 
     Raises:
-        InvalidArgumentError: no rule of pooling where none is given; an empty or too long text; an unknown prompt.
-        CheckpointError: files of the checkpoint that say how texts are embedded, and are not readable.
-        UnsupportedModelError: a model whose output has no hidden states of tokens; a setting in the checkpoint's files
-            that is not honoured.
+        InvalidArgumentError: no pooling given or in the checkpoint; an empty or too long text; an unknown prompt.
+        CheckpointError: files about embeddings that are not readable.
+        UnsupportedModelError: a model without hidden states of tokens, or a setting in the checkpoint's files that is
+            not supported.
     """
     if pooling is None:
         embedder = loaded.once(_Embedder, lambda: _Embedder(loaded, runtime, _own_rule(loaded)))
@@ -71,12 +71,12 @@ def embed(
         embedder = _Embedder(loaded, runtime, _rule_of(pooling))
     text = embedder.rule.text
     chosen = _prompt(text, prompt, prompt_name)
-    asked = checked_texts(texts)
+    requested = checked_texts(texts)
     found = embedder.embeddings(
-        asked,
+        requested,
         chosen,
-        truncate=text.is_said if truncate is None else truncate,
-        is_asked=truncate is not None,
+        truncate=text.has_files if truncate is None else truncate,
+        is_explicit=truncate is not None,
         truncate_dim=truncate_dim,
         normalize=normalize,
     )
@@ -84,7 +84,7 @@ def embed(
 
 
 class _Embedder:
-    """A model, the rule by which it embeds, and what that needs: read once for a model."""
+    """A model with its pooling rule, weights and tokenizer; made once per model and rule."""
 
     def __init__(self, loaded: LoadedModel, runtime: ModelRuntime, rule: EmbeddingRule) -> None:
         self.rule = rule
@@ -96,27 +96,27 @@ class _Embedder:
 
     def embeddings(
         self,
-        asked: Sequence[Text],
+        requested: Sequence[Text],
         prompt: str,
         *,
         truncate: bool,
-        is_asked: bool,
+        is_explicit: bool,
         truncate_dim: int | None,
         normalize: bool | None,
     ) -> np.ndarray:
-        """float32[num_texts, dim]; `is_asked`: whether the caller knows what is cut."""
+        """Returns float32[num_texts, dim]; with `is_explicit` no warning about cut texts is logged."""
         max_len = self._max_len
-        whole = [prompt + each if isinstance(each, str) else each for each in asked]
-        rows, cut = rows_of(self._tokenizer, whole, None, max_len=max_len, truncate=truncate)
-        if cut and not is_asked:
-            self._tokenizer.say_once(
+        prompted = [prompt + each if isinstance(each, str) else each for each in requested]
+        rows, cut = rows_of(self._tokenizer, prompted, None, max_len=max_len, truncate=truncate)
+        if cut and not is_explicit:
+            self._tokenizer.warn_once(
                 f"{self._name}: texts are cut to {max_len} tokens, as its files say; {len(cut)} of {len(rows)} are "
                 "longer"
             )
         layers, weights = self._layers(normalize)
         skips_prompt = prompt and any(layer.kind == "pooling" and not layer.reads_prompt for layer in layers)
         prompt_len = self._tokenizer.prompt_len(prompt, max_len) if skips_prompt else 0
-        lens = [prompt_len if isinstance(each, str) else 0 for each in asked]
+        lens = [prompt_len if isinstance(each, str) else 0 for each in requested]
         found: list[Any] = [None] * len(rows)
         for batch in run(self._part, rows, pad_id=self._pad_id):
             hidden = batch.fields.get("last_hidden_state")
@@ -127,25 +127,25 @@ class _Embedder:
                 )
             of_rows = np.zeros(hidden.shape[0], np.int32)
             of_rows[: len(batch.indices)] = [lens[index] for index in batch.indices]
-            kept = self._kept(layers, weights, hidden.shape[-1], truncate_dim)
-            made = np.asarray(embeddings(layers, weights, hidden, batch.mask, of_rows, kept, bool(normalize)))
+            num_values = self._num_values(layers, weights, hidden.shape[-1], truncate_dim)
+            made = np.asarray(embeddings(layers, weights, hidden, batch.mask, of_rows, num_values, bool(normalize)))
             for number, index in enumerate(batch.indices):
                 found[index] = made[number]
         return np.stack(found)
 
-    def _kept(self, layers: Sequence[Layer], weights: Any, width: int, asked: Any) -> int | None:
-        """How many numbers of each embedding are kept; `width` is that of hidden states."""
-        if asked is None:
+    def _num_values(self, layers: Sequence[Layer], weights: Any, width: int, requested: Any) -> int | None:
+        """Returns the number of leading values to return; `width` is that of the hidden states."""
+        if requested is None:
             return self.rule.text.truncate_dim
         for layer, tensors in zip(layers, weights, strict=True):
             width = len(layer.poolings) * width if layer.kind == "pooling" else width
             width = tensors["linear.weight"].shape[0] if layer.kind == "dense" else width
-        if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= width:
-            raise InvalidArgumentError(f"truncate_dim: expected a number from 1 to {width}, got {asked!r}")
-        return asked
+        if isinstance(requested, bool) or not isinstance(requested, int) or not 1 <= requested <= width:
+            raise InvalidArgumentError(f"truncate_dim: expected a number from 1 to {width}, got {requested!r}")
+        return requested
 
     def _layers(self, normalize: bool | None) -> tuple[tuple[Layer, ...], tuple[dict[str, jax.Array], ...]]:
-        """The layers and their weights; without those that make the length 1 where that is not wanted."""
+        """Returns layers and weights, without normalising layers if `normalize` is False."""
         pairs = [
             (layer, tensors)
             for layer, tensors in zip(self.rule.layers, self._weights, strict=True)
@@ -155,7 +155,7 @@ class _Embedder:
 
 
 def part_of(runtime: ModelRuntime) -> str:
-    """The part of a model that makes hidden states of tokens: its encoder, or what is under its head."""
+    """Returns the submodule that computes hidden states of tokens: the encoder, or the model under its head."""
     if runtime.encoder is not None:
         return runtime.encoder.name
     module = runtime.program.module
@@ -164,7 +164,7 @@ def part_of(runtime: ModelRuntime) -> str:
 
 
 def pad_id_of(loaded: LoadedModel, runtime: ModelRuntime) -> int:
-    """What rows are filled up with; masked, so any token does."""
+    """Returns the padding token; it is masked, so any token of the vocabulary does."""
     for holder in (runtime.config.get_text_config(), loaded.tokenizer()):
         found = getattr(holder, "pad_token_id", None)
         if isinstance(found, int) and 0 <= found < runtime.limits.vocab_size:
@@ -232,7 +232,7 @@ def _weights_of(files: LayerFiles | None, *, allow_pickle: bool) -> dict[str, ja
     for name, shape in files.shapes.items():
         if tensors[name].shape != shape:
             raise CheckpointError(
-                f"{there[0]}: {name} is {list(tensors[name].shape)}, expected {list(shape)} as the config.json beside "
-                "it says"
+                f"{there[0]}: {name} is {list(tensors[name].shape)}, expected {list(shape)} by the config.json next "
+                "to it"
             )
     return {name: jnp.asarray(array) for name, array in tensors.items()}

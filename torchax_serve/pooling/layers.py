@@ -1,7 +1,7 @@
-"""What follows a model's hidden states until there is one embedding: pooling, layers with weights, and norms.
+"""Layers from hidden states to one embedding: pooling, dense layers and norms, on the device.
 
-As sentence-transformers has them (Reimers and Gurevych, 2019), on the device. A layer stands before the pooling, where
-it sees each token, or behind it.
+They follow sentence-transformers (Reimers and Gurevych, 2019). Layers in front of the pooling run on each token, layers
+after it on the pooled vector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from model_adapters.program.trace_context import torch_promotion
 
 Weights = tuple[Mapping[str, jax.Array], ...]
-"""Of the layers in their order; empty for those that have none."""
+"""Weights of each layer by name, in the order of the layers; empty for a layer without weights."""
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "Identity": lambda x: x,
@@ -38,19 +38,19 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "Hardtanh": jax.nn.hard_tanh,
     "Hardswish": jax.nn.hard_swish,
 }
-"""Classes of ``torch.nn`` by name, as they are without arguments."""
+"""Activations by the name of their ``torch.nn`` class, with its default arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One step; hashable, for it decides what is compiled.
+    """One layer; hashable, since it is a static argument of the program.
 
     Attributes:
-        kind: what is done.
-        poolings: for "pooling", whose results are joined in this order.
-        reads_prompt: for "pooling", whether the tokens of a prompt count.
-        activation: for "dense", one of `ACTIVATIONS`.
-        has_residual: for "dense", whether the input is added to the output.
+        kind: Kind of the layer.
+        poolings: Poolings of a "pooling" layer, whose results are concatenated in this order.
+        reads_prompt: Whether a "pooling" layer counts the tokens of the prompt.
+        activation: Activation of a "dense" layer, one of `ACTIVATIONS`.
+        has_residual: Whether a "dense" layer adds its input to its output.
     """
 
     kind: Literal["pooling", "dense", "layer_norm", "normalize"]
@@ -71,23 +71,23 @@ def embeddings(
     truncate_dim: int | None,
     normalize: bool,
 ) -> jax.Array:
-    """float32[rows, dim].
+    """Returns embeddings float32[rows, dim].
 
     Args:
-        layers: one of them pools.
-        weights: of the layers.
-        hidden: [rows, len, width].
-        mask: int32[rows, len], which tokens are real; each row starts with one.
-        prompt_lens: int32[rows], tokens at the start that belong to a prompt.
-        truncate_dim: numbers of each embedding that are kept; None: all.
-        normalize: to length 1, at the end.
+        layers: the layers, of which one pools.
+        weights: weights of the layers.
+        hidden: [rows, len, width], hidden states.
+        mask: int32[rows, len], 1 for tokens of the text; each row starts with one.
+        prompt_lens: int32[rows], number of prompt tokens at the start of each row.
+        truncate_dim: number of leading values to return; None returns all.
+        normalize: scale to length 1 at the end.
     """
     out = hidden.astype(jnp.float32)
     for layer, tensors in zip(layers, weights, strict=True):
         if layer.kind == "pooling":
             places = jnp.arange(mask.shape[1])
-            kept = mask if layer.reads_prompt else mask * (places >= prompt_lens[:, None])
-            out = jnp.concatenate([pooled(out, kept, name) for name in layer.poolings], -1)
+            counted = mask if layer.reads_prompt else mask * (places >= prompt_lens[:, None])
+            out = jnp.concatenate([pooled(out, counted, name) for name in layer.poolings], -1)
         elif layer.kind == "dense":
             out = _dense(layer, tensors, out)
         elif layer.kind == "layer_norm":
@@ -101,7 +101,7 @@ def embeddings(
 
 
 def pooled(hidden: jax.Array, mask: jax.Array, name: str) -> jax.Array:
-    """One pooling over the tokens that `mask` has: [rows, width] of `hidden` [rows, len, width], int32[rows, len]."""
+    """Returns one pooling [rows, width] of `hidden` [rows, len, width] over the tokens of `mask` int32[rows, len]."""
     if name == "cls":
         return _at(hidden, mask.argmax(1))
     if name == "last":

@@ -1,7 +1,7 @@
-"""How embeddings are made of a model's output, as the checkpoint's own files say it.
+"""Reads the pooling layers of a checkpoint from its files of sentence-transformers (Reimers and Gurevych, 2019).
 
-The files are those of sentence-transformers (Reimers and Gurevych, 2019): ``modules.json`` lists what is done in turn,
-each step has a folder with a configuration, and two files beside the model say how texts are read.
+``modules.json`` lists the layers in order, each layer has a folder with a configuration, and two files next to the
+model configure how texts are tokenized.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KINDS = "Transformer, Pooling, Dense, LayerNorm, Normalize and Dropout of sente
 
 @dataclasses.dataclass(frozen=True)
 class LayerFiles:
-    """Where the weights of a layer lie, and the shapes that they have by name."""
+    """File with the weights of a layer, and their shapes by name."""
 
     folder: Path
     shapes: Mapping[str, tuple[int, ...]]
@@ -43,12 +43,12 @@ class LayerFiles:
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingRule:
-    """From a model's hidden states to embeddings.
+    """Rule from a model's hidden states to embeddings.
 
     Attributes:
-        layers: in their order.
-        files: of the layers that have weights; else None.
-        text: how texts are read.
+        layers: Layers in their order.
+        files: Weight file of each layer; None for a layer without weights.
+        text: How texts are tokenized.
     """
 
     layers: tuple[Layer, ...]
@@ -57,16 +57,16 @@ class EmbeddingRule:
 
     @classmethod
     def of_pooling(cls, name: str) -> EmbeddingRule:
-        """One of `POOLINGS` and nothing else."""
+        """Returns a rule with one of `POOLINGS` and no further layer."""
         return cls((Layer("pooling", (name,)),), (None,))
 
 
 def rule_in(folder: Path | None) -> EmbeddingRule | None:
-    """What the files beside the model in `folder` say; None where there is no ``modules.json``.
+    """Reads the rule from the checkpoint in `folder`; None if there is no ``modules.json``.
 
     Raises:
-        CheckpointError: files that are not readable or lack what they must have.
-        UnsupportedModelError: a step or a setting that is not known here.
+        CheckpointError: files that are not readable or incomplete.
+        UnsupportedModelError: an unknown layer or setting.
     """
     root = None if folder is None else modules_root(folder)
     if root is None or folder is None:
@@ -108,7 +108,7 @@ def _layers_of(module: ModuleEntry, root: Path, *, has_pooled: bool) -> list[tup
 
 
 def _check_place(config: Mapping[str, Any], file: Path, *, has_pooled: bool) -> None:
-    """Raises for a layer that reads or writes something else than what the steps before it made."""
+    """Raises for a layer that reads or writes other features than the layers before it."""
     read = config.get("module_input_name") or _TEXT
     written = config.get("module_output_name") or read
     expected = _TEXT if has_pooled else _TOKENS
@@ -129,23 +129,23 @@ def _check_keys(config: Mapping[str, Any], known: set[str], file: Path) -> None:
 
 def _pooling(config: dict[str, Any], file: Path) -> Layer:
     _check_keys(config, _POOLING_KEYS, file)
-    said = config.get("pooling_mode")
-    if said is not None:
-        names = [said] if isinstance(said, str) else list(said)
+    value = config.get("pooling_mode")
+    if value is not None:
+        names = [value] if isinstance(value, str) else list(value)
         found = tuple(_NAMES.get(name, name) for name in names)
     else:
         found = tuple(name for flag, name in _FLAGS.items() if config.get(flag)) or ("mean",)
     if not found or set(found) - set(POOLINGS):
-        raise CheckpointError(f"{file}: expected a pooling of {', '.join(POOLINGS)}, got {said}")
+        raise CheckpointError(f"{file}: expected a pooling of {', '.join(POOLINGS)}, got {value}")
     return Layer("pooling", found, reads_prompt=bool(config.get("include_prompt", True)))
 
 
 def _dense(config: dict[str, Any], file: Path) -> Layer:
     _check_keys(config, _DENSE_KEYS | _PLACES, file)
-    said = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
-    name = said.rpartition(".")[2]
-    if not said.startswith("torch.") or name not in ACTIVATIONS:
-        raise UnsupportedModelError(f"{file}: activation {said}, expected torch.nn's {', '.join(ACTIVATIONS)}")
+    value = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    name = value.rpartition(".")[2]
+    if not value.startswith("torch.") or name not in ACTIVATIONS:
+        raise UnsupportedModelError(f"{file}: activation {value}, expected torch.nn's {', '.join(ACTIVATIONS)}")
     return Layer("dense", activation=name, has_residual=bool(config.get("use_residual", False)))
 
 

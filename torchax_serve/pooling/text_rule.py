@@ -1,4 +1,4 @@
-"""How sentence-transformers' files beside a model say that its texts are read: length, case, prompts, dimensions."""
+"""Settings of sentence-transformers' files for reading texts: length, case, prompts, dimensions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _TEXT_FILES = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-"""Looked for in this order; which model it is does not matter."""
+"""File names in the order in which they are tried, for every type of model."""
 
 _ALWAYS_THERE = {"query": "", "document": ""}
-"""Prompts that every model of sentence-transformers has by name, empty unless its files fill them."""
+"""Prompt names of every model of sentence-transformers; empty unless its files set them."""
 
 _OLD_NAMES = {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
 _TASK = "feature-extraction"
 _TEXT_METHOD = {"method": "forward", "method_output_name": "last_hidden_state"}
-# Settings of the torch module alone, which change no number here.
+# Settings of the torch module, which change no result here.
 _OF_TORCH = {"attn_implementation", "add_pooling_layer", "torch_dtype", "dtype", "device_map", "use_safetensors"}
 _OF_TORCH |= {"low_cpu_mem_usage", "trust_remote_code"}
 _OF_PADDING = {"padding_side", "padding", "use_fast", "trust_remote_code"}
@@ -30,18 +30,18 @@ _OF_PADDING = {"padding_side", "padding", "use_fast", "trust_remote_code"}
 
 @dataclasses.dataclass(frozen=True)
 class TextRule:
-    """How texts are read, and what is kept of an embedding.
+    """How texts are tokenized, and how much of an embedding is returned.
 
     Attributes:
-        is_said: whether files of sentence-transformers are there, which cut what is too long.
-        max_len: most tokens of a text; None: what the model takes.
-        lower_case: texts are made lower case first.
-        prompts: texts that stand before a text, by name.
-        default_prompt: name of the one that is used where none is asked for.
-        truncate_dim: numbers of an embedding that are kept; None: all.
+        has_files: Whether there are files of sentence-transformers, by which texts that are too long are cut.
+        max_len: Most tokens of a text; None follows the model.
+        lower_case: Whether texts are converted to lower case.
+        prompts: Texts in front of each text, by name.
+        default_prompt: Name of the prompt that is used by default.
+        truncate_dim: Number of leading values of an embedding to return; None returns all.
     """
 
-    is_said: bool = False
+    has_files: bool = False
     max_len: int | None = None
     lower_case: bool = False
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -50,49 +50,49 @@ class TextRule:
 
 
 def text_rule(root: Path, folder: Path) -> TextRule:
-    """What the files say: of the whole in `root`, of the model in `folder`.
+    """Reads the files: those of the checkpoint in `root`, those of the model in `folder`.
 
     Raises:
-        CheckpointError: a file that is not readable, or with values of another kind.
-        UnsupportedModelError: a setting that would not be honoured.
+        CheckpointError: a file that is not readable, or has values of another type.
+        UnsupportedModelError: a setting that is not supported.
     """
     file = next((folder / name for name in _TEXT_FILES if (folder / name).is_file()), folder / _TEXT_FILES[0])
     texts = read_json(file, optional=True)
     max_len = _checked_texts(texts, file, folder)
     of_all = root / "config_sentence_transformers.json"
-    whole = read_json(of_all, optional=True)
-    prompts = {**_ALWAYS_THERE, **_prompts(whole.get("prompts"), of_all)}
-    default = whole.get("default_prompt_name")
+    settings = read_json(of_all, optional=True)
+    prompts = {**_ALWAYS_THERE, **_prompts(settings.get("prompts"), of_all)}
+    default = settings.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise CheckpointError(
             f"{of_all}: default_prompt_name is {default!r}, expected one of {', '.join(map(repr, prompts))}"
         )
     return TextRule(
-        is_said=True,
+        has_files=True,
         max_len=max_len,
         lower_case=bool(texts.get("do_lower_case", False)),
         prompts=prompts,
         default_prompt=default,
-        truncate_dim=_positive(whole.get("truncate_dim"), "truncate_dim", of_all),
+        truncate_dim=_positive(settings.get("truncate_dim"), "truncate_dim", of_all),
     )
 
 
-def _prompts(said: Any, file: Path) -> dict[str, str]:
-    if said is None:
+def _prompts(value: Any, file: Path) -> dict[str, str]:
+    if value is None:
         return {}
-    if not isinstance(said, dict) or any(not isinstance(text, str | None) for text in said.values()):
-        raise CheckpointError(f"{file}: prompts is {said!r:.80}, expected texts by name")
-    return {name: text or "" for name, text in said.items()}
+    if not isinstance(value, dict) or any(not isinstance(text, str | None) for text in value.values()):
+        raise CheckpointError(f"{file}: prompts is {value!r:.80}, expected texts by name")
+    return {name: text or "" for name, text in value.items()}
 
 
-def _positive(said: Any, name: str, file: Path) -> int | None:
-    if said is not None and (isinstance(said, bool) or not isinstance(said, int) or said < 1):
-        raise CheckpointError(f"{file}: {name} is {said!r}, expected a positive number")
-    return said
+def _positive(value: Any, name: str, file: Path) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise CheckpointError(f"{file}: {name} is {value!r}, expected a positive number")
+    return value
 
 
 def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path) -> int | None:
-    """The longest text of a ``sentence_bert_config.json``; raises for settings that would not be honoured."""
+    """Returns the most tokens of a text by ``sentence_bert_config.json``; raises for unsupported settings."""
     texts = {_OLD_NAMES.get(name, name): value for name, value in texts.items()}
     of_tokenizer = dict(texts.get("processor_kwargs") or {})
     by_tokenizer = of_tokenizer.pop("model_max_length", None)
@@ -119,7 +119,7 @@ def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path) -> int | 
 
 
 def read_json(file: Path, *, optional: bool = False) -> Any:
-    """The JSON object in `file`; `optional`: empty where there is none. Raises CheckpointError."""
+    """Returns the JSON object in `file`; an `optional` missing file is empty. Raises CheckpointError."""
     if optional and not file.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Texts to token ids, cut where they are longer than a model reads."""
+"""Tokenizes texts and cuts those that are longer than a model reads."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ logger = logging.getLogger("torchax_serve")
 IDS, MASK = "input_ids", "attention_mask"
 
 Row = dict[str, list[int]]
-"""A text as the tokenizer gives it: lists of equal length by argument of the forward."""
+"""A tokenized text: lists of equal length by argument of the forward."""
 
 
 class TextTokenizer:
-    """The tokenizer of one model, for texts that are read whole.
+    """Tokenizer of one model, for texts that are not generated from.
 
-    Fast tokenizers keep the length at which they cut as state, which threads that share one would see; so what is cut
-    goes through a copy, made when it is first needed, one call at a time.
+    Fast tokenizers store the length at which they cut as state, which all threads share. Texts that are cut therefore
+    go through a copy of the tokenizer, under a lock.
 
     Args:
         loaded: the model.
-        lower_case: texts are made lower case first, as sentence-transformers does it: special tokens in them stay.
+        lower_case: convert texts to lower case, except special tokens, as sentence-transformers does.
     """
 
     def __init__(self, loaded: LoadedModel, *, lower_case: bool = False) -> None:
         self._loaded, self._lower_case = loaded, lower_case
         self._lock = threading.Lock()
-        self._has_said = False
+        self._has_warned = False
 
     def rows_of(self, text: str, pair: str | None, max_len: int | None) -> tuple[Row, int]:
-        """The row of a text or a pair of texts, cut to `max_len` tokens, and the number of its tokens before that.
+        """Tokenizes a text or a pair; returns the row, cut to `max_len` tokens, and its length before that.
 
         Raises:
             InvalidArgumentError: the model has no tokenizer.
@@ -56,22 +56,22 @@ class TextTokenizer:
         return row, length
 
     def prompt_len(self, prompt: str, max_len: int | None) -> int:
-        """Tokens at the start of a text that are those of `prompt` before it: its own, without an end token."""
+        """Returns how many tokens at the start of a text belong to `prompt`: its tokens without an end token."""
         ids = self.rows_of(prompt, None, max_len)[0][IDS]
         return len(ids) - (1 if ids and ids[-1] in self._shared().all_special_ids else 0)
 
-    def say_once(self, message: str) -> None:
-        """Logs a warning, the first time alone."""
+    def warn_once(self, message: str) -> None:
+        """Logs a warning once."""
         with self._lock:
-            has_said, self._has_said = self._has_said, True
-        if not has_said:
+            had_warned, self._has_warned = self._has_warned, True
+        if not had_warned:
             logger.warning("%s", message)
 
     def _shared(self) -> Any:
         tokenizer = self._loaded.tokenizer()
         if tokenizer is None:
             raise InvalidArgumentError(
-                f"{self._loaded.source.name} has no tokenizer, and text needs one; put its tokenizer files beside the "
+                f"{self._loaded.source.name} has no tokenizer, and text needs one; put its tokenizer files next to the "
                 "weights, or give token ids"
             )
         return tokenizer

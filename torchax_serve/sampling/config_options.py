@@ -151,5 +151,5 @@ def _is_zero(value: object) -> bool:
 
 def _check_decay(value: Any) -> None:
     is_pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
-    if not is_pair or value[0] not in ValueRange(0, whole=True) or value[1] not in ValueRange(0, low_open=True):
+    if not is_pair or value[0] not in ValueRange(0, is_integer=True) or value[1] not in ValueRange(0, low_open=True):
         raise invalid("exponential_decay_length_penalty", "(start index >= 0, decay factor > 0)", value)

@@ -361,7 +361,7 @@ def is_finished(plan: GenerationSampling, state: SamplingHistory, token: jax.Arr
 
 def _row_keys(seed: int | Sequence[int], batch: int) -> jax.Array:
     seeds = list(seed) if isinstance(seed, Sequence) else [seed]
-    if any(item not in ValueRange(0, MAX_SEED, whole=True) for item in seeds):
+    if any(item not in ValueRange(0, MAX_SEED, is_integer=True) for item in seeds):
         raise invalid("seed", f"whole numbers from 0 to {MAX_SEED}", seed, "draw one with random.getrandbits(63)")
     if isinstance(seed, Sequence):
         if len(seeds) != batch:

@@ -120,7 +120,7 @@ class RowSamplingParams:
                 f"{', '.join(unsupported)}: expected options that requests of a batch can have each for itself, got "
                 f"{ {name: getattr(config, name) for name in unsupported} }; leave them out, or call generate()"
             )
-        if seed not in ValueRange(0, MAX_SEED, whole=True):
+        if seed not in ValueRange(0, MAX_SEED, is_integer=True):
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", seed, "draw one with secrets.randbits(63)")
         eos = [token_id for token_id in id_list(config.eos_token_id) if token_id != NEVER_A_TOKEN]
         stops = tuple(sorted(eos if stop_ids is None else stop_ids))

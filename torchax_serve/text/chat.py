@@ -1,4 +1,4 @@
-"""Conversations: messages become a prompt by the model's own chat template."""
+"""`chat`: renders messages with the model's chat template and answers them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, overload
 from model_adapters.errors import ChatTemplateError
 from torchax_serve.multimodal.processor import has_media
 from torchax_serve.sampling_params import SamplingParams
-from torchax_serve.text.call_hints import refuse_unknown
+from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.chat_template import ChatOptions, ChatTemplate, check_last_message
 from torchax_serve.text.messages import Message, checked_conversation
 from torchax_serve.text.prompt import (
@@ -20,20 +20,9 @@ from torchax_serve.text.prompt import (
 )
 from torchax_serve.text.text_stream import TextStream, start_stream
 
-_ARGUMENTS = (
-    "messages",
-    "params",
-    "stream",
-    "system",
-    "tools",
-    "documents",
-    "chat_template_kwargs",
-    "continue_final_message",
-)
-
 
 class ChatModel(TextModel, Protocol):
-    """What a conversation needs of a model."""
+    """Protocol of the models that `chat` answers with."""
 
     def stream_media(
         self, conversation: list[dict[str, Any]], params: SamplingParams | None, options: ChatOptions
@@ -49,7 +38,10 @@ def chat(
     *,
     stream: Literal[False] = False,
     system: str | None = None,
-    **options: Any,
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
 ) -> str: ...
 
 
@@ -61,10 +53,14 @@ def chat(
     *,
     stream: Literal[True],
     system: str | None = None,
-    **options: Any,
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
 ) -> TextStream: ...
 
 
+@refuses_unknown_options
 def chat(
     model: ChatModel,
     messages: str | Sequence[Message],
@@ -76,34 +72,32 @@ def chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
-    **unknown: Any,
 ) -> str | TextStream:
     """Answers the last of `messages`.
 
     Args:
         model: the model.
-        messages: what the user says, or the whole conversation, oldest first; the caller keeps the history.
-        params: how to decode, as in `torchax_serve.text.text_stream.stream`; an answer whose length nobody has set ends
+        messages: the user's message, or the conversation, oldest message first; the caller stores the history.
+        params: sampling parameters, as in `torchax_serve.text.text_stream.stream`; without a limit, an answer ends
             after `DEFAULT_CHAT_MAX_NEW_TOKENS` tokens.
-        stream: hand out the text as it comes.
-        system: a system prompt to stand before `messages`.
-        tools: that the model may call: JSON schemas, or functions with type hints and a docstring. The calls are in
-            the answer's text, as the model writes them.
-        documents: for the template, where it has a place for them.
+        stream: return a `TextStream` at once instead of the complete text.
+        system: a system prompt in front of `messages`.
+        tools: functions that the model may call: JSON schemas, or Python functions with type hints and a docstring.
+            The calls are in the answer's text, as the model writes them.
+        documents: documents for retrieval, if the template reads them.
         chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``.
-        continue_final_message: go on with the last message, which is the assistant's; the answer is what comes behind.
-        **unknown: nothing; an option of decoding is refused with a word about `SamplingParams`.
+        continue_final_message: continue the last message, which is the assistant's; the answer is the continuation.
 
     Raises:
-        ChatTemplateError: the model has no chat template, it does not render within seconds, or it leaves messages of
-            a role out.
-        InvalidArgumentError: no message, a message that is none, a second system prompt, a last message of the
-            assistant's, a conversation longer than the model's positions.
-        UnsupportedArgumentError: tools, documents, variables or keys of messages that the template does not read;
-            parts that no model is shown; more than one answer (``n``); options of the engine beside images or sounds.
-        QueueFullError: too many requests wait already.
+        ChatTemplateError: the model has no chat template, or it does not render within seconds, or it drops messages
+            of a role.
+        InvalidArgumentError: no message, something else than a message, a second system prompt, a last message of the
+            assistant, or a conversation longer than the model's positions.
+        UnsupportedArgumentError: tools, documents, variables or message keys that the template does not read; an
+            unsupported kind of content; more than one answer (``n``); engine options with images or audio; an
+            unknown argument.
+        QueueFullError: too many requests are waiting.
     """
-    refuse_unknown("chat", unknown, _ARGUMENTS)
     options = ChatOptions.of(tools, documents, chat_template_kwargs, continue_final_message)
     conversation = checked_conversation(messages, system)
     if has_media(conversation):
@@ -117,7 +111,7 @@ def chat(
 
 
 def has_chat_template(model: TextModel) -> bool:
-    """Whether `chat` can be used with `model`."""
+    """Returns whether `chat` can be used with `model`."""
     return bool(getattr(model.tokenizer, "chat_template", None))
 
 
@@ -128,7 +122,7 @@ def chat_prompt_ids(
     system: str | None = None,
     options: ChatOptions | None = None,
 ) -> list[int]:
-    """The token ids of a conversation, up to where the answer begins; errors as in `chat`."""
+    """Returns the token ids of a conversation, up to the start of the answer; errors as in `chat`."""
     return _prompt_ids(model, checked_conversation(messages, system), options or ChatOptions())
 
 
@@ -149,7 +143,7 @@ def _text(model: TextModel, conversation: list[dict[str, Any]], options: ChatOpt
     try:
         if not _is_overridden(tokenizer):
             source = tokenizer.get_chat_template(None, options.tools)
-        else:  # a class with a way of its own to write prompts
+        else:  # a tokenizer class with its own method
             text: str = tokenizer.apply_chat_template(
                 conversation,
                 tools=options.tools,
@@ -161,9 +155,9 @@ def _text(model: TextModel, conversation: list[dict[str, Any]], options: ChatOpt
             )
             return text
     except Exception as error:
-        said = " ".join(str(error).split()) or "no message"
+        details = " ".join(str(error).split()) or "no message"
         raise ChatTemplateError(
-            f"the chat template of {model.name} does not render: {type(error).__name__}: {said}; {remedy}"
+            f"the chat template of {model.name} does not render: {type(error).__name__}: {details}; {remedy}"
         ) from error
     return ChatTemplate(source, model.name, tokenizer.special_tokens_map, remedy).text(conversation, options)
 

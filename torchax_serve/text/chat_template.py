@@ -1,4 +1,4 @@
-"""Conversations become texts of prompts by the checkpoint's chat template; what it would drop is refused."""
+"""Renders conversations with a checkpoint's chat template and raises for everything that it would drop."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torchax_serve.validation.argument_checks import is_list, short_repr
 MAX_ROLES = 16
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 # What clients of OpenAI's and transformers' interfaces always send, and most templates do not write.
-_MAY_BE_UNREAD = frozenset({"tool_call_id"})
-_MAY_BE_UNREAD_OF_TOOLS = frozenset({"name", "tool_call_id"})
+_MAY_BE_IGNORED = frozenset({"tool_call_id"})
+_MAY_BE_IGNORED_OF_TOOLS = frozenset({"name", "tool_call_id"})
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatOptions:
-    """What a conversation is rendered with beside its messages.
+    """Arguments of a chat template apart from messages.
 
     Attributes:
-        tools: that the model may call: JSON schemas, or Python functions with type hints and a docstring.
-        documents: that it may look into, as the template wants them.
-        variables: of the template, by name (``chat_template_kwargs``).
-        continues: whether the answer goes on with the last message, which is the assistant's.
+        tools: Functions that the model may call: JSON schemas, or Python functions with type hints and a docstring.
+        documents: Documents for retrieval, in the template's format.
+        variables: Variables of the template by name (``chat_template_kwargs``).
+        continues: Whether the answer continues the last message, which is the assistant's.
     """
 
     tools: Sequence[Any] | None = None
@@ -37,10 +37,10 @@ class ChatOptions:
 
     @classmethod
     def of(cls, tools: Any, documents: Any, chat_template_kwargs: Any, continue_final_message: Any) -> ChatOptions:
-        """The options as plain values.
+        """Checks the options and converts them to JSON values.
 
         Raises:
-            InvalidArgumentError: one of another type.
+            InvalidArgumentError: an option of another type.
         """
         for name, value in (("tools", tools), ("documents", documents)):
             if value is not None and not is_list(value):
@@ -79,7 +79,7 @@ def _schema(name: str, tool: Any) -> Any:
 
 
 def check_last_message(conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> None:
-    """Raises InvalidArgumentError where the last message is the assistant's and not to be gone on with, or neither."""
+    """Raises InvalidArgumentError unless the last message is the assistant's exactly if it is to be continued."""
     role = conversation[-1]["role"]
     if options.continues and role != "assistant":
         raise InvalidArgumentError(
@@ -89,18 +89,18 @@ def check_last_message(conversation: Sequence[Mapping[str, Any]], options: ChatO
     if role == "assistant" and not options.continues:
         raise InvalidArgumentError(
             "messages: expected the user's, or a tool's, as the last one, got the assistant's; "
-            "continue_final_message=True goes on with it"
+            "continue_final_message=True continues it"
         )
 
 
 class ChatTemplate:
-    """A checkpoint's template, as a model's prompts are written by it.
+    """A checkpoint's chat template.
 
     Args:
-        source: jinja.
-        name: of the model, as messages call it.
-        special_tokens: that the template may write, by name.
-        remedy: what to do about a template that does not fit.
+        source: jinja source.
+        name: name of the model, for errors.
+        special_tokens: special tokens by name, which the template may write.
+        remedy: end of an error, which says what to do about a template that does not render.
     """
 
     def __init__(self, source: str, name: str, special_tokens: Mapping[str, Any], remedy: str) -> None:
@@ -112,10 +112,10 @@ class ChatTemplate:
         }
 
     def text(self, conversation: Sequence[dict[str, Any]], options: ChatOptions) -> str:
-        """The prompt, up to where the answer begins.
+        """Returns the prompt of a conversation, up to the start of the answer.
 
         Raises:
-            ChatTemplateError: it does not render (in time), or leaves a message out.
+            ChatTemplateError: it does not render (in time), or drops a message.
             UnsupportedArgumentError: the template does not read an option, or a key of a message.
         """
         facts = self._facts()
@@ -187,7 +187,7 @@ class ChatTemplate:
             raise self._error(str(error)) from error
 
     def _role_checks(self, conversation: list[dict[str, Any]]) -> Iterator[_Check]:
-        """For each role, a message of it with another text: the prompt must be another, too."""
+        """Returns a conversation per role with another text in a message of it; its prompt must differ, too."""
         last = {
             message["role"]: index
             for index, message in enumerate(conversation)
@@ -210,9 +210,9 @@ def _facts_of(source: str) -> RenderedJob:
 
 
 def _forms(conversation: list[dict[str, Any]], facts: RenderedJob) -> Iterator[list[dict[str, Any]]]:
-    """The conversation with contents as the template may want them, the likeliest form first.
+    """Yields the conversation with contents in the forms that templates expect, the likeliest first.
 
-    Templates of models of text often want one string, those of other models often a list of parts.
+    Templates of text models often expect one string, those of other models often a list of parts.
     """
     has_lists = any(isinstance(message.get("content"), list) for message in conversation)
     if facts.takes_parts or not has_lists:
@@ -224,7 +224,7 @@ def _forms(conversation: list[dict[str, Any]], facts: RenderedJob) -> Iterator[l
 
 
 def _marked(content: Any) -> Any:
-    """A content with another last character: of the same length, as templates may loop over what is no list."""
+    """Returns a content with another last character and the same length, since templates may loop over a string."""
     if isinstance(content, str):
         end = len(content.rstrip())
         return content[: end - 1] + ("y" if content[end - 1] == "x" else "x") + content[end:]
@@ -245,11 +245,11 @@ def _refuse_role(role: str, name: str) -> None:
 
 
 def _key_checks(conversation: list[dict[str, Any]], words: frozenset[str]) -> Iterator[_Check]:
-    """For each key that the template does not name, a message without it: the prompt must be another, too."""
+    """Returns a conversation without each key that the template does not name; its prompt must differ, too."""
     seen: set[str] = set()
     for index, message in enumerate(conversation):
-        unread = _MAY_BE_UNREAD_OF_TOOLS if message["role"] in ("tool", "function") else _MAY_BE_UNREAD
-        for key in message.keys() - {"role", "content"} - unread - words - seen:
+        may_be_ignored = _MAY_BE_IGNORED_OF_TOOLS if message["role"] in ("tool", "function") else _MAY_BE_IGNORED
+        for key in message.keys() - {"role", "content"} - may_be_ignored - words - seen:
             seen.add(key)
             without = {name: value for name, value in message.items() if name != key}
             variant = [*conversation[:index], without, *conversation[index + 1 :]]

@@ -1,13 +1,13 @@
-"""Tokens become text piece by piece, and the pieces joined are what the tokenizer makes of all tokens at once.
+"""Decodes tokens to text incrementally; the joined pieces equal the decoded text of all tokens.
 
-Decoding every token by itself is wrong (a character may span tokens, a leading space belongs to a token only when
-another stands before it), decoding everything at every step costs quadratic time. What is done here is the usual way
-between the two, known from text-generation-inference and vLLM: decode a short window of the latest tokens with and
-without the new one, and hand out the difference. Three things are added so that the result is exact:
+Decoding every token separately is wrong (a character may span tokens, and a leading space depends on the token before),
+and decoding all tokens at every step takes quadratic time. The usual method in between, of text-generation-inference
+and vLLM, decodes a short window of the latest tokens with and without the new one and yields the difference. Three
+additions make the result exact:
 
-* the end of the window is held back while it may still be an unfinished UTF-8 character;
-* where the tokenizer falls back to byte tokens (``<0xE2>``), a run of them is decoded when it has ended, because one
-  invalid byte turns the whole run into replacement characters;
+* the end of the window is held back while it may be an unfinished UTF-8 character;
+* if the tokenizer falls back to byte tokens (``<0xE2>``), a run of them is decoded when it has ended, because one
+  invalid byte turns the entire run into replacement characters;
 * the text-level clean-up of ``clean_up_tokenization_spaces`` runs as a filter that knows how far a replacement reaches.
 """
 
@@ -24,18 +24,18 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_UNFINISHED = 3
 # The window is cut back to the smaller number of tokens when it has reached the larger one. Three bytes are enough for
 # a UTF-8 decoder to fall into step whatever stood before, and a token has at least one.
-_WINDOW_LEN, _KEPT_LEN = 16, 6
+_WINDOW_LEN, _SHORT_WINDOW_LEN = 16, 6
 # Decoders that treat the last token like any other: a token that adds no text to what stands before it adds none to
 # what comes after it. Others take spaces off the end, which appear once the text goes on.
 _NO_END_RULE = frozenset({"ByteLevel", "Metaspace", "WordPiece", "Replace", "ByteFallback", "Fuse", "Strip"})
 
 
 class Detokenizer:
-    """Turns token ids into pieces of text: ``push`` for every token, ``flush`` once at the end.
+    """Decodes token ids to pieces of text: ``push`` for every token, ``flush`` once at the end.
 
-    The pieces joined equal ``tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)``; a piece never
-    ends inside a character. The work per token does not grow with the number of tokens, save in a run of spaces of a
-    tokenizer that strips the end of its text (the few that are written in Python).
+    The joined pieces equal ``tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)``; a piece never
+    ends inside a character. The work per token does not grow with the number of tokens, except in a run of spaces of a
+    tokenizer that strips the end of its text (a few that are written in Python).
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
@@ -44,7 +44,7 @@ class Detokenizer:
         self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         decoders = _decoder_types(tokenizer)
         self._has_byte_tokens = "ByteFallback" in decoders
-        self._forgets_empty = bool(decoders) and decoders <= _NO_END_RULE
+        self._skips_empty = bool(decoders) and decoders <= _NO_END_RULE
         self._clean_up = _CleanUp(tokenizer) if _cleans_up(tokenizer) else None
         self._token_ids: list[int] = []
         self._window: list[int] = []
@@ -55,7 +55,7 @@ class Detokenizer:
         self._lost = False  # the tokenizer rewrote text that was already handed out: wait for the end
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with `token_id`; often empty."""
+        """Takes a token; returns the text that became final, often empty."""
         token = self._token(token_id)
         if token is None:
             return ""
@@ -63,14 +63,14 @@ class Detokenizer:
         return self._cleaned(self._raw_piece(token_id, token))
 
     def flush(self) -> str:
-        """The rest of the text, after the last token."""
-        whole, emitted = self._decode(self._token_ids), "".join(self._emitted)
-        if whole.startswith(emitted):
-            rest = whole[len(emitted) :]
+        """Returns the rest of the text, after the last token."""
+        text, emitted = self._decode(self._token_ids), "".join(self._emitted)
+        if text.startswith(emitted):
+            rest = text[len(emitted) :]
         else:
             # Text of an unusual decoder that looks further back than the window; what is out cannot be taken back.
             rest = "" if self._lost else self._window_text[len(self._window_text) - self._num_held :]
-        self._emitted = [whole]
+        self._emitted = [text]
         self._num_held = 0
         piece = self._cleaned(rest)
         return piece + self._clean_up.flush() if self._clean_up else piece
@@ -79,7 +79,7 @@ class Detokenizer:
         return self._clean_up.push(piece) if self._clean_up else piece
 
     def _token(self, token_id: int) -> str | None:
-        """The token itself; None beyond the vocabulary, where models with a padded embedding may go: it has no text."""
+        """Returns the token; None for an id outside the vocabulary, which a padded embedding may give: no text."""
         try:
             token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         except (IndexError, KeyError):
@@ -97,14 +97,14 @@ class Detokenizer:
         return self._advance(new_ids)
 
     def _advance(self, new_ids: list[int]) -> str:
-        """Moves the window over `new_ids` and returns what they add to the text that is certain."""
+        """Moves the window over `new_ids`; returns the text that became final."""
         window = self._window + new_ids
         text = self._decode(window)
         num_emitted = len(self._window_text) - self._num_held
         if text[:num_emitted] != self._window_text[:num_emitted]:
             self._lost = True
             return ""
-        if text == self._window_text and not self._num_held and self._window and self._forgets_empty:
+        if text == self._window_text and not self._num_held and self._window and self._skips_empty:
             return ""  # so that a run of tokens without text does not make the window long
         num_certain = max(num_emitted, len(text) - _num_unfinished(text))
         piece = text[num_emitted:num_certain]
@@ -115,12 +115,12 @@ class Detokenizer:
         return piece
 
     def _cut_window(self) -> None:
-        """Forgets the older tokens of the window, if the rest decodes to the same end of text without them."""
-        kept = self._window[-_KEPT_LEN:]
-        text = self._decode(kept)
+        """Drops the older tokens of the window if the rest decodes to the same end of text without them."""
+        window = self._window[-_SHORT_WINDOW_LEN:]
+        text = self._decode(window)
         num_compared = self._num_held + 2
         if len(text) > num_compared and text[-num_compared:] == self._window_text[-num_compared:]:
-            self._window, self._window_text = kept, text
+            self._window, self._window_text = window, text
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(
@@ -130,34 +130,34 @@ class Detokenizer:
 
 
 class NoText:
-    """In the place of a `Detokenizer` for a model without a tokenizer: tokens have no text."""
+    """Replaces `Detokenizer` for a model without a tokenizer: every token decodes to an empty text."""
 
     def push(self, token_id: int) -> str:
-        """Empty."""
+        """Returns an empty text."""
         return ""
 
     def flush(self) -> str:
-        """Empty."""
+        """Returns an empty text."""
         return ""
 
 
 def _num_unfinished(text: str) -> int:
-    """How many characters at the end of `text` may be the start of one that is not whole yet."""
+    """Returns how many characters at the end of `text` may belong to an unfinished one."""
     tail = text[-_MAX_UNFINISHED:]
     return len(tail) - len(tail.rstrip(_REPLACEMENT))
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """The ids that ``skip_special_tokens=True`` leaves out."""
+    """Returns the ids that ``skip_special_tokens=True`` leaves out."""
     if getattr(tokenizer, "is_fast", False):
         return frozenset(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
     return frozenset(tokenizer.all_special_ids)
 
 
 def _decoder_types(tokenizer: Any) -> frozenset[str]:
-    """The decoders of the `tokenizers` library that `tokenizer` runs; none for a tokenizer written in Python.
+    """Returns the names of the `tokenizers` decoders of `tokenizer`; none for a tokenizer written in Python.
 
-    A ``Strip`` that takes from the end counts as ``StripEnd``.
+    A ``Strip`` that strips the end counts as ``StripEnd``.
     """
     if not getattr(tokenizer, "is_fast", False) or tokenizer.backend_tokenizer.decoder is None:
         return frozenset()
@@ -167,7 +167,7 @@ def _decoder_types(tokenizer: Any) -> frozenset[str]:
 
 
 def _cleans_up(tokenizer: Any) -> bool:
-    """Whether ``tokenizer.decode`` runs `clean_up_tokenization` on its text, by the rule of transformers 5."""
+    """Returns whether ``tokenizer.decode`` runs `clean_up_tokenization` on its text, by the rule of transformers 5."""
     if not tokenizer.clean_up_tokenization_spaces:
         return False
     if not getattr(tokenizer, "is_fast", False):
@@ -177,7 +177,7 @@ def _cleans_up(tokenizer: Any) -> bool:
 
 
 class _CleanUp:
-    """``tokenizer.clean_up_tokenization`` over text that comes in pieces.
+    """Applies ``tokenizer.clean_up_tokenization`` to text that arrives in pieces.
 
     It removes spaces in a row of replacements, each of which matches a space and at most three characters after it:
     `` .`` `` ?`` `` !`` `` ,`` `` ' `` `` n't`` `` 'm`` `` 's`` `` 've`` `` 're``. Text may be cut where no match, not
@@ -190,7 +190,7 @@ class _CleanUp:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """The clean text that no later piece can change."""
+        """Takes a piece; returns the clean text that no later piece can change."""
         first_new = len(self._held)
         text = self._held + piece
         for end in range(len(text), first_new, -1):
@@ -201,7 +201,7 @@ class _CleanUp:
         return ""
 
     def flush(self) -> str:
-        """The rest of the clean text."""
+        """Returns the rest of the clean text."""
         text, self._held = self._held, ""
         return str(self._clean_up(text))
 
@@ -211,11 +211,10 @@ class _CleanUp:
 
 
 class StopStrings:
-    """Ends a text before the first of several strings, over text that comes in pieces.
+    """Ends a text, which arrives in pieces, before the first of several stop strings.
 
-    Text that may be the beginning of a stop string is held back until it is certain. Of several matches the one that is
-    complete first counts, of those that end together the longest, so the result does not depend on how the text was cut
-    into pieces.
+    Text that may be the start of a stop string is held back until that is decided. Of several matches the one that is
+    complete first counts, and of those that end together the longest, so the result does not depend on the pieces.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
@@ -224,7 +223,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """The part of the text that may be shown; nothing more once a stop string was `found`."""
+        """Takes a piece; returns the text that is final, and nothing once a stop string was `found`."""
         if self.found is not None:
             return ""
         text = self._held + piece
@@ -238,12 +237,12 @@ class StopStrings:
         return text[:cut]
 
     def flush(self) -> str:
-        """What was held back and turned out to be no stop string."""
+        """Returns the text that was held back and is no stop string."""
         text, self._held = self._held, ""
         return text
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Returns the length of the longest end of `text` that starts a stop string."""
         longest = max((len(stop) for stop in self._stop_strings), default=1) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop_strings):
@@ -252,7 +251,7 @@ class StopStrings:
 
 
 def cut_at_stop(text: str, stop_strings: Sequence[str]) -> tuple[str, str | None]:
-    """`text` up to the first stop string, and that string (None where there is none); see `StopStrings`."""
+    """Returns `text` up to the first stop string, and that string or None; see `StopStrings`."""
     stops = StopStrings(stop_strings)
     shown = stops.push(text)
     return (shown, stops.found) if stops.found is not None else (shown + stops.flush(), None)

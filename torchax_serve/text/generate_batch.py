@@ -1,4 +1,4 @@
-"""Many prompts at once."""
+"""`generate_batch`: completions of many prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from model_adapters.errors import InvalidArgumentError, QueueFullError
 from torchax_serve.sampling_params import MAX_SEED, SamplingParams
-from torchax_serve.text.call_hints import refuse_unknown
+from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
 from torchax_serve.text.text_stream import TextStream, new_tokens
 from torchax_serve.validation.argument_checks import is_list
@@ -23,12 +23,12 @@ class Completion:
     """The answer to one prompt.
 
     Attributes:
-        text: without special tokens, up to the first stop string; empty of a model without a tokenizer.
-        token_ids: the new tokens, the end-of-sequence token included.
-        prompt_len: tokens of the prompt.
-        finish_reason: "stop" (end-of-sequence token or stop string), "length", or "deadline" (its time was up).
-        logprobs: `TokenLogprobs` of each new token, if they were asked for.
-        prompt_logprobs: those of the prompt's tokens, None for the first one, if they were asked for.
+        text: Text without special tokens, up to the first stop string; empty for a model without a tokenizer.
+        token_ids: New tokens, the end-of-sequence token included.
+        prompt_len: Number of tokens of the prompt.
+        finish_reason: "stop" (end-of-sequence token or stop string), "length", or "deadline" (``timeout_s`` passed).
+        logprobs: `TokenLogprobs` of each new token, with ``SamplingParams(logprobs=...)``.
+        prompt_logprobs: `TokenLogprobs` of each prompt token, None for the first, with ``prompt_logprobs=...``.
     """
 
     text: str
@@ -39,32 +39,31 @@ class Completion:
     prompt_logprobs: tuple[Any, ...] | None = None
 
 
+@refuses_unknown_options
 def generate_batch(
     model: TextModel,
     prompts: Sequence[str | Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams] | None = None,
-    **unknown: Any,
 ) -> list[Completion]:
-    """Continues every prompt; the completions stand in the order of the prompts.
+    """Continues every prompt; returns the completions in the order of the prompts.
 
-    All requests are handed to the model before the first answer is read: on the engine they run side by side, and each
-    gets the tokens it would get alone. What the engine does not let wait is handed over as others end. With ``n``
-    answers to a prompt they stand one after the other, and with a ``seed`` the i-th of them draws from ``seed + i``.
+    All requests are submitted before the first answer is read. On the engine they share a batch, and each gets the
+    tokens it gets by itself. Requests for which the queue has no room are submitted as others finish. ``n`` answers to
+    a prompt follow each other, and with a ``seed`` answer i of them samples with ``seed + i``.
 
     Args:
         model: the model.
-        prompts: texts or token ids, mixed as you like.
-        params: how to decode, for all of them or one for each; as in `torchax_serve.text.text_stream.stream`.
-        **unknown: nothing; an option of decoding is refused with a word about `SamplingParams`.
+        prompts: texts or lists of token ids.
+        params: sampling parameters of all prompts, or a list with one per prompt; as in
+            `torchax_serve.text.text_stream.stream`.
 
     Raises:
         InvalidArgumentError: `prompts` is one string, or one of them is empty, too long or out of range (the message
             says which).
         UnsupportedArgumentError: an unknown argument.
-        RequestError: a request failed; those behind it are ended.
-        QueueFullError: requests of others fill the queue.
+        RequestError: a request failed; the requests after it are cancelled.
+        QueueFullError: requests of other callers fill the queue.
     """
-    refuse_unknown("generate_batch", unknown, ("prompts", "params"))
     if not is_list(prompts):
         raise InvalidArgumentError(
             f"prompts: expected a list of prompts, got {type(prompts).__name__}; put it in a list"
@@ -74,28 +73,28 @@ def generate_batch(
         raise InvalidArgumentError(f"params: expected one for each of {len(prompts)} prompts, got {len(each)}")
     requests = [
         answer
-        for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True))
-        for answer in _answers(_numbered_request(model, index, prompt, asked))
+        for index, (prompt, own_params) in enumerate(zip(prompts, each, strict=True))
+        for answer in _answers(_numbered_request(model, index, prompt, own_params))
     ]
     detokenizers = [detokenizer_of(model, request.stop_strings) for request in requests]
-    unread: collections.deque[TextStream] = collections.deque()
+    pending: collections.deque[TextStream] = collections.deque()
     completions: list[Completion] = []
     try:
         for request, detokenizer in zip(requests, detokenizers, strict=True):
             while True:
                 try:
-                    unread.append(TextStream(request, detokenizer, new_tokens(model, request)))
+                    pending.append(TextStream(request, detokenizer, new_tokens(model, request)))
                     break
                 except QueueFullError:
-                    if not unread:
+                    if not pending:
                         raise
-                    completions.append(_completed(unread.popleft()))
-        while unread:
-            completions.append(_completed(unread.popleft()))
+                    completions.append(_completed(pending.popleft()))
+        while pending:
+            completions.append(_completed(pending.popleft()))
         return completions
     finally:
-        for stream in unread:
-            stream.close()  # of those not read to the end, if one before them failed
+        for stream in pending:
+            stream.close()  # left over if an earlier one failed
 
 
 def _numbered_request(
@@ -108,7 +107,7 @@ def _numbered_request(
 
 
 def _answers(request: PreparedPrompt) -> list[PreparedPrompt]:
-    """A request for each answer."""
+    """Returns one request per answer."""
     num_answers = request.generation_config.num_return_sequences or 1
     if num_answers == 1:
         return [request]

@@ -1,4 +1,4 @@
-"""Messages of a conversation, checked and made of plain values: what a chat template may see, and nothing unknown."""
+"""Checks the messages of a conversation and converts them to JSON values for chat templates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.validation.argument_checks import MAX_PROMPT_CHARS, check_text, is_list, short_repr
 
 Message = Mapping[str, Any]
-"""``{"role": "system" | "user" | "assistant" | "tool" | …, "content": …}``, as transformers' chat templates take it."""
+"""``{"role": "system" | "user" | "assistant" | "tool" | …, "content": …}``, as in transformers."""
 
 MAX_MESSAGES = 100_000
 _MAX_DEPTH = 64  # of lists and dicts in each other
@@ -35,13 +35,14 @@ _INSTEAD: Mapping[str, str] = {
 
 
 def checked_conversation(messages: str | Sequence[Message], system: str | None) -> list[dict[str, Any]]:
-    """The messages as dicts of JSON values (images and sounds left as they are), `system` before them.
+    """Returns the messages as dicts of JSON values (images and audio unchanged), `system` in front of them.
 
     Keys whose value is None or empty are left out, and arguments of tool calls that are JSON text are read.
 
     Raises:
-        InvalidArgumentError: no message, one that is none, text that is no Unicode, or a second system prompt.
-        UnsupportedArgumentError: a part of a content of a kind that no model here is shown, or an unknown key in one.
+        InvalidArgumentError: no message, something else than a message, text that is not Unicode, or a second system
+            prompt.
+        UnsupportedArgumentError: a content part of an unsupported kind or with an unknown key.
     """
     if isinstance(messages, str):
         if not messages:
@@ -124,7 +125,7 @@ def _checked_part(name: str, part: Any) -> dict[str, Any]:
 
 
 def _checked_calls(name: str, calls: Any) -> list[dict[str, Any]]:
-    """Calls of tools, with arguments as templates read them: as values, where OpenAI's interface writes JSON text."""
+    """Returns tool calls with arguments as values, as templates read them; OpenAI's interface has JSON text."""
     expected = 'a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}'
     if not is_list(calls):
         raise InvalidArgumentError(f"{name}: expected {expected}, got {short_repr(calls)}")
@@ -149,10 +150,10 @@ def _read_json(name: str, text: str) -> Any:
 
 
 def plain(name: str, value: Any, depth: int = 0) -> Any:
-    """`value` as JSON has it: dicts with names, lists, strings, numbers, True, False and None.
+    """Returns `value` as JSON values: dicts with string keys, lists, strings, numbers, True, False and None.
 
     Raises:
-        InvalidArgumentError: it is something else, is nested too deeply, or has text that is no Unicode.
+        InvalidArgumentError: another type, too deep nesting, or text that is not Unicode.
     """
     if depth > _MAX_DEPTH:
         raise InvalidArgumentError(f"{name}: expected at most {_MAX_DEPTH} lists and dicts in each other, got more")
@@ -175,14 +176,14 @@ def plain(name: str, value: Any, depth: int = 0) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """The text in a message's content, a string or a list of parts."""
+    """Returns the text of a message's content, a string or a list of parts."""
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content or () if isinstance(part, Mapping))
 
 
 def map_contents(conversation: Sequence[dict[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """The conversation with `change` applied to each content."""
+    """Returns the conversation with `change` applied to each content."""
     return [
         {**message, "content": change(message["content"])} if "content" in message else dict(message)
         for message in conversation
@@ -190,19 +191,19 @@ def map_contents(conversation: Sequence[dict[str, Any]], change: Callable[[Any],
 
 
 def as_parts(content: Any) -> Any:
-    """A content as a list of parts."""
+    """Returns a content as a list of parts."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def as_text(content: Any) -> Any:
-    """A content of text alone as one string, its parts on lines of their own; any other as it is."""
+    """Returns a content that has only text as one string with a line per part; any other unchanged."""
     if isinstance(content, str) or any(part["type"] != "text" for part in content):
         return content
     return "\n".join(part["text"] for part in content)
 
 
 def without_media(content: Any) -> Any:
-    """A content with a word in the place of each image and sound, which templates do not look into."""
+    """Returns a content with a word for each image and audio, whose values templates do not read."""
     if isinstance(content, str):
         return content
     return [

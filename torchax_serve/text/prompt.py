@@ -1,4 +1,4 @@
-"""From what a caller gives to what a model takes: a prompt becomes checked token ids, parameters become a config."""
+"""Prepares requests: a prompt becomes checked token ids, and parameters become a generation config."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 DEFAULT_MAX_NEW_TOKENS = 256
-"""Length of an answer where neither the request nor the model's ``generation_config`` says one.
+"""Most tokens of an answer if neither the request nor the model's ``generation_config`` sets a limit.
 
-transformers' own default, 20 tokens in all, cuts nearly every answer short; its text pipeline uses 256 as well.
+transformers' default of 20 tokens, prompt included, cuts nearly every answer short; its text pipeline uses 256, too.
 """
 DEFAULT_CHAT_MAX_NEW_TOKENS = 1024
-"""The same for the answer in a chat: chat models end their answers themselves, and some think first."""
+"""The same in a chat: chat models end their answers themselves, and some write their reasoning first."""
 
 
 class TextModel(Protocol):
-    """What text in, text out needs of a model."""
+    """Protocol of the models that continue texts."""
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """Name of the model, for errors."""
 
     @property
     def config(self) -> Any:
-        """The transformers config."""
+        """Configuration of transformers."""
 
     @property
     def generation_config(self) -> Any:
-        """The transformers generation config: what holds where a request says nothing."""
+        """Generation config of transformers, with the defaults of requests."""
 
     @property
     def tokenizer(self) -> Any:
-        """A transformers tokenizer, or None."""
+        """Tokenizer of transformers, or None."""
 
     def iter_tokens(
         self,
@@ -58,14 +58,14 @@ class TextModel(Protocol):
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """One prompt with everything decided.
+    """A checked prompt with its merged options.
 
     Attributes:
-        prompt_ids: the prompt's token ids.
-        generation_config: limits and sampling, without stop strings.
-        stop_strings: texts that end the answer; the text layer looks for them.
-        seed: of this request alone, or None.
-        params: what was asked; for options that a generation config has no place for.
+        prompt_ids: Token ids of the prompt.
+        generation_config: Limits and sampling options, without stop strings.
+        stop_strings: Texts that end the answer; the text layer looks for them.
+        seed: Seed of this request, or None.
+        params: The caller's parameters, for options that a generation config does not have.
     """
 
     prompt_ids: tuple[int, ...]
@@ -76,7 +76,7 @@ class PreparedPrompt:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end an answer."""
+        """Token ids that end an answer."""
         eos = self.generation_config.eos_token_id
         if eos is None:
             return frozenset()
@@ -92,10 +92,10 @@ def make_request(
 ) -> PreparedPrompt:
     """Checks `prompt_ids` against `model` and merges `params` with the model's own generation config.
 
-    Where neither says how long the answer may be, it ends after `default_max_new_tokens` or with the model's positions.
+    If neither limits the answer, it ends after `default_max_new_tokens` or at the model's last position.
 
     Raises:
-        InvalidArgumentError: an empty or too long prompt, a token id out of range, or parameters that contradict.
+        InvalidArgumentError: an empty or too long prompt, a token id out of range, or contradictory parameters.
     """
     params = given_or_default(params)
     ids = checked_ids(model, prompt_ids)
@@ -110,14 +110,14 @@ def make_request(
 
 
 def given_or_default(params: SamplingParams | None) -> SamplingParams:
-    """What was asked for; nothing in particular where that is None."""
+    """Returns `params`, or parameters without any option for None."""
     if params is not None and not isinstance(params, SamplingParams):
         raise InvalidArgumentError(f"params: expected SamplingParams or None, got {type(params).__name__}")
     return params or SamplingParams()
 
 
 def merged(model: TextModel, params: SamplingParams) -> tuple[GenerationConfig, tuple[str, ...]]:
-    """What `params` and the model's own generation config ask for together, and its stop strings out of it."""
+    """Returns the model's generation config merged with `params`, and separately its stop strings."""
     config = params.without_engine_only().to_generation_config(model.generation_config)
     stops = config.stop_strings or ()
     config.stop_strings = None
@@ -125,7 +125,7 @@ def merged(model: TextModel, params: SamplingParams) -> tuple[GenerationConfig, 
 
 
 def encode_prompt(model: TextModel, prompt: str | Sequence[int]) -> list[int]:
-    """The token ids of a plain prompt, with the special tokens that the tokenizer adds; ids pass through.
+    """Returns the token ids of a plain prompt, with the tokenizer's special tokens; ids pass unchanged.
 
     Raises:
         InvalidArgumentError: an empty prompt, or text for a model without a tokenizer.
@@ -142,13 +142,13 @@ def encode_prompt(model: TextModel, prompt: str | Sequence[int]) -> list[int]:
 
 
 def encode_rendered(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of a rendered conversation, in which the template has written the special tokens."""
+    """Returns the token ids of a rendered conversation, which already has its special tokens."""
     check_text("messages", text, MAX_PROMPT_CHARS)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _ids_of_array(prompt: Any) -> Any:
-    """The ids of a one-dimensional array of whole numbers, NumPy's, JAX's or PyTorch's; anything else as it is."""
+    """Returns the ids of a one-dimensional integer array of NumPy, JAX or PyTorch; anything else unchanged."""
     if not hasattr(prompt, "tolist") or not hasattr(prompt, "ndim"):
         return prompt
     if prompt.ndim != 1:
@@ -159,37 +159,37 @@ def _ids_of_array(prompt: Any) -> Any:
 
 
 def detokenizer_of(model: TextModel, stop_strings: Sequence[str] = ()) -> Detokenizer | NoText:
-    """What makes text of the tokens of `model`; text is empty where the model has no tokenizer.
+    """Returns the detokenizer of `model`; its text is empty if the model has no tokenizer.
 
     Raises:
-        InvalidArgumentError: there are stop strings, which nobody would find without text.
+        InvalidArgumentError: stop strings for a model without a tokenizer.
     """
     if model.tokenizer is not None:
         return Detokenizer(model.tokenizer)
     if stop_strings:
         raise InvalidArgumentError(
             f"stop: expected no stop strings for {model.name}, which has no tokenizer, got {short_repr(stop_strings)}; "
-            "write stop_token_ids, or put its tokenizer files beside the weights"
+            "write stop_token_ids, or put its tokenizer files next to the weights"
         )
     return NoText()
 
 
 def need_tokenizer(model: TextModel) -> Any:
-    """The tokenizer of `model`.
+    """Returns the tokenizer of `model`.
 
     Raises:
         InvalidArgumentError: it has none.
     """
     if model.tokenizer is None:
         raise InvalidArgumentError(
-            f"{model.name} has no tokenizer, and text needs one; put its tokenizer files beside the weights, "
+            f"{model.name} has no tokenizer, and text needs one; put its tokenizer files next to the weights, "
             "or give token ids"
         )
     return model.tokenizer
 
 
 def position_limit(model: TextModel, *, of_encoder: bool = False) -> int | None:
-    """How many tokens, prompt and answer together, `model` can hold, or its encoder; None where nothing limits them."""
+    """Returns the most tokens, prompt and answer, of `model` or its encoder; None if unlimited."""
     text_config = _text_config(model, of_encoder=of_encoder)
     limits = [getattr(model, "max_len", None), max_positions(text_config)]
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
@@ -200,10 +200,10 @@ def _text_config(model: TextModel, *, of_encoder: bool) -> Any:
 
 
 def checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """`prompt_ids` as Python's own numbers.
+    """Checks `prompt_ids` and returns them as Python integers.
 
     Raises:
-        InvalidArgumentError: there are none, or one is no whole number or outside the vocabulary of `model`.
+        InvalidArgumentError: no token id, or one that is not an integer in the vocabulary of `model`.
     """
     if len(prompt_ids) == 0:
         raise InvalidArgumentError("prompt: expected at least one token, got none; an empty prompt has no continuation")

@@ -1,11 +1,11 @@
-"""The program of a process that renders chat templates; `torchax_serve.text.template_renderer` starts it.
+"""Script of the process that renders chat templates; `torchax_serve.text.template_renderer` starts it.
 
-A template is a program of whoever made the checkpoint. Here it may loop or grow as it likes: the parent ends this
-process at a deadline, and the system at a limit of memory or of processor time.
+A chat template is untrusted code of the checkpoint and may loop or allocate without end: the parent process ends this
+one at a deadline, and the system at a limit of memory or processor time.
 
-The file runs as a script, so that it imports nothing of this project; jinja's sandbox and what templates find in it
-are transformers'. Its standard input is a socket. Each message there is a length (eight bytes, big-endian) and JSON.
-The first has the parent's ``sys.path``, and is answered with ``{}``; each later one is a job of `_answer`.
+The file runs as a script and imports nothing of this project; jinja's sandbox and its functions are those of
+transformers. Standard input is a socket. Each message is a length (eight bytes, big-endian) and JSON. The first message
+has the parent's ``sys.path`` and is answered with ``{}``; each later one is a job of `_answer`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import sys
 from typing import Any
 
-MEMORY_BYTES = 2**30  # that rendering may take beside what is imported
+MEMORY_BYTES = 2**30  # for rendering, without the imports: a template needs a few MiB
 MAX_CHARS = 2**26  # of a rendered conversation
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, _used_bytes() + MEMORY_BYTES)
     _send(connection, {})
     while (job := _receive(connection)) is not None:
-        # If the parent has gone, nobody else ends a template that never does.
+        # Ends a template that loops forever even if the parent has died.
         usage = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + 2 * job["deadline_s"]) + 1)
         try:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _answer(chat_template_utils: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """What a job asks for: its `template` read, and rendered for each of its `conversations`.
+    """Parses the template of a job and renders each of its conversations.
 
     Returns:
         ``variables`` that the template reads, ``words`` (names and strings that occur in it), ``takes_parts`` (of a
@@ -97,7 +97,7 @@ def _facts(environment: Any, template: str) -> dict[str, Any]:
 
 
 def _takes_parts(tree: Any, nodes: Any) -> bool:
-    """Whether a loop runs over a message's content, or over a variable that has been made of it."""
+    """Returns whether a loop runs over a message's content, or over a variable computed from it."""
 
     def reads(node: Any, names: set[str]) -> bool:
         found = [node, *node.find_all((nodes.Getattr, nodes.Getitem, nodes.Name))]
@@ -116,10 +116,10 @@ def _takes_parts(tree: Any, nodes: Any) -> bool:
 
 
 def _described(error: Exception) -> str:
-    """Type, line and first words of an error."""
+    """Returns type, line and first words of an error."""
     line = getattr(error, "lineno", None)
-    said = " ".join((str(error) or "no message").split())
-    return f"{type(error).__name__}{f' in line {line}' if line else ''}: {said[:300]}"
+    message = " ".join((str(error) or "no message").split())
+    return f"{type(error).__name__}{f' in line {line}' if line else ''}: {message[:300]}"
 
 
 def _used_bytes() -> int:

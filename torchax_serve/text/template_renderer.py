@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of their own, which ends at a deadline whatever a template does."""
+"""Renders chat templates in a separate process, which is ended at a deadline."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from model_adapters.errors import ChatTemplateError
 from torchax_serve.validation.owner_process import OwnerProcess
 
 DEADLINE_S = 10.0
-"""Seconds that a conversation may take to render; a template takes milliseconds."""
+"""Most seconds for rendering a conversation; templates take milliseconds."""
 START_S = 120.0
-"""Seconds that the process may take to start: it imports transformers' utilities."""
+"""Most seconds for starting the process, which imports transformers' utilities."""
 MAX_JOB_BYTES = 2**28  # of a conversation as JSON
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
 
 @dataclasses.dataclass(frozen=True)
 class TemplateJob:
-    """A template, and what it is to be rendered with.
+    """A template and its arguments.
 
     Attributes:
-        template: jinja source.
-        conversations: several variants of a conversation, each a list of messages; JSON values alone.
-        variables: by name; special tokens among them.
+        template: Jinja source.
+        conversations: Variants of a conversation, each a list of messages of JSON values.
+        variables: Variables by name, special tokens included.
         tools: JSON schemas, or None.
-        documents: for retrieval, or None.
-        continues: whether the last message is left open, to be gone on with.
+        documents: Documents for retrieval, or None.
+        continues: Whether the last message is left open for a continuation.
     """
 
     template: str
@@ -49,13 +49,13 @@ class TemplateJob:
 
 @dataclasses.dataclass(frozen=True)
 class RenderedJob:
-    """What became of a `TemplateJob`.
+    """Result of a `TemplateJob`.
 
     Attributes:
-        texts: of each conversation; an error where there is none.
-        variables: names that the template reads.
-        words: names of attributes and strings that occur in it.
-        takes_parts: whether it loops over the parts of a message's content.
+        texts: Text of each conversation, or its error.
+        variables: Names of the variables that the template reads.
+        words: Names of attributes, and strings, that occur in the template.
+        takes_parts: Whether the template loops over the parts of a message's content.
     """
 
     texts: list[str | ChatTemplateError]
@@ -65,7 +65,7 @@ class RenderedJob:
 
 
 class TemplateRenderer:
-    """Starts the process when it is first needed, and again after it had to be ended. Any thread may call it."""
+    """Renders templates in a process that starts with the first job, and again after it was ended. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -77,7 +77,7 @@ class TemplateRenderer:
         atexit.register(self.close)
 
     def start(self) -> None:
-        """Starts the process, without waiting until it is ready."""
+        """Starts the process without waiting until it is ready."""
         with self._lock:
             if self._process is None:
                 self._launch()
@@ -86,7 +86,7 @@ class TemplateRenderer:
         """Renders every conversation of `job`.
 
         Raises:
-            ChatTemplateError: the template is none, takes more than `deadline_s` or too much memory, or the process
+            ChatTemplateError: no valid template, or it takes more than `deadline_s` or too much memory, or the process
                 cannot be started; the message is a clause without the template's name.
         """
         data = _encoded({**vars(job), "deadline_s": deadline_s})
@@ -197,7 +197,7 @@ _renderer: TemplateRenderer | None = None
 
 
 def shared_renderer() -> TemplateRenderer:
-    """The renderer of this process; a forked child gets one of its own."""
+    """Returns the renderer of this process; a forked child gets a new one."""
     global _renderer
     if _renderer is None or not _renderer._owner.is_current:
         _renderer = TemplateRenderer()

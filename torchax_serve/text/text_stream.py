@@ -1,4 +1,4 @@
-"""An answer as it comes: `stream` and its `TextStream`."""
+"""`stream` and its `TextStream`: the text of one answer, piece by piece."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, Literal, Self
 
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve.sampling_params import SamplingParams
-from torchax_serve.text.call_hints import refuse_unknown
+from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.detokenizer import Detokenizer, NoText, StopStrings
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
+from torchax_serve.validation.argument_checks import short_repr
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
@@ -23,13 +24,13 @@ class GenerationStats:
     """Counts and times of one answer.
 
     Attributes:
-        prompt_tokens: tokens of the prompt, the chat template's included.
-        new_tokens: tokens decoded, the end-of-sequence token included.
-        ttft_s: seconds from the request to the first token; None before there is one.
-        decode_tokens_per_s: rate of the tokens after the first; None with fewer than two.
-        total_s: seconds from the request to the last token.
-        finish_reason: "stop" (end-of-sequence token or stop string), "length", "cancelled", "deadline" (its time was
-            up); None while it runs.
+        prompt_tokens: Number of tokens of the prompt, those of the chat template included.
+        new_tokens: Number of tokens decoded, the end-of-sequence token included.
+        ttft_s: Seconds from the request to the first token; None before there is one.
+        decode_tokens_per_s: Rate of the tokens after the first; None with fewer than two.
+        total_s: Seconds from the request to the last token.
+        finish_reason: "stop" (end-of-sequence token or stop string), "length", "cancelled", "deadline" (``timeout_s``
+            passed); None while the request runs.
     """
 
     prompt_tokens: int
@@ -41,14 +42,13 @@ class GenerationStats:
 
 
 class TextStream(Iterator[str]):
-    """The pieces of one answer. Also a context manager; `close` (or leaving it, or dropping it) stops the decoding.
+    """Iterates over the pieces of one answer, with ``for`` or ``async for``.
 
-    Of a model without a tokenizer there is an empty piece for each token.
+    A context manager: leaving it, `close`, or dropping the last reference stops decoding. For a model without a
+    tokenizer there is an empty piece per token.
 
     Attributes:
-        token_ids: the new tokens so far, the end-of-sequence token included.
-        text: the pieces so far, joined.
-        stats: counts and times so far; ``finish_reason`` is set once the stream has ended.
+        token_ids: New tokens so far, the end-of-sequence token included.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class TextStream(Iterator[str]):
 
     @property
     def logprobs(self) -> list[Any]:
-        """`TokenLogprobs` of the tokens so far, if ``params.logprobs`` asks for them."""
+        """`TokenLogprobs` of the tokens so far, with ``SamplingParams(logprobs=...)``."""
         return list(getattr(self._tokens, "logprobs", ()))[: len(self.token_ids)]
 
     @property
     def prompt_logprobs(self) -> tuple[Any, ...] | None:
-        """Those of the prompt's tokens, None for the first one, if ``params.prompt_logprobs`` asks for them."""
+        """`TokenLogprobs` of the prompt's tokens, None for the first, with ``SamplingParams(prompt_logprobs=...)``."""
         return getattr(self._tokens, "prompt_logprobs", None)
 
     @property
     def text(self) -> str:
-        """The pieces so far, joined."""
+        """Pieces so far, joined."""
         return "".join(self._pieces)
 
     @property
     def stats(self) -> GenerationStats:
-        """Counts and times so far."""
+        """Counts and times so far; ``finish_reason`` is set once the stream has ended."""
         num_later = len(self.token_ids) - 1
         decode_s = 0.0 if self._first_s is None else self._last_s - self._first_s
         return GenerationStats(
@@ -99,6 +99,10 @@ class TextStream(Iterator[str]):
             total_s=self._last_s - self._start_s,
             finish_reason=self._finish_reason,
         )
+
+    def __repr__(self) -> str:
+        state = "running" if self._finish_reason is None else f"finish_reason={self._finish_reason!r}"
+        return f"<TextStream: {len(self.token_ids)} tokens, {short_repr(self.text)}, {state}>"
 
     def __iter__(self) -> Self:
         return self
@@ -112,7 +116,7 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stops the decoding; a stream that has not ended counts as cancelled. The model stays usable."""
+        """Stops decoding; a stream that has not ended counts as cancelled. The model stays usable."""
         if self._finish_reason is None:
             self._end("cancelled")
 
@@ -128,7 +132,7 @@ class TextStream(Iterator[str]):
         return self
 
     async def __anext__(self) -> str:
-        """As iteration, without blocking the event loop; for models whose requests run on the engine."""
+        """Returns the next piece without blocking the event loop; for requests on the engine."""
         tokens: Any = self._tokens
         if not hasattr(tokens, "__anext__"):
             raise UnsupportedModelError(
@@ -138,7 +142,7 @@ class TextStream(Iterator[str]):
             try:
                 token_id = await anext(tokens)
             except StopAsyncIteration:
-                piece = self._end(self._reason_of_core())
+                piece = self._end(self._finish_reason_without_stop())
             except BaseException:
                 self.close()
                 raise
@@ -149,16 +153,16 @@ class TextStream(Iterator[str]):
                 return piece
         raise StopAsyncIteration
 
-    def _reason_of_core(self) -> FinishReason:
-        """Why the core has no more: for an end-of-sequence token (seen in `_push`), its time, or want of room."""
+    def _finish_reason_without_stop(self) -> FinishReason:
+        """Returns why the tokens have ended without an end-of-sequence token or stop string."""
         return "deadline" if getattr(self._tokens, "finish_reason", None) == "deadline" else "length"
 
     def _advance(self) -> str:
-        """Takes one token, or the end; returns the text that became certain by it."""
+        """Takes one token, or the end; returns the text that became final."""
         try:
             token_id = next(self._tokens)
         except StopIteration:
-            return self._end(self._reason_of_core())
+            return self._end(self._finish_reason_without_stop())
         except BaseException:
             self.close()
             raise
@@ -176,7 +180,7 @@ class TextStream(Iterator[str]):
         return piece
 
     def _end(self, reason: FinishReason) -> str:
-        """Stops the core and returns the text that was held back; nothing of a cancelled answer's."""
+        """Stops the tokens; returns the text that was held back, or nothing of a cancelled answer."""
         self._finish_reason = reason
         close = getattr(self._tokens, "close", None)
         if close is not None:
@@ -190,34 +194,31 @@ class TextStream(Iterator[str]):
         return rest + self._stops.flush()
 
 
-def stream(
-    model: TextModel, prompt: str | Sequence[int], params: SamplingParams | None = None, **unknown: Any
-) -> TextStream:
-    """Continues `prompt` and hands out the text as it comes.
+@refuses_unknown_options
+def stream(model: TextModel, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:
+    """Continues `prompt` and yields the text as it comes.
 
-    The prompt is checked at once, decoding begins with the first piece that is asked for. A piece never ends inside a
-    character and shows nothing of a stop string; the pieces joined are what the tokenizer makes of the new tokens
-    (without special tokens), up to the first stop string.
+    The prompt is checked at once; without the engine, decoding starts when the first piece is read. A piece never ends
+    inside a character and contains no part of a stop string. The joined pieces are the decoded new tokens without
+    special tokens, up to the first stop string.
 
     Args:
         model: the model.
         prompt: text, or token ids.
-        params: how to decode; what it leaves open is as in the model's ``generation_config``, and an answer whose
-            length nobody has set ends after `DEFAULT_MAX_NEW_TOKENS` tokens.
-        **unknown: nothing; an option of decoding is refused with a word about `SamplingParams`.
+        params: sampling parameters; the model's ``generation_config`` has the defaults, and without a limit an answer
+            ends after `DEFAULT_MAX_NEW_TOKENS` tokens.
 
     Raises:
         InvalidArgumentError: an empty prompt, one longer than the model's positions, token ids out of range; text, or
             stop strings, for a model without a tokenizer.
         UnsupportedArgumentError: more than one answer (``n``), or an unknown argument.
-        QueueFullError: too many requests wait already.
+        QueueFullError: too many requests are waiting.
     """
-    refuse_unknown("stream", unknown, ("prompt", "params"))
     return start_stream(model, make_request(model, encode_prompt(model, prompt), params))
 
 
 def start_stream(model: TextModel, request: PreparedPrompt) -> TextStream:
-    """The `TextStream` of a checked request."""
+    """Returns the `TextStream` of a checked request."""
     if (request.generation_config.num_return_sequences or 1) > 1:
         raise UnsupportedArgumentError(
             f"n: a stream has one answer, got n={request.generation_config.num_return_sequences}; use generate_batch"
@@ -227,9 +228,10 @@ def start_stream(model: TextModel, request: PreparedPrompt) -> TextStream:
 
 
 def new_tokens(model: TextModel, request: PreparedPrompt) -> Iterator[int]:
-    """The core's iterator over the new tokens of `request`."""
-    # Stop strings stay here: the core would also find one that begins in the prompt.
+    """Returns the model's iterator over the new tokens of `request`."""
+    # `TextStream` looks for stop strings: ``generate`` would also find one that begins in the prompt.
     kwargs: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
     if request.params.engine_only():
-        kwargs["params"] = dataclasses.replace(request.params, stop=None, n=None)  # honoured here
+        # `TextStream` honours `stop`, and `generate_batch` `n`.
+        kwargs["params"] = dataclasses.replace(request.params, stop=None, n=None)
     return model.iter_tokens(request.prompt_ids, request.generation_config, stop_strings=None, **kwargs)

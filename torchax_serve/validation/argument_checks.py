@@ -16,57 +16,57 @@ from typing import Any
 from model_adapters.errors import InvalidArgumentError
 
 MAX_INT = 2**31 - 1
-"""Largest whole number that goes to the device (int32)."""
+"""Largest integer on the device (int32)."""
 MAX_LISTED_IDS = 2**20
-"""Longest list of token ids; no vocabulary is larger."""
+"""Most token ids in a list; no vocabulary is larger."""
 MAX_SEQUENCE_IDS = 2**16
 """Most token ids in all sequences of `bad_words_ids` or `sequence_bias` together; every step compares with each."""
 MAX_TEXT_LEN = 1024
 """Longest stop string and cache salt, in characters."""
 MAX_PROMPT_CHARS = 2**26
-"""Longest prompt and rendered chat, in characters; a thousand times what models have positions for."""
+"""Longest prompt and rendered chat, in characters; far more than models have positions for."""
 _MAX_REPR_LEN = 200  # characters of a value in an error message
 _SMALLEST_NORMAL = 2.0**-126  # float32; the device takes what is smaller for zero
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueRange:
-    """The values that an option may take: an interval, and whether they are whole numbers."""
+    """Range of an option: an interval of integers or of numbers."""
 
     low: float
     high: float = math.inf
     low_open: bool = False
     high_open: bool = False
-    whole: bool = False
+    is_integer: bool = False
 
     def __contains__(self, value: object) -> bool:
-        """Whether `value` is a number (never a bool, nan or infinite) inside the interval, as the device sees it."""
-        kind = numbers.Integral if self.whole else numbers.Real
+        """Returns whether `value` is a finite number, no bool, inside the interval after conversion to float32."""
+        kind = numbers.Integral if self.is_integer else numbers.Real
         if isinstance(value, bool) or not isinstance(value, kind):
             return False
-        number: Any = value if self.whole else _in_float32(value)
-        if not self.whole and not math.isfinite(number):
+        number: Any = value if self.is_integer else _in_float32(value)
+        if not self.is_integer and not math.isfinite(number):
             return False
         above = number > self.low if self.low_open else number >= self.low
         below = number < self.high if self.high_open else number <= self.high
         return bool(above and below)
 
     def __str__(self) -> str:
-        """In words, as error messages print it; that whole numbers fit into 32 bits goes without saying."""
-        kind = "a whole number" if self.whole else "a number"
+        """Returns the range in words, for errors; the limit of int32 is left out."""
+        kind = "a whole number" if self.is_integer else "a number"
         above = f"{'>' if self.low_open else '>='} {self.low:g}"
         goes_without_saying = math.isinf(self.high) or self.high == MAX_INT
         below = "" if goes_without_saying else f" and {'<' if self.high_open else '<='} {self.high:g}"
         return f"{kind} {above}{below}"
 
     def against(self, value: object) -> str:
-        """In words, as the error about `value` prints it."""
+        """Returns the range in words, for an error about `value`."""
         is_above = self.high == MAX_INT and isinstance(value, numbers.Integral) and int(value) > MAX_INT
         return f"{self} and <= {MAX_INT}" if is_above else str(self)
 
 
 def _in_float32(value: Any) -> float:
-    """What is left of `value` on the device: a temperature of 1e-40 is zero there, one of 10**400 infinite."""
+    """Converts `value` to the device's float32: 1e-40 becomes zero there, and 10**400 infinite."""
     try:
         number = ctypes.c_float(float(value)).value
     except OverflowError:
@@ -75,7 +75,7 @@ def _in_float32(value: Any) -> float:
 
 
 def invalid(name: str, expected: object, got: object, remedy: str | None = None) -> InvalidArgumentError:
-    """The one-line error of an argument: what was expected, what came, what to do."""
+    """Returns the one-line error of an argument: expected, got, remedy."""
     return _error(name, expected, short_repr(got), remedy or "None leaves it unset")
 
 
@@ -84,7 +84,7 @@ def _error(name: str, expected: object, got: str, remedy: str) -> InvalidArgumen
 
 
 class _Repr(reprlib.Repr):
-    """`repr` of containers, cut where they are long; never looks at more than their beginning."""
+    """`repr` that shows and reads the first items of long containers only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ _REPR = _Repr()
 
 
 def short_repr(value: object) -> str:
-    """`repr` in one line of at most about 200 characters, whatever `value` does when it is asked."""
+    """Returns `repr` in one line of at most about 200 characters, even if ``__repr__`` of `value` fails."""
     try:
         text = _REPR.repr(value)
     except Exception:  # such as an int of more digits than Python prints
@@ -106,7 +106,7 @@ def short_repr(value: object) -> str:
 
 
 def python_number(value: Any) -> Any:
-    """`value` as Python's own int or float where it is another number, such as numpy's; anything else as it is."""
+    """Converts a number of another library, such as numpy, to int or float; returns anything else unchanged."""
     if isinstance(value, numbers.Integral) and type(value) not in (int, bool):
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) and type(value) is not float:
@@ -115,12 +115,12 @@ def python_number(value: Any) -> Any:
 
 
 def is_list(value: object) -> bool:
-    """Whether `value` is a sequence of things: no text and no bytes."""
+    """Returns whether `value` is a sequence other than text and bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
 def check_token_ids(name: str, value: object, *, may_be_empty: bool = False, most: int = MAX_LISTED_IDS) -> None:
-    """Raises `InvalidArgumentError` unless `value` is a sequence of at most `most` token ids (whole numbers >= 0)."""
+    """Raises `InvalidArgumentError` unless `value` is a sequence of at most `most` token ids (integers >= 0)."""
     if is_list(value) and len(value) > most:  # type: ignore[arg-type]
         raise _error(name, f"at most {most} token ids", f"{len(value)} of them", "shorten it")  # type: ignore[arg-type]
     if not is_list(value) or not (may_be_empty or value) or any(item not in TOKEN_ID for item in value):  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ def _check_num_ids(name: str, sequences: Any) -> None:
 
 
 def bias_pairs(value: object) -> list[tuple[tuple[int, ...], float]]:
-    """The pairs (token ids, bias) of a `sequence_bias` in either of transformers' two forms.
+    """Returns the pairs (token ids, bias) of a `sequence_bias` in either of transformers' two forms.
 
     Raises:
         InvalidArgumentError: it is neither a non-empty ``{(ids): bias}`` nor a non-empty ``[[ids, bias]]``.
@@ -173,7 +173,7 @@ def _as_float(value: Any) -> float:
 
 
 def check_logit_bias(value: object) -> None:
-    """Raises `InvalidArgumentError` unless `value` maps token ids to biases from -100 to 100, as OpenAI's does."""
+    """Raises `InvalidArgumentError` unless `value` maps token ids to biases from -100 to 100, as in OpenAI's API."""
     expected = "{token id: bias from -100 to 100}"
     if not isinstance(value, Mapping):
         raise invalid("logit_bias", expected, value)
@@ -185,7 +185,7 @@ def check_logit_bias(value: object) -> None:
 
 
 def check_text(name: str, value: str, most: int = MAX_TEXT_LEN) -> None:
-    """Raises `InvalidArgumentError` for a text of more than `most` characters, or one that no encoding has."""
+    """Raises `InvalidArgumentError` for a text of more than `most` characters, or one that cannot be encoded."""
     if len(value) > most:
         raise _error(name, f"at most {most} characters", f"{len(value)} of them", "shorten it")
     try:
@@ -199,5 +199,5 @@ def check_text(name: str, value: str, most: int = MAX_TEXT_LEN) -> None:
         ) from None
 
 
-TOKEN_ID = ValueRange(0, MAX_INT, whole=True)
+TOKEN_ID = ValueRange(0, MAX_INT, is_integer=True)
 _LOGIT_BIAS = ValueRange(-100, 100)

@@ -1,7 +1,7 @@
-"""Arguments that other libraries know: an error that names what to use here in their place.
+"""Errors for keyword arguments of other libraries, with what to use here.
 
-People come with the keywords of transformers, vLLM and OpenAI's clients. `refuses_unknown` makes any function or class
-answer a keyword that it does not have with one line, in the place of Python's ``TypeError``.
+Users bring the keywords of transformers, vLLM and OpenAI's clients. `refuses_unknown` replaces Python's ``TypeError``
+for an unknown keyword by one line with a remedy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HINTS: Mapping[str, str] = {
     "max_memory": _DEVICES,
     "tp_plan": "use serve(tensor_parallel=4)",
     "low_cpu_mem_usage": "weights go to the device file by file in any case; leave it out",
-    "offload_folder": "weights lie on the devices alone; leave it out",
+    "offload_folder": "weights are on the devices only; leave it out",
     "attn_implementation": _ATTENTION,
     "use_flash_attention_2": _ATTENTION,
     "load_in_8bit": _NO_QUANTIZATION,
@@ -75,7 +75,7 @@ HINTS: Mapping[str, str] = {
     "gpu_memory_utilization": _CACHE_BYTES,
     "kv_cache_memory_bytes": _CACHE_BYTES,
     "swap_space": _CACHE_BYTES,
-    "cpu_offload_gb": "weights lie on the devices alone; leave it out",
+    "cpu_offload_gb": "weights are on the devices only; leave it out",
     "num_scheduler_steps": "use EngineOptions(max_num_steps=...)",
     "cache_dtype": 'use EngineOptions(kv_cache_dtype="int8")',
     "tensor_parallel_size": "use serve(tensor_parallel=4)",
@@ -103,7 +103,7 @@ HINTS: Mapping[str, str] = {
     "chat_template": _TEMPLATE_CALL,
     "add_generation_prompt": _TEMPLATE_CALL,
 }
-"""By keyword: what to use in its place. A function that has the keyword itself never looks here."""
+"""Remedy by keyword; not used by functions that have the keyword."""
 
 _OWN = """max_new_tokens min_new_tokens do_sample temperature top_k top_p min_p repetition_penalty presence_penalty
 frequency_penalty logit_bias logprobs n stop seed priority bad_words_ids eos_token_id prompt_logprobs"""
@@ -112,16 +112,16 @@ SAMPLING = {
     **{name: name for name in _OWN.split()},
     **RENAMED,
 }
-"""By keyword of a request: the field of `SamplingParams` with that meaning."""
+"""Field of `SamplingParams` by the keyword of a request with the same meaning."""
 
 
 def unknown_argument(where: str, name: str, known: Collection[str] = ()) -> UnsupportedArgumentError:
-    """The error for a keyword that `where` does not have.
+    """Returns the error for a keyword that `where` does not have.
 
     Args:
-        where: a function or class, as a caller writes it, such as ``serve``.
-        name: of the keyword.
-        known: keywords that `where` has: the nearest is named where there is no hint.
+        where: name of a function or class, as a caller writes it, such as ``serve``.
+        name: the keyword.
+        known: keywords of `where`; without a hint, the error names the nearest.
     """
     remedy = hint(name, known)
     if remedy is None:
@@ -131,7 +131,7 @@ def unknown_argument(where: str, name: str, known: Collection[str] = ()) -> Unsu
 
 
 def hint(name: str, known: Collection[str] = ()) -> str | None:
-    """What to use in the place of the keyword `name` where `known` ones are taken; None where there is no hint."""
+    """Returns the remedy for the keyword `name` of a call with the keywords `known`; None if there is no hint."""
     field = SAMPLING.get(name)
     if field is None:
         return HINTS.get(name)
@@ -139,7 +139,7 @@ def hint(name: str, known: Collection[str] = ()) -> str | None:
 
 
 def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which answers a keyword that it does not have with `unknown_argument`."""
+    """Returns `function`, which raises `unknown_argument` for a keyword that it does not have."""
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     assert not takes_any, f"{function} takes any keyword"
@@ -159,7 +159,7 @@ T = TypeVar("T", bound=type)
 
 
 def fields_refuse_unknown(cls: T) -> T:
-    """`cls`, a dataclass, whose constructor answers a field that it does not have with `unknown_argument`."""
+    """Returns the dataclass `cls`, whose constructor raises `unknown_argument` for an unknown field."""
     any_class: Any = cls
     made: Any = any_class.__init__
     known = [name for name in inspect.signature(made).parameters if name != "self"]

@@ -1,4 +1,4 @@
-"""JSON from somebody who may mean harm: bounded in size and nesting, without what JSON does not have.
+"""Parses untrusted JSON: bounded in size and nesting, and without values that JSON does not have.
 
 This module imports neither jax nor torch.
 """
@@ -9,14 +9,14 @@ import json
 from typing import Any, NoReturn
 
 MAX_DEPTH = 32
-"""Objects and arrays inside each other; what is walked recursively later must not exhaust the stack."""
+"""Most levels of nested objects and arrays; later recursive code must not exhaust the stack."""
 
 
 def parse_json(content: bytes, *, max_bytes: int, max_depth: int = MAX_DEPTH) -> Any:
     """Returns the value of a JSON text in UTF-8.
 
     Raises:
-        ValueError: it is none, is longer or deeper than allowed, repeats a key of an object, or has ``NaN``,
+        ValueError: invalid JSON, or it is longer or deeper than allowed, repeats a key of an object, or has ``NaN``,
             ``Infinity`` or a number beyond float64; the message is one short line.
     """
     if len(content) > max_bytes:

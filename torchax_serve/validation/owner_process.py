@@ -8,20 +8,20 @@ from model_adapters.errors import TorchaxServeError
 
 
 class OwnerProcess:
-    """The process in which an object was made."""
+    """Process in which an object was made."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     @property
     def is_current(self) -> bool:
-        """Whether this code runs in it, and not in a child that was forked from it."""
+        """Whether this code runs in that process, not in a child forked from it."""
         return os.getpid() == self._pid
 
     def check(self, what: str = "a model") -> None:
         """Raises TorchaxServeError in a forked child.
 
-        A call would wait there for threads that only the parent has.
+        There a call would wait for threads that only the parent has.
         """
         if not self.is_current:
             raise TorchaxServeError(

@@ -1,4 +1,4 @@
-"""Options of vLLM's, OpenAI's and transformers' interfaces that `SamplingParams` spells otherwise, or does not have."""
+"""Options of vLLM, OpenAI and transformers that `SamplingParams` has under another name, or not at all."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ RENAMED: Mapping[str, str] = {
     "suppress_token_ids": "suppress_tokens",
     "typical": "typical_p",
 }
-"""Their name -> ours."""
+"""Field of `SamplingParams` by the option's name elsewhere."""
 
 UNSUPPORTED: Mapping[str, str] = {
     "best_of": "ask for n answers with logprobs=0 and keep the likeliest",
     "bad_words": "give token ids: [tokenizer.encode(word, add_special_tokens=False) for word in words]",
-    "top_logprobs": "logprobs=k gives the k likeliest beside the chosen token",
+    "top_logprobs": "logprobs=k gives the k likeliest tokens and the sampled one",
     "use_beam_search": _BEAMS,
     "num_beams": _BEAMS,
     "beam_width": _BEAMS,
@@ -41,8 +41,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "skip_special_tokens": "texts leave special tokens out; decode token_ids for a text with them",
     "spaces_between_special_tokens": "texts leave special tokens out; decode token_ids for a text with them",
     "include_stop_str_in_output": "texts end before the stop string; token_ids has all tokens",
-    "detokenize": "completions have token_ids beside their text",
-    "output_kind": "stream() hands out pieces, generate_batch() whole answers",
+    "detokenize": "completions have token_ids and text",
+    "output_kind": "stream() yields pieces, generate_batch() complete answers",
     "truncate_prompt_tokens": "give the token ids of the part of the prompt that is to be read",
     "guided_decoding": "answers cannot be held to a grammar; allowed_token_ids holds them to tokens",
     "structured_outputs": "answers cannot be held to a grammar; allowed_token_ids holds them to tokens",
@@ -55,10 +55,10 @@ UNSUPPORTED: Mapping[str, str] = {
     "chat_template_kwargs": "give them to chat(chat_template_kwargs=...)",
     "stream": "call stream(), or chat(stream=True)",
 }
-"""Name -> what to do instead."""
+"""Remedy by the name of an option that is not supported."""
 
 
 def hint_for(name: str) -> str | None:
-    """What to write instead of the option `name` of another interface; None where nothing is known."""
+    """Returns what to write instead of the option `name` of another interface; None if unknown."""
     parts = [f"did you mean {RENAMED[name]}?" if name in RENAMED else "", UNSUPPORTED.get(name, "")]
     return " ".join(part for part in parts if part) or None

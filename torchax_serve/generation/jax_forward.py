@@ -1,0 +1,88 @@
+"""The compiled forward with transformers' arguments and outputs; changes of the model take effect before it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from transformers.utils import ModelOutput
+
+from model_adapters.caches.device_cache import DeviceCache
+from model_adapters.program.call_signature import cache_field_of
+from model_adapters.program.model_program import CallSpec
+from model_adapters.program.trace_context import programs_run
+from torchax_serve.multimodal.mrope_positions import positions_on_host
+from torchax_serve.runtime.call_arguments import all_on_host, check_surroundings
+from torchax_serve.runtime.eager import raise_if_eager_fails
+from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.runtime.module_changes import check_evaluates
+
+FLAGS = ("output_hidden_states", "output_attentions")
+FOLLOWED: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("followed", default=frozenset())
+"""Ids of the runtimes whose modules were checked for changes at the start of the present call."""
+
+
+@contextlib.contextmanager
+def following(runtime: ModelRuntime) -> Iterator[None]:
+    """Applies changes of the model at the start of a call; nested calls of the same model skip that."""
+    before = FOLLOWED.get()
+    if id(runtime) in before:
+        yield
+        return
+    with programs_run():
+        check_surroundings()
+        runtime.follow_module()
+        check_evaluates(runtime.program.module)
+        token = FOLLOWED.set(before | {id(runtime)})
+        try:
+            yield
+        finally:
+            FOLLOWED.reset(token)
+
+
+def call_forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
+    """Runs the forward of a model on JAX.
+
+    Args:
+        model: a `torchax_serve.generation.jax_model.JaxModelMixin`.
+        given: arguments by name, torch tensors on the CPU among them.
+    """
+    with following(model._jax_runtime):
+        return _forward_followed(model, all_on_host(given))
+
+
+def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
+    runtime: ModelRuntime = model._jax_runtime
+    cache_name = runtime.program.cache_name
+    original = {name: value for name, value in given.items() if not isinstance(value, DeviceCache)}
+    return_dict = given.pop("return_dict", model.config.return_dict)
+    use_cache = given.pop("use_cache", getattr(runtime.text_config, "use_cache", False))
+    if (cache_name is None or runtime.cache_support.uses_native_cache) and runtime.program.accepts("use_cache"):
+        given["use_cache"] = bool(use_cache)  # its state goes through arguments and output fields
+    cache = given.pop(cache_name, None) if cache_name is not None else None
+    if cache_name is not None and runtime.cache_support.uses_native_cache:
+        if cache is not None and jax.tree.leaves(cache):
+            given[cache_name] = cache  # an empty one is made by the model's code
+        cache = None
+    if cache is None and use_cache and runtime.cache_support.is_supported and "labels" not in given:
+        cache = runtime.cache_support.new(1)
+    if (positions := positions_on_host(model, given, cache)) is not None:
+        given["position_ids"] = positions
+    hidden, attentions = (bool(given.pop(flag, getattr(model.config, flag, False))) for flag in FLAGS)
+    spec = CallSpec(output_hidden_states=hidden, output_attentions=attentions)
+    try:
+        fields = runtime.forward(given, spec, cache)
+    except Exception as error:
+        is_first = not isinstance(cache, DeviceCache) or not cache.length
+        if is_first and not runtime.watch.hooked:  # a first call, with the arguments that PyTorch would get
+            raise_if_eager_fails(runtime, type(model)._torch_class, original, error)
+        raise
+    output_class = runtime.program.output_class
+    field = cache_field_of(output_class)
+    if cache is not None and field is not None:
+        fields[field] = cache
+    output = output_class(**fields)
+    return output if return_dict else output.to_tuple()
