@@ -15,7 +15,7 @@ from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.sampling.history_sampler import HistorySampler
 
-SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32, max_num_waiting=6)
+SMALL = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=32, max_num_waiting=6)
 INNOCENT = [5, 6, 7, 8, 9]
 NEW = 10
 

@@ -29,7 +29,7 @@ def llama():
 @pytest.fixture(scope="module")
 def roomy():
     """A model whose answers are long, and whose programs are compiled."""
-    with serve(tiny_model("llama"), engine=EngineOptions(max_len=2048, num_slots=2, page_len=8)) as model:
+    with serve(tiny_model("llama"), engine=EngineOptions(max_model_len=2048, max_num_seqs=2, page_size=8)) as model:
         list(model.iter_tokens([5], transformers.GenerationConfig(max_new_tokens=8)))
         yield model
 

@@ -24,12 +24,12 @@ def deploy(
     replicas: Annotated[
         str, typer.Option("--replicas", help="A number, or LEAST:MOST, between which Ray chooses by the load.")
     ] = "1",
-    slots: Annotated[
-        int, typer.Option("--slots", "--max-num-seqs", min=1, help="Requests that a replica runs at once.")
+    max_num_seqs: Annotated[
+        int, typer.Option("--max-num-seqs", min=1, help="Requests that a replica runs at once.")
     ] = 32,
-    max_len: Annotated[
+    max_model_len: Annotated[
         int | None,
-        typer.Option("--max-len", "--max-model-len", min=2, help="Tokens of a request, prompt and answer."),
+        typer.Option("--max-model-len", min=2, help="Tokens of a request, prompt and answer."),
     ] = None,
     kv_cache_dtype: Annotated[
         str | None, typer.Option("--kv-cache-dtype", help="int8: keys and values in 8 bits; by default as the model.")
@@ -70,8 +70,8 @@ def deploy(
         tensor_parallel=tensor_parallel,
         min_replicas=least,
         max_replicas=most,
-        num_slots=slots,
-        max_len=max_len,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
         kv_cache_dtype=kv_cache_dtype,
         accelerator=accelerator,
     )

@@ -33,13 +33,13 @@ def plan(
     mesh: Annotated[
         str | None, typer.Option("--mesh", help="How they are used, such as data=2,model=4; all on model by default.")
     ] = None,
-    max_len: Annotated[
+    max_model_len: Annotated[
         int | None,
-        typer.Option("--max-len", "--max-model-len", min=2, help="Tokens of a request, prompt and answer."),
+        typer.Option("--max-model-len", min=2, help="Tokens of a request, prompt and answer."),
     ] = None,
-    slots: Annotated[int, typer.Option("--slots", "--max-num-seqs", min=1, help="Requests at once.")] = 64,
-    page_len: Annotated[
-        int, typer.Option("--page-len", "--block-size", min=1, help="Tokens of a page of the cache.")
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="Requests at once.")] = 64,
+    page_size: Annotated[
+        int, typer.Option("--page-size", "--block-size", min=1, help="Tokens of a page of the cache.")
     ] = 64,
     prefill: Annotated[
         str, typer.Option("--prefill", help="Tokens of the prefill steps to compile, with commas; empty for none.")
@@ -74,7 +74,7 @@ def plan(
     _check_together(topology, mesh, save, search, sharding=sharding)
     options: dict[str, Any] = {
         "mesh": mesh,
-        "page_len": page_len,
+        "page_size": page_size,
         "prefill_lens": prefill_lens,
         "kv_cache_dtype": kv_cache_dtype,
         "refuse_uneven": refuse_uneven,
@@ -92,7 +92,7 @@ def plan(
             elif search is not None:
                 show = _search(module, name, search, options, note, as_json=as_json)
             else:
-                options |= {"topology": topology, "max_len": max_len, "num_slots": slots}
+                options |= {"topology": topology, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
                 show = _plan(module, name, options, note, save=save, as_json=as_json, use_kept=not no_cache)
     show()
 

@@ -143,9 +143,9 @@ class DataParallelEngines:
         return self.engines[0].can_hold(length)
 
     @property
-    def max_source_len(self) -> int | None:
-        """As `Engine.max_source_len`."""
-        return self.engines[0].max_source_len
+    def max_encoder_len(self) -> int | None:
+        """As `Engine.max_encoder_len`."""
+        return self.engines[0].max_encoder_len
 
     @property
     def close_reason(self) -> str | None:

@@ -134,7 +134,7 @@ class Engine:
         return [ticket for _, ticket in entries]
 
     def _check_room(self, num_new: int) -> None:
-        most = self._scheduler.config.num_slots + self.max_num_waiting
+        most = self._scheduler.config.max_num_seqs + self.max_num_waiting
         num_open = len(self._scheduler) + self._num_entering
         if num_open + num_new > most:
             raise QueueFullError(
@@ -146,7 +146,7 @@ class Engine:
         """What takes a request in, to be called by the engine's thread, and its ticket."""
         request_id = next(self._ids)
         ticket = RequestHandle(request_id, len(request.prompt_ids), lambda reason: self._cancel(request_id, reason))
-        request = request.within(self._scheduler.config.max_len)
+        request = request.within(self._scheduler.config.max_model_len)
         scheduled = request.to_scheduler(request_id, time.monotonic())
         self._scheduler.config.check_prompt(f"request {request_id}", ticket.prompt_len)
         self._runner.validate(f"request {request_id}", request)
@@ -231,12 +231,12 @@ class Engine:
     def can_hold(self, length: int) -> bool:
         """Whether a request may be of so many tokens, prompt and answer."""
         config = self._scheduler.config
-        return length <= config.max_len and config.unfit(length) is None
+        return length <= config.max_model_len and config.unfit(length) is None
 
     @property
-    def max_source_len(self) -> int | None:
+    def max_encoder_len(self) -> int | None:
         """Tokens that a request may give an encoder; None where the model has none."""
-        return self._runner.max_source_len
+        return self._runner.max_encoder_len
 
     @property
     def close_reason(self) -> str | None:

@@ -66,7 +66,7 @@ class ModelRunner:
         return self._model.num_programs + self._sampler.num_traces
 
     @property
-    def max_source_len(self) -> int | None:
+    def max_encoder_len(self) -> int | None:
         """Tokens that a request may give an encoder; None where the model has none."""
         return None if self._sources is None else self._sources.max_len
 

@@ -240,11 +240,11 @@ class ServedModel(BaseModel):
         if runtime.program.names.has_encoder and (encoder is None or not encoder.is_masked):
             return "its encoder reads no tokens"
         try:
-            longest = self.engine.max_source_len
+            longest = self.engine.max_encoder_len
         except UnsupportedModelError as error:
             return str(error)
         if longest is not None and prompt_len > longest:
-            return f"its input has {prompt_len} tokens, and the engine has room for {longest} of each (max_source_len)"
+            return f"its input has {prompt_len} tokens, and the engine has room for {longest} of each (max_encoder_len)"
         return None
 
     def _iter_unbatched(

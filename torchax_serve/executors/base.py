@@ -40,7 +40,7 @@ class Executor:
             at_once = plan.num_full_length_requests(plan.max_len)
             fit = "1 request fits" if at_once == 1 else f"{at_once} requests fit"
             said = (
-                f"cache of {plan.num_bytes / 1e6:.1f} MB{in_int8}: {pages} pages of {plan.page_len} tokens, room for "
+                f"cache of {plan.num_bytes / 1e6:.1f} MB{in_int8}: {pages} pages of {plan.page_size} tokens, room for "
                 f"{plan.num_tokens} tokens; {fit} at once, each of up to {plan.max_len} tokens"
             )
         else:

@@ -95,7 +95,7 @@ class TokenEncoderInputs:
         if not 1 <= len(ids) <= self.max_len:
             raise InvalidArgumentError(
                 f"{name}: expected an input of 1 to {self.max_len} tokens for the encoder, got {len(ids)}; shorten it, "
-                "or raise EngineOptions(max_source_len=...) where the model has the positions"
+                "or raise EngineOptions(max_encoder_len=...) where the model has the positions"
             )
         self._runtime.limits.check_ids(torch.tensor(ids), name)
 

@@ -35,7 +35,7 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> Executor:
         OutOfMemoryError: there is no room for a cache.
     """
     programs = runtime.steps.executables
-    described = f"{sizes.page_len} {sizes.max_len}"
+    described = f"{sizes.page_size} {sizes.max_model_len}"
     shapes = programs.memoize("packed shapes", described, lambda: _shapes_or_reason(runtime, sizes))
     if isinstance(shapes, str):
         raise NotPackableError(shapes)
@@ -81,7 +81,7 @@ def _in_int8(
             _trace_packed(runtime, shapes, sizes)
         return reasons
 
-    described = f"{sizes.page_len} {sizes.max_len}"
+    described = f"{sizes.page_size} {sizes.max_model_len}"
     both = runtime.steps.executables.memoize("int8 kernels", described, lambda: (refusals(shapes), refusals(narrow)))
     check_int8_kernels(*both)
     return narrow
@@ -89,7 +89,7 @@ def _in_int8(
 
 def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> PackedExecutor:
     programs = runtime.steps.executables
-    slots, budget = sizes.num_slots, sizes.token_budget
+    slots, budget = sizes.max_num_seqs, sizes.max_num_batched_tokens
     return PackedExecutor(
         runtime.program,
         runtime.weights,
@@ -163,7 +163,7 @@ def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes
     pages = {group.window: group.num_pages for group in plan.groups}
 
     def pool(shape: PagedLayerSpec) -> Any:
-        made = jax.ShapeDtypeStruct((pages[shape.window], shape.num_heads, plan.page_len, shape.width), shape.dtype)
+        made = jax.ShapeDtypeStruct((pages[shape.window], shape.num_heads, plan.page_size, shape.width), shape.dtype)
         scale: Any = jax.ShapeDtypeStruct((shape.num_heads,), np.float32)
         return made if shape.dtype != np.int8 else Int8Pool(made, scale, scale)  # type: ignore[arg-type]
 
@@ -172,7 +172,7 @@ def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes
     def whole(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32)
 
-    table = whole(4, -(-plan.max_len // plan.page_len))
+    table = whole(4, -(-plan.max_len // plan.page_size))
     tables = (table,) * len(plan.groups)
     rope_lens = None if runtime.program.rope is None else whole(4)
     batch = PackedBatch(whole(4), whole(4), whole(5), whole(4), whole(4), tables, rope_lens)  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ class PerSequenceExecutor:
             chunk_sizes=chunk_sizes,
             is_exact=is_exact,
             block_len=block_len,
-            page_len=cache.plan.page_len,
+            page_size=cache.plan.page_size,
             pages_per_seq=cache.pages_per_seq if layout.pages else 0,
             source_rungs=() if sources is None else sources.buckets,
             has_rope_lens=forward.program.rope is not None,

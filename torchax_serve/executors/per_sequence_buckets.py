@@ -49,7 +49,7 @@ class PerSequenceBuckets:
         chunk_sizes: lengths that a chunk of a prompt may have.
         needs_exact_chunks: whether a chunk has one of these lengths; else it is padded to the next.
         block_len: tokens of a chunk that are one forward.
-        page_len: tokens of a page.
+        page_size: tokens of a page.
         pages_per_seq: pages of a sequence at the most; 0 where nothing is kept in pages.
         source_rungs: lengths that an encoder's output is padded to, ascending; none where there is no encoder.
         has_rope_lens: whether chunks are told the lengths that rotary frequencies are for.
@@ -62,18 +62,18 @@ class PerSequenceBuckets:
         chunk_sizes: Sequence[int],
         is_exact: bool,
         block_len: int,
-        page_len: int,
+        page_size: int,
         pages_per_seq: int,
         source_rungs: Sequence[int] = (),
         has_rope_lens: bool = False,
     ) -> None:
-        self.needs_exact_chunks, self._block_len, self._page_len = is_exact, block_len, page_len
+        self.needs_exact_chunks, self._block_len, self._page_len = is_exact, block_len, page_size
         self._has_rope_lens = has_rope_lens
         # Two rows cost what four do: products of fewer are slow, or no faster.
         self._row_rungs = (1, *bucket_sizes(num_slots, 2, 4)) if num_slots > 1 else (1,)
         self._chunk_rungs = tuple(sorted(chunk_sizes))
-        most = pages_per_seq + (0 if is_exact else -(-self._chunk_rungs[-1] // page_len))
-        self.page_buckets = bucket_sizes(most, 2, max(1, SMALLEST_GATHER_LEN // page_len)) if pages_per_seq else (0,)
+        most = pages_per_seq + (0 if is_exact else -(-self._chunk_rungs[-1] // page_size))
+        self.page_buckets = bucket_sizes(most, 2, max(1, SMALLEST_GATHER_LEN // page_size)) if pages_per_seq else (0,)
         self._source_rungs = tuple(source_rungs) or (0,)
 
     def rows(self, number: int) -> int:

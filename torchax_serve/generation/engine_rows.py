@@ -67,7 +67,7 @@ class EngineRows:
         if engine is None or outputs is None or max_length is None or not engine.can_hold(max_length):
             return None
         longest = max(output.shape[1] for output in outputs)
-        if longest > (engine.max_source_len or 0) or len(outputs) != len(request.input_ids):
+        if longest > (engine.max_encoder_len or 0) or len(outputs) != len(request.input_ids):
             return None
         return _run(engine, request, outputs, max_length, runtime.limits.vocab_size)
 

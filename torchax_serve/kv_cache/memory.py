@@ -27,16 +27,16 @@ DEVICE_MEMORY_FRACTION = 0.9
 class MemoryBudget:
     """What the engine's options come to for a model; tokens where nothing else is said."""
 
-    max_len: int  # of a request
-    num_slots: int
-    page_len: int
-    token_budget: int
-    kv_cache_bytes: int | None  # None: chosen
+    max_model_len: int  # of a request
+    max_num_seqs: int
+    page_size: int
+    max_num_batched_tokens: int
+    kv_cache_memory_bytes: int | None  # None: chosen
     max_num_steps: int = 1  # of decoding in one dispatch
     batch_invariant: bool = False
     kv_cache_dtype: str | None = None  # "int8"; None: the model's
     sampler_table_bytes: int = 0  # of the sampler, beside the cache
-    max_source_len: int = 0  # of an encoder's input; 0 where there is no encoder
+    max_encoder_len: int = 0  # of an encoder's input; 0 where there is no encoder
     encoder_len_is_default: bool = False  # nobody has asked for it
     source_len: int | None = None  # of every output of an encoder of sounds; None of texts
 
@@ -44,19 +44,19 @@ class MemoryBudget:
         """Bytes of pages that requests in all slots can use at the most."""
         if not shapes:
             return 0
-        plan = CacheAllocation.from_budget(shapes, 1 << 60, self.page_len, self.max_len)
-        pages = {group.window: group.most_pages(self.max_len, self.page_len) for group in plan.groups}
-        return sum((pages[s.window] * self.num_slots + 1) * s.page_bytes(self.page_len) for s in shapes)
+        plan = CacheAllocation.from_budget(shapes, 1 << 60, self.page_size, self.max_model_len)
+        pages = {group.window: group.most_pages(self.max_model_len, self.page_size) for group in plan.groups}
+        return sum((pages[s.window] * self.max_num_seqs + 1) * s.page_bytes(self.page_size) for s in shapes)
 
     def plan(self, shapes: Sequence[PagedLayerSpec], budget_bytes: int) -> CacheAllocation:
         """The most pages in `budget_bytes`; none where nothing is kept in pages."""
         if not shapes:
-            return CacheAllocation((), (), self.page_len, self.max_len)
-        return CacheAllocation.from_budget(shapes, budget_bytes, self.page_len, self.max_len)
+            return CacheAllocation((), (), self.page_size, self.max_model_len)
+        return CacheAllocation.from_budget(shapes, budget_bytes, self.page_size, self.max_model_len)
 
     def probe_plan(self, shapes: Sequence[PagedLayerSpec], num_pages: int = 8) -> CacheAllocation:
         """A plan of a few pages, to trace, compile or try with."""
-        return self.plan(shapes, sum(num_pages * shape.page_bytes(self.page_len) for shape in shapes))
+        return self.plan(shapes, sum(num_pages * shape.page_bytes(self.page_size) for shape in shapes))
 
     def choose_cache_bytes(self, useful: int, temporary: Callable[[], int]) -> int:
         """What was asked for, or as much as is of use, or as there is.
@@ -68,21 +68,22 @@ class MemoryBudget:
         Raises:
             OutOfMemoryError: there is no room beside a step.
         """
-        if self.kv_cache_bytes is not None:
-            return self.kv_cache_bytes
+        if self.kv_cache_memory_bytes is not None:
+            return self.kv_cache_memory_bytes
         free = free_bytes() - self.sampler_table_bytes
         if free <= 0:
             raise OutOfMemoryError(
-                f"expected memory for the sampler's tables of {self.num_slots} requests, {self.sampler_table_bytes} "
-                f"bytes, got {free + self.sampler_table_bytes} bytes; lower num_slots"
+                f"expected memory for the sampler's tables of {self.max_num_seqs} requests, {self.sampler_table_bytes} "
+                f"bytes, got {free + self.sampler_table_bytes} bytes; lower max_num_seqs"
             )
         if useful <= free // 8:
             return useful
         taken = temporary()
         if taken >= free:
             raise OutOfMemoryError(
-                f"expected memory for a step of {self.token_budget} tokens, which takes {taken / 1e6:.0f} MB beside "
-                f"the weights, got {free / 1e6:.0f} MB; lower token_budget or max_len"
+                f"expected memory for a step of {self.max_num_batched_tokens} tokens, which takes "
+                f"{taken / 1e6:.0f} MB beside the weights, got {free / 1e6:.0f} MB; lower max_num_batched_tokens or "
+                "max_model_len"
             )
         return min(useful, _step_down(free - taken))
 

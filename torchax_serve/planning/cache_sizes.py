@@ -23,7 +23,7 @@ class CacheSizes:
         model: laid out.
         chip: its devices.
         road: of the model.
-        page_len: tokens of a page.
+        page_size: tokens of a page.
         max_len: tokens of a request.
         num_slots: requests at once.
     """
@@ -31,7 +31,7 @@ class CacheSizes:
     model: AbstractModel
     chip: Chip
     road: PlannedExecutor
-    page_len: int
+    page_size: int
     max_len: int
     num_slots: int
 
@@ -40,7 +40,7 @@ class CacheSizes:
         sharding = self.model.sharding
         spec = sharding.pool_sharding(shape.num_heads).spec
         parts = sharding.mesh.shape["model"] if "model" in spec else 1
-        return shape.page_bytes(self.page_len) // parts
+        return shape.page_bytes(self.page_size) // parts
 
     @property
     def state_bytes(self) -> int:
@@ -58,7 +58,7 @@ class CacheSizes:
 
     def pages_per_seq(self, window: int | None) -> int:
         """Pages that a request of full length holds."""
-        return CacheGroup("", window, 2).most_pages(self.max_len, self.page_len)
+        return CacheGroup("", window, 2).most_pages(self.max_len, self.page_size)
 
     def pages_of(self, slots: float) -> int:
         """Bytes of the pages of so many requests of full length, spare ones included."""
@@ -84,7 +84,7 @@ class CacheSizes:
     def token_bytes(self) -> int:
         """Bytes of one more token in the layers that keep all of them."""
         kept = [shape for shape in self.road.pages if shape.window is None] or list(self.road.pages)
-        return sum(self.page_bytes(shape) for shape in kept) // self.page_len
+        return sum(self.page_bytes(shape) for shape in kept) // self.page_size
 
     def slots_in(self, room: int) -> float:
         """Requests of full length that there is `room` for."""
@@ -109,4 +109,4 @@ class CacheSizes:
             )
             for window in self.windows()
         )
-        return CacheAllocation(self.road.pages, groups, self.page_len, self.max_len), num_slots
+        return CacheAllocation(self.road.pages, groups, self.page_size, self.max_len), num_slots

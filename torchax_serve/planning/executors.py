@@ -63,7 +63,7 @@ class PlannedExecutor(abc.ABC):
             lens: of prefill steps.
         """
 
-    def page_len(self, asked: int, max_len: int) -> int:
+    def page_size(self, asked: int, max_len: int) -> int:
         """Tokens of a page."""
         return asked
 
@@ -143,18 +143,18 @@ class PlannedStaticBatchExecutor(PlannedExecutor):
     name = "generate"
     num_spare = 0
 
-    def page_len(self, asked: int, max_len: int) -> int:
+    def page_size(self, asked: int, max_len: int) -> int:
         """All tokens of a row."""
         return next_bucket(max_len)
 
     def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
         """As `PlannedRoad.steps`."""
-        batch = _Batch(self.runtime, num_slots, plan.page_len)
+        batch = _Batch(self.runtime, num_slots, plan.page_size)
         one = self.integers()
         if self.states is None:
-            ids = self.integers(num_slots, plan.page_len)
-            num_tokens = num_slots * plan.page_len
-            yield Step("decode", num_tokens, num_slots, plan.page_len, num_slots, batch.prefill, (ids, one), ())
+            ids = self.integers(num_slots, plan.page_size)
+            num_tokens = num_slots * plan.page_size
+            yield Step("decode", num_tokens, num_slots, plan.page_size, num_slots, batch.prefill, (ids, one), ())
         else:
             row = self.integers(num_slots)
             args = (self._laid_out(num_slots), row, BatchPosition(row, one, row))
@@ -230,10 +230,10 @@ class PlannedPackedExecutor(PlannedExecutor):
         layout = dataclasses.replace(plan.layout, is_decode=is_decode)
         pages, sharded = {group.window: group.num_pages for group in plan.groups}, AbstractPages(self.sharding)
         pools = tuple(
-            sharded.zeros((pages[shape.window], shape.num_heads, plan.page_len, shape.width), shape.dtype)
+            sharded.zeros((pages[shape.window], shape.num_heads, plan.page_size, shape.width), shape.dtype)
             for shape in plan.shapes
         )
-        table = self.integers(num_rows, -(-plan.max_len // plan.page_len))
+        table = self.integers(num_rows, -(-plan.max_len // plan.page_size))
         batch = PackedBatch(
             token_ids=self.integers(num_tokens),
             positions=self.integers(num_tokens),
@@ -267,7 +267,7 @@ class PlannedPerSequenceExecutor(PlannedExecutor):
 
     def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
         """As `PlannedRoad.steps`; a chunk of a prompt may be shorter than asked, and lies at the prompt's end."""
-        sizes = MemoryBudget(plan.max_len, num_slots, plan.page_len, max(lens, default=1), None)
+        sizes = MemoryBudget(plan.max_len, num_slots, plan.page_size, max(lens, default=1), None)
         parts = PerSequenceFactory(self.runtime, self.forward, self.layout, sizes, None)
         cache = PagedCacheWithStates(plan, self.layout, num_slots, AbstractPages(self.sharding))
         model = parts.model(cache, parts.wanted_block_len)
@@ -281,14 +281,14 @@ class PlannedPerSequenceExecutor(PlannedExecutor):
 
 
 def choose_executor(
-    runtime: ModelRuntime, sharding: ModelSharding, page_len: int, max_len: int, num_slots: int
+    runtime: ModelRuntime, sharding: ModelSharding, page_size: int, max_len: int, num_slots: int
 ) -> PlannedExecutor:
     """The first road that the model's code lets it take, found by tracing.
 
     Raises:
         UnsupportedModelError: none; with the reasons.
     """
-    sizes = MemoryBudget(max_len, num_slots, page_len, num_slots, None)
+    sizes = MemoryBudget(max_len, num_slots, page_size, num_slots, None)
     try:
         return PlannedPackedExecutor(runtime, sharding, packed_shapes(runtime, sizes), (), None)
     except NotPackableError as reason:

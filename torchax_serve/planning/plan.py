@@ -54,9 +54,9 @@ class PlanRequest:
     Attributes:
         topology: such as ``v6e:2x4`` or ``h200:8``.
         mesh: such as ``data=2,model=4``; None: all devices on ``model``.
-        max_len: tokens of a request, prompt and answer; None: the model's own limit, 8192 at the most.
-        num_slots: requests at once, of all replicas together.
-        page_len: tokens of a page.
+        max_model_len: tokens of a request, prompt and answer; None: the model's own limit, 8192 at the most.
+        max_num_seqs: requests at once, of all replicas together.
+        page_size: tokens of a page.
         prefill_lens: tokens of the prefill steps to compile.
         kv_cache_dtype: of pages; "auto" is that of the weights.
         refuse_uneven: an error for what would have to be padded with zeros.
@@ -64,18 +64,18 @@ class PlanRequest:
 
     topology: str
     mesh: str | None = None
-    max_len: int | None = None
-    num_slots: int = 64
-    page_len: int = 64
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    page_size: int = 64
     prefill_lens: tuple[int, ...] = (1024,)
     kv_cache_dtype: str = "auto"
     refuse_uneven: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_slots", "page_len"):
+        for name in ("max_num_seqs", "page_size"):
             check_whole(name, getattr(self, name), 1, "give a positive number")
-        if self.max_len is not None:
-            check_whole("max_len", self.max_len, 2, "a request has a token of prompt and a new one")
+        if self.max_model_len is not None:
+            check_whole("max_model_len", self.max_model_len, 2, "a request has a token of prompt and a new one")
         for length in self.prefill_lens:
             check_whole("prefill", length, 1, "give positive numbers")
         if self.kv_cache_dtype in QUANTIZED:
@@ -100,9 +100,9 @@ class PlanReport:
     num_devices: int
     num_replicas: int
     mesh: Mapping[str, int]
-    max_len: int
-    num_slots: int  # of one replica
-    page_len: int
+    max_model_len: int
+    max_num_seqs: int  # of one replica
+    page_size: int
     kv_cache_dtype: str
     road: str  # as the engine chooses it: packed or gathered; generate where neither can be
     why: str | None  # not the road before
@@ -169,11 +169,11 @@ def make_plan(
     model = abstract_model(module, mesh, refuse_uneven=request.refuse_uneven)
     runtime = ModelRuntime(module, model.weights, sharding=model.sharding)  # type: ignore[arg-type]
     max_len = _max_len(runtime, request)
-    num_slots = -(-request.num_slots // num_replicas)
+    num_slots = -(-request.max_num_seqs // num_replicas)
     note(f"tracing {name} for {request.topology}")
     with compiling_for(chip):
-        road = _with_dtype(choose_executor(runtime, model.sharding, request.page_len, max_len, num_slots), request)
-    sizes = CacheSizes(model, chip, road, road.page_len(request.page_len, max_len), max_len, num_slots)
+        road = _with_dtype(choose_executor(runtime, model.sharding, request.page_size, max_len, num_slots), request)
+    sizes = CacheSizes(model, chip, road, road.page_size(request.page_size, max_len), max_len, num_slots)
     programs: list[ProgramReport] = []
     bounds: list[StepBound] = []
     cache, why_not = sizes.plan(), None
@@ -201,14 +201,14 @@ def make_plan(
 def _max_len(runtime: ModelRuntime, request: PlanRequest) -> int:
     limits = runtime.limits
     limit = limits.max_positions
-    if request.max_len is None:
+    if request.max_model_len is None:
         return min(8192, limit or 8192)
-    if limits.learned_positions is not None and request.max_len > limits.learned_positions:
+    if limits.learned_positions is not None and request.max_model_len > limits.learned_positions:
         raise InvalidArgumentError(
-            f"max_len: expected at most {limits.learned_positions}, the positions this model has, got "
-            f"{request.max_len}; lower it"
+            f"max_model_len: expected at most {limits.learned_positions}, the positions this model has, got "
+            f"{request.max_model_len}; lower it"
         )
-    return request.max_len
+    return request.max_model_len
 
 
 def _with_dtype(road: PlannedExecutor, request: PlanRequest) -> PlannedExecutor:
@@ -259,9 +259,9 @@ def _report(
         num_devices=math.prod(mesh.values()),
         num_replicas=num_replicas,
         mesh=mesh,
-        max_len=sizes.max_len,
-        num_slots=sizes.num_slots,
-        page_len=sizes.page_len,
+        max_model_len=sizes.max_len,
+        max_num_seqs=sizes.num_slots,
+        page_size=sizes.page_size,
         kv_cache_dtype=str(road.pages[0].dtype) if road.pages else "none",
         road=road.name,
         why=road.why,
@@ -296,8 +296,8 @@ def _remedies(sizes: CacheSizes, temporary: int, why_not: str | None) -> tuple[s
         slots = min(sizes.num_slots - 1, int(sizes.slots_in(left)))
         if slots >= 1:
             said.append(f"{slots} slots of {sizes.max_len} tokens")
-        length = int(sizes.max_len * slots / sizes.num_slots) // sizes.page_len * sizes.page_len
-        if length >= sizes.page_len:
+        length = int(sizes.max_len * slots / sizes.num_slots) // sizes.page_size * sizes.page_size
+        if length >= sizes.page_size:
             said.append(f"{sizes.num_slots} slots of about {length} tokens")
     eight_bits = weights // sizes.model.itemsize
     if eight_bits < weights and need - weights + eight_bits <= memory:

@@ -17,8 +17,8 @@ from torchax_serve.planning.plan_cache import cached_plan
 def search(
     module: PreTrainedModel,
     name: str,
-    num_slots: int,
-    max_len: int,
+    max_num_seqs: int,
+    max_model_len: int,
     options: dict[str, Any],
     *,
     note: Note = no_note,
@@ -27,7 +27,12 @@ def search(
 
     Chips whose compiler is not installed are listed with what to install. `note` is told what is being compiled.
     """
-    asked = {**options, "num_slots": num_slots, "max_len": max_len, "prefill_lens": options["prefill_lens"]}
+    asked = {
+        **options,
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": max_model_len,
+        "prefill_lens": options["prefill_lens"],
+    }
     return [_row(module, name, chip, asked, note) for chip in CHIPS.values()]
 
 

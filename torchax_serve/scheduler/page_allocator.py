@@ -34,9 +34,9 @@ class SequencePages:
 
     def pages_missing(self, config: SchedulerConfig, length: int) -> list[int]:
         """By group, pages still needed to come to `length` tokens one by one."""
-        grown = -(-length // config.page_len) - self.num_pages
+        grown = -(-length // config.page_size) - self.num_pages
         return [
-            min(grown, max(1, group.most_pages(length, config.page_len) - self.num_pages + first))
+            min(grown, max(1, group.most_pages(length, config.page_size) - self.num_pages + first))
             for group, first in zip(config.groups, self.first_needed_page, strict=True)
         ]
 
@@ -62,16 +62,16 @@ class PageAllocator:
 
     def __init__(self, config: SchedulerConfig, hash_function: PageHash = page_hash) -> None:
         self._groups = config.groups
-        self._page_len = config.page_len
-        self._num_slots = config.num_slots
-        self._prefix_caching = config.prefix_caching
+        self._page_len = config.page_size
+        self._num_slots = config.max_num_seqs
+        self._prefix_caching = config.enable_prefix_caching
         self._index = PrefixCache(len(config.groups), hash_function)
         self._pools = [
             PagePool(group.num_pages, functools.partial(self._index.drop, i)) for i, group in enumerate(config.groups)
         ]
         self._windowed = [i for i, group in enumerate(config.groups) if group.window is not None]
-        self._free_slots = list(range(config.num_slots))  # a heap: low slots first keep the batch dense
-        self._tables = [np.zeros((config.num_slots, config.pages_per_seq), np.int32) for _ in config.groups]
+        self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first keep the batch dense
+        self._tables = [np.zeros((config.max_num_seqs, config.pages_per_seq), np.int32) for _ in config.groups]
         self.page_tables = tuple(table.view() for table in self._tables)
         for table in self.page_tables:
             table.flags.writeable = False

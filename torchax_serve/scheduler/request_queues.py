@@ -100,7 +100,7 @@ class RequestQueues:
             (request.priority, self._num_arrived),
             list(request.prompt_ids),
             length - 1,
-            min(length - 1 + request.max_new_tokens, self._config.max_len),
+            min(length - 1 + request.max_new_tokens, self._config.max_model_len),
             length - 1,
         )
         rope = self._config.rope

@@ -54,8 +54,8 @@ class Scheduler:
     run on the device in the order in which they were made and are committed in that order. Not thread-safe: one
     thread calls it.
 
-    A request ends with the reason "stop" (a stop token), "length" (its `max_new_tokens`, the model's `max_len`, or
-    alone it has outgrown all pages), "deadline", "abort" or "error".
+    A request ends with the reason "stop" (a stop token), "length" (`max_new_tokens` or `max_model_len` is reached, or
+    the request needs more pages than there are), "deadline", "abort" or "error".
     """
 
     def __init__(self, config: SchedulerConfig, hash_function: PageHash = page_hash) -> None:
@@ -75,8 +75,8 @@ class Scheduler:
         """Lets `request` wait for its turn; the state is for looking at.
 
         Raises:
-            InvalidArgumentError: it can never run (prompt and one token exceed `max_len`, or all pages of a group),
-                its id is that of a live request, or it is no fork of the request it names.
+            InvalidArgumentError: it can never run (prompt and one token exceed `max_model_len`, or all pages of a
+                group), its id is that of a live request, or it is no fork of the request it names.
         """
         state = self._roster.add(request)
         state.arrived_step = self._planner.num_planned

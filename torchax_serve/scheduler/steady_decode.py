@@ -20,13 +20,13 @@ class SteadyDecodeBatch:
     Args:
         states: of all requests that run, in their order; each has pages.
         running: the list that they are.
-        page_len: tokens of a page.
+        page_size: tokens of a page.
     """
 
-    def __init__(self, states: list[RequestState], running: PriorityList, page_len: int) -> None:
+    def __init__(self, states: list[RequestState], running: PriorityList, page_size: int) -> None:
         self.states = states
         self._running, self._num_changes = running, running.num_changes
-        self._page_len = page_len
+        self._page_len = page_size
         self._request_ids = [state.request.request_id for state in states]
         self._pages = [state.pages for state in states if state.pages is not None]
         self._slots = np.array([pages.slot for pages in self._pages], np.int32)

@@ -78,7 +78,7 @@ class StepPlan:
     fresh_slots: tuple[int, ...]  # slots that a request has just been given
     page_copies: tuple[PageCopy, ...]
     page_tables: tuple[np.ndarray, ...]
-    """A table for each group, int32[num_slots, pages_per_seq]: page ids by slot and by position // page_len.
+    """A table for each group, int32[num_slots, pages_per_seq]: page ids by slot and by position // page_size.
 
     Not a copy, and read-only: valid until the scheduler is called again, so copy what is kept. Entries are 0, the null
     page, behind the window, beyond what the slot's request has been given, and for slots of nobody.

@@ -69,7 +69,7 @@ class StepPlanner:
         )
         if not standing.reserve(num_steps, self._book):
             return None
-        self._pacer.limit(num_decode, self._config.token_budget - num_decode)  # which counts steps
+        self._pacer.limit(num_decode, self._config.max_num_batched_tokens - num_decode)  # which counts steps
         return self._build(standing.advance(num_steps), num_decode, num_steps), standing.states
 
     def check_integrity(self) -> None:
@@ -88,12 +88,12 @@ class StepPlanner:
                 num_decode += 1
             elif prompt is None and state.wants_prefill:
                 prompt = state
-        budget = self._config.token_budget - num_decode
+        budget = self._config.max_num_batched_tokens - num_decode
         age = self._burst_age(prompt) if num_decode else None
         is_burst = age is not None
         holds_decode = age is not None and age < BURST_DECODE_DELAY
         if is_burst:
-            limit = self._config.token_budget if holds_decode else budget
+            limit = self._config.max_num_batched_tokens if holds_decode else budget
         else:
             limit = self._round_up_to_bucket(num_decode, self._pacer.limit(num_decode, budget), budget)
         num_steps = self._num_steps(num_decode)
@@ -107,7 +107,7 @@ class StepPlanner:
             return None
         running, rows = self._roster.running, (*draft.decode_rows, *draft.prefill_rows)
         if len(draft.decoding) == len(running) and not self._roster.waiting:
-            self._standing = SteadyDecodeBatch(states, running, self._config.page_len)
+            self._standing = SteadyDecodeBatch(states, running, self._config.page_size)
         plan = self._build(rows, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
         if not is_burst:
             self._pacer.charge(plan.step, plan.num_decode, plan.num_prefill_tokens)
@@ -160,7 +160,7 @@ class StepPlanner:
 
     def _fill(self, prefill_limit: int, holds_decode: bool = False, num_steps: int = 1) -> _PlanBuilder:
         draft = _PlanBuilder(prefill_limit, [0] * len(self._config.groups))
-        page_len = self._config.page_len
+        page_size = self._config.page_size
         growing: list[tuple[SequencePages, int]] = []  # for several steps; there are pages for all
         for state in tuple(self._roster.running):
             start, pages = state.num_planned, state.pages
@@ -174,7 +174,7 @@ class StepPlanner:
                     self._roster.preempt(state)
                     continue
                 end = start + num_steps
-                if end > pages.num_pages * page_len:
+                if end > pages.num_pages * page_size:
                     if num_steps > 1:
                         growing.append((pages, end))
                     elif not self._grow(state, end):
@@ -272,7 +272,9 @@ class StepPlanner:
     def _parent(self, state: RequestState) -> RequestState | None:
         """The request whose computed prompt `state` can begin with, now or later; None if it must begin by itself."""
         request = state.request
-        can_share = request.cache_prompt and self._config.prefix_caching and 1 < state.prompt_len == len(state.tokens)
+        can_share = (
+            request.cache_prompt and self._config.enable_prefix_caching and 1 < state.prompt_len == len(state.tokens)
+        )
         if request.fork_of is None or not can_share:
             return None
         parent = self._roster.find(request.fork_of)
@@ -299,7 +301,7 @@ class StepPlanner:
             if not self._book.can_allocate(match, len(state.tokens), spare):
                 return None
             pages = self._book.allocate_slot(match, salt, shares)
-            num_computed = len(match.nodes) * self._config.page_len
+            num_computed = len(match.nodes) * self._config.page_size
         self._roster.start(state, pages, num_computed)
         draft.fresh_slots.append(pages.slot)
         self.num_prompt_tokens += len(state.tokens)
@@ -325,16 +327,16 @@ class StepPlanner:
         """Decode steps of all running requests that a dispatch may take; at least one, also where there is no page."""
         config = self._config
         affordable = self._pacer.steps_within(config.max_fused_decode_s, num_decode)
-        return max(1, int(min(config.max_num_steps, affordable, to_come, to_recompute, config.max_len - longest)))
+        return max(1, int(min(config.max_num_steps, affordable, to_come, to_recompute, config.max_model_len - longest)))
 
     def _has_pages(self, num_tokens: int) -> bool:
         """Whether every running request can be grown by so many tokens."""
-        page_len, running = self._config.page_len, self._roster.running
+        page_size, running = self._config.page_size, self._roster.running
         num_available = self._book.num_available
-        if len(running) * -(-num_tokens // page_len) <= num_available:
+        if len(running) * -(-num_tokens // page_size) <= num_available:
             return True  # the common case, known without a look at each
         lacking = 0
         for state in running:
             assert state.pages is not None
-            lacking += max(0, -(-(state.num_planned + num_tokens) // page_len) - state.pages.num_pages)
+            lacking += max(0, -(-(state.num_planned + num_tokens) // page_size) - state.pages.num_pages)
         return lacking <= num_available
