@@ -29,10 +29,11 @@ SMALL = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_bat
 
 
 def request(prompt, max_new_tokens=8, seed=0, params=None, **config):
+    params = params or SamplingParams()
     return EngineRequest.of(
         prompt,
-        transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config),
-        params,
+        params.merged_into(transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)),
+        params.only_engine_options(),
         vocab_size=VOCAB_SIZE,
         seed=seed,
     )

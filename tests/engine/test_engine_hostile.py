@@ -22,7 +22,10 @@ NEW = 10
 
 def request(prompt=(5, 6), params=None, max_new_tokens=8, **config):
     config = transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)
-    return EngineRequest.of(prompt, config, params, vocab_size=VOCAB_SIZE, seed=0)
+    params = params or SamplingParams()
+    return EngineRequest.of(
+        prompt, params.merged_into(config), params.only_engine_options(), vocab_size=VOCAB_SIZE, seed=0
+    )
 
 
 @pytest.fixture(scope="module")

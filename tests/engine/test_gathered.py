@@ -108,7 +108,8 @@ def prompts():
 
 
 def answers(engine, ids, runtime, params=None):
-    config = transformers.GenerationConfig(max_new_tokens=NEW)
+    params = params or SamplingParams()
+    config, params = params.merged_into(transformers.GenerationConfig(max_new_tokens=NEW)), params.only_engine_options()
     tickets = [
         engine.submit(EngineRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0))
         for prompt in ids
@@ -125,7 +126,7 @@ def alone(model, ids):
 
 
 def prompt_logprobs(engine, prompt, runtime):
-    params = SamplingParams(max_new_tokens=2, prompt_logprobs=0)
+    params = SamplingParams(prompt_logprobs=0)
     config = transformers.GenerationConfig(max_new_tokens=2)
     request = EngineRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0)
     found = next(new.prompt_logprobs for new in engine.submit(request) if new.prompt_logprobs is not None)

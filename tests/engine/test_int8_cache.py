@@ -32,6 +32,8 @@ other side of a half; all other differences are a hundred times smaller."""
 
 def request(prompt, max_new_tokens=8, params=None, fork_of=None, **config):
     generation = transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)
+    params = params or SamplingParams()
+    generation, params = params.merged_into(generation), params.only_engine_options()
     return EngineRequest.of(prompt, generation, params, vocab_size=VOCAB_SIZE, seed=0, fork_of=fork_of)
 
 

@@ -26,7 +26,9 @@ GIVEN = {
 
 def params_of(config=None, vocab_size=40, seed=0, **options):
     config = config or GenerationConfig(max_new_tokens=8)
-    return RowSamplingParams.of(SamplingParams(**options), config, vocab_size=vocab_size, seed=seed)
+    params = SamplingParams(**options)
+    merged = params.merged_into(config)
+    return RowSamplingParams.of(params.only_engine_options(), merged, vocab_size=vocab_size, seed=seed)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from model_adapters.ops.compressed_weight import Weight, unpacked
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import ExecutableCache
-from torchax_serve.engine.engine import Engine, EngineStats
+from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, cancel_on_error
+from torchax_serve.outputs import EngineStats, SchedulerStats
 from torchax_serve.runtime.model_runtime import ModelRuntime
-from torchax_serve.scheduler import SchedulerStats
 
 if TYPE_CHECKING:
     from torchax_serve.compilation.launchers import Launcher

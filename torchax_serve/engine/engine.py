@@ -19,7 +19,8 @@ from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
 from torchax_serve.engine.output_processor import OutputProcessor, describe
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
-from torchax_serve.scheduler import FinishReason, RequestId, RowResult, Scheduler, SchedulerStats, StepPlan
+from torchax_serve.outputs import EngineStats, FinishReason
+from torchax_serve.scheduler import RequestId, RowResult, Scheduler, StepPlan
 from torchax_serve.validation.owner_process import OwnerProcess
 
 logger = logging.getLogger("torchax_serve")
@@ -29,33 +30,6 @@ MAX_NUM_WAITING = 8192
 
 MAX_IN_FLIGHT = 2
 """Plans on the device: one computes while the host prepares the next."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStats:
-    """Counts of the moment, and since the start where it says so."""
-
-    scheduler: SchedulerStats
-    num_programs: int  # compiled steps of the model in memory
-    num_steps: int  # of the model since the start
-    tokens_per_s: float  # new tokens over the last seconds
-    host_s: float  # since the start, spent by the engine's thread outside of waiting for the device
-    busy_s: float  # since the start, time in which something was in flight
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Part of all prompt tokens that were in the cache already."""
-        return self.scheduler.num_hit_tokens / max(1, self.scheduler.num_prompt_tokens)
-
-    def __str__(self) -> str:
-        """One line for people."""
-        scheduler = self.scheduler
-        pages = ", ".join(f"{group.num_used}/{group.num_pages} pages ({group.name})" for group in scheduler.pages)
-        return (
-            f"{scheduler.num_running} running, {scheduler.num_waiting} waiting, {pages or 'no pages'}, "
-            f"prefix hits {self.prefix_hit_rate:.0%}, {scheduler.num_preemptions} preempted, "
-            f"{self.num_programs} programs, {self.tokens_per_s:.0f} tokens/s"
-        )
 
 
 class Engine:

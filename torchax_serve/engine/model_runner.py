@@ -12,10 +12,10 @@ import numpy as np
 from model_adapters.bridge.host_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.engine.request_handle import TokenLogprobs
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
 from torchax_serve.kv_cache.pools import PagedCache
+from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs, Sampled
 from torchax_serve.scheduler import PlanRow, StepPlan

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.engine.request_handle import RequestHandle, RequestOutput, TokenLogprobs
+from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
+from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.scheduler import RequestId, RowResult
 
 logger = logging.getLogger("torchax_serve")

@@ -65,8 +65,8 @@ class EngineRequest:
 
         Args:
             prompt_ids: checked against the model.
-            config: limits and sampling, merged with the model's own; without stop strings.
-            params: what the caller asked, for options that only the engine knows.
+            config: Limits and sampling options, with the caller's merged into the model's; without stop strings.
+            params: Options that only the engine honours (`SamplingParams.only_engine_options`).
             vocab_size: columns of the logits.
             seed: draws depend on it and on the tokens, on nothing else; None draws one.
             fork_of: see above.

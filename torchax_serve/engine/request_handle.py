@@ -5,28 +5,19 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import queue
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import NamedTuple, Self
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.compilation.compile_lock import check_not_compiling
-from torchax_serve.scheduler import FinishReason, RequestId, RowResult
+from torchax_serve.outputs import FinishReason, TokenLogprobs
+from torchax_serve.scheduler import RequestId, RowResult
 from torchax_serve.validation.owner_process import OwnerProcess
 
 
 class RequestError(TorchaxServeError):
     """A request that was taken has failed; the message says why. Others are not concerned."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities of one token under the model, before any sampling option."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), the likeliest first
 
 
 class RequestOutput(NamedTuple):

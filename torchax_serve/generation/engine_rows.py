@@ -160,7 +160,7 @@ def engine_request_for(
         model: what `torchax_serve.generation.jax_model.run_on_jax` returned.
         prompt_ids: checked token ids.
         config: of ``generate``.
-        params: what the caller asked, for options that only the engine knows.
+        params: options that only the engine honours.
         seed: of the draws.
     """
     runtime = model._jax_runtime

@@ -98,12 +98,12 @@ class RowSamplingParams:
         stop_ids: Collection[int] | None = None,
         honoured: Collection[str] = ENGINE_OPTIONS,
     ) -> RowSamplingParams:
-        """Merges and checks what a request asks for; nothing of it is ignored.
+        """Checks the options of a request and brings them into the form of a row.
 
         Args:
-            params: what the caller asked.
-            config: the model's own generation config; or the one that ``params.without_engine_only()`` has already been
-                merged with, which changes nothing any more.
+            params: Options that only the engine honours, such as `logit_bias` (`SamplingParams.only_engine_options`).
+            config: Everything else: the model's generation config with the caller's options merged into it
+                (`SamplingParams.merged_into`).
             vocab_size: columns of the logits.
             seed: ``params.seed``, or one drawn for this request.
             stop_ids: tokens that end the request; None takes the config's ``eos_token_id``.
@@ -113,7 +113,7 @@ class RowSamplingParams:
             InvalidArgumentError: a value out of its range, a token outside the vocabulary.
             UnsupportedArgumentError: an option is set that nobody here honours.
         """
-        config = params.without_engine_only().to_generation_config(config)
+        assert params == params.only_engine_options(), f"merge {params} into the config first"
         validate_options(config)
         if unsupported := unsupported_options(config, honoured):
             raise UnsupportedArgumentError(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchax_serve.outputs import GroupUsage
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool, check_equal
 from torchax_serve.scheduler.prefix_cache import PageHash, PrefixCache, PrefixNode, page_hash
@@ -46,15 +47,6 @@ class PrefixMatch(NamedTuple):
 
     nodes: list[PrefixNode]
     first_live: list[int]  # by group, the first node whose page is needed
-
-
-class GroupUsage(NamedTuple):
-    """Pages of a group, the null page not counted."""
-
-    name: str
-    num_pages: int
-    num_used: int
-    num_cached: int  # not in use, but they hold a prefix
 
 
 class PageAllocator:

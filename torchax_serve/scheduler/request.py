@@ -13,7 +13,8 @@ from torchax_serve.scheduler.config import check_whole
 
 if TYPE_CHECKING:
     from torchax_serve.scheduler.page_allocator import SequencePages
-from torchax_serve.scheduler.types import MAX_TOKEN_ID, FinishReason, RequestId
+from torchax_serve.outputs import FinishReason
+from torchax_serve.scheduler.types import MAX_TOKEN_ID, RequestId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,13 +7,14 @@ import heapq
 import operator
 from collections.abc import Iterator
 
+from torchax_serve.outputs import FinishReason
 from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
 from torchax_serve.scheduler.page_pool import check_equal
 from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
 from torchax_serve.scheduler.step_plan import RowResult
-from torchax_serve.scheduler.types import FinishReason, RequestId
+from torchax_serve.scheduler.types import RequestId
 
 _RANK = operator.attrgetter("rank")
 

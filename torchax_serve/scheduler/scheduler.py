@@ -6,40 +6,26 @@ preemption by recomputation vLLM's (Kwon et al., 2023).
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.outputs import FinishReason, SchedulerStats
 from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import SchedulerConfig
-from torchax_serve.scheduler.page_allocator import GroupUsage, PageAllocator
+from torchax_serve.scheduler.page_allocator import PageAllocator
 from torchax_serve.scheduler.prefill_budget import PrefillBudget
 from torchax_serve.scheduler.prefix_cache import PageHash, page_hash
 from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
 from torchax_serve.scheduler.request_queues import RequestQueues
 from torchax_serve.scheduler.step_plan import RowResult, StepPlan
 from torchax_serve.scheduler.step_planner import StepPlanner
-from torchax_serve.scheduler.types import FinishReason, RequestId
+from torchax_serve.scheduler.types import RequestId
 
 INVALID_TOKEN = -1
 """What the device reports where it could not sample, as from logits that are not finite: the request fails."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerStats:
-    """Counts of the moment, and since the start where it says so."""
-
-    num_running: int
-    num_waiting: int  # preempted ones among them
-    num_in_flight: int  # plans not yet committed
-    pages: tuple[GroupUsage, ...]
-    num_preemptions: int  # since the start
-    num_prompt_tokens: int  # since the start, of requests let in (again after a preemption)
-    num_hit_tokens: int  # of those, found in the cache
-    num_new_tokens: int  # since the start, accepted
 
 
 class _Flight(NamedTuple):

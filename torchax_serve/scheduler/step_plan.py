@@ -8,8 +8,9 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
+from torchax_serve.outputs import FinishReason
 from torchax_serve.scheduler.page_pool import PageCopy
-from torchax_serve.scheduler.types import FinishReason, RequestId
+from torchax_serve.scheduler.types import RequestId
 
 
 class PlanRow(NamedTuple):

@@ -7,36 +7,15 @@ import copy
 import dataclasses
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from model_adapters.errors import InvalidArgumentError, QueueFullError
+from torchax_serve.outputs import Completion
 from torchax_serve.sampling_params import MAX_SEED, SamplingParams
 from torchax_serve.text.call_hints import refuse_unknown
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
 from torchax_serve.text.text_stream import TextStream, new_tokens
 from torchax_serve.validation.argument_checks import is_list
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The answer to one prompt.
-
-    Attributes:
-        text: without special tokens, up to the first stop string; empty of a model without a tokenizer.
-        token_ids: the new tokens, the end-of-sequence token included.
-        prompt_len: tokens of the prompt.
-        finish_reason: "stop" (end-of-sequence token or stop string), "length", or "deadline" (its time was up).
-        logprobs: `TokenLogprobs` of each new token, if they were asked for.
-        prompt_logprobs: those of the prompt's tokens, None for the first one, if they were asked for.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_len: int
-    finish_reason: Literal["stop", "length", "deadline"]
-    logprobs: list[Any] | None = None
-    prompt_logprobs: tuple[Any, ...] | None = None
 
 
 def generate_batch(
@@ -125,7 +104,7 @@ def _completed(answer: TextStream) -> Completion:
     with answer:
         text = "".join(answer)
     stats = answer.stats
-    assert stats.finish_reason in ("stop", "length", "deadline")
+    assert stats.finish_reason is not None
     logprobs = answer.logprobs if answer.logprobs else None
     return Completion(
         text, answer.token_ids, stats.prompt_tokens, stats.finish_reason, logprobs, answer.prompt_logprobs

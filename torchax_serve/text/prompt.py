@@ -118,7 +118,7 @@ def given_or_default(params: SamplingParams | None) -> SamplingParams:
 
 def merged(model: TextModel, params: SamplingParams) -> tuple[GenerationConfig, tuple[str, ...]]:
     """What `params` and the model's own generation config ask for together, and its stop strings out of it."""
-    config = params.without_engine_only().to_generation_config(model.generation_config)
+    config = params.merged_into(model.generation_config)
     stops = config.stop_strings or ()
     config.stop_strings = None
     return config, (stops,) if isinstance(stops, str) else tuple(stops)
