@@ -190,7 +190,7 @@ def test_several_steps_in_one_dispatch_give_the_same_tokens(options):
     several, single = (dataclasses.replace(SMALL, max_num_steps=num_steps) for num_steps in (4, 1))
     drawn = {"do_sample": True, **options} if options else {}
     with serve(tiny_model("llama"), engine=several) as many, serve(tiny_model("llama"), engine=single) as one:
-        model, sent = many.engine._runner._model, []
+        model, sent = many.engine._runner._executor, []
         decode = model.decode
         model.decode = lambda *args: sent.append(args[4]) or decode(*args)
         tickets = [[m.engine.submit(request(p, 13, 9, **drawn)) for p in prompts] for m in (many, one)]
@@ -202,7 +202,7 @@ def test_several_steps_in_one_dispatch_give_the_same_tokens(options):
 
 def test_a_step_that_raises_fails_its_requests_and_no_others(llama, monkeypatch):
     engine = llama.engine
-    model = engine._runner._model
+    model = engine._runner._executor
     calls = []
 
     def failing(step):
@@ -226,7 +226,7 @@ def test_a_step_that_takes_the_cache_with_it(llama, monkeypatch):
     engine = llama.engine
     prompt = [9, 8, 7, 6, 5, 4, 3, 9, 8, 7]
     assert engine.submit(request(prompt, 3)).result() == expected_tokens("llama", prompt, 3)  # its prefix is kept
-    model = engine._runner._model
+    model = engine._runner._executor
     run = model.run
 
     def failing(*args, **kwargs):
@@ -335,7 +335,7 @@ def test_batch_invariant_bfloat16_has_the_same_logprobs_alone_and_in_company():
 def test_batch_invariance_is_refused_where_it_does_not_hold():
     with (
         serve(tiny_model("bloom"), engine=EngineOptions(max_model_len=64, batch_invariant=True)) as model,
-        pytest.raises(InvalidArgumentError, match="batch_invariant: expected a model on the packed road"),
+        pytest.raises(InvalidArgumentError, match="batch_invariant: expected a model that runs packed"),
     ):
         model.engine.stats()
 

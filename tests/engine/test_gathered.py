@@ -207,7 +207,7 @@ def test_many_rows_are_split_by_length(monkeypatch):
     sizes = memory.MemoryBudget(
         max_model_len=56, max_num_seqs=6, page_size=8, max_num_batched_tokens=32, kv_cache_memory_bytes=1 << 20
     )
-    model = per_sequence_executor(runtime, sizes, "tested").model
+    model = per_sequence_executor(runtime, sizes, "tested").executor
     table = np.arange(1, 43, dtype=np.int32).reshape(6, 7)
     lengths = [3, 20, 9, 33, 4, 12]
     generator = np.random.default_rng(1)

@@ -100,15 +100,15 @@ def test_scales_are_the_largest_numbers_of_a_prompt_with_a_margin(llama):
 def run_by_hand(model, ids, num_decoded):
     """Logits [n, vocab] of a prompt in two chunks and of tokens decoded one by one, and the pools behind them."""
     sizes = MemoryBudget(**LAYOUT, kv_cache_memory_bytes=1 << 18, kv_cache_dtype="int8")
-    road = packed_executor(model._generator()._jax_runtime, sizes)
+    choice = packed_executor(model._generator()._jax_runtime, sizes)
     table = np.zeros((4, 8), np.int32)
     table[1] = [5, 3, 7, 1, 2, 4, 6, 8]
     logits = []
     cuts = [0, 11, *range(len(ids) - num_decoded, len(ids) + 1)]
     for start, end in itertools.pairwise(cuts):
         rows = [PlanRow(0, 1, start, end - start, tuple(ids[start:end]), True)]
-        logits.append(np.asarray(road.model.run(rows, (table,), to_device(np.zeros(4), np.int32)))[0])
-    return np.stack(logits), [np.asarray(pool.pages, np.int32) for pool in road.cache.pools]
+        logits.append(np.asarray(choice.executor.run(rows, (table,), to_device(np.zeros(4), np.int32)))[0])
+    return np.stack(logits), [np.asarray(pool.pages, np.int32) for pool in choice.executor.cache.pools]
 
 
 def test_kernels_store_what_the_reference_stores_and_attend_alike(llama):
@@ -173,15 +173,15 @@ def test_requests_that_make_room_for_others_get_the_same_tokens(alone):
 def test_a_step_that_takes_the_cache_with_it_leaves_scales(alone, monkeypatch):
     with serve(tiny_model("llama"), engine=INT8) as model:
         engine = model.engine
-        run = engine._runner._model.run
+        run = engine._runner._executor.run
 
         def failing(*args, **kwargs):
-            monkeypatch.setattr(engine._runner._model, "run", run)
+            monkeypatch.setattr(engine._runner._executor, "run", run)
             for array in jax.tree.leaves(engine._runner._cache.pools):
                 array.delete()
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr(engine._runner._model, "run", failing)
+        monkeypatch.setattr(engine._runner._executor, "run", failing)
         with pytest.raises(Exception, match="out of memory"):
             engine.submit(request([5, 6, 7])).result()
         assert engine.submit(request([5, 6, 7])).result() == alone([5, 6, 7])

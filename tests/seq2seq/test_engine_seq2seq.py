@@ -193,7 +193,7 @@ def test_warm_up_compiles_all_that_requests_of_any_length_meet():
 
 
 def test_a_step_that_raises_fails_its_requests_and_no_others(served, monkeypatch):
-    model = served.engine._runner._model
+    model = served.engine._runner._executor
     encoded = model.sources.encoder_output
 
     def failing(*args):

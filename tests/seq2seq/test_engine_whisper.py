@@ -208,7 +208,7 @@ def test_slots_are_as_many_as_memory_has_room_for():
     engine = build_engine(runtime, EngineOptions(max_num_seqs=32, page_size=4, kv_cache_memory_bytes=2 * 7 * each))
     try:
         assert "for the states of requests" in engine.description
-        assert engine._runner._model._num_slots == 4  # of six, a power of two
+        assert engine._runner._executor._num_slots == 4  # of six, a power of two
     finally:
         engine.close()
     with pytest.raises(UnsupportedModelError, match="expected memory for keys and values of two sounds"):

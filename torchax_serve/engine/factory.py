@@ -1,4 +1,4 @@
-"""From a loaded model to an engine: which road it takes, how much memory there is for it, what fits."""
+"""Builds the engine of a loaded model: chooses its executor, sizes the cache, configures the scheduler."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ logger = logging.getLogger("torchax_serve")
 def build_engine(
     runtime: ModelRuntime, options: EngineOptions | None = None, ids: Iterator[RequestId] | None = None
 ) -> Engine:
-    """An engine for the model of `runtime`; its thread runs until it is closed. `ids` are those of its requests.
+    """Builds an engine for the model of `runtime`; its thread runs until it is closed.
+
+    Args:
+        runtime: The model.
+        options: Sizes and policies.
+        ids: Ids of the requests to come.
 
     Raises:
-        UnsupportedModelError: the model's forward does not let requests be batched.
-        InvalidArgumentError: options that do not fit the model.
-        OutOfMemoryError: there is no room for a cache.
+        UnsupportedModelError: requests of this model cannot be batched.
+        InvalidArgumentError: options do not fit the model.
+        OutOfMemoryError: the cache does not fit.
     """
     options = options or EngineOptions()
     sizes = MemoryBudget(
@@ -49,7 +54,7 @@ def build_engine(
         source_len=None if runtime.encoder is None else runtime.encoder.fixed_output_len,
     )
     try:
-        road = packed_executor(runtime, sizes)
+        choice = packed_executor(runtime, sizes)
     except NotPackableError as reason:
         _check_invariance(options, str(reason))
         if options.kv_cache_dtype is not None:
@@ -57,36 +62,34 @@ def build_engine(
                 f"kv_cache_dtype: expected None for a model that cannot be packed, got {options.kv_cache_dtype!r} "
                 f"({reason}); leave it out"
             ) from reason
-        road = per_sequence_executor(runtime, sizes, str(reason))
+        choice = per_sequence_executor(runtime, sizes, str(reason))
     _check_invariance(options, not_invariant_reason())
-    if road.num_slots is not None:
-        sizes = dataclasses.replace(sizes, max_num_seqs=road.num_slots)
-    is_packed = road.fallback_reason is None
+    limits = choice.executor.limits
     config = SchedulerConfig(
-        groups=road.cache.plan.groups,
+        groups=choice.executor.cache.plan.groups,
         page_size=sizes.page_size,
-        max_num_seqs=sizes.max_num_seqs,
+        max_num_seqs=limits.max_num_seqs,
         max_model_len=sizes.max_model_len,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
-        enable_prefix_caching=options.enable_prefix_caching and road.can_share_prefixes,
-        max_num_steps=options.max_num_steps if is_packed else 1,
+        enable_prefix_caching=options.enable_prefix_caching and limits.shares_prefixes,
+        max_num_steps=max(1, limits.fused_decode_steps),
         max_fused_decode_s=MAX_DISPATCH_S,
-        allowed_chunk_sizes=road.allowed_chunk_sizes,
-        batches_prefill=is_packed,
+        allowed_chunk_sizes=limits.chunk_sizes,
+        batches_prefill=limits.batches_prefill,
         max_decode_slowdown=options.max_decode_slowdown,
-        token_buckets=token_buckets(sizes.max_num_batched_tokens) if is_packed else (),
+        token_buckets=token_buckets(sizes.max_num_batched_tokens) if choice.is_packed else (),
         rope=None if runtime.program.rope is None else runtime.program.rope.lengths,
     )
-    road = dataclasses.replace(road, sampler_table_bytes=sizes.sampler_table_bytes)
-    logger.info("%s", road)
-    runner = ModelRunner(road.model, road.cache, num_slots=sizes.max_num_seqs, vocab_size=runtime.limits.vocab_size)
-    return Engine(Scheduler(config), runner, str(road), ids, options.max_num_waiting)
+    choice = dataclasses.replace(choice, sampler_table_bytes=sizes.sampler_table_bytes)
+    logger.info("%s", choice)
+    runner = ModelRunner(choice.executor, vocab_size=runtime.limits.vocab_size)
+    return Engine(Scheduler(config), runner, str(choice), ids, options.max_num_waiting)
 
 
 def _check_invariance(options: EngineOptions, why_not: str | None) -> None:
     if options.batch_invariant and why_not is not None:
         raise InvalidArgumentError(
-            f"batch_invariant: expected a model on the packed road and the CPU's C++ kernels; got: {why_not}. Leave it "
+            f"batch_invariant: expected a model that runs packed, with the C++ CPU kernels; got: {why_not}. Leave it "
             "out, or serve float32"
         )
 

@@ -16,7 +16,7 @@ from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
-from torchax_serve.executors.base import Executor
+from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.kv_cache.int8_scales import calibrate_int8_scales, check_int8_kernels
 from torchax_serve.kv_cache.memory import MemoryBudget
@@ -27,7 +27,7 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 TPU_LANES = 128
 
 
-def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> Executor:
+def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoice:
     """The model on a packed paged cache.
 
     Raises:
@@ -50,7 +50,7 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> Executor:
         sizes.max_usable_bytes(shapes), lambda: programs.memoize("temporary", f"{sizes}", temporary)
     )
     cache = _cache(runtime, sizes.plan(shapes, budget), scales)
-    return Executor(_model(runtime, cache, sizes), cache)
+    return ExecutorChoice(_model(runtime, cache, sizes))
 
 
 def _cache(runtime: ModelRuntime, plan: CacheAllocation, scales: Sequence[HeadScales] | None) -> PagedCache:

@@ -8,7 +8,7 @@ about one length are one program, a chunk of a prompt is another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,14 +19,16 @@ import numpy as np
 from model_adapters.bridge.host_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.encoder_inputs import EncoderInputs
-from torchax_serve.executors.packed import SAMPLED_ON_DEVICE
+from torchax_serve.executors.base import ExecutorLimits, refuse_encoder_input, warm_up_sampler
+from torchax_serve.executors.encoder_inputs import EncoderInput, EncoderInputs
 from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
 from torchax_serve.executors.per_sequence_buckets import GatheredSpec, PerSequenceBuckets
 from torchax_serve.executors.per_sequence_forward import SequenceForward
+from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
 from torchax_serve.kv_cache.state_layout import UNBOUNDED, CacheLayout, Leaves
-from torchax_serve.scheduler import PlanRow
+from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.scheduler import PlanRow, StepPlan
 
 
 class PerSequenceExecutor:
@@ -58,9 +60,15 @@ class PerSequenceExecutor:
         block_len: int = UNBOUNDED,
         sources: EncoderInputs | None = None,
     ) -> None:
-        self._forward, self._weights, self._cache, self._layout = forward, weights, cache, layout
+        self._forward, self._weights, self.cache, self._layout = forward, weights, cache, layout
         self._num_slots, self.sources = num_slots, sources
-        self.chunk_sizes, self.is_exact = tuple(chunk_sizes), is_exact
+        self.limits = ExecutorLimits(
+            max_num_seqs=num_slots,
+            max_encoder_len=None if sources is None else sources.max_len,
+            chunk_sizes=tuple(chunk_sizes) if is_exact else None,
+            batches_prefill=False,
+            shares_prefixes=not layout.rows,
+        )
         self.shapes = PerSequenceBuckets(
             num_slots=num_slots,
             chunk_sizes=chunk_sizes,
@@ -155,15 +163,7 @@ class PerSequenceExecutor:
         ahead: int = 0,
         all_logits: bool = False,
     ) -> jax.Array:
-        """Computes `rows` of a plan; the first ``len(rows)`` rows of the logits float32[S, vocab] are theirs.
-
-        Args:
-            rows: at most `num_slots`, the chunk of a prompt last.
-            tables: of the one group there is, or none: int32[num_slots, pages_per_seq].
-            last_tokens: int32[num_slots], sampled last in each slot.
-            ahead: decode steps since the plan's first one.
-            all_logits: logits of every token, float32[at least num_tokens, vocab], in the order of the rows.
-        """
+        """As `Executor.run`; logits are float32, the prefill row is the last one, and there is at most one group."""
         jobs = self._jobs.of(rows, ahead, all_logits)
         parts = []
         for job in jobs:
@@ -185,10 +185,10 @@ class PerSequenceExecutor:
         self, spec: GatheredSpec, last_tokens: jax.Array, numbers: np.ndarray, hidden: jax.Array | None
     ) -> jax.Array:
         """Runs a program on the cache; its logits."""
-        logits, self._cache.pools, self._cache.states = self._step(
+        logits, self.cache.pools, self.cache.states = self._step(
             self._weights,
-            self._cache.pools,
-            self._cache.states,
+            self.cache.pools,
+            self.cache.states,
             last_tokens,
             to_device(numbers, np.int32),
             hidden,
@@ -203,28 +203,28 @@ class PerSequenceExecutor:
     def first_pages(self) -> tuple[np.ndarray, ...]:
         """Page tables that give slot 0 the first pages there are, for a cache that nobody uses."""
         tables = []
-        for group in self._cache.plan.groups:
-            table = np.zeros((self._num_slots, self._cache.pages_per_seq), np.int32)
-            num_pages = min(group.num_pages - 1, self._cache.pages_per_seq)
+        for group in self.cache.plan.groups:
+            table = np.zeros((self._num_slots, self.cache.pages_per_seq), np.int32)
+            num_pages = min(group.num_pages - 1, self.cache.pages_per_seq)
             table[0, :num_pages] = np.arange(1, num_pages + 1)
             tables.append(table)
         return tuple(tables)
 
     def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """A number for each row, with zeros up to the rung that a step of so many rows has."""
+        """As `Executor.padded_rows`."""
         padded = np.zeros(self.shapes.rows(len(numbers)), np.int32)
         padded[: len(numbers)] = numbers
         return padded
 
     def temporary_bytes(self) -> int:
-        """What the largest steps take beside weights, cache and results, as the compiler plans it."""
+        """As `Executor.temporary_bytes`."""
         return max(self._temporary_bytes(spec) for spec in self.shapes.largest())
 
     def _temporary_bytes(self, spec: GatheredSpec) -> int:
         return self._step.temporary_bytes(
             self._weights,
-            self._cache.pools,
-            self._cache.states,
+            self.cache.pools,
+            self.cache.states,
             to_device(np.zeros(self._num_slots), np.int32),
             to_device(np.zeros(sum(spec.sizes)), np.int32),
             self._empty_encoder_input(spec),
@@ -234,15 +234,32 @@ class PerSequenceExecutor:
     def _empty_encoder_input(self, spec: GatheredSpec) -> jax.Array | None:
         return self.sources.dummy(spec.source_len) if self.sources is not None and spec.kind == "begin" else None
 
-    def warm_up(self, last_tokens: Callable[[], jax.Array]) -> Iterator[jax.Array]:
-        """Compiles every step that mixed traffic meets and runs it on nothing of anybody's; yields its logits.
+    def check(self, name: str, source: EncoderInput) -> None:
+        """As `Executor.check`."""
+        if self.sources is None:
+            refuse_encoder_input(name, source)
+        else:
+            self.sources.check(name, source)
 
-        Between two steps the array that `last_tokens` answers may be given away.
-        """
+    def assign(self, slot: int, source: EncoderInput) -> None:
+        """As `Executor.assign`."""
+        if self.sources is not None:
+            self.sources.assign(slot, source)
+
+    def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
+        """As `Executor.run_decode`: there is no such program for forwards per request."""
+        return None
+
+    def warm_up(self, sampler: Sampler) -> None:
+        """As `Executor.warm_up`."""
+        warm_up_sampler(sampler, self._warm_up_steps(sampler))
+
+    def _warm_up_steps(self, sampler: Sampler) -> Iterator[jax.Array]:
+        """Runs every step without rows; yields its logits. The sampler may replace its state between two steps."""
         for spec in self.shapes.all():
             logits = self._dispatch(
                 spec,
-                last_tokens(),
+                sampler.last_tokens,
                 self._jobs.numbers(ProgramCall(spec, [], []), (), 0),
                 self._empty_encoder_input(spec),
             )

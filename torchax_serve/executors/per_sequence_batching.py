@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from torchax_serve.executors.encoder_inputs import EncoderInputs
-from torchax_serve.executors.packed import SAMPLED_ON_DEVICE
 from torchax_serve.executors.per_sequence_buckets import GatheredSpec, PerSequenceBuckets
+from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.scheduler import PlanRow
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.buckets import bucket_sizes
-from torchax_serve.executors.base import Executor
+from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.chunked_prefill_probe import find_chunk_len
 from torchax_serve.executors.encoder_inputs import (
     SMALLEST_SOURCE_LEN,
@@ -30,7 +30,7 @@ EXACT_CHUNK_SIZES = (256, 64, 16, 4, 1)
 SHORTEST_PADDED = 16
 
 
-def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_packed: str) -> Executor:
+def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_packed: str) -> ExecutorChoice:
     """The model on a gathered cache; prefixes are shared only where pages hold all there is of one.
 
     Raises:
@@ -71,12 +71,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
             f"requests of this model cannot be batched. Packed: {why_not_packed}. Each by itself: {reason}"
         ) from reason
     cache.reset()
-    model = make(block_len)
-    chunk_sizes = model.chunk_sizes if model.is_exact else None
-    can_share = not layout.rows
-    return Executor(
-        model, cache, why_not_packed, chunk_sizes, can_share_prefixes=can_share, num_slots=sizes.max_num_seqs
-    )
+    return ExecutorChoice(make(block_len), why_not_packed)
 
 
 def _with_source_len(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudget:
