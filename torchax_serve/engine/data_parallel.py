@@ -87,17 +87,17 @@ class DataParallelEngines:
     def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
         """As `Engine.submit_all`; those of one engine enter together."""
         by_engine: dict[int, list[int]] = {}
-        tickets: dict[int, RequestHandle] = {}
+        handles: dict[int, RequestHandle] = {}
         with self._lock:
             loads = [self._num_requests(index) for index in range(len(self.engines))]
             for row, request in enumerate(requests):
                 index = self._choose_engine(request, loads)
                 loads[index] += 1
                 by_engine.setdefault(index, []).append(row)
-            with cancel_on_error(tickets.values()):
+            with cancel_on_error(handles.values()):
                 for index, rows in by_engine.items():
-                    tickets |= zip(rows, self.engines[index].submit_all([requests[row] for row in rows]), strict=True)
-        return [tickets[row] for row in range(len(requests))]
+                    handles |= zip(rows, self.engines[index].submit_all([requests[row] for row in rows]), strict=True)
+        return [handles[row] for row in range(len(requests))]
 
     def _choose_engine(self, request: EngineRequest, loads: Sequence[int]) -> int:
         number = len(self.engines)

@@ -17,7 +17,7 @@ first."""
 class QueuedStep(NamedTuple):
     """A plan on the device."""
 
-    flight: InFlightStep
+    step: InFlightStep
     sent_s: float
     expected_s: float  # that the device should take, by plans before it; 0 where that is not known
     has_compiled: bool
@@ -34,11 +34,11 @@ class DispatchQueue:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[InFlightStep]:
-        return (each.flight for each in self._queue)
+        return (each.step for each in self._queue)
 
-    def push(self, flight: InFlightStep, expected_s: float, has_compiled: bool) -> None:
+    def push(self, step: InFlightStep, expected_s: float, has_compiled: bool) -> None:
         """Notes that a plan has been sent."""
-        self._queue.append(QueuedStep(flight, time.monotonic(), expected_s, has_compiled))
+        self._queue.append(QueuedStep(step, time.monotonic(), expected_s, has_compiled))
 
     def pop(self) -> QueuedStep:
         """The oldest, which is waited for next."""

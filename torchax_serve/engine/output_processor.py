@@ -1,4 +1,4 @@
-"""Who waits for which tokens: what a step brought a request, on its way into the request's ticket."""
+"""Turns the results of a step into the outputs of requests and delivers them to their handles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_TOKEN = (
 
 
 class OutputProcessor:
-    """The requests that have not ended, with their tickets; used by the engine's thread alone.
+    """The requests that have not ended, with their handles; used by the engine's thread alone.
 
     Tickets are held weakly: one that its reader has dropped ends its request.
 
@@ -41,9 +41,9 @@ class OutputProcessor:
         self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
         self._failed: list[RequestId] = []  # whose tokens could not be handed out
 
-    def add(self, request_id: RequestId, request: EngineRequest, ticket: RequestHandle) -> None:
+    def add(self, request_id: RequestId, request: EngineRequest, handle: RequestHandle) -> None:
         """Takes a request in."""
-        self._requests[request_id] = (request, weakref.ref(ticket))
+        self._requests[request_id] = (request, weakref.ref(handle))
 
     def request(self, request_id: RequestId) -> EngineRequest:
         """What was asked."""
@@ -54,30 +54,30 @@ class OutputProcessor:
         return list(self._requests)
 
     def deliver(
-        self, outcomes: Iterable[RowResult], flight: InFlightStep | None = None, error: str | None = None
+        self, outcomes: Iterable[RowResult], step: InFlightStep | None = None, error: str | None = None
     ) -> None:
         """Hands outcomes out; `error` says why, where a reason is "error" and it is not the logits.
 
         Readers in an event loop sleep on until `notify_async_readers`.
         """
-        if flight is not None and not flight.has_logprobs:
-            flight = None
+        if step is not None and not step.has_logprobs:
+            step = None
         for outcome in outcomes:
             entry = self._requests.get(outcome.request_id)
             if entry is None:
                 continue
-            request, ticket = entry[0], entry[1]()
+            request, handle = entry[0], entry[1]()
             try:
-                new = self._make_output(outcome, request, flight, error)
+                new = self._make_output(outcome, request, step, error)
             except Exception as failure:  # what one reader's data does may not stop the others
                 new = self._failure(outcome.request_id, failure)
-            if ticket is not None:
-                self._put(ticket, new)
+            if handle is not None:
+                self._put(handle, new)
 
-    def _put(self, ticket: RequestHandle, new: RequestOutput | RowResult) -> None:
-        ticket.put(new)
-        if ticket.loop is not None:
-            self._served[ticket.loop].append(ticket)
+    def _put(self, handle: RequestHandle, new: RequestOutput | RowResult) -> None:
+        handle.put(new)
+        if handle.loop is not None:
+            self._served[handle.loop].append(handle)
 
     def _failure(self, request_id: RequestId, error: Exception) -> RequestOutput:
         logger.error("request %s: its tokens could not be handed out", request_id, exc_info=error)
@@ -97,25 +97,25 @@ class OutputProcessor:
         Each by itself would take longer than many a step.
         """
         served, self._served = self._served, collections.defaultdict(list)
-        for loop, tickets in served.items():
+        for loop, handles in served.items():
             try:
-                loop.call_soon_threadsafe(_wake_all, tickets)
+                loop.call_soon_threadsafe(_wake_all, handles)
             except RuntimeError:  # the loop has been closed, and its readers with it
-                for ticket in tickets:
-                    ticket.cancel()
+                for handle in handles:
+                    handle.cancel()
 
     def _make_output(
-        self, outcome: RowResult, request: EngineRequest, flight: InFlightStep | None, error: str | None
+        self, outcome: RowResult, request: EngineRequest, step: InFlightStep | None, error: str | None
     ) -> RequestOutput | RowResult:
-        """`flight` is looked at for log-probabilities alone."""
-        if outcome.finish_reason is None and flight is None and not self._prompts:
+        """`step` is looked at for log-probabilities alone."""
+        if outcome.finish_reason is None and step is None and not self._prompts:
             return outcome  # tokens, and nothing else: nearly always
         if outcome.finish_reason is not None:
             del self._requests[outcome.request_id]
         logprobs = prompt = None
-        if flight is not None and request.params.logprobs is not None and outcome.row is not None:
+        if step is not None and request.params.logprobs is not None and outcome.row is not None:
             num_tokens = len(outcome.token_ids)
-            logprobs = self._runner.logprobs(flight, outcome.row, num_tokens, request.params.logprobs)
+            logprobs = self._runner.logprobs(step, outcome.row, num_tokens, request.params.logprobs)
         if self._prompts and (outcome.token_ids or outcome.finish_reason is not None):
             by_position = self._prompts.pop(outcome.request_id, None)
             if by_position is not None and outcome.token_ids:
@@ -124,22 +124,22 @@ class OutputProcessor:
             error = error or NO_TOKEN
         return RequestOutput(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error)
 
-    def record_prompt_logprobs(self, flight: InFlightStep) -> None:
+    def record_prompt_logprobs(self, step: InFlightStep) -> None:
         """Keeps what a step has found out about the tokens of prompts, until the first new token goes out with it."""
-        if flight.prompt is None:
+        if step.prompt is None:
             return
-        for index, row in enumerate(flight.plan.rows):
+        for index, row in enumerate(step.plan.rows):
             if row.is_decode or row.request_id not in self._requests:
                 continue
-            request, ticket = self._requests[row.request_id][0], self._requests[row.request_id][1]()
+            request, handle = self._requests[row.request_id][0], self._requests[row.request_id][1]()
             if request.params.prompt_logprobs is None:
                 continue
             try:
-                found = self._runner.prompt_logprobs(flight, index, request)
+                found = self._runner.prompt_logprobs(step, index, request)
             except Exception as failure:
                 new = self._failure(row.request_id, failure)
-                if ticket is not None:
-                    self._put(ticket, new)
+                if handle is not None:
+                    self._put(handle, new)
             else:
                 self._prompts.setdefault(row.request_id, {}).update(found)
 
@@ -150,6 +150,6 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _wake_all(tickets: Iterable[RequestHandle]) -> None:
-    for ticket in tickets:
-        ticket.wake()
+def _wake_all(handles: Iterable[RequestHandle]) -> None:
+    for handle in handles:
+        handle.wake()

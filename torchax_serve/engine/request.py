@@ -97,10 +97,10 @@ class EngineRequest:
         if self.max_new_tokens <= room:
             return self
         row = self.sampling
-        if row.lone is not None:
-            config = copy.deepcopy(row.lone)
+        if row.history_config is not None:
+            config = copy.deepcopy(row.history_config)
             config.max_new_tokens = room
-            row = dataclasses.replace(row, lone=config)
+            row = dataclasses.replace(row, history_config=config)
         return dataclasses.replace(
             self, max_new_tokens=room, min_new_tokens=min(self.min_new_tokens, room), sampling=row
         )

@@ -33,7 +33,7 @@ class RequestOutput(NamedTuple):
 class RequestHandle:
     """A request on its way. Iterate over it (`for`, or `async for`), or wait for all of it with `result`.
 
-    A ticket that is dropped before its end was read ends the request. One reader at a time.
+    A handle that is dropped before its end was read ends the request. One reader at a time.
     """
 
     def __init__(self, request_id: RequestId, prompt_len: int, cancel: Callable[[FinishReason], None]) -> None:
@@ -116,13 +116,13 @@ class RequestHandle:
 
 
 @contextlib.contextmanager
-def cancel_on_error(tickets: Collection[RequestHandle]) -> Iterator[None]:
+def cancel_on_error(handles: Collection[RequestHandle]) -> Iterator[None]:
     """Cancels them if the block raises, also by the caller's interrupt: nobody will read what they bring."""
     try:
         yield
     except BaseException:
-        for ticket in tickets:
-            ticket.cancel()
+        for handle in handles:
+            handle.cancel()
         raise
 
 
@@ -136,18 +136,18 @@ class TokenStream(Iterator[int]):
         prompt_logprobs: of the prompt's tokens, None for the first one; with the first token, where they are asked for.
     """
 
-    def __init__(self, ticket: RequestHandle) -> None:
+    def __init__(self, handle: RequestHandle) -> None:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-        self._ticket = ticket
-        self._arrivals = iter(ticket)
+        self._handle = handle
+        self._arrivals = iter(handle)
         self._async_arrivals: AsyncIterator[RequestOutput] | None = None
         self._ready: collections.deque[int] = collections.deque()
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the request has ended, once its last token was yielded."""
-        return None if self._ready else self._ticket.finish_reason
+        return None if self._ready else self._handle.finish_reason
 
     def _take(self, new: RequestOutput) -> None:
         self._ready.extend(new.token_ids)
@@ -167,11 +167,11 @@ class TokenStream(Iterator[int]):
 
     async def __anext__(self) -> int:
         if self._async_arrivals is None:
-            self._async_arrivals = aiter(self._ticket)
+            self._async_arrivals = aiter(self._handle)
         while not self._ready:
             self._take(await anext(self._async_arrivals))
         return self._ready.popleft()
 
     def close(self) -> None:
         """Ends the request if it still runs."""
-        self._ticket.cancel()
+        self._handle.cancel()

@@ -130,7 +130,7 @@ class PrecomputedEncoderOutputs:
 
     Args:
         runtime: of the whole model.
-        rungs: lengths that outputs are padded to, ascending; of one length alone are those of some encoders of sounds.
+        buckets: Lengths that outputs are padded to, ascending; one length for audio encoders with a fixed input length.
 
     Raises:
         UnsupportedModelError: it is not known how the decoder is told what is padded.
@@ -141,7 +141,7 @@ class PrecomputedEncoderOutputs:
         """None: the encoder has run before."""
         return 0
 
-    def __init__(self, runtime: ModelRuntime, rungs: tuple[int, ...]) -> None:
+    def __init__(self, runtime: ModelRuntime, buckets: tuple[int, ...]) -> None:
         encoder = runtime.encoder
         assert encoder is not None
         if encoder.output_mask is None and encoder.fixed_output_len is None:
@@ -151,8 +151,8 @@ class PrecomputedEncoderOutputs:
                 "one batch at a time"
             )
         hidden: Any = runtime.cache_support.abstract_encoder_output()[HIDDEN][0]  # a shape
-        self.max_len, self.buckets = rungs[-1], rungs
-        self._shortest = rungs[-1] if encoder.fixed_output_len is not None else 1
+        self.max_len, self.buckets = buckets[-1], buckets
+        self._shortest = buckets[-1] if encoder.fixed_output_len is not None else 1
         self._width, self._dtype = hidden.shape[2], hidden.dtype
         self._outputs: dict[int, np.ndarray] = {}
 

@@ -76,7 +76,7 @@ class PerSequenceExecutor:
             block_len=block_len,
             page_size=cache.plan.page_size,
             pages_per_seq=cache.pages_per_seq if layout.pages else 0,
-            source_rungs=() if sources is None else sources.buckets,
+            source_buckets=() if sources is None else sources.buckets,
             has_rope_lens=forward.program.rope is not None,
         )
         self._jobs = StepSplitter(self.shapes, num_slots, sources)

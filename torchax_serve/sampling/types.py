@@ -20,7 +20,7 @@ Level = Literal["greedy", "sampled", "full"]
 LEVELS: tuple[Level, ...] = ("greedy", "sampled", "full")
 
 
-NUM_TOP_RUNGS = (0, 5, 20)
+NUM_TOP_BUCKETS = (0, 5, 20)
 """How many top log-probabilities a program returns; the host hands out as many of them as were asked for."""
 
 
@@ -47,11 +47,11 @@ FLOAT_COLUMNS = (
 class SamplerSpec:
     """Which program chooses the tokens of a batch; hashable.
 
-    Three levels and the three rungs of `NUM_TOP_RUNGS` are all there are, so that warm-up can compile them.
+    Three levels and the three buckets of `NUM_TOP_BUCKETS` are all there are, so that warm-up can compile them.
     """
 
     level: Level  # the lowest that covers every row
-    num_top: int = 0  # top log-probabilities to return, a rung
+    num_top: int = 0  # top log-probabilities to return, a bucket
     logprobs: bool = False
 
 

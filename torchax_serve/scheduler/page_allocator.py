@@ -1,4 +1,4 @@
-"""The book of the paged cache: which slot's positions are on which pages, over all groups of layers.
+"""Allocates pages: which page holds which positions of a slot, in all groups of layers.
 
 Host side only: integers. Prefix sharing by chains of full pages is vLLM's automatic prefix caching; that layers with a
 window need but the end of a prefix is from its hybrid cache; copy-on-write forks are from the PagedAttention paper

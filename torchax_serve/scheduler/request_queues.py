@@ -55,13 +55,13 @@ class RequestQueues:
     which the device still writes to, until the last of those plans is committed.
     """
 
-    def __init__(self, config: SchedulerConfig, book: PageAllocator) -> None:
+    def __init__(self, config: SchedulerConfig, allocator: PageAllocator) -> None:
         self.waiting = PriorityList()
         self.running = PriorityList()
         self.ended: list[RowResult] = []  # of requests that ended outside of a commit, until they are asked for
         self.num_preemptions = 0
         self._config = config
-        self._book = book
+        self._allocator = allocator
         self._live: dict[RequestId, RequestState] = {}
         self._leaving: dict[int, RequestState] = {}  # by slot
         self._deadlines: list[tuple[float, int, RequestState]] = []  # a heap
@@ -164,7 +164,7 @@ class RequestQueues:
 
     def _free_pages(self, state: RequestState) -> None:
         assert state.pages is not None
-        self._book.release(state.pages)
+        self._allocator.release(state.pages)
         state.pages = None
 
     def expire(self, now: float) -> None:
@@ -200,4 +200,4 @@ class RequestQueues:
             if is_running:
                 ahead = state.num_computed <= state.num_planned < len(state.tokens) + state.num_unread_tokens
                 check_equal(f"{what}: computed <= planned < known", True, ahead)
-        self._book.check_integrity([s.pages for s in [*self.running, *draining] if s.pages is not None])
+        self._allocator.check_integrity([s.pages for s in [*self.running, *draining] if s.pages is not None])

@@ -51,15 +51,17 @@ class SteadyDecodeBatch:
         """Steps for which every row has pages."""
         return int((self._num_pages * self._page_len - self._starts).min())
 
-    def reserve(self, num_steps: int, book: PageAllocator) -> bool:
+    def reserve(self, num_steps: int, allocator: PageAllocator) -> bool:
         """Gives every row pages for `num_steps` more tokens; False, and nothing is given, if there are too few."""
         if num_steps <= self._free_steps:
             return True
         missing = -(-(self._starts + num_steps) // self._page_len) - self._num_pages
-        if missing.sum() > book.num_available:
+        if missing.sum() > allocator.num_available:
             return False
         while len(rows := np.flatnonzero(missing > 0)):
-            book.append_pages([self._pages[row] for row in rows.tolist()], self._slots[rows], self._num_pages[rows])
+            allocator.append_pages(
+                [self._pages[row] for row in rows.tolist()], self._slots[rows], self._num_pages[rows]
+            )
             self._num_pages[rows] += 1
             missing[rows] -= 1
         self._free_steps = self._least_room()
