@@ -224,7 +224,7 @@ def test_log_probabilities_that_cannot_be_read_end_their_request_alone(llama, mo
         monkeypatch.setattr(llama.engine._runner, name, lambda *args: 1 / 0)
         innocent = llama.engine.submit(request(INNOCENT, max_new_tokens=NEW))
         failed = llama.engine.submit(request([7, 8], SamplingParams(**params)))
-        with pytest.raises(RequestError, match=r"could not be handed out \(ZeroDivisionError"):
+        with pytest.raises(RequestError, match=r"could not be delivered \(ZeroDivisionError"):
             failed.result()
         check_innocent(llama, innocent)
         monkeypatch.undo()

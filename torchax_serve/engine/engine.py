@@ -1,4 +1,4 @@
-"""The engine: any mix of requests on one model. `step` is schedule, execute, commit; the rest is the door to it."""
+"""The engine runs any mix of requests on one model. `Engine.step` is schedule, execute, commit."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from torchax_serve.validation.owner_process import OwnerProcess
 logger = logging.getLogger("torchax_serve")
 
 MAX_NUM_WAITING = 8192
-"""Requests that wait for a slot, where nobody has said how many may."""
+"""Default limit of the requests that wait for a slot."""
 
 MAX_IN_FLIGHT = 2
-"""Plans on the device: one computes while the host prepares the next."""
+"""Maximum number of steps in flight: the device computes one while the host prepares the next."""
 
 
 class Engine:
-    """Owns scheduler and runner and the thread that drives them. Its methods may be called from any thread.
+    """Owns a scheduler, a model runner and the thread that drives them. All methods are thread-safe.
 
     Args:
-        scheduler: of the engine alone.
-        runner: with the model and its cache.
-        description: the road that requests take, and what the cache holds, in a line.
-        ids: of the requests to come; 0, 1, ... by default.
-        max_num_waiting: requests beside those that have a slot.
+        scheduler: Scheduler, used by this engine only.
+        runner: Runner of the model and its cache.
+        description: The executor and the sizes of the cache in one line.
+        ids: Ids of the requests to come; 0, 1, ... by default.
+        max_num_waiting: Maximum number of requests that wait for a slot.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class Engine:
         atexit.register(self.close, "the process ends")
 
     def submit(self, request: EngineRequest) -> RequestHandle:
-        """Takes a request; its tokens come through the handle.
+        """Submits a request; returns its handle at once.
 
         Raises:
             InvalidArgumentError: it can never run.
-            QueueFullError: too many wait already.
+            QueueFullError: too many requests wait already.
             TorchaxServeError: the engine is closed, or this process was forked from the one that made it.
         """
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
-        """Takes requests that enter together, between the same two steps; all of them or, with an error, none.
+        """Submits requests that enter between the same two steps: all of them or, on an error, none.
 
         Raises:
             InvalidArgumentError: one can never run.
-            QueueFullError: too many wait already.
+            QueueFullError: too many requests wait already.
             TorchaxServeError: the engine is closed, or this process was forked from the one that made it.
         """
         self._process.check("an engine")

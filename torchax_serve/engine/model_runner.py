@@ -1,4 +1,4 @@
-"""Plans become device work: page copies, the model, the choice of tokens; and its results come back as numbers."""
+"""Runs step plans on the device: page copies, the model, sampling; and reads their results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torchax_serve.scheduler import PlanRow, StepPlan
 
 @dataclasses.dataclass
 class InFlightStep:
-    """A plan on the device, and what it leaves there to be read."""
+    """A plan that was dispatched, and its results on the device."""
 
     plan: StepPlan
-    sampled: list[Sampled] = dataclasses.field(default_factory=list)  # one for each of the plan's steps
-    tokens: jax.Array | None = None  # int32[>= num_steps, S], instead of `sampled`, of steps that choose themselves
-    prompt: Logprobs | None = None  # of every token of the packed run, under the logits before it
-    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)  # by slot, of one request each
+    sampled: list[Sampled] = dataclasses.field(default_factory=list)  # one for each step of the plan
+    tokens: jax.Array | None = None  # int32[>= num_steps, S] of fused decode steps; `sampled` is then empty
+    prompt: Logprobs | None = None  # log-probabilities of all prompt tokens of the step
+    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)  # errors by slot, each of one request
 
     @property
     def has_logprobs(self) -> bool:
@@ -35,9 +35,13 @@ class InFlightStep:
 
 
 class ModelRunner:
-    """Executes plans on a model and its cache.
+    """Runs plans with the executor of a model and a sampler.
 
-    Dispatches return at once: `execute` leaves arrays that the device is still computing, `read` waits for them.
+    `execute` returns at once with arrays that the device is still computing; `read` waits for them.
+
+    Args:
+        executor: Runs the model's steps.
+        vocab_size: Number of columns of the logits.
     """
 
     def __init__(self, executor: Executor, *, vocab_size: int) -> None:
@@ -45,13 +49,13 @@ class ModelRunner:
         self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size)
 
     def reset(self) -> None:
-        """Begins anew: an empty cache, and no request in any slot."""
+        """Empties the cache and all slots."""
         self._cache.reset()
         self._sampler.reset()
 
     @property
     def cache_is_lost(self) -> bool:
-        """Whether a step that failed has taken the cache, or the samplers' state, with it."""
+        """Whether a failed step has deleted the donated cache or sampler state."""
         return self._cache.is_lost or self._sampler.last_tokens.is_deleted()
 
     @property

@@ -1,4 +1,4 @@
-"""What a caller holds of a request in the engine: its tokens as they come."""
+"""Handles of submitted requests: their tokens as they arrive, for threads and for event loops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RequestError(TorchaxServeError):
 
 
 class RequestOutput(NamedTuple):
-    """What one step brought a request."""
+    """The output of one step for one request."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, if they were asked for
@@ -31,7 +31,7 @@ class RequestOutput(NamedTuple):
 
 
 class RequestHandle:
-    """A request on its way. Iterate over it (`for`, or `async for`), or wait for all of it with `result`.
+    """A submitted request. Iterate over it (`for`, or `async for`), or wait for all of it with `result`.
 
     A handle that is dropped before its end was read ends the request. One reader at a time.
     """

@@ -1,4 +1,7 @@
-"""The packed road: for decoders that take positions and attend through transformers' interface alone."""
+"""Probes whether a model runs packed and builds its `PackedExecutor`.
+
+It does if its decoder takes positions as an argument and attends only through transformers' attention interface.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ TPU_LANES = 128
 
 
 def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoice:
-    """The model on a packed paged cache.
+    """Returns the packed executor of a model, with a cache sized from the free memory.
 
     Raises:
-        NotPackableError: its code does not let sequences be packed.
-        OutOfMemoryError: there is no room for a cache.
+        NotPackableError: the model's code does not support packed sequences.
+        OutOfMemoryError: the cache does not fit.
     """
     programs = runtime.steps.executables
     described = f"{sizes.page_size} {sizes.max_model_len}"
@@ -169,13 +172,13 @@ def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes
 
     pools = tuple(pool(shape) for shape in shapes)
 
-    def whole(*shape: int) -> jax.ShapeDtypeStruct:
+    def int_spec(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32)
 
-    table = whole(4, -(-plan.max_len // plan.page_size))
+    table = int_spec(4, -(-plan.max_len // plan.page_size))
     tables = (table,) * len(plan.groups)
-    rope_lens = None if runtime.program.rope is None else whole(4)
-    batch = PackedBatch(whole(4), whole(4), whole(5), whole(4), whole(4), tables, rope_lens)  # type: ignore[arg-type]
+    rope_lens = None if runtime.program.rope is None else int_spec(4)
+    batch = PackedBatch(int_spec(4), int_spec(4), int_spec(5), int_spec(4), int_spec(4), tables, rope_lens)  # type: ignore[arg-type]
     for is_decode in (True, False):
         layout = dataclasses.replace(plan.layout, is_decode=is_decode)
         _shapes_of(functools.partial(runtime.program.forward_packed, layout=layout), runtime.weights, pools, batch)

@@ -1,9 +1,9 @@
-"""The gathered road: models that cannot be packed, because they count positions by themselves, attend past
-transformers' interface, or keep a recurrent state.
+"""Runs one forward per request, for models that cannot run packed.
 
-Every request is a forward of its own (`SequenceForward`). Its pages are gathered into dense keys and values first, and
-what the forward adds to them is scattered back; a state is taken from its slot and put there again. All decode rows of
-about one length are one program, a chunk of a prompt is another.
+Those models count positions themselves, attend outside of transformers' interface, or have a recurrent state. The pages
+of a request are gathered into dense keys and values before its forward (`SequenceForward`), and new ones are scattered
+back; a recurrent state is read from its slot and written back. Decode rows of similar length share one program; a
+prefill chunk has a program of its own.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ from torchax_serve.scheduler import PlanRow, StepPlan
 
 
 class PerSequenceExecutor:
-    """Runs the rows of a plan, decode rows and at most one chunk of a prompt, on a `PagedCacheWithStates`.
+    """The `Executor` of models that cannot run packed, on a `PagedCacheWithStates`.
+
+    A step has decode rows and at most one prefill row.
 
     Args:
-        forward: of one request.
-        weights: by name.
-        cache: pools and states, replaced by each step.
-        programs: where compiled steps are kept.
-        num_slots: most rows of a step.
-        chunk_sizes: lengths that a chunk of a prompt may have, descending.
-        is_exact: whether a chunk has one of these lengths; else it is padded to the next.
-        block_len: tokens of a chunk that are one forward; longer ones, which are exact, take several.
-        sources: what the decoder attends to beside its own tokens, if there is an encoder.
+        forward: Forward of one request.
+        weights: Weights by name.
+        cache: Page pools and states, replaced by each step.
+        programs: Cache of compiled steps.
+        layout: What a request stores in pages and in states.
+        num_slots: Maximum number of rows of a step.
+        chunk_sizes: Lengths of prefill chunks, descending.
+        is_exact: Whether a chunk must have one of these lengths; otherwise it is padded to the next one.
+        block_len: Maximum number of tokens of one forward; a longer chunk, which is exact, takes several.
+        sources: Encoder inputs by slot; None for a model without an encoder.
     """
 
     def __init__(

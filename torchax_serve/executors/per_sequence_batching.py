@@ -1,4 +1,4 @@
-"""A plan of the gathered road cut into programs, and the integers that each is given."""
+"""Splits a step plan into program calls of the per-sequence executor, and packs the integers of each call."""
 
 from __future__ import annotations
 

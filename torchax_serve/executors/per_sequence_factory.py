@@ -1,4 +1,4 @@
-"""From a model that cannot be packed to a `PerSequenceExecutor`: what it keeps, how its prompts are cut, what fits."""
+"""Probes a model that cannot run packed and builds its `PerSequenceExecutor`, with a cache that fits the memory."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SHORTEST_PADDED = 16
 
 
 def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_packed: str) -> ExecutorChoice:
-    """The model on a gathered cache; prefixes are shared only where pages hold all there is of one.
+    """Returns the per-sequence executor of a model, with a cache sized from the free memory.
 
     Raises:
-        UnsupportedModelError: not even so; the message has both reasons.
-        OutOfMemoryError: there is no room for a cache.
+        UnsupportedModelError: requests of the model cannot be batched; the message has both reasons.
+        OutOfMemoryError: the cache does not fit.
     """
     programs = runtime.steps.executables
     if programs.launcher is not None:
@@ -109,7 +109,7 @@ def _with_fitting_slots(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudge
 
 @dataclasses.dataclass(frozen=True)
 class PerSequenceFactory:
-    """What models and caches of this road are made of."""
+    """Builds executors and caches of one model: for probes, and for the engine."""
 
     runtime: ModelRuntime
     forward: SequenceForward

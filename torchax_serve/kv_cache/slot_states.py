@@ -1,4 +1,4 @@
-"""The cache of the gathered road: pages for keys and values, and states by slot."""
+"""The cache of the per-sequence executor: pages of keys and values, and states by slot."""
 
 from __future__ import annotations
 
