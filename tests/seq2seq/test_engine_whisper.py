@@ -222,7 +222,9 @@ def test_bad_input(served):
     with pytest.raises(InvalidArgumentError, match="got 2 token ids; call transcribe"):
         config = transformers.GenerationConfig(max_new_tokens=2)
         served.engine.submit(EngineRequest.of([1], config, vocab_size=VOCAB_SIZE, seed=0, source_ids=[3, 4]))
-    with pytest.raises(InvalidArgumentError, match="max_encoder_len: expected None for a model whose encoder hears"):
+    with pytest.raises(
+        InvalidArgumentError, match="max_encoder_len: expected None for a model whose encoder has a fixed"
+    ):
         build_engine(served.torch_model._jax_runtime, EngineOptions(max_encoder_len=30))
     with pytest.raises(InvalidArgumentError, match="max_model_len: expected at most 64"):
         build_engine(served.torch_model._jax_runtime, EngineOptions(max_model_len=65))

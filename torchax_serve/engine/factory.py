@@ -106,7 +106,7 @@ def _max_encoder_len(runtime: ModelRuntime, options: EngineOptions) -> int:
     if encoder.fixed_output_len is not None:
         if asked is not None:
             raise InvalidArgumentError(
-                f"max_encoder_len: expected None for a model whose encoder hears sounds of one length, got {asked}; "
+                f"max_encoder_len: expected None for a model whose encoder has a fixed input length, got {asked}; "
                 "leave it out"
             )
         return encoder.fixed_output_len

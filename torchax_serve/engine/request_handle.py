@@ -48,7 +48,7 @@ class RequestHandle:
         self._process = OwnerProcess()
 
     def __del__(self) -> None:
-        """Ends the request: nobody will read what it brings."""
+        """Cancels the request: its output has no reader any more."""
         try:
             self.cancel()
         except Exception:  # the interpreter is being taken down
@@ -117,7 +117,7 @@ class RequestHandle:
 
 @contextlib.contextmanager
 def cancel_on_error(handles: Collection[RequestHandle]) -> Iterator[None]:
-    """Cancels them if the block raises, also by the caller's interrupt: nobody will read what they bring."""
+    """Cancels `handles` if the block raises, also on an interrupt: their outputs have no reader then."""
     try:
         yield
     except BaseException:

@@ -63,7 +63,7 @@ class RequestQueues:
         self._config = config
         self._allocator = allocator
         self._live: dict[RequestId, RequestState] = {}
-        self._leaving: dict[int, RequestState] = {}  # by slot
+        self._draining: dict[int, RequestState] = {}  # by slot
         self._deadlines: list[tuple[float, int, RequestState]] = []  # a heap
         self._num_arrived = 0
 
@@ -71,9 +71,9 @@ class RequestQueues:
         return len(self._live)
 
     @property
-    def num_leaving(self) -> int:
+    def num_draining(self) -> int:
         """Requests whose pages come back when the plans in flight are committed."""
-        return len(self._leaving)
+        return len(self._draining)
 
     def find(self, request_id: RequestId) -> RequestState | None:
         """The state of a request that has not ended; None if there is no such request."""
@@ -145,20 +145,20 @@ class RequestQueues:
         (self.waiting if is_waiting else self.running).remove(state)
         state.status, state.finish_reason = Status.FINISHED, reason
         del self._live[state.request.request_id]
-        if state.pages is not None and state.pages.slot not in self._leaving:
+        if state.pages is not None and state.pages.slot not in self._draining:
             self._release_when_idle(state)
 
     def step_done(self, state: RequestState) -> None:
         """Notes that one of the plans in flight with `state` is done with."""
         state.num_in_flight -= 1
-        if not state.num_in_flight and state.pages is not None and state.pages.slot in self._leaving:
-            del self._leaving[state.pages.slot]
+        if not state.num_in_flight and state.pages is not None and state.pages.slot in self._draining:
+            del self._draining[state.pages.slot]
             self._free_pages(state)
 
     def _release_when_idle(self, state: RequestState) -> None:
         assert state.pages is not None
         if state.num_in_flight:
-            self._leaving[state.pages.slot] = state
+            self._draining[state.pages.slot] = state
         else:
             self._free_pages(state)
 
@@ -189,7 +189,7 @@ class RequestQueues:
         check_equal("live requests", sorted(map(id, self._live.values())), sorted(map(id, listed)))
         for ranked in (self.waiting, self.running):
             check_equal("order of ranks", sorted(state.rank for state in ranked), [state.rank for state in ranked])
-        draining = list(self._leaving.values())
+        draining = list(self._draining.values())
         for state in {id(state): state for state in [*listed, *draining, *in_flight]}.values():
             what = f"request {state.request.request_id!r}"
             num = sum(other is state for other in in_flight)

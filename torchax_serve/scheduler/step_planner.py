@@ -208,7 +208,7 @@ class StepPlanner:
         assert state.pages is not None
         needed = state.num_planned + 1
         while self._allocator.max_growth(state.pages, needed) < needed:
-            if self._queues.num_leaving:
+            if self._queues.num_draining:
                 return False  # pages are on their way back
             last = next(reversed(self._queues.running))
             if last is not state:
