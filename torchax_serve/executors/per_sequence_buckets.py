@@ -67,7 +67,7 @@ class PerSequenceBuckets:
         source_buckets: Sequence[int] = (),
         has_rope_lens: bool = False,
     ) -> None:
-        self.needs_exact_chunks, self._block_len, self._page_len = is_exact, block_len, page_size
+        self.needs_exact_chunks, self._block_len, self._page_size = is_exact, block_len, page_size
         self._has_rope_lens = has_rope_lens
         # Two rows cost what four do: products of fewer are slow, or no faster.
         self._row_buckets = (1, *bucket_sizes(num_slots, 2, 4)) if num_slots > 1 else (1,)
@@ -86,11 +86,11 @@ class PerSequenceBuckets:
         return self._row_buckets
 
     def _pages(self, num_tokens: int) -> int:
-        return bucket_for(self.page_buckets, -(-num_tokens // self._page_len)) if self.page_buckets[-1] else 0
+        return bucket_for(self.page_buckets, -(-num_tokens // self._page_size)) if self.page_buckets[-1] else 0
 
     def _most_rows(self, num_pages: int, source_len: int) -> int:
         """The highest bucket of rows that a decode program of so much each has."""
-        each = num_pages * self._page_len + source_len
+        each = num_pages * self._page_size + source_len
         fitting = [number for number in self._row_buckets if number * each <= MAX_GATHERED_LEN]
         return fitting[-1] if fitting else 1
 
@@ -115,7 +115,7 @@ class PerSequenceBuckets:
         assert not self.needs_exact_chunks or padded_len == num_tokens
         num_pages = self._pages(start + padded_len)
         if start == 0 and num_pages:
-            num_pages = -(-padded_len // self._page_len)  # nothing to gather
+            num_pages = -(-padded_len // self._page_size)  # nothing to gather
         kind: Kind = "extend" if start else "begin"
         source_len = bucket_for(self._source_buckets, source_len)
         return GatheredSpec(
@@ -156,5 +156,5 @@ class PerSequenceBuckets:
 
     def _chunks_behind(self, start: int) -> list[int]:
         """Lengths of chunks that a sequence has room for behind `start` tokens, ascending."""
-        capacity = self.page_buckets[-1] * self._page_len or start + self._chunk_buckets[-1]
+        capacity = self.page_buckets[-1] * self._page_size or start + self._chunk_buckets[-1]
         return [num_tokens for num_tokens in self._chunk_buckets if start + num_tokens <= capacity]

@@ -112,7 +112,7 @@ class RowSamplingParams:
 
         Raises:
             InvalidArgumentError: a value out of its range, a token outside the vocabulary.
-            UnsupportedArgumentError: an option is set that nobody here honours.
+            UnsupportedArgumentError: an option is set that the engine does not support.
         """
         assert params == params.only_engine_options(), f"merge {params} into the config first"
         validate_options(config)
@@ -146,7 +146,7 @@ class RowSamplingParams:
 
     @classmethod
     def neutral(cls, vocab_size: int) -> RowSamplingParams:
-        """Greedy decoding that asks for nothing, for a row that nobody waits for."""
+        """Returns greedy decoding without options, for a row that is not read."""
         return cls(vocab_size, NEUTRAL, 0, 0, 0, 0, (), (), None, None, None)
 
     @property

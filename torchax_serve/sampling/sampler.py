@@ -37,18 +37,21 @@ def tables_bytes(num_slots: int, vocab_size: int) -> int:
 
 
 class Sampler:
-    """Chooses the tokens of each step.
+    """Samples the tokens of each step.
 
-    For logits of one shape there are three programs of choosing, one for each level, and three of log-probabilities;
-    whatever requests ask for, no other is compiled. Lone requests (`HistorySampler`) are the exception.
+    For each shape of the logits there are three sampling programs, one for each level, and three for log-probabilities;
+    no option compiles another. Rows that depend on their history (`HistorySampler`) are the exception.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None) -> None:
-        """`sharding` says where the state lies; None: on this host's first device. Logits over a mesh want it
-        replicated there.
+        """Makes an empty sampler.
 
-        It is never left to JAX: an array that belongs to no device yet makes another program than one that does, so
-        that each would be compiled twice.
+        Args:
+            num_slots: Number of slots.
+            vocab_size: Number of columns of the logits.
+            sharding: Placement of the state; None: this host's first device. For logits on a mesh it is replicated
+                there. Never left to JAX: an uncommitted array compiles another program than a committed one, so that
+                each would be compiled twice.
         """
         self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         self.num_traces = 0  # programs compiled so far, without those of `HistorySampler`
@@ -58,7 +61,7 @@ class Sampler:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all requests; keeps the programs."""
+        """Removes all requests; keeps the compiled programs."""
         self.slots = SlotParams(self._num_slots, self._vocab_size)
         self.state = SamplerState.empty(self._num_slots, self._sharding)
         self._history_samplers: dict[int, HistorySampler] = {}
@@ -86,7 +89,7 @@ class Sampler:
         self._history_samplers.pop(slot, None)
         try:
             self._set(slot, params, prompt_ids, outputs)
-        except Exception as error:  # the others of the step go on; this row is computed, and nobody reads it
+        except Exception as error:  # the others of the step go on; this row is computed and not read
             self._failures[slot] = error
             self._history_samplers.pop(slot, None)
             self.slots.set(slot, RowSamplingParams.neutral(self._vocab_size), (), ())
@@ -125,14 +128,14 @@ class Sampler:
             return to_device([INVALID_TOKEN], np.int32)
 
     def take_failures(self) -> dict[int, Exception]:
-        """By slot, what has gone wrong for one request alone since this was last asked."""
+        """Returns the errors by slot since the last call, each of one request."""
         failures, self._failures = self._failures, {}
         return failures
 
     def fused_options(self, plan_rows: Sequence[PlanRow], num_rows: int) -> tuple[RowOptions, bool] | None:
         """Options for a program that chooses tokens itself, and whether any row draws them.
 
-        None if a row wants what such a program has not: log-probabilities, tables, or what is done for it alone. The
+        None if a row needs log-probabilities, tables or a `HistorySampler`, which such a program does not have. The
         options are those of rows before their first token (`RowOptions.advanced` their length they are those of now),
         so that they stay on the device while the same requests decode. The program gets `take_state` the level
         "sampled" and gives its new state to `set_state`.

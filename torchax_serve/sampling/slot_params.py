@@ -42,7 +42,7 @@ class BatchRows(NamedTuple):
     num_steps_at_full_level: np.ndarray
     has_full: bool
     level: Level  # of all that are beyond `num_steps_at_full_level`
-    num_top: int | None  # a bucket; None: nobody wants log-probabilities
+    num_top: int | None  # a bucket; None: no row needs log-probabilities
 
     def at_prompt_start(self) -> RowOptions:
         """Options as they are before the first token of the prompt."""

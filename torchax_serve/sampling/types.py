@@ -1,8 +1,8 @@
-"""Choosing the tokens of a step on the device: a batch whose rows are requests with parameters of their own.
+"""Device data of the sampler: state, and the options of rows.
 
-What each row gets is what `torchax_serve.sampling` gives that request alone, in transformers' order of processors, with
-the penalties of OpenAI's interface in between. A row's result is a function of that row: what runs beside it decides
-which branches of the program run, never what they compute for it.
+The options of a row are applied in transformers' order of processors, with the penalties of OpenAI's interface in
+between. A row's result is a function of that row only: the other rows of the batch decide which branches of the program
+run, never what they compute for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEVELS: tuple[Level, ...] = ("greedy", "sampled", "full")
 
 
 NUM_TOP_BUCKETS = (0, 5, 20)
-"""How many top log-probabilities a program returns; the host hands out as many of them as were asked for."""
+"""Numbers of top log-probabilities that a program returns; the host delivers as many as were requested."""
 
 
 INT_COLUMNS = ("slot", "top_k", "num_new", "min_new_tokens", "seed_low", "seed_high")

@@ -1,4 +1,4 @@
-"""What the scheduler is told once: groups of cache pages, slots, budgets. Checked when made."""
+"""`SchedulerConfig`: groups of cache pages, slots, budgets and policies of a scheduler, checked when made."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CacheGroup:
         return math.inf if self.window is None else (page + 1) * page_size + self.window - 1
 
     def most_pages(self, length: int, page_size: int) -> int:
-        """Pages that a sequence of `length` tokens holds at the most, when computed token by token."""
+        """Returns the maximum number of pages of a sequence of `length` tokens, when computed token by token."""
         num_pages = -(-length // page_size)
         if self.window is None:
             return num_pages
@@ -67,8 +67,8 @@ class SchedulerConfig:
     max_model_len: int  # prompt and new tokens of one request together
     max_num_batched_tokens: int  # tokens computed in one step, all rows together
     max_rows_per_step: int | None = None  # requests that run at once, where that is less than max_num_seqs
-    min_prefill_chunk: int = 16  # beside decode rows, no step prefills fewer tokens of a longer prompt on purpose
-    max_decode_slowdown: float = 2.0  # time per token of running requests under a flood of prompts, over that without
+    min_prefill_chunk: int = 16  # a step with decode rows prefills at least as many tokens of a longer prompt
+    max_decode_slowdown: float = 2.0  # time per token of running requests with new prompts, over that without
     enable_prefix_caching: bool = True  # off for models with recurrent states: pages alone do not hold their prefix
     max_num_steps: int = 1  # decode steps in one dispatch when nothing waits
     max_fused_decode_s: float = math.inf  # seconds that several of them may take
@@ -139,7 +139,7 @@ class SchedulerConfig:
             )
 
     def unfit(self, length: int) -> str | None:
-        """Why a sequence of `length` tokens cannot be held even alone; None if it can."""
+        """Returns why the empty cache cannot hold a sequence of `length` tokens; None if it can."""
         for group in self.groups:
             needed = group.most_pages(length, self.page_size)
             if needed > group.num_pages - 1:

@@ -1,4 +1,4 @@
-"""Who waits, who runs, who is leaving: the states of all requests, in order."""
+"""The waiting, running and draining requests, in order."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class PriorityList:
         return reversed(self._states)
 
     def add(self, state: RequestState) -> None:
-        """Puts `state` in its place."""
+        """Inserts `state` by its rank."""
         bisect.insort(self._states, state, key=_RANK)
         self.num_changes += 1
 
     def remove(self, state: RequestState) -> None:
-        """Takes `state`, which must be there, out."""
+        """Removes `state`, which must be in the list."""
         index = bisect.bisect_left(self._states, state.rank, key=_RANK)
         assert self._states[index] is state
         del self._states[index]
@@ -49,9 +49,9 @@ class PriorityList:
 
 
 class RequestQueues:
-    """Moves requests between waiting, running and ended, and gives their pages back when the device is done with them.
+    """Moves requests between waiting, running and ended, and frees their pages when the device is done with them.
 
-    A request that ends or is preempted while plans with it are in flight is *leaving*: it keeps its slot and pages,
+    A request that ends or is preempted while plans with it are in flight is *draining*: it keeps its slot and pages,
     which the device still writes to, until the last of those plans is committed.
     """
 
@@ -72,7 +72,7 @@ class RequestQueues:
 
     @property
     def num_draining(self) -> int:
-        """Requests whose pages come back when the plans in flight are committed."""
+        """Number of requests whose pages are freed when the plans in flight are committed."""
         return len(self._draining)
 
     def find(self, request_id: RequestId) -> RequestState | None:
@@ -80,7 +80,7 @@ class RequestQueues:
         return self._live.get(request_id)
 
     def add(self, request: SchedulerRequest) -> RequestState:
-        """Lets a request wait.
+        """Adds a request to the waiting ones.
 
         Raises:
             InvalidArgumentError: it can never run, its id is taken, or it is no fork of what it says.

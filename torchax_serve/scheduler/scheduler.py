@@ -1,6 +1,6 @@
-"""The scheduler: who computes what in the next step. Plain integers; it knows no model and no device.
+"""The scheduler decides which tokens of which requests the next step computes. It knows no model and no device.
 
-Continuous batching is Orca's (Yu et al., 2022), chunked prefill beside decode Sarathi-Serve's (Agrawal et al., 2024),
+Continuous batching is Orca's (Yu et al., 2022), chunked prefill with decode Sarathi-Serve's (Agrawal et al., 2024),
 preemption by recomputation vLLM's (Kwon et al., 2023).
 """
 
@@ -58,7 +58,7 @@ class Scheduler:
         return len(self._queues)
 
     def add(self, request: SchedulerRequest) -> RequestState:
-        """Lets `request` wait for its turn; the state is for looking at.
+        """Adds `request` to the waiting ones; returns its state, which is read-only for callers.
 
         Raises:
             InvalidArgumentError: it can never run (prompt and one token exceed `max_model_len`, or all pages of a
@@ -73,7 +73,7 @@ class Scheduler:
         return self._queues.find(request_id)
 
     def abort(self, request_id: RequestId, reason: FinishReason = "abort") -> bool:
-        """Ends a request, wherever it stands; False if none of that id is live. It has no further outcome.
+        """Ends a request in any state; returns False if no live request has that id. It has no further result.
 
         `reason` is "stop" where the caller has seen a stop string.
         """
@@ -83,10 +83,10 @@ class Scheduler:
         return state is not None
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, at `now` seconds on the scheduler's clock.
+        """Returns the next step, at `now` seconds on the scheduler's clock.
 
-        None if there is nothing to do: nobody is there, or everybody waits for a commit. Requests may have ended by
-        their deadline or for want of pages: see `pop_finished`.
+        None if there is nothing to do: there are no requests, or all of them wait for a commit. Requests may have ended
+        by their deadline or for lack of pages: see `pop_finished`.
         """
         self._queues.expire(now)
         planned = self._planner.plan()
@@ -96,7 +96,7 @@ class Scheduler:
         return planned[0]
 
     def expected_seconds(self, plan: StepPlan) -> float:
-        """Seconds that a plan that only decodes should take, by those before it; 0 where nothing is known."""
+        """Returns the expected seconds of a decode plan, measured on earlier ones; 0 if unknown."""
         return plan.num_steps * (self._prefill_budget.decode_step_s(plan.num_decode) or 0.0)
 
     def commit(self, plan: StepPlan, tokens: Any, now: float, duration_s: float | None = None) -> list[RowResult]:
@@ -111,7 +111,7 @@ class Scheduler:
                 not known, or says nothing about later steps because the step was compiled first.
 
         Returns:
-            An outcome for every row that brought its request tokens or an end.
+            A result for every row that brought its request tokens or an end.
 
         Raises:
             InvalidArgumentError: another plan is the oldest, or `tokens` have another shape.
@@ -124,7 +124,7 @@ class Scheduler:
             raise invalid("duration_s", "seconds >= 0", duration_s, "None if it was not measured")
         entry = self._in_flight.popleft()
         self._prefill_budget.record(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
-        outcomes = []
+        results = []
         num_plain = plan.num_decode if (sampled[: plan.num_decode] >= 0).all() else 0
         by_row = zip(*sampled.T.tolist(), strict=True)  # tuples cost less than as many lists
         for index, (state, row_tokens) in enumerate(zip(entry.states, by_row, strict=True)):
@@ -132,15 +132,15 @@ class Scheduler:
                 if state.num_computed >= state.published_len:
                     self._publish(state, state.num_computed)
                 self.num_new_tokens += plan.num_steps
-                outcomes.append(RowResult(state.request.request_id, index, row_tokens, None))
+                results.append(RowResult(state.request.request_id, index, row_tokens, None))
                 continue
             if state.status is not Status.FINISHED:
                 outcome = self._apply_result(plan, index, state, row_tokens)
                 if outcome is not None:
-                    outcomes.append(outcome)
+                    results.append(outcome)
             self._queues.step_done(state)
         self._queues.expire(now)
-        return outcomes
+        return results
 
     def _apply_result(
         self, plan: StepPlan, index: int, state: RequestState, sampled: tuple[int, ...]
@@ -202,13 +202,13 @@ class Scheduler:
             )
         self._in_flight.remove(entry)
         self._prefill_budget.record(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, None)
-        outcomes = []
+        results = []
         for index, (row, state) in enumerate(zip(plan.rows, entry.states, strict=True)):
             if state.status is not Status.FINISHED:
                 self._queues.finish(state, reason)
-                outcomes.append(RowResult(row.request_id, index, (), reason))
+                results.append(RowResult(row.request_id, index, (), reason))
             self._queues.step_done(state)
-        return outcomes
+        return results
 
     def pop_finished(self) -> list[RowResult]:
         """Outcomes of requests that ended outside of a commit, by deadline or for want of pages; each is given once."""

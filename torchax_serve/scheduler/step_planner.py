@@ -1,4 +1,4 @@
-"""The policy of a step: which rows, how many tokens of each, who makes room for whom."""
+"""The policy of a step: which rows, how many tokens of each, which requests are preempted."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchax_serve.scheduler.steady_decode import SteadyDecodeBatch
 from torchax_serve.scheduler.step_plan import PlanRow, StepPlan
 
 BURST_DECODE_DELAY = 8
-"""Steps in which requests of one burst wait for the prompts of the others, before they decode beside them."""
+"""Steps for which new requests of a burst delay decoding, so that their prompts are prefilled together."""
 
 
 @dataclasses.dataclass(slots=True)
 class _PlanBuilder:
-    """A plan in the making."""
+    """A plan under construction."""
 
     prefill_left: int  # prompt tokens that this step may still take
     outstanding: list[int]  # by group, pages that running requests still need for their prompts
@@ -37,7 +37,7 @@ class StepPlanner:
 
     Running requests come first, in order of rank: each decodes one token or computes a chunk of its prompt. One that
     lacks a page preempts running requests of lower rank, lowest first, or else waits for a later step. Then waiting
-    requests are let in, strictly in order, while there are slots, tokens, and pages for the whole of their prompt.
+    requests start, strictly in order, while there are slots, tokens, and pages for their complete prompt.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepPlanner:
         self._allocator = allocator
         self._queues = queues
         self._prefill_budget = prefill_budget
-        self._standing: SteadyDecodeBatch | None = None  # of the last plan
+        self._steady_batch: SteadyDecodeBatch | None = None  # of the last plan
         self.num_planned = 0
         self.num_prompt_tokens = 0  # of requests let in, each time they were
         self.num_hit_tokens = 0  # of those, found in the cache
@@ -58,21 +58,19 @@ class StepPlanner:
 
     def _repeat_last_plan(self) -> tuple[StepPlan, list[RequestState]] | None:
         """A plan with the rows of the last one; None if anything is to be decided."""
-        standing = self._standing
-        if standing is None or not standing.is_valid or self._queues.waiting:
+        steady = self._steady_batch
+        if steady is None or not steady.is_valid or self._queues.waiting:
             return None
-        if standing.steps_to_first_finish <= 0 or standing.first_recompute <= 0:
+        if steady.steps_to_first_finish <= 0 or steady.first_recompute <= 0:
             return None
-        num_decode = len(standing.states)
-        num_steps = self._steps_within(
-            num_decode, standing.longest, standing.steps_to_last_finish, standing.first_recompute
-        )
-        if not standing.reserve(num_steps, self._allocator):
+        num_decode = len(steady.states)
+        num_steps = self._steps_within(num_decode, steady.longest, steady.steps_to_last_finish, steady.first_recompute)
+        if not steady.reserve(num_steps, self._allocator):
             return None
         self._prefill_budget.limit(
             num_decode, self._config.max_num_batched_tokens - num_decode
         )  # call it once per step
-        return self._build(standing.advance(num_steps), num_decode, num_steps), standing.states
+        return self._build(steady.advance(num_steps), num_decode, num_steps), steady.states
 
     def check_integrity(self) -> None:
         """Checks what is kept of the last plan.
@@ -80,8 +78,8 @@ class StepPlanner:
         Raises:
             AssertionError: it differs from the states of the requests.
         """
-        if self._standing is not None and self._standing.is_valid:
-            self._standing.check_integrity()
+        if self._steady_batch is not None and self._steady_batch.is_valid:
+            self._steady_batch.check_integrity()
 
     def _plan(self) -> tuple[StepPlan, list[RequestState]] | None:
         num_decode, prompt = 0, None
@@ -102,14 +100,14 @@ class StepPlanner:
         draft = self._fill(limit, holds_decode, num_steps)
         states = draft.decoding + draft.prefilling
         if not states and (holds_decode or limit < budget):
-            draft = self._fill(budget)  # no prompt fits in; or nobody decodes after all: nobody's pace to keep
+            draft = self._fill(budget)  # no prompt fits, or no row decodes: there is no decode latency to keep
             states = draft.decoding + draft.prefilling
-        self._standing = None
+        self._steady_batch = None
         if not states:
             return None
         running, rows = self._queues.running, (*draft.decode_rows, *draft.prefill_rows)
         if len(draft.decoding) == len(running) and not self._queues.waiting:
-            self._standing = SteadyDecodeBatch(states, running, self._config.page_size)
+            self._steady_batch = SteadyDecodeBatch(states, running, self._config.page_size)
         plan = self._build(rows, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
         if not is_burst:
             self._prefill_budget.charge(plan.step, plan.num_decode, plan.num_prefill_tokens)
@@ -149,9 +147,9 @@ class StepPlanner:
 
         `prompt` is that of the first running request which still has one to compute; None: of the first that waits.
 
-        They are of one burst then, and nobody's pace is kept: a batch that fills up sooner is over sooner. In the first
-        steps nobody decodes, so that rows that begin together end together and all steps between are full. That lasts
-        for as many steps as requests run at once: who starts early in a long queue does not wait for all of it.
+        They belong to one burst then, and decode latency is not kept: a batch that fills up sooner is finished sooner.
+        In the first steps no row decodes, so that rows that begin together end together and all steps between are full.
+        That lasts for as many steps as requests run at once: an early request in a long queue does not wait for all.
         """
         first = prompt or next(iter(self._queues.waiting), None)
         if first is None:
@@ -249,7 +247,7 @@ class StepPlanner:
             if self._is_full(draft):
                 return
             if state.pages is not None or state.num_in_flight:
-                return  # preempted, and its last tokens are not known yet; nobody overtakes it
+                return  # preempted, and its last tokens are not known yet; later requests wait for it
             state.grow_rope()
             if self._config.unfit(len(state.tokens)) is not None:
                 self._queues.finish_outside_step(state, "length")  # preempted when it had all but outgrown the cache
@@ -286,7 +284,7 @@ class StepPlanner:
         return parent if can_share else None
 
     def _open(self, draft: _PlanBuilder, state: RequestState, parent: RequestState | None) -> SequencePages | None:
-        """Seats `state` if there are pages for its tokens beside those that running requests will need."""
+        """Allocates a slot and pages for `state` if enough remain for the prompts of running requests."""
         num_running = len(self._queues.running)
         spare = [num + num_running for num in draft.outstanding]  # a page for each, or the next step would preempt
         if not self._allocator.has_pages(spare):
