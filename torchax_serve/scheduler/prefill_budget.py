@@ -48,7 +48,7 @@ class PrefillBudget:
         return None if nearest is None else statistics.median(self._decode_s[nearest])
 
     def steps_within(self, seconds: float, num_decode: int) -> float:
-        """Returns how many steps of `num_decode` decode rows fit in `seconds`, at least 1; 1 before any was measured."""
+        """Returns how many steps of `num_decode` decode rows fit in `seconds`, at least 1; 1 if none was measured."""
         if math.isinf(seconds):
             return seconds
         step_s = self.decode_step_s(num_decode)
