@@ -87,11 +87,18 @@ def measure(
 
     recorder = RoundRecorder(Accelerator(reached=options.reached), COSTS, holds_prompts=mixed, at_once=options.at_once)
     layout: dict[str, int] = {} if options.max_num_steps is None else {"max_num_steps": options.max_num_steps}
-    layout |= {"max_len": context + 64 + options.new_tokens, "num_slots": batch, "token_budget": batch + 256}
+    layout |= {
+        "max_model_len": context + 64 + options.new_tokens,
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": batch + 256,
+    }
     with (
         recorder.installed(),
         serve(
-            shape, random_weights=True, dtype="bfloat16", engine=EngineOptions(**layout, prefix_caching=not mixed)
+            shape,
+            random_weights=True,
+            dtype="bfloat16",
+            engine=EngineOptions(**layout, enable_prefix_caching=not mixed),
         ) as model,
     ):
         requests = requests_of(model, sizes_of(batch, context, options.new_tokens, mixed=mixed))

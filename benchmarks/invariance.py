@@ -40,8 +40,8 @@ def main() -> None:
     rows = []
     for dtype in options.dtype:
         layout = EngineOptions(
-            max_len=2 * (options.prompt_len + options.new_tokens),
-            prefix_caching=False,
+            max_model_len=2 * (options.prompt_len + options.new_tokens),
+            enable_prefix_caching=False,
             batch_invariant=not options.fast,
         )
         with serve(options.config, random_weights=True, dtype=dtype, engine=layout) as model:

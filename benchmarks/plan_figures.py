@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "plan-figures.json"
-ARGUMENTS = [str(HERE / "shapes" / "llama-3-70b.json"), "--topology", "v6e:2x4", "--max-len", "4096", "--json"]
+ARGUMENTS = [str(HERE / "shapes" / "llama-3-70b.json"), "--topology", "v6e:2x4", "--max-model-len", "4096", "--json"]
 # name: tokens of the prefill steps, most seconds of the first and the second plan, most bytes
 FIGURES = {"decode": ("", 40, 10, 3e9), "prefill": ("256,512,1024,2048", 150, 10, 3e9)}
 CODE = """

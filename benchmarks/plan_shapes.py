@@ -38,8 +38,8 @@ COMMAND = "import sys; sys.argv[0] = 'torchax-serve'; from torchax_serve.cli.mai
 
 
 def run(shape, topology, mesh, slots, prefill):
-    arguments = ["plan", str(HERE / "shapes" / f"{shape}.json"), "--topology", topology, "--slots", str(slots)]
-    arguments += ["--max-len", str(LEN), "--prefill", prefill, "--json", "--no-cache"]
+    arguments = ["plan", str(HERE / "shapes" / f"{shape}.json"), "--topology", topology, "--max-num-seqs", str(slots)]
+    arguments += ["--max-model-len", str(LEN), "--prefill", prefill, "--json", "--no-cache"]
     arguments += ["--mesh", mesh] if mesh else []
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).with_name("results") / "plan-types.json"
 TOPOLOGY = "v5e:2x2"
-SIZES = {"max_len": 32, "num_slots": 8, "page_len": 16}
+SIZES = {"max_model_len": 32, "max_num_seqs": 8, "page_size": 16}
 
 
 def run(model_type, prefill_lens):

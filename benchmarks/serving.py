@@ -5,7 +5,7 @@
     python benchmarks/serving.py decode mix prefix fairness cold --peers hf hf-continuous --smoke
     python benchmarks/serving.py decode --config benchmarks/shapes/llama-8b.json --peers hf hf-continuous \\
         --batch 1 8 64 256 --prompt-len 1024 --kv-cache-gib 45 --warm-up 1 --repeats 3 \\
-        --options 'ours:{"num_slots": 256}' 'hf:{"cache_implementation": "static"}'    # on a GPU
+        --options 'ours:{"max_num_seqs": 256}' 'hf:{"cache_implementation": "static"}'    # on a GPU
 
 decode    requests of one length that come together: rates of decoding and of prefill, time to first token
 mix       requests of many lengths that arrive at random: time for all, percentiles of TTFT and TPOT
@@ -319,7 +319,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="for one answer of a system")
     parser.add_argument(
-        "--options", type=system_options, nargs="+", default=[], help="of systems, as 'ours:{\"num_slots\": 64}'"
+        "--options", type=system_options, nargs="+", default=[], help="of systems, as 'ours:{\"max_num_seqs\": 64}'"
     )
     parser.add_argument("--output", type=Path, default=FOLDER / "results", help="folder")
     parser.add_argument(

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from torchax_serve.entrypoints.served_model import ServedModel
     from torchax_serve.entrypoints.speech_model import SpeechModel
     from torchax_serve.generation.jax_model import to_jax
+    from torchax_serve.outputs import Completion
     from torchax_serve.sampling_params import SamplingParams
-    from torchax_serve.text import Completion, TextStream
+    from torchax_serve.text import TextStream
 
 __version__ = "0.1.0"
 
@@ -70,7 +71,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "Completion": ".text",
+        "Completion": ".outputs",
         "EncoderModel": ".entrypoints.encoder_model",
         "EngineOptions": ".engine.options",
         "Hosts": ".distributed.hosts.options",

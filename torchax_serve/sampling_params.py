@@ -282,6 +282,14 @@ class SamplingParams:
         """Returns a copy without the options of `engine_only`, for callers that honour those themselves."""
         return dataclasses.replace(self, **dict.fromkeys(ENGINE_ONLY))
 
+    def only_engine_options(self) -> SamplingParams:
+        """Returns the options that `engine_only` names and nothing else."""
+        return SamplingParams(**self.engine_only())
+
+    def merged_into(self, base: GenerationConfig) -> GenerationConfig:
+        """Returns a copy of `base` with these options; those that `engine_only` names are left to the engine."""
+        return self.without_engine_only().to_generation_config(base)
+
     def to_generation_config(self, base: GenerationConfig) -> GenerationConfig:
         """Returns a copy of `base` with the options set here, except `seed`, which a generation config does not have.
 

@@ -17,7 +17,7 @@ from torchax_serve.bench.timed_model import count_programs
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.served_model import ServedModel
 
-OPTIONS = ("num_slots", "token_budget", "page_len", "max_num_steps", "max_decode_slowdown")
+OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "page_size", "max_num_steps", "max_decode_slowdown")
 
 
 async def run_requests(model: ServedModel, job: Job) -> RequestGate:
@@ -54,9 +54,9 @@ def run(model: ServedModel, job: Job) -> JobResult:
     return JobResult(door.finish(), hits, programs[0])
 
 
-def facts(model: ServedModel, page_len: int, token_bytes: int, engine_bytes: int) -> dict[str, Any]:
+def facts(model: ServedModel, page_size: int, token_bytes: int, engine_bytes: int) -> dict[str, Any]:
     stats = model.engine.stats()
-    page_bytes = page_len * token_bytes
+    page_bytes = page_size * token_bytes
     machine = Machine.here()
     return {
         "machine": dataclasses.asdict(machine) | {"is_busy": machine.is_busy},
@@ -78,7 +78,7 @@ def main() -> None:
     output = own_output()
     settings = settings_of_process(*OPTIONS)
     chosen: dict[str, Any] = settings.options
-    options = EngineOptions(max_len=settings.max_len, kv_cache_bytes=settings.kv_cache_bytes, **chosen)
+    options = EngineOptions(max_model_len=settings.max_len, kv_cache_memory_bytes=settings.kv_cache_bytes, **chosen)
     with serve(settings.folder, engine=options) as model:
         before = live_bytes()
         _ = model.engine  # made when first used
@@ -87,7 +87,7 @@ def main() -> None:
         answer_jobs(
             output,
             lambda job: run(model, job),
-            lambda: facts(model, options.page_len, settings.kv_token_bytes, engine_bytes),
+            lambda: facts(model, options.page_size, settings.kv_token_bytes, engine_bytes),
         )
 
 

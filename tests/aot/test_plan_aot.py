@@ -22,7 +22,7 @@ CONFIG = transformers.LlamaConfig(
     num_key_value_heads=4,
     head_dim=128,
 )
-REQUEST = PlanRequest(topology="v6e:2x4", max_len=2048, num_slots=16, prefill_lens=())
+REQUEST = PlanRequest(topology="v6e:2x4", max_model_len=2048, max_num_seqs=16, prefill_lens=())
 
 
 @pytest.fixture

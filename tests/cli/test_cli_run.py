@@ -58,7 +58,7 @@ def test_ways_to_give_a_prompt(call, arguments, stdin, name):
 
 def test_run_has_one_slot(call):
     assert call("Hi there").exit_code == 0
-    assert call.served[1]["engine"].num_slots == 1
+    assert call.served[1]["engine"].max_num_seqs == 1
 
 
 def test_a_prompt_before_stdin(call):

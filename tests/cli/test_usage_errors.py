@@ -70,12 +70,17 @@ WRONG = [
     ("plan --topology v6e:2by2", "--topology: expected v6e:<shape> such as v6e:2x2"),
     ("plan --topology cpu:4 --mesh model=3", "--mesh: expected axes that multiply out to the 4 devices"),
     ("plan --topology cpu:1 --kv-cache-dtype fp8", "--kv-cache-dtype: expected auto, float32, bfloat16 or float16"),
-    ("plan --topology cpu:1 --slots 0", "--slots: expected a whole number >= 1, got "),
+    ("plan --topology cpu:1 --max-num-seqs 0", "--max-num-seqs: expected a whole number >= 1, got "),
+    ("plan --topology cpu:1 --slots 8", "plan has no option --slots: use --max-num-seqs"),
+    ("plan --topology cpu:1 --max-len 8", "plan has no option --max-len: use --max-model-len"),
+    ("plan --topology cpu:1 --page-len 8", "plan has no option --page-len: use --page-size"),
+    ("deploy --slots 8", "deploy has no option --slots: use --max-num-seqs"),
+    ("run --max-len 8", "run has no option --max-len: use --max-model-len, which plan and deploy have"),
     ("plan --topology cpu:1 --prefill 0", "--prefill: expected positive numbers"),
     ("plan --for 64", "--for: expected SLOTSxLEN such as 64x8192, got '64'"),
     ("plan --for 64x128 --topology v6e:2x2", "--topology: expected without --for"),
     ("deploy --replicas 3:1", "--replicas: expected 1 <= LEAST <= MOST, got 3 and 1"),
-    ("deploy --slots 0", "--slots: expected a whole number >= 1, got "),
+    ("deploy --max-num-seqs 0", "--max-num-seqs: expected a whole number >= 1, got "),
     ("deploy no-such-model", "no model is called 'no-such-model'"),
     ("deploy --dtype int8", "--dtype: expected auto, float32"),
     ("models --mesh model=2", "--mesh: expected together with --sharding"),
@@ -140,7 +145,7 @@ def test_flags_of_vllm_and_sglang_are_accepted():
     assert {"--max-tokens", "-n", "--temp", "--tp", "--tensor-parallel-size", "--trust-remote-code"} <= names
     assert {"--torch-dtype", "--hf-token", "--download-dir", "--system-prompt", "--repeat-penalty"} <= names
     plan = {flag for command in typer.main.get_command(app).commands["plan"].params for flag in command.opts}
-    assert {"--max-model-len", "--max-num-seqs", "--block-size"} <= plan
+    assert {"--max-model-len", "--max-num-seqs", "--page-size", "--block-size"} <= plan
 
 
 def test_hints_name_only_missing_flags():

@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from torchax_serve import EngineOptions, SamplingParams, UnsupportedArgumentError, serve, to_jax
-from torchax_serve.validation.argument_hints import HINTS, SAMPLING, refuses_unknown, unknown_argument
+from torchax_serve.validation.argument_hints import ENGINE, HINTS, SAMPLING, refuses_unknown, unknown_argument
 
 FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 
@@ -16,7 +16,7 @@ FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
     [
         (serve, "torch_dtype", 'serve(dtype="bfloat16")'),
         (serve, "device_map", "JAX places the weights"),
-        (serve, "max_model_len", "EngineOptions(max_len=4096)"),
+        (serve, "max_model_len", "serve(engine=EngineOptions(max_model_len=...))"),
         (serve, "quantization", "float32, bfloat16 or float16"),
         (serve, "load_in_8bit", "float32, bfloat16 or float16"),
         (serve, "tensor_parallel_size", "serve(tensor_parallel=4)"),
@@ -26,9 +26,9 @@ FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
         (serve, "revison", "did you mean revision?"),
         (to_jax, "device_map", "JAX places the weights"),
         (to_jax, "nonsense", "it takes model"),
-        (EngineOptions, "gpu_memory_utilization", "kv_cache_bytes"),
-        (EngineOptions, "enable_prefix_caching", "prefix_caching=True"),
-        (EngineOptions, "page_lenn", "did you mean page_len?"),
+        (EngineOptions, "gpu_memory_utilization", "kv_cache_memory_bytes"),
+        (serve, "enable_prefix_caching", "serve(engine=EngineOptions(enable_prefix_caching=...))"),
+        (EngineOptions, "page_sise", "did you mean page_size?"),
     ],
 )
 def test_a_neighbours_keyword_is_named_with_what_to_use(call, name, remedy):
@@ -47,9 +47,30 @@ def test_fields_of_requests_under_other_names(name, field):
         SamplingParams(**{name: 1})
 
 
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("max_len", "max_model_len"),
+        ("num_slots", "max_num_seqs"),
+        ("page_len", "page_size"),
+        ("token_budget", "max_num_batched_tokens"),
+        ("kv_cache_bytes", "kv_cache_memory_bytes"),
+        ("prefix_caching", "enable_prefix_caching"),
+        ("max_source_len", "max_encoder_len"),
+    ],
+)
+@pytest.mark.parametrize("call", [serve, EngineOptions])
+def test_earlier_names_of_engine_options_are_refused_with_the_new_one(call, old, new):
+    with pytest.raises(UnsupportedArgumentError) as refused:
+        call(**{old: 1})
+    assert str(refused.value).startswith(f"{call.__name__} has no argument {old}: use EngineOptions({new}=...)")
+    assert "\n" not in str(refused.value)
+
+
 def test_hints_name_what_there_is_and_nothing_that_is_taken():
     assert set(SAMPLING.values()) <= FIELDS
     taken = {*inspect.signature(serve).parameters, *inspect.signature(EngineOptions).parameters}
+    assert set(inspect.signature(EngineOptions).parameters) == ENGINE
     assert not taken & (HINTS.keys() | SAMPLING.keys()) - {"seed"}
 
 
@@ -58,7 +79,7 @@ def test_signatures_stay_what_they_were():
     assert [field.name for field in dataclasses.fields(EngineOptions)] == list(
         inspect.signature(EngineOptions).parameters
     )
-    assert EngineOptions(page_len=8).page_len == 8
+    assert EngineOptions(page_size=8).page_size == 8
 
     @refuses_unknown
     def add(a, *, b=1):

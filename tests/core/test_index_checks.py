@@ -86,7 +86,7 @@ def test_tables_of_computed_positions_end(name):
     assert on_jax.generate(IDS[:, :12], max_new_tokens=4, **options).shape == (1, 16)
     with pytest.raises(InvalidArgumentError, match="expected at most 16 tokens in all"):
         on_jax.generate(IDS[:, :12], max_new_tokens=6, **options)
-    with serve(eager, engine=EngineOptions(num_slots=2)) as served:
+    with serve(eager, engine=EngineOptions(max_num_seqs=2)) as served:
         answer = served.generate_batch([IDS[0, :12].tolist()], SamplingParams(max_new_tokens=9, ignore_eos=True))
     assert len(answer[0].token_ids) <= 5
 
@@ -140,7 +140,7 @@ def test_padded_rows_are_in_range(models, name, num_padded):
 @pytest.mark.parametrize("bad", [40, -1])
 def test_the_engine_refuses_ids_and_its_neighbours_go_on(models, bad):
     params = SamplingParams(max_new_tokens=2, temperature=0)
-    with serve(copy.deepcopy(models["gpt2"][0]), engine=EngineOptions(num_slots=2, max_len=16)) as served:
+    with serve(copy.deepcopy(models["gpt2"][0]), engine=EngineOptions(max_num_seqs=2, max_model_len=16)) as served:
         neighbour = served.stream([5, 6], params)
         with pytest.raises(InvalidArgumentError, match=f"expected token ids from 0 to 39.*got {bad}"):
             served.generate_batch([[5, 6], [5, bad]], params)

@@ -79,7 +79,7 @@ def test_answers_are_the_same_in(name, expected):
         assert model.generate(IDS, **options, **LENGTHS).shape == (1, 11)
         with serve(other) as encoder:
             embedded = encoder.embed([IDS[0].tolist()], pooling="mean")
-        with serve(copy.deepcopy(decoder), engine=EngineOptions(num_slots=2, max_len=32)) as served:
+        with serve(copy.deepcopy(decoder), engine=EngineOptions(max_num_seqs=2, max_model_len=32)) as served:
             answers = served.generate_batch([IDS[0].tolist()] * 2, [greedy, sampled])
     assert answers[0].token_ids == tokens
     assert len(answers[1].token_ids) == 3

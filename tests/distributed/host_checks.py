@@ -20,7 +20,7 @@ DECODING = [
     transformers.GenerationConfig(**ALWAYS, do_sample=True, temperature=1.2, top_k=20),
     transformers.GenerationConfig(**ALWAYS, do_sample=True, temperature=1.0),
 ]
-OPTIONS = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=24)
+OPTIONS = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=24)
 
 
 def model_of(seed=0):

@@ -72,10 +72,10 @@ def test_prefix_of_a_conversation():
     ("given", "said"),
     [
         ({"replicas": "2"}, "expected arguments out of model, dtype"),
-        ({"num_slots": "many"}, "num_slots: expected a number, got 'many'"),
+        ({"max_num_seqs": "many"}, "max_num_seqs: expected a number, got 'many'"),
         ({"min_replicas": "3", "max_replicas": "2"}, "expected 1 <= min <= max, got 3 and 2"),
         ({"accelerator": "NPU"}, "accelerator: expected GPU or TPU, got 'NPU'"),
-        ({"num_slots": "0"}, "num_slots: expected a whole number >= 1, got 0"),
+        ({"max_num_seqs": "0"}, "max_num_seqs: expected a whole number >= 1, got 0"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected int8, got 'fp8'"),
     ],
 )

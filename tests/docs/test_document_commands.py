@@ -27,7 +27,7 @@ FROM_THE_HUB = {
     "torchax-serve pull qwen3-0.6b",
     "torchax-serve rm qwen3-0.6b --yes",
     "torchax-serve plan qwen3-32b --topology v6e:2x4",
-    "torchax-serve plan llama-3.1-70b-instruct --topology h200:4 --max-len 4096 --slots 64",
+    "torchax-serve plan llama-3.1-70b-instruct --topology h200:4 --max-model-len 4096 --max-num-seqs 64",
     "torchax-serve plan qwen3-32b --for 64x8192",
     ".venv/bin/torchax-serve bench smollm2-135m-instruct --against hf",
 }

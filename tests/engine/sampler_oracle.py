@@ -36,7 +36,13 @@ class Row:
     def params(self, vocab_size):
         params = SamplingParams(**self.options)
         config = GenerationConfig(max_new_tokens=64, begin_suppress_tokens=list(self.not_first) or None)
-        return RowSamplingParams.of(params, config, vocab_size=vocab_size, seed=self.seed, stop_ids=self.stop_ids)
+        return RowSamplingParams.of(
+            params.only_engine_options(),
+            params.merged_into(config),
+            vocab_size=vocab_size,
+            seed=self.seed,
+            stop_ids=self.stop_ids,
+        )
 
     def plan_row(self, slot):
         """The decode row after which the next token is sampled."""

@@ -78,7 +78,7 @@ def answers(model):
 
 def test_requests_are_packed_and_have_the_tokens_of_eager_code(eager):
     expected = answers(eager)
-    options = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32)
+    options = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=32)
     with serve(copy.deepcopy(eager), engine=options) as model:
         config = transformers.GenerationConfig(max_new_tokens=NEW)
         streams = [model.iter_tokens(ids[0].tolist(), config) for ids in prompts()]

@@ -25,14 +25,15 @@ from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.kv_cache import memory
 from torchax_serve.sampling.sampler import tables_bytes
 
-SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32)
+SMALL = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=32)
 
 
 def request(prompt, max_new_tokens=8, seed=0, params=None, **config):
+    params = params or SamplingParams()
     return EngineRequest.of(
         prompt,
-        transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config),
-        params,
+        params.merged_into(transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)),
+        params.only_engine_options(),
         vocab_size=VOCAB_SIZE,
         seed=seed,
     )
@@ -84,7 +85,9 @@ def test_two_thousand_requests_a_third_of_them_aborted_with_few_pages():
     rng = random.Random(1)
     prompts = [random_prompt(rng, 30) for _ in range(60)]
     prompts += [prompts[0][:16] + prompt[:8] for prompt in prompts[:20]]  # with a common beginning
-    options = EngineOptions(max_len=48, num_slots=6, page_len=4, token_budget=24, kv_cache_bytes=24 * 1024)
+    options = EngineOptions(
+        max_model_len=48, max_num_seqs=6, page_size=4, max_num_batched_tokens=24, kv_cache_memory_bytes=24 * 1024
+    )
     with serve(tiny_model("llama"), engine=options) as model:
         engine = model.engine
         engine.check_integrity = True
@@ -187,7 +190,7 @@ def test_several_steps_in_one_dispatch_give_the_same_tokens(options):
     several, single = (dataclasses.replace(SMALL, max_num_steps=num_steps) for num_steps in (4, 1))
     drawn = {"do_sample": True, **options} if options else {}
     with serve(tiny_model("llama"), engine=several) as many, serve(tiny_model("llama"), engine=single) as one:
-        model, sent = many.engine._runner._model, []
+        model, sent = many.engine._runner._executor, []
         decode = model.decode
         model.decode = lambda *args: sent.append(args[4]) or decode(*args)
         tickets = [[m.engine.submit(request(p, 13, 9, **drawn)) for p in prompts] for m in (many, one)]
@@ -199,7 +202,7 @@ def test_several_steps_in_one_dispatch_give_the_same_tokens(options):
 
 def test_a_step_that_raises_fails_its_requests_and_no_others(llama, monkeypatch):
     engine = llama.engine
-    model = engine._runner._model
+    model = engine._runner._executor
     calls = []
 
     def failing(step):
@@ -223,7 +226,7 @@ def test_a_step_that_takes_the_cache_with_it(llama, monkeypatch):
     engine = llama.engine
     prompt = [9, 8, 7, 6, 5, 4, 3, 9, 8, 7]
     assert engine.submit(request(prompt, 3)).result() == expected_tokens("llama", prompt, 3)  # its prefix is kept
-    model = engine._runner._model
+    model = engine._runner._executor
     run = model.run
 
     def failing(*args, **kwargs):
@@ -279,7 +282,12 @@ def test_a_request_ends_when_its_time_is_up(llama):
     ("options", "prompt", "new", "message"),
     [
         (SMALL, [5] * 64, 1, "64"),
-        (EngineOptions(max_len=64, num_slots=2, page_len=8, kv_cache_bytes=4 * 2048), [5] * 40, 4, "pages"),
+        (
+            EngineOptions(max_model_len=64, max_num_seqs=2, page_size=8, kv_cache_memory_bytes=4 * 2048),
+            [5] * 40,
+            4,
+            "pages",
+        ),
     ],
 )
 def test_requests_that_can_never_run(options, prompt, new, message):
@@ -292,11 +300,11 @@ def test_requests_that_can_never_run(options, prompt, new, message):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"page_len": 0}, "page_len: expected a whole number >= 1, got 0"),
-        ({"num_slots": -1}, "num_slots: expected a whole number >= 1"),
-        ({"max_len": 1.5}, "max_len: expected a whole number >= 1"),
-        ({"kv_cache_bytes": 0}, "kv_cache_bytes: expected a whole number >= 1"),
-        ({"prefix_caching": "yes"}, "prefix_caching: expected True or False"),
+        ({"page_size": 0}, "page_size: expected a whole number >= 1, got 0"),
+        ({"max_num_seqs": -1}, "max_num_seqs: expected a whole number >= 1"),
+        ({"max_model_len": 1.5}, "max_model_len: expected a whole number >= 1"),
+        ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes: expected a whole number >= 1"),
+        ({"enable_prefix_caching": "yes"}, "enable_prefix_caching: expected True or False"),
         ({"batch_invariant": 1}, "batch_invariant: expected True or False"),
         ({"max_decode_slowdown": 1}, "max_decode_slowdown: expected a number above 1, got 1"),
     ],
@@ -307,7 +315,7 @@ def test_options_out_of_their_range(kwargs, message):
 
 
 def test_batch_invariant_bfloat16_has_the_same_logprobs_alone_and_in_company():
-    options = dataclasses.replace(SMALL, batch_invariant=True, prefix_caching=False)
+    options = dataclasses.replace(SMALL, batch_invariant=True, enable_prefix_caching=False)
     rng = random.Random(3)
     requests = [request(random_prompt(rng), params=SamplingParams(logprobs=2)) for _ in range(4)]
 
@@ -326,17 +334,17 @@ def test_batch_invariant_bfloat16_has_the_same_logprobs_alone_and_in_company():
 
 def test_batch_invariance_is_refused_where_it_does_not_hold():
     with (
-        serve(tiny_model("bloom"), engine=EngineOptions(max_len=64, batch_invariant=True)) as model,
-        pytest.raises(InvalidArgumentError, match="batch_invariant: expected a model on the packed road"),
+        serve(tiny_model("bloom"), engine=EngineOptions(max_model_len=64, batch_invariant=True)) as model,
+        pytest.raises(InvalidArgumentError, match="batch_invariant: expected a model that runs packed"),
     ):
         model.engine.stats()
 
 
 def test_no_room_for_a_page():
-    options = EngineOptions(max_len=64, page_len=8, kv_cache_bytes=100)
+    options = EngineOptions(max_model_len=64, page_size=8, kv_cache_memory_bytes=100)
     with (
         serve(tiny_model("llama"), engine=options) as model,
-        pytest.raises(InvalidArgumentError, match="kv_cache_bytes"),
+        pytest.raises(InvalidArgumentError, match="kv_cache_memory_bytes"),
     ):
         model.engine.stats()
 
@@ -344,7 +352,7 @@ def test_no_room_for_a_page():
 @pytest.mark.parametrize("budget", [10_000, 100_000, 1_234_567])
 def test_pages_take_the_budget_that_was_asked_for(budget):
     for name in ("llama", "gemma3_text"):
-        options = EngineOptions(max_len=64, page_len=4, kv_cache_bytes=budget)
+        options = EngineOptions(max_model_len=64, page_size=4, kv_cache_memory_bytes=budget)
         with serve(tiny_model(name), engine=options) as model:
             taken = sum(pool.nbytes for pool in model.engine._runner._cache.pools)
             page = max(pool.nbytes // pool.shape[0] for pool in model.engine._runner._cache.pools)
@@ -365,7 +373,7 @@ def test_the_samplers_tables_are_part_of_what_the_engine_takes(monkeypatch):
     with (
         serve(tiny_model("llama"), engine=SMALL) as model,
         pytest.raises(
-            OutOfMemoryError, match="sampler's tables of 4 requests, 3492 bytes, got 3492 bytes; lower num_slots"
+            OutOfMemoryError, match="sampler's tables of 4 requests, 3492 bytes, got 3492 bytes; lower max_num_seqs"
         ),
     ):
         model.engine.stats()
@@ -375,7 +383,7 @@ def test_the_samplers_tables_are_part_of_what_the_engine_takes(monkeypatch):
 def test_nearly_the_same_free_memory_gives_the_same_programs(name, monkeypatch):
     """Pools of another size are other programs: two starts on one host, of which little changes, must share them."""
     monkeypatch.setattr(PackedExecutor, "temporary_bytes", lambda self: 5000)
-    many = dataclasses.replace(SMALL, num_slots=400, max_len=128)  # which could use more than there is
+    many = dataclasses.replace(SMALL, max_num_seqs=400, max_model_len=128)  # which could use more than there is
     shapes = set()
     for left in (800_000, 850_000, 910_000):
         monkeypatch.setattr(memory, "free_bytes", lambda left=left: left + 5000 + tables_bytes(400, VOCAB_SIZE))
@@ -389,7 +397,7 @@ def test_nearly_the_same_free_memory_gives_the_same_programs(name, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked for the memory back")
 def test_a_large_cache_takes_no_memory_until_it_is_used():
     """A server's cache may hold gigabytes; one short conversation must not take them."""
-    large = dataclasses.replace(SMALL, kv_cache_bytes=256 << 20)
+    large = dataclasses.replace(SMALL, kv_cache_memory_bytes=256 << 20)
     process = psutil.Process()
     with serve(tiny_model("llama"), engine=large) as model:
         before = process.memory_info().rss

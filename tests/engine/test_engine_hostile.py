@@ -15,14 +15,17 @@ from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.sampling.history_sampler import HistorySampler
 
-SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32, max_num_waiting=6)
+SMALL = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=32, max_num_waiting=6)
 INNOCENT = [5, 6, 7, 8, 9]
 NEW = 10
 
 
 def request(prompt=(5, 6), params=None, max_new_tokens=8, **config):
     config = transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)
-    return EngineRequest.of(prompt, config, params, vocab_size=VOCAB_SIZE, seed=0)
+    params = params or SamplingParams()
+    return EngineRequest.of(
+        prompt, params.merged_into(config), params.only_engine_options(), vocab_size=VOCAB_SIZE, seed=0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +224,7 @@ def test_log_probabilities_that_cannot_be_read_end_their_request_alone(llama, mo
         monkeypatch.setattr(llama.engine._runner, name, lambda *args: 1 / 0)
         innocent = llama.engine.submit(request(INNOCENT, max_new_tokens=NEW))
         failed = llama.engine.submit(request([7, 8], SamplingParams(**params)))
-        with pytest.raises(RequestError, match=r"could not be handed out \(ZeroDivisionError"):
+        with pytest.raises(RequestError, match=r"could not be delivered \(ZeroDivisionError"):
             failed.result()
         check_innocent(llama, innocent)
         monkeypatch.undo()

@@ -29,7 +29,7 @@ def llama():
 @pytest.fixture(scope="module")
 def roomy():
     """A model whose answers are long, and whose programs are compiled."""
-    with serve(tiny_model("llama"), engine=EngineOptions(max_len=2048, num_slots=2, page_len=8)) as model:
+    with serve(tiny_model("llama"), engine=EngineOptions(max_model_len=2048, max_num_seqs=2, page_size=8)) as model:
         list(model.iter_tokens([5], transformers.GenerationConfig(max_new_tokens=8)))
         yield model
 
@@ -103,7 +103,7 @@ def test_a_reader_that_is_gone_frees_its_request(roomy, stops_reading):
     num_before = roomy.stats().scheduler.num_new_tokens
     assert is_idle(roomy)
     assert roomy.stats().scheduler.num_new_tokens - num_before < 200  # of 10,000
-    assert len(roomy.engine._deliveries.open_ids()) == 0
+    assert len(roomy.engine._output_processor.open_ids()) == 0
 
 
 def test_deadlines_far_away_hold_no_ended_requests(llama):
@@ -112,7 +112,7 @@ def test_deadlines_far_away_hold_no_ended_requests(llama):
         tickets = llama.engine.submit_all([request([5], params, max_new_tokens=1) for _ in range(5)])
         for ticket in tickets:
             ticket.result()
-    assert len(llama.engine._scheduler._roster._deadlines) < 100
+    assert len(llama.engine._scheduler._queues._deadlines) < 100
 
 
 FORKED = """

@@ -17,7 +17,9 @@ from torchax_serve.engine.request import EngineRequest
 from torchax_serve.parity.tiny.rope_types import BORDER
 
 PAGE_LEN = 4
-OPTIONS = EngineOptions(max_len=64, num_slots=4, page_len=PAGE_LEN, token_budget=24)  # prompts come in chunks
+OPTIONS = EngineOptions(
+    max_model_len=64, max_num_seqs=4, page_size=PAGE_LEN, max_num_batched_tokens=24
+)  # prompts come in chunks
 MODELS = [("llama", "longrope"), ("llama", "dynamic"), ("phi3", "longrope"), ("phimoe", "longrope")]
 """On the packed cache."""
 BY_THEMSELVES = [("diffllama", "dynamic"), ("diffllama", "longrope")]
@@ -59,7 +61,13 @@ def test_requests_that_have_to_make_room(family, kind):
     num_new = BORDER  # the answers of all cross the border
     prompts = [prompt(LENS[0], seed) for seed in range(4)]
     page_bytes = 2 * 2 * 2 * 8 * 4 * PAGE_LEN  # of layers, keys and values, heads, channels, bytes of a number
-    options = EngineOptions(max_len=64, num_slots=4, page_len=PAGE_LEN, token_budget=24, kv_cache_bytes=16 * page_bytes)
+    options = EngineOptions(
+        max_model_len=64,
+        max_num_seqs=4,
+        page_size=PAGE_LEN,
+        max_num_batched_tokens=24,
+        kv_cache_memory_bytes=16 * page_bytes,
+    )
     with serve(rope_model(family, kind), engine=options) as model:
         model.engine.check_integrity = True
         expected = [answers(family, kind, ids, num_new=num_new)[0].tolist() for ids in prompts]

@@ -27,7 +27,9 @@ from torchax_serve.scheduler import PlanRow
 
 VOCAB_SIZE = 61
 NEW = 14
-OPTIONS = EngineOptions(max_len=56, num_slots=4, page_len=4, token_budget=20, kv_cache_bytes=1)
+OPTIONS = EngineOptions(
+    max_model_len=56, max_num_seqs=4, page_size=4, max_num_batched_tokens=20, kv_cache_memory_bytes=1
+)
 
 MODELS = {
     "bloom": {"n_layer": 2, "n_head": 4},
@@ -94,9 +96,9 @@ def runtime_of(model_type):
 def scarce(runtime, num_pages=16):
     """Options with room for one long request and a bit: others must make room."""
     layout = SequenceForward(runtime).layout()
-    state_bytes = sum(row.num_bytes for row in layout.rows) * (OPTIONS.num_slots + 1)
-    page_bytes = sum(shape.page_bytes(OPTIONS.page_len) for shape in layout.pages)
-    return dataclasses.replace(OPTIONS, kv_cache_bytes=state_bytes + num_pages * page_bytes + 1)
+    state_bytes = sum(row.num_bytes for row in layout.rows) * (OPTIONS.max_num_seqs + 1)
+    page_bytes = sum(shape.page_bytes(OPTIONS.page_size) for shape in layout.pages)
+    return dataclasses.replace(OPTIONS, kv_cache_memory_bytes=state_bytes + num_pages * page_bytes + 1)
 
 
 def prompts():
@@ -106,7 +108,8 @@ def prompts():
 
 
 def answers(engine, ids, runtime, params=None):
-    config = transformers.GenerationConfig(max_new_tokens=NEW)
+    params = params or SamplingParams()
+    config, params = params.merged_into(transformers.GenerationConfig(max_new_tokens=NEW)), params.only_engine_options()
     tickets = [
         engine.submit(EngineRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0))
         for prompt in ids
@@ -123,7 +126,7 @@ def alone(model, ids):
 
 
 def prompt_logprobs(engine, prompt, runtime):
-    params = SamplingParams(max_new_tokens=2, prompt_logprobs=0)
+    params = SamplingParams(prompt_logprobs=0)
     config = transformers.GenerationConfig(max_new_tokens=2)
     request = EngineRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0)
     found = next(new.prompt_logprobs for new in engine.submit(request) if new.prompt_logprobs is not None)
@@ -167,7 +170,7 @@ def test_rows_one_after_the_other_give_the_same(monkeypatch):
     monkeypatch.setattr(SequenceForward, "_can_vectorise", lambda self, layout: False)
     monkeypatch.setattr(per_sequence_buckets, "MAX_GATHERED_LEN", 600)  # two programs of rows in a step
     runtime = runtime_of("bloom")
-    engine = build_engine(runtime, dataclasses.replace(OPTIONS, kv_cache_bytes=None))
+    engine = build_engine(runtime, dataclasses.replace(OPTIONS, kv_cache_memory_bytes=None))
     engine.check_integrity = True
     ids = prompts()[:6]
     try:
@@ -201,8 +204,10 @@ def test_many_rows_are_split_by_length(monkeypatch):
     monkeypatch.setattr(per_sequence_buckets, "MAX_GATHERED_LEN", 64)
     monkeypatch.setattr(per_sequence_buckets, "SMALLEST_GATHER_LEN", 8)
     runtime = runtime_of("bloom")
-    sizes = memory.MemoryBudget(max_len=56, num_slots=6, page_len=8, token_budget=32, kv_cache_bytes=1 << 20)
-    model = per_sequence_executor(runtime, sizes, "tested").model
+    sizes = memory.MemoryBudget(
+        max_model_len=56, max_num_seqs=6, page_size=8, max_num_batched_tokens=32, kv_cache_memory_bytes=1 << 20
+    )
+    model = per_sequence_executor(runtime, sizes, "tested").executor
     table = np.arange(1, 43, dtype=np.int32).reshape(6, 7)
     lengths = [3, 20, 9, 33, 4, 12]
     generator = np.random.default_rng(1)
@@ -254,14 +259,16 @@ def test_a_model_that_keeps_its_state_in_itself_is_refused():
     model = to_jax(tiny("recurrent_gemma"))
     why = r"keeps it in itself \(model\.layers\.0\.temporal_block\.\w+ and \d+ more\)"
     with pytest.raises(UnsupportedModelError, match=f"cannot be batched. Packed: .*Each by itself: .*{why}"):
-        build_engine(model._jax_runtime, dataclasses.replace(OPTIONS, kv_cache_bytes=1 << 20))
+        build_engine(model._jax_runtime, dataclasses.replace(OPTIONS, kv_cache_memory_bytes=1 << 20))
     for name, child in model.named_modules():
         left = [key for key, value in vars(child).items() if isinstance(value, torch.Tensor) and hasattr(value, "jax")]
         assert left == [], name
 
 
 def test_states_that_do_not_fit_are_refused():
-    with pytest.raises(OutOfMemoryError, match=r"states of 4 requests, \d+ bytes, got 1 bytes; raise kv_cache_bytes"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"states of 4 requests, \d+ bytes, got 1 bytes; raise kv_cache_memory_bytes"
+    ):
         build_engine(runtime_of("mamba"), OPTIONS)
 
 

@@ -23,7 +23,7 @@ from torchax_serve.kv_cache.int8_scales import HEADROOM, TRIAL_LEN, TRIAL_ROWS
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.scheduler import PlanRow
 
-LAYOUT = {"max_len": 64, "num_slots": 4, "page_len": 8, "token_budget": 32}
+LAYOUT = {"max_model_len": 64, "max_num_seqs": 4, "page_size": 8, "max_num_batched_tokens": 32}
 INT8 = EngineOptions(**LAYOUT, kv_cache_dtype="int8")
 BOUND = 2e-3
 """Of a log-probability beside the same rounding by numpy. Sums in another order put one number in some thousands on the
@@ -32,6 +32,8 @@ other side of a half; all other differences are a hundred times smaller."""
 
 def request(prompt, max_new_tokens=8, params=None, fork_of=None, **config):
     generation = transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)
+    params = params or SamplingParams()
+    generation, params = params.merged_into(generation), params.only_engine_options()
     return EngineRequest.of(prompt, generation, params, vocab_size=VOCAB_SIZE, seed=0, fork_of=fork_of)
 
 
@@ -97,16 +99,16 @@ def test_scales_are_the_largest_numbers_of_a_prompt_with_a_margin(llama):
 
 def run_by_hand(model, ids, num_decoded):
     """Logits [n, vocab] of a prompt in two chunks and of tokens decoded one by one, and the pools behind them."""
-    sizes = MemoryBudget(**LAYOUT, kv_cache_bytes=1 << 18, kv_cache_dtype="int8")
-    road = packed_executor(model._generator()._jax_runtime, sizes)
+    sizes = MemoryBudget(**LAYOUT, kv_cache_memory_bytes=1 << 18, kv_cache_dtype="int8")
+    choice = packed_executor(model._generator()._jax_runtime, sizes)
     table = np.zeros((4, 8), np.int32)
     table[1] = [5, 3, 7, 1, 2, 4, 6, 8]
     logits = []
     cuts = [0, 11, *range(len(ids) - num_decoded, len(ids) + 1)]
     for start, end in itertools.pairwise(cuts):
         rows = [PlanRow(0, 1, start, end - start, tuple(ids[start:end]), True)]
-        logits.append(np.asarray(road.model.run(rows, (table,), to_device(np.zeros(4), np.int32)))[0])
-    return np.stack(logits), [np.asarray(pool.pages, np.int32) for pool in road.cache.pools]
+        logits.append(np.asarray(choice.executor.run(rows, (table,), to_device(np.zeros(4), np.int32)))[0])
+    return np.stack(logits), [np.asarray(pool.pages, np.int32) for pool in choice.executor.cache.pools]
 
 
 def test_kernels_store_what_the_reference_stores_and_attend_alike(llama):
@@ -153,7 +155,12 @@ def test_prefix_hits_and_forks_find_their_pages(llama, alone):
 def test_requests_that_make_room_for_others_get_the_same_tokens(alone):
     prompts = [prompt_of(1 + 7 * seed % 30, seed) for seed in range(12)]
     few = EngineOptions(
-        max_len=48, num_slots=4, page_len=8, token_budget=24, kv_cache_bytes=6000, kv_cache_dtype="int8"
+        max_model_len=48,
+        max_num_seqs=4,
+        page_size=8,
+        max_num_batched_tokens=24,
+        kv_cache_memory_bytes=6000,
+        kv_cache_dtype="int8",
     )
     with serve(tiny_model("llama"), engine=few) as model:
         model.engine.check_integrity = True
@@ -166,15 +173,15 @@ def test_requests_that_make_room_for_others_get_the_same_tokens(alone):
 def test_a_step_that_takes_the_cache_with_it_leaves_scales(alone, monkeypatch):
     with serve(tiny_model("llama"), engine=INT8) as model:
         engine = model.engine
-        run = engine._runner._model.run
+        run = engine._runner._executor.run
 
         def failing(*args, **kwargs):
-            monkeypatch.setattr(engine._runner._model, "run", run)
+            monkeypatch.setattr(engine._runner._executor, "run", run)
             for array in jax.tree.leaves(engine._runner._cache.pools):
                 array.delete()
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr(engine._runner._model, "run", failing)
+        monkeypatch.setattr(engine._runner._executor, "run", failing)
         with pytest.raises(Exception, match="out of memory"):
             engine.submit(request([5, 6, 7])).result()
         assert engine.submit(request([5, 6, 7])).result() == alone([5, 6, 7])
@@ -184,7 +191,7 @@ def test_twice_as_many_tokens_in_the_same_bytes():
     budget = 200_000
     tokens = {}
     for dtype in (None, "int8"):
-        options = EngineOptions(max_len=64, page_len=8, kv_cache_bytes=budget, kv_cache_dtype=dtype)
+        options = EngineOptions(max_model_len=64, page_size=8, kv_cache_memory_bytes=budget, kv_cache_dtype=dtype)
         with serve(tiny_model("llama", torch.bfloat16), engine=options) as model:
             cache = model.engine._runner._cache
             tokens[dtype] = cache.plan.num_tokens
@@ -213,7 +220,9 @@ def test_int8_is_refused_on_several_hosts(llama, monkeypatch):
 
 def test_int8_is_refused_where_kernels_take_the_models_dtype_alone(llama):
     runtime = llama._generator()._jax_runtime
-    options = EngineOptions(max_len=64, num_slots=4, page_len=16, kv_cache_bytes=1 << 20, kv_cache_dtype="int8")
+    options = EngineOptions(
+        max_model_len=64, max_num_seqs=4, page_size=16, kv_cache_memory_bytes=1 << 20, kv_cache_dtype="int8"
+    )
     with (
         registry.on_platform("tpu"),
         pytest.raises(InvalidArgumentError, match=r"pages of 16 positions; the kernel needs a multiple of 32"),

@@ -44,10 +44,10 @@ class PacedRunner:
 def paced():
     config = SchedulerConfig(
         groups=(CacheGroup("full", None, 200),),
-        page_len=16,
-        num_slots=2,
-        max_len=2048,
-        token_budget=64,
+        page_size=16,
+        max_num_seqs=2,
+        max_model_len=2048,
+        max_num_batched_tokens=64,
         max_num_steps=MAX_NUM_STEPS,
     )
     runner = PacedRunner()

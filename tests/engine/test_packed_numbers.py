@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_adapters.caches.paged_cache import PagedLayout
-from torchax_serve.executors.packed import FusedDecodeSpec, PackedExecutor, PackedStepSpec
+from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.scheduler import PlanRow
 
 NUM_SLOTS, PAGES = 8, 3
@@ -31,7 +31,7 @@ def test_a_decode_call_says_the_same_batch(seats, data, num_groups, num_steps, d
     layout = PagedLayout(tuple(range(num_groups)), (None,) * num_groups, 48, is_decode=True)
     packed = PackedStepSpec(num_rows, num_rows, PAGES, layout, False)
     last_tokens = jnp.arange(100, 100 + NUM_SLOTS)
-    whole = packed.unpack(jnp.asarray(PackedExecutor._numbers(packed, rows, tables, 0)), last_tokens)
+    whole = packed.unpack(jnp.asarray(packed.pack(rows, tables, 0)), last_tokens)
     spec = FusedDecodeSpec(packed, 16)
     numbers = spec.pack(rows, tables, num_steps, draws)
     assert len(numbers) == spec.size
@@ -48,7 +48,7 @@ def test_a_packed_run_counts_every_row_on(ahead):
     rows = [PlanRow("a", 2, 5, 1, None, True), PlanRow("b", 0, 7, 3, (11, 12, 13), False)]
     packed = PackedStepSpec(6, 3, PAGES, PagedLayout((0,), (None,), 48), False)
     table = np.arange(NUM_SLOTS * PAGES, dtype=np.int32).reshape(NUM_SLOTS, PAGES)
-    batch = packed.unpack(jnp.asarray(PackedExecutor._numbers(packed, rows, [table], ahead)), jnp.full(NUM_SLOTS, 77))
+    batch = packed.unpack(jnp.asarray(packed.pack(rows, [table], ahead)), jnp.full(NUM_SLOTS, 77))
     np.testing.assert_array_equal(batch.token_ids, [77, 11, 12, 13, 0, 0])
     np.testing.assert_array_equal(batch.positions, [5 + ahead, 7 + ahead, 8 + ahead, 9 + ahead, 0, 0])
     np.testing.assert_array_equal(batch.cu_q_lens, [0, 1, 4, 4])

@@ -26,7 +26,9 @@ GIVEN = {
 
 def params_of(config=None, vocab_size=40, seed=0, **options):
     config = config or GenerationConfig(max_new_tokens=8)
-    return RowSamplingParams.of(SamplingParams(**options), config, vocab_size=vocab_size, seed=seed)
+    params = SamplingParams(**options)
+    merged = params.merged_into(config)
+    return RowSamplingParams.of(params.only_engine_options(), merged, vocab_size=vocab_size, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -136,20 +138,22 @@ def test_the_models_defaults_are_filled_in():
 )
 def test_which_program_a_request_needs(options, level, is_lone):
     params = params_of(**options)
-    assert (params.level, params.lone is not None) == (level, is_lone)
+    assert (params.level, params.history_config is not None) == (level, is_lone)
     assert params.needs_tables(prompt_len=3) == (level == "full" and not is_lone)
 
 
 @pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])
 def test_a_token_of_number_zero_is_one(name):
-    assert params_of(GenerationConfig(max_new_tokens=8, **{name: 0})).lone is not None
+    assert params_of(GenerationConfig(max_new_tokens=8, **{name: 0})).history_config is not None
 
 
 def test_a_first_token_alone_needs_the_tables():
     params = params_of(GenerationConfig(max_new_tokens=8, begin_suppress_tokens=[0]))
-    assert (params.level, params.lone, params.forbidden_first) == ("greedy", None, (0,))
+    assert (params.level, params.history_config, params.forbidden_first) == ("greedy", None, (0,))
     assert params.needs_tables(prompt_len=3)
-    assert params_of(GenerationConfig(max_new_tokens=8, begin_suppress_tokens=[0], no_repeat_ngram_size=2)).lone
+    assert params_of(
+        GenerationConfig(max_new_tokens=8, begin_suppress_tokens=[0], no_repeat_ngram_size=2)
+    ).history_config
 
 
 def test_all_that_is_added_to_logits_is_one_row():

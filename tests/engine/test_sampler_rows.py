@@ -16,7 +16,7 @@ from torchax_serve import sampling
 from torchax_serve.sampling.sample import apply_penalties, sample
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.truncation import top_candidates, truncate
-from torchax_serve.sampling.types import NUM_TOP_RUNGS, SamplerSpec
+from torchax_serve.sampling.types import NUM_TOP_BUCKETS, SamplerSpec
 from torchax_serve.scheduler import INVALID_TOKEN, PlanRow
 
 STOPS = (2, 5)
@@ -352,7 +352,7 @@ def test_warm_up_compiles_all_that_traffic_needs(caplog):
         sampler.warm_up(jax.device_put(np.zeros((num_rows, vocab_size), np.float32), device))
     assert sampler.state.tables is None
     num_programs = sampler.num_traces
-    assert num_programs == len(shapes) * (3 + len(NUM_TOP_RUNGS))
+    assert num_programs == len(shapes) * (3 + len(NUM_TOP_BUCKETS))
     rng = np.random.default_rng(0)
 
     def step():

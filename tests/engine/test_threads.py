@@ -13,7 +13,7 @@ from threads import at_once
 from model_adapters.program.model_program import CallSpec
 from torchax_serve import EngineOptions, serve, to_jax
 
-SMALL = EngineOptions(max_len=64, num_slots=4, page_len=8, token_budget=32)
+SMALL = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=32)
 NEW = 6
 
 

@@ -120,7 +120,7 @@ def test_closed_stream_about_images(model):
     ]
     with model.chat(messages, SamplingParams(max_new_tokens=60, temperature=0), stream=True) as stream:
         next(stream)
-    assert stream.stats.finish_reason == "cancelled"
+    assert stream.stats.finish_reason == "abort"
     assert stream.stats.new_tokens < 60
     assert model.chat(messages, SamplingParams(max_new_tokens=4, temperature=0))
 

@@ -49,7 +49,7 @@ CONFIG = transformers.LlamaConfig(
     head_dim=8,
     max_position_embeddings=256,
 )
-REQUEST = PlanRequest(topology="cpu:1", max_len=64, num_slots=4, page_len=16, prefill_lens=(32,))
+REQUEST = PlanRequest(topology="cpu:1", max_model_len=64, max_num_seqs=4, page_size=16, prefill_lens=(32,))
 # float32: two layers of q, k, v, o, gate, up, down; words and head; norms; two tables of rotation frequencies
 WEIGHTS_BYTES = 4 * (2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 64) + 2 * 64 * 32 + 5 * 32 + 2 * 4)
 PAGES_BYTES = 2 * (4 * 4 + 1) * 2 * 16 * 16 * 4  # layers, pages and the null page, heads, tokens, key and value
@@ -137,7 +137,7 @@ def test_plan_chooses_the_executor_of_the_engine():
     config, _ = EXECUTORS["bloom"]
     report = make_plan(module_of(transformers.BloomForCausalLM, config, torch.float32), "toy", REQUEST)
     module = transformers.BloomForCausalLM(config).eval()
-    with torchax_serve.serve(module, engine=EngineOptions(max_len=64, num_slots=4, page_len=16)) as served:
+    with torchax_serve.serve(module, engine=EngineOptions(max_model_len=64, max_num_seqs=4, page_size=16)) as served:
         assert report.fallback_reason in served.engine.description
 
 
@@ -180,7 +180,7 @@ def test_second_plan_is_read_from_cache(module, monkeypatch, tmp_path):
     monkeypatch.setattr(plan_cache, "make_plan", lambda *args, **kwargs: pytest.fail("planned again"))
     assert cached_plan(module, "toy", REQUEST) == (first[0], True)
     with pytest.raises(pytest.fail.Exception):
-        cached_plan(module, "toy", dataclasses.replace(REQUEST, num_slots=5))
+        cached_plan(module, "toy", dataclasses.replace(REQUEST, max_num_seqs=5))
     with pytest.raises(pytest.fail.Exception):
         cached_plan(module, "toy", REQUEST, use_cache=False)
 
@@ -315,8 +315,8 @@ def test_invalid_meshes(text, said):
     [
         ({"kv_cache_dtype": "int8"}, UnsupportedArgumentError, "kv_cache_dtype: expected one of auto.*got 'int8'"),
         ({"kv_cache_dtype": "int9"}, InvalidArgumentError, "kv_cache_dtype: expected one of auto.*got 'int9'"),
-        ({"num_slots": 0}, InvalidArgumentError, "num_slots"),
-        ({"max_len": 1}, InvalidArgumentError, "max_len"),
+        ({"max_num_seqs": 0}, InvalidArgumentError, "max_num_seqs"),
+        ({"max_model_len": 1}, InvalidArgumentError, "max_model_len"),
         ({"prefill_lens": (0,)}, InvalidArgumentError, "prefill"),
     ],
 )
@@ -336,7 +336,7 @@ def test_invalid_plan_requests(changes, kind, said):
         (["--for", "64by8"], "--for: expected SLOTSxLEN such as 64x8192, got '64by8'"),
         (["--for", "2x64", "--mesh", "model=2"], "--mesh: expected without --for"),
         (["--topology", "cpu:1", "--prefill", "a"], "--prefill: expected numbers such as 256,1024, got 'a'"),
-        (["--topology", "cpu:1", "--max-len", "100000000"], ""),
+        (["--topology", "cpu:1", "--max-model-len", "100000000"], ""),
         (["no/such/folder/at/all", "--topology", "cpu:1"], "no/such/folder/at/all"),
     ],
 )
@@ -360,7 +360,7 @@ def test_plan_reports_progress(module, tmp_path, monkeypatch):
     cached_plan(module, "toy", request, note=told.append)
     assert told == [
         "tracing toy for cpu:1",
-        f"compiling decode of {request.num_slots} tokens for cpu:1",
+        f"compiling decode of {request.max_num_seqs} tokens for cpu:1",
         "compiling prefill of 16 tokens for cpu:1",
     ]
     cached_plan(module, "toy", request, note=told.append)
@@ -377,6 +377,6 @@ def test_search_finds_the_smallest_topology(module, monkeypatch):
 
     monkeypatch.setattr(search, "cached_plan", fake)
     monkeypatch.setattr(search, "CHIPS", {"v6e": chip_of("v6e:2x2")})
-    (row,) = search.search(module, "toy", 4, 64, {"page_len": 16, "prefill_lens": ()})
+    (row,) = search.search(module, "toy", 4, 64, {"page_size": 16, "prefill_lens": ()})
     assert asked == ["v6e:2x2", "v6e:2x4"]
     assert (row["topology"], row["fits"]) == ("v6e:2x4", True)

@@ -25,7 +25,7 @@ with warnings.catch_warnings():  # of Ray, about its own dependencies
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 OPTIONS = DeployOptions(
-    min_replicas=2, max_replicas=2, num_slots=4, max_len=128, num_cpus=0.5, health_check_period_s=1, drain_s=60
+    min_replicas=2, max_replicas=2, max_num_seqs=4, max_model_len=128, num_cpus=0.5, health_check_period_s=1, drain_s=60
 )
 QUESTIONS = [f"What is {number} plus {number + 2}?" for number in range(6)]
 NUM_REQUESTS = 24
@@ -144,7 +144,7 @@ def test_requests_of_a_lost_replica_are_retried(handle, wanted):
             assert wanted[question].startswith(text)
         else:
             assert (status, text) == (200, wanted[question])
-    assert broken <= 2 * OPTIONS.num_slots
+    assert broken <= 2 * OPTIONS.max_num_seqs
     print(f"{NUM_REQUESTS} requests, {under_way} under way, {broken} broken off, the others whole")
     until = time.monotonic() + 240
     while replicas_running() != {"RUNNING": 2}:
@@ -155,7 +155,7 @@ def test_requests_of_a_lost_replica_are_retried(handle, wanted):
 
 def test_an_update_replaces_replicas_and_no_request_fails(handle, wanted):
     before = {replica_of(letter * 200) for letter in "ijklmnop"}
-    updated = DeployOptions(**{**vars(OPTIONS), "num_slots": 3})
+    updated = DeployOptions(**{**vars(OPTIONS), "max_num_seqs": 3})
     with ThreadPoolExecutor(4) as pool:
         update = pool.submit(ray_serve.run, application_of(updated), name="tiny", route_prefix="/")
         answers = []

@@ -62,10 +62,10 @@ class FakeDevice:
     """Runs plans in order, and holds that no page has two writers among the plans in flight."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.page_len = config.page_len
+        self.page_size = config.page_size
         self.windows = tuple(group.window for group in config.groups)
-        self.pools = [np.full((group.num_pages, config.page_len), -7) for group in config.groups]
-        self.last = [-7] * config.num_slots
+        self.pools = [np.full((group.num_pages, config.page_size), -7) for group in config.groups]
+        self.last = [-7] * config.max_num_seqs
         self.writers: deque[dict] = deque()  # of each plan in flight, request by (group, page)
         self.num_copies = 0
 
@@ -94,10 +94,10 @@ class FakeDevice:
         for window, pool, table in zip(self.windows, self.pools, tables, strict=True):
             first = 0 if window is None else max(0, position + 1 - window)
             positions = np.arange(first, position + 1)
-            pages = table[row.slot, positions // self.page_len]
+            pages = table[row.slot, positions // self.page_size]
             assert (pages > 0).all(), "what a token sees and writes has pages"
-            pool[pages[-1], position % self.page_len] = value
-            value = _mix(pool[pages, positions % self.page_len], first)
+            pool[pages[-1], position % self.page_size] = value
+            value = _mix(pool[pages, positions % self.page_size], first)
         return value
 
     def _note_writers(self, plan: StepPlan, tables: list[np.ndarray]) -> None:
@@ -105,7 +105,7 @@ class FakeDevice:
         for row in plan.rows:
             last = row.context_len + row.num_tokens + plan.num_steps - 2
             for group, table in enumerate(tables):
-                for page in table[row.slot, row.context_len // self.page_len : last // self.page_len + 1].tolist():
+                for page in table[row.slot, row.context_len // self.page_size : last // self.page_size + 1].tolist():
                     others = [other.get((group, page), row.request_id) for other in (*self.writers, writers)]
                     assert set(others) <= {row.request_id}, f"page {page} of group {group} has two writers"
                     writers[group, page] = row.request_id
@@ -176,7 +176,13 @@ class Loop:
 
 
 def make_config(*groups, **options):
-    defaults = {"page_len": 4, "num_slots": 4, "max_len": 64, "token_budget": 32, "min_prefill_chunk": 4}
+    defaults = {
+        "page_size": 4,
+        "max_num_seqs": 4,
+        "max_model_len": 64,
+        "max_num_batched_tokens": 32,
+        "min_prefill_chunk": 4,
+    }
     return SchedulerConfig(groups=groups or (CacheGroup("full", None, 65),), **(defaults | options))
 
 

@@ -61,11 +61,11 @@ def test_a_request_that_can_never_fit_is_refused(groups, prompt_len, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"page_len": 0}, "page_len: expected a whole number >= 1, got 0"),
-        ({"num_slots": 0}, "num_slots"),
-        ({"num_slots": 2.0}, "num_slots"),
-        ({"max_len": 1}, "max_len"),
-        ({"token_budget": 6}, "token_budget: expected at least 7, .*, got 6"),
+        ({"page_size": 0}, "page_size: expected a whole number >= 1, got 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": 2.0}, "max_num_seqs"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"max_num_batched_tokens": 6}, "max_num_batched_tokens: expected at least 7, .*, got 6"),
         ({"min_prefill_chunk": 0}, "min_prefill_chunk"),
         ({"max_rows_per_step": 0}, "max_rows_per_step"),
         ({"max_num_steps": 0}, "max_num_steps"),
@@ -80,13 +80,20 @@ def test_a_request_that_can_never_fit_is_refused(groups, prompt_len, message):
         ),
         ({"allowed_chunk_sizes": ()}, "descend to 1"),
         ({"batches_prefill": None}, "batches_prefill"),
-        ({"prefix_caching": "yes"}, "prefix_caching"),
+        ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"),
         ({"groups": [CacheGroup("full", None, 9)]}, "a tuple of CacheGroup"),
         ({"groups": (CacheGroup("a", None, 9), CacheGroup("a", 4, 9))}, "one name for each group"),
     ],
 )
 def test_configurations_out_of_range_are_refused(options, message):
-    defaults = {"groups": (), "page_len": 4, "num_slots": 4, "max_len": 64, "token_budget": 32, "min_prefill_chunk": 4}
+    defaults = {
+        "groups": (),
+        "page_size": 4,
+        "max_num_seqs": 4,
+        "max_model_len": 64,
+        "max_num_batched_tokens": 32,
+        "min_prefill_chunk": 4,
+    }
     with pytest.raises(InvalidArgumentError, match=message):
         SchedulerConfig(**(defaults | options))
 

@@ -18,7 +18,7 @@ GROUPS = [
 VARIANTS = [
     {},
     {"max_num_steps": 3},
-    {"allowed_chunk_sizes": (4, 1), "batches_prefill": False, "prefix_caching": False},
+    {"allowed_chunk_sizes": (4, 1), "batches_prefill": False, "enable_prefix_caching": False},
 ]
 
 
@@ -30,7 +30,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(groups=st.sampled_from(GROUPS), variant=st.sampled_from(VARIANTS))
     def begin(self, groups, variant):
         config = SchedulerConfig(
-            groups=groups, page_len=4, num_slots=3, max_len=40, token_budget=16, min_prefill_chunk=4, **variant
+            groups=groups,
+            page_size=4,
+            max_num_seqs=3,
+            max_model_len=40,
+            max_num_batched_tokens=16,
+            min_prefill_chunk=4,
+            **variant,
         )
         self.scheduler = Scheduler(config)
         self.loop = Loop(self.scheduler)

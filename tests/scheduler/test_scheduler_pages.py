@@ -156,10 +156,16 @@ def test_integrity_sees_a_leak_and_a_lost_reference():
 # The book
 
 
-def make_book(*groups, hash_function=None, num_slots=4, **options):
+def make_book(*groups, hash_function=None, max_num_seqs=4, **options):
     groups = groups or (CacheGroup("full", None, 20),)
     config = SchedulerConfig(
-        groups=groups, page_len=4, num_slots=num_slots, max_len=64, token_budget=64, min_prefill_chunk=4, **options
+        groups=groups,
+        page_size=4,
+        max_num_seqs=max_num_seqs,
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        min_prefill_chunk=4,
+        **options,
     )
     return PageAllocator(config, hash_function) if hash_function else PageAllocator(config)
 
@@ -224,7 +230,7 @@ def test_what_follows_another_beginning_is_not_found():
 
 
 def test_salts_do_not_share_and_neither_do_those_who_must_not():
-    book = make_book(num_slots=8)
+    book = make_book(max_num_seqs=8)
     tokens = list(range(9))
     compute_only = [compute(book, tokens, salt="a")[0], compute(book, tokens, salt="b", shares=False)[0]]
     assert book.usage()[0].num_used == 6
@@ -235,7 +241,7 @@ def test_salts_do_not_share_and_neither_do_those_who_must_not():
     for pages in compute_only:
         book.release(pages)
     assert book.usage()[0].num_cached == 2
-    off = make_book(prefix_caching=False)
+    off = make_book(enable_prefix_caching=False)
     compute(off, tokens)
     assert not off.match_prefix(tokens, "", True).nodes
 

@@ -26,7 +26,7 @@ def test_neither_jax_nor_torch_is_imported():
 
 
 def test_the_first_plans_of_one_request():
-    loop = make_loop(token_budget=8)
+    loop = make_loop(max_num_batched_tokens=8)
     loop.scheduler.add(request(7, prompt_len=10, max_new=2))
     first = loop.step()
     assert [row[:4] for row in first.rows] == [(7, 0, 0, 8)]
@@ -46,7 +46,7 @@ def test_the_first_plans_of_one_request():
 
 
 def test_more_requests_than_slots_wait_and_come_first_come_first_served():
-    loop = make_loop(num_slots=2, depth=1)
+    loop = make_loop(max_num_seqs=2, depth=1)
     asked = [request(i, max_new=3 + i % 3) for i in range(9)]
     for each in asked:
         loop.scheduler.add(each)
@@ -59,7 +59,7 @@ def test_more_requests_than_slots_wait_and_come_first_come_first_served():
 
 
 def test_lower_priorities_run_first_and_ties_by_arrival():
-    loop = make_loop(num_slots=1)
+    loop = make_loop(max_num_seqs=1)
     for i, priority in enumerate([5, 0, 5, -1, 0]):
         loop.scheduler.add(request(i, priority=priority))
     loop.drain()
@@ -76,7 +76,7 @@ def test_rows_per_step_can_be_fewer_than_slots():
 
 
 def test_prefill_is_cut_into_chunks_beside_decode_rows_under_the_budget():
-    loop = make_loop(token_budget=12)
+    loop = make_loop(max_num_batched_tokens=12)
     loop.scheduler.add(request(0, max_new=30))
     loop.step()
     loop.step()  # what comes now is not of its burst
@@ -94,7 +94,7 @@ def test_prefill_is_cut_into_chunks_beside_decode_rows_under_the_budget():
 
 
 def test_a_chunk_fills_what_the_step_would_be_padded_with():
-    loop = make_loop(num_slots=4, max_len=128, token_budget=64, token_buckets=(16, 32, 64))
+    loop = make_loop(max_num_seqs=4, max_model_len=128, max_num_batched_tokens=64, token_buckets=(16, 32, 64))
     loop.scheduler.add(request(1, prompt_len=3, max_new=40))
     loop.step()
     loop.step()  # what comes now is not of its burst
@@ -109,7 +109,7 @@ def test_a_chunk_fills_what_the_step_would_be_padded_with():
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_requests_of_one_burst_begin_to_decode_together(depth):
-    loop = make_loop(num_slots=8, token_budget=16, depth=depth)
+    loop = make_loop(max_num_seqs=8, max_num_batched_tokens=16, depth=depth)
     asked = [request(i, prompt_len=10, max_new=6) for i in range(8)]
     for each in asked:
         loop.scheduler.add(each)
@@ -119,7 +119,7 @@ def test_requests_of_one_burst_begin_to_decode_together(depth):
 
 
 def test_a_burst_decodes_beside_prompts_once_it_has_waited():
-    loop = make_loop(CacheGroup("full", None, 129), num_slots=8, token_budget=16)
+    loop = make_loop(CacheGroup("full", None, 129), max_num_seqs=8, max_num_batched_tokens=16)
     for i in range(8):
         loop.scheduler.add(request(i, prompt_len=32, max_new=6))
     loop.drain()
@@ -130,7 +130,7 @@ def test_a_burst_decodes_beside_prompts_once_it_has_waited():
 
 
 def test_a_burst_decodes_while_the_others_wait_for_a_slot():
-    loop = make_loop(num_slots=2, token_budget=16, depth=0)
+    loop = make_loop(max_num_seqs=2, max_num_batched_tokens=16, depth=0)
     for i in range(4):
         loop.scheduler.add(request(i, prompt_len=8, max_new=3))
     loop.drain()
@@ -139,12 +139,14 @@ def test_a_burst_decodes_while_the_others_wait_for_a_slot():
 
 @pytest.mark.parametrize("buckets", [(32, 16, 64), (16, 32)])
 def test_buckets_out_of_order_or_too_short_are_refused(buckets):
-    with pytest.raises(InvalidArgumentError, match="token_buckets: expected ascending numbers up to token_budget=64"):
-        make_loop(num_slots=4, token_budget=64, token_buckets=buckets)
+    with pytest.raises(
+        InvalidArgumentError, match="token_buckets: expected ascending numbers up to max_num_batched_tokens=64"
+    ):
+        make_loop(max_num_seqs=4, max_num_batched_tokens=64, token_buckets=buckets)
 
 
 def test_chunks_of_exact_sizes_and_one_prefill_row_a_plan():
-    loop = make_loop(allowed_chunk_sizes=(8, 4, 1), batches_prefill=False, prefix_caching=False)
+    loop = make_loop(allowed_chunk_sizes=(8, 4, 1), batches_prefill=False, enable_prefix_caching=False)
     asked = [request(i, prompt_len=length) for i, length in enumerate([1, 8, 13, 23])]
     for each in asked:
         loop.scheduler.add(each)
@@ -190,7 +192,7 @@ def test_stop_tokens_end_a_request_but_not_before_the_minimum():
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_abort_at_any_moment(depth):
     for moment in range(12):
-        loop = make_loop(depth=depth, token_budget=8)
+        loop = make_loop(depth=depth, max_num_batched_tokens=8)
         loop.scheduler.add(request(0, prompt_len=20, max_new=6))
         loop.scheduler.add(other := request(1, prompt_len=5, max_new=8))
         for _ in range(moment):
@@ -205,7 +207,7 @@ def test_abort_at_any_moment(depth):
 
 
 def test_pages_and_slot_of_the_ended_come_back_when_nothing_in_flight_writes_to_them():
-    loop = make_loop(CacheGroup("full", None, 5), num_slots=1, depth=1)
+    loop = make_loop(CacheGroup("full", None, 5), max_num_seqs=1, depth=1)
     loop.scheduler.add(request(0, prompt_len=6))
     loop.step()
     loop.schedule()
@@ -243,7 +245,7 @@ def test_known_ends_are_not_planned_beyond():
 
 
 def test_deadlines_end_waiting_and_running_requests():
-    loop = make_loop(num_slots=1, depth=1)
+    loop = make_loop(max_num_seqs=1, depth=1)
     loop.scheduler.add(request(0, max_new=50, deadline_s=10.0))
     loop.scheduler.add(request(1, deadline_s=5.0))
     loop.scheduler.add(request(2, deadline_s=100.0))
@@ -276,7 +278,7 @@ def test_deadlines_end_requests_at_a_commit_too():
 
 
 def test_a_failing_step_ends_its_requests_and_no_others():
-    loop = make_loop(num_slots=2, depth=1)
+    loop = make_loop(max_num_seqs=2, depth=1)
     for i in range(4):
         loop.scheduler.add(request(i))
     loop.step()
@@ -331,7 +333,7 @@ def test_who_must_not_share_neither_finds_nor_is_found():
 
 
 def test_the_last_of_the_lowest_priority_makes_room_and_loses_nothing():
-    loop = make_loop(CacheGroup("full", None, 11), num_slots=3)
+    loop = make_loop(CacheGroup("full", None, 11), max_num_seqs=3)
     asked = [request(0, max_new=20, priority=1), request(1, max_new=20), request(2, max_new=20)]
     states = [loop.scheduler.add(each) for each in asked]
     evicted: list[int] = []
@@ -349,7 +351,7 @@ def test_the_last_of_the_lowest_priority_makes_room_and_loses_nothing():
 
 
 def test_what_a_preempted_request_had_published_is_found_again():
-    loop = make_loop(CacheGroup("full", None, 9), num_slots=2)
+    loop = make_loop(CacheGroup("full", None, 9), max_num_seqs=2)
     for i in range(2):
         loop.scheduler.add(SchedulerRequest(request_id=i, prompt_ids=[i] * 9, max_new_tokens=12))
     loop.drain()
@@ -413,7 +415,7 @@ def test_forks_of_forks_copy_pages_that_are_there():
 
 
 def test_forks_do_not_hold_up_those_behind_them():
-    loop = make_loop(token_budget=8)
+    loop = make_loop(max_num_batched_tokens=8)
     loop.scheduler.add(SchedulerRequest(request_id=0, prompt_ids=[3] * 30, max_new_tokens=2))
     loop.scheduler.add(SchedulerRequest(request_id=1, prompt_ids=[3] * 30, max_new_tokens=2, fork_of=0))
     loop.scheduler.add(request(2, prompt_len=2))
@@ -441,14 +443,14 @@ def test_several_decode_steps_when_nothing_waits_and_stops_inside_are_cut():
 
 
 def test_one_step_at_a_time_while_somebody_waits_or_pages_are_short():
-    loop = make_loop(max_num_steps=4, num_slots=1)
+    loop = make_loop(max_num_steps=4, max_num_seqs=1)
     loop.scheduler.add(request(0, max_new=12))
     loop.scheduler.add(request(1, max_new=12))
     while 0 not in loop.reasons:
         assert loop.step().num_steps == 1
     loop.drain()
     assert any(plan.num_steps == 4 for plan in loop.plans)
-    edge = make_loop(max_num_steps=8, max_len=32)
+    edge = make_loop(max_num_steps=8, max_model_len=32)
     edge.scheduler.add(request(0, prompt_len=25, max_new=30))
     edge.scheduler.add(request(1, prompt_len=2, max_new=30))
     edge.drain()

@@ -21,11 +21,11 @@ def run(cost, num_running, flood, seed=0, spikes=False):
     rng = random.Random(seed)
     config = SchedulerConfig(
         groups=(CacheGroup("full", None, 40_000),),
-        page_len=16,
-        num_slots=num_running + 4,
-        max_len=4096,
-        token_budget=2048,
-        prefix_caching=False,
+        page_size=16,
+        max_num_seqs=num_running + 4,
+        max_model_len=4096,
+        max_num_batched_tokens=2048,
+        enable_prefix_caching=False,
     )
     scheduler = Scheduler(config)
     for i in range(num_running):

@@ -40,7 +40,7 @@ class Alone(FakeDevice):
 
     def __init__(self, windows, rope, length):
         groups = tuple(CacheGroup(f"{i}", window, length + 2) for i, window in enumerate(windows))
-        super().__init__(make_config(*groups, page_len=1, num_slots=1, max_len=length + 1))
+        super().__init__(make_config(*groups, page_size=1, max_num_seqs=1, max_model_len=length + 1))
         self.rope = rope
 
     def answer(self, prompt, num):
@@ -92,11 +92,13 @@ def truth(loop, rope, asked):
         ]
     ),
     max_num_steps=st.sampled_from([1, 4]),
-    token_budget=st.sampled_from([7, 32]),
+    max_num_batched_tokens=st.sampled_from([7, 32]),
 )
-def test_requests_with_a_common_beginning_get_what_they_get_alone(sizes, rope, groups, max_num_steps, token_budget):
+def test_requests_with_a_common_beginning_get_what_they_get_alone(
+    sizes, rope, groups, max_num_steps, max_num_batched_tokens
+):
     asked = [request(i, [7] * length, max_new) for i, (length, max_new) in enumerate(sizes)]
-    loop = run(asked, rope, *groups, max_num_steps=max_num_steps, token_budget=token_budget)
+    loop = run(asked, rope, *groups, max_num_steps=max_num_steps, max_num_batched_tokens=max_num_batched_tokens)
     assert loop.tokens == truth(loop, rope, asked)
 
 

@@ -35,7 +35,7 @@ CONFIGS = {  # the longest request has 59 tokens to compute: 15 pages
         "groups": (CacheGroup("full", None, 17),),
         "allowed_chunk_sizes": (16, 8, 4, 1),
         "batches_prefill": False,
-        "prefix_caching": False,
+        "enable_prefix_caching": False,
     },
     "few rows": {"groups": (CacheGroup("full", None, 24),), "max_rows_per_step": 3, "max_num_steps": 8},
 }
@@ -44,7 +44,9 @@ CONFIGS = {  # the longest request has 59 tokens to compute: 15 pages
 @pytest.mark.parametrize(("name", "num_requests"), list(zip(CONFIGS, (2000, 2000, 300, 300, 300), strict=True)))
 def test_every_finished_request_is_token_exact(name: str, num_requests: int) -> None:
     rng = random.Random(name)
-    config = SchedulerConfig(page_len=4, num_slots=8, max_len=64, token_budget=40, min_prefill_chunk=8, **CONFIGS[name])
+    config = SchedulerConfig(
+        page_size=4, max_num_seqs=8, max_model_len=64, max_num_batched_tokens=40, min_prefill_chunk=8, **CONFIGS[name]
+    )
     scheduler = Scheduler(config)
     loop = Loop(scheduler)
     requests: dict[int, SchedulerRequest] = {}
@@ -94,7 +96,7 @@ def test_every_finished_request_is_token_exact(name: str, num_requests: int) -> 
     stats = scheduler.stats()
     assert len(aborted) > num_requests / 6
     assert stats.num_preemptions > num_requests / 100, "pages were meant to be scarce"
-    if config.prefix_caching:
+    if config.enable_prefix_caching:
         assert stats.num_hit_tokens > stats.num_prompt_tokens / 10
         assert loop.device.num_copies > num_requests / 100, "forks were meant to copy pages"
     else:

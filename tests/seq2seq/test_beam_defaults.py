@@ -18,7 +18,7 @@ from weights import draw_matrices
 
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, UnsupportedArgumentError, serve
 
-ENGINE = EngineOptions(max_len=24, num_slots=2, page_len=4, token_budget=24)
+ENGINE = EngineOptions(max_model_len=24, max_num_seqs=2, page_size=4, max_num_batched_tokens=24)
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BEAMS = {
     "num_beams": 3,

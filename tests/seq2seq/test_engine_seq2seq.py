@@ -45,7 +45,7 @@ CONFIGS = {
     "marian": {**LAYERS, "decoder_vocab_size": VOCAB_SIZE},
     "m2m_100": LAYERS,
 }
-OPTIONS = EngineOptions(max_len=40, num_slots=4, page_len=4, token_budget=20, max_source_len=48)
+OPTIONS = EngineOptions(max_model_len=40, max_num_seqs=4, page_size=4, max_num_batched_tokens=20, max_encoder_len=48)
 LENGTHS = (5, 13, 40, 1, 31, 48, 9)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
@@ -88,7 +88,7 @@ def test_batched_requests_have_the_tokens_of_single_ones(model_type):
     runtime = to_jax(tiny(model_type))._jax_runtime
     state_bytes = 5 * 4 * 48 * 32 * 4  # of five slots: keys and values of two layers
     page_bytes = 2 * 2 * 4 * 32 * 4
-    options = EngineOptions(**{**vars(OPTIONS), "kv_cache_bytes": state_bytes + 8 * page_bytes})
+    options = EngineOptions(**{**vars(OPTIONS), "kv_cache_memory_bytes": state_bytes + 8 * page_bytes})
     engine = build_engine(runtime, options)
     engine.check_integrity = True
     ids = sources()
@@ -179,7 +179,7 @@ def test_input_too_long_for_the_slots_runs_without_the_engine(served):
 
 
 def test_warm_up_compiles_every_program_of_later_requests():
-    small = EngineOptions(max_len=16, num_slots=2, page_len=8, token_budget=17, max_source_len=32)
+    small = EngineOptions(max_model_len=16, max_num_seqs=2, page_size=8, max_num_batched_tokens=17, max_encoder_len=32)
     engine = build_engine(to_jax(tiny("t5"))._jax_runtime, small)
     try:
         engine.warm_up()
@@ -193,7 +193,7 @@ def test_warm_up_compiles_every_program_of_later_requests():
 
 
 def test_a_step_that_raises_fails_its_requests_and_no_others(served, monkeypatch):
-    model = served.engine._runner._model
+    model = served.engine._runner._executor
     encoded = model.sources.encoder_output
 
     def failing(*args):
@@ -224,20 +224,23 @@ def test_bad_input(served):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "max_source_len", "message"),
-    [("bart", 65, "max_source_len: expected at most 64"), ("bart", 0, "max_source_len: expected a whole number >= 1")],
+    ("model_type", "max_encoder_len", "message"),
+    [
+        ("bart", 65, "max_encoder_len: expected at most 64"),
+        ("bart", 0, "max_encoder_len: expected a whole number >= 1"),
+    ],
 )
-def test_options_out_of_range(model_type, max_source_len, message):
+def test_options_out_of_range(model_type, max_encoder_len, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        build_engine(to_jax(tiny(model_type))._jax_runtime, EngineOptions(max_source_len=max_source_len))
+        build_engine(to_jax(tiny(model_type))._jax_runtime, EngineOptions(max_encoder_len=max_encoder_len))
 
 
 def test_encoder_inputs_take_half_of_the_memory_by_default():
     budget = 5 * 4 * 32 * 4 * 48 * 2  # twice 48 tokens in five slots
-    options = EngineOptions(max_len=40, num_slots=4, page_len=4, kv_cache_bytes=budget)
+    options = EngineOptions(max_model_len=40, max_num_seqs=4, page_size=4, kv_cache_memory_bytes=budget)
     engine = build_engine(to_jax(tiny("bart"))._jax_runtime, options)
     try:
-        assert engine.max_source_len == 32
+        assert engine.max_encoder_len == 32
     finally:
         engine.close()
 

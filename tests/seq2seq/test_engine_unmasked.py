@@ -26,7 +26,7 @@ CLASSES = {"fsmt": "FSMTForConditionalGeneration", "led": "LEDForConditionalGene
 ON_ENGINE = [model_type for model_type in CLASSES if model_type != "fsmt" or COUNTS]
 OVERRIDES = {"fsmt": {}, "led": {"attention_window": [8, 8]}}
 LENGTHS = (5, 13, 40, 2, 31, 9)
-OPTIONS = {"max_len": 40, "num_slots": 4, "page_len": 4, "token_budget": 20, "max_source_len": 48}
+OPTIONS = {"max_model_len": 40, "max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 20, "max_encoder_len": 48}
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -103,7 +103,7 @@ def test_preempted_requests_are_recomputed(model_type):
     long = 30
     runtime = to_jax(copy.deepcopy(eager(model_type)))._jax_runtime
     state_bytes, page_bytes = 5 * 4 * 48 * 32 * 4, 4 * 4 * 32 * 4
-    engine = build_engine(runtime, EngineOptions(**OPTIONS, kv_cache_bytes=state_bytes + 12 * page_bytes))
+    engine = build_engine(runtime, EngineOptions(**OPTIONS, kv_cache_memory_bytes=state_bytes + 12 * page_bytes))
     engine.check_integrity = True
     start = eager(model_type).generation_config.decoder_start_token_id
     requests = []

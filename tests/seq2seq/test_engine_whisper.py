@@ -21,7 +21,7 @@ from torchax_serve.runtime.model_generate import absorb_suppression
 LONG = 56
 NEW, SOURCE_LEN = 12, 40
 NUM_SOUNDS = 6
-OPTIONS = EngineOptions(num_slots=4, page_len=4, token_budget=20)
+OPTIONS = EngineOptions(max_num_seqs=4, page_size=4, max_num_batched_tokens=20)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),
@@ -187,7 +187,9 @@ def alone():
 
 def test_aborted_and_preempted_requests():
     state_bytes = 5 * 2 * 2 * SOURCE_LEN * WIDTH * 4  # of five slots: keys and values of two layers
-    options = EngineOptions(**{**vars(OPTIONS), "kv_cache_bytes": 2 * state_bytes})  # 49 pages, where four want 60
+    options = EngineOptions(
+        **{**vars(OPTIONS), "kv_cache_memory_bytes": 2 * state_bytes}
+    )  # 49 pages, where four want 60
     engine = build_engine(to_jax(copy.deepcopy(eager()))._jax_runtime, options)
     engine.check_integrity = True
     wanted, outputs = alone(), encoded()
@@ -215,14 +217,14 @@ def test_aborted_and_preempted_requests():
 def test_number_of_slots_follows_memory():
     each = 2 * 2 * SOURCE_LEN * WIDTH * 4
     runtime = to_jax(copy.deepcopy(eager()))._jax_runtime
-    engine = build_engine(runtime, EngineOptions(num_slots=32, page_len=4, kv_cache_bytes=2 * 7 * each))
+    engine = build_engine(runtime, EngineOptions(max_num_seqs=32, page_size=4, kv_cache_memory_bytes=2 * 7 * each))
     try:
         assert "for the states of requests" in engine.description
-        assert engine._runner._model._num_slots == 4  # of six, a power of two
+        assert engine._runner._executor._num_slots == 4  # of six, a power of two
     finally:
         engine.close()
     with pytest.raises(UnsupportedModelError, match="expected memory for keys and values of two sounds"):
-        build_engine(runtime, EngineOptions(num_slots=32, page_len=4, kv_cache_bytes=2 * each))
+        build_engine(runtime, EngineOptions(max_num_seqs=32, page_size=4, kv_cache_memory_bytes=2 * each))
 
 
 def test_bad_input(served):
@@ -232,10 +234,12 @@ def test_bad_input(served):
     with pytest.raises(InvalidArgumentError, match="got 2 token ids; call transcribe"):
         config = transformers.GenerationConfig(max_new_tokens=2)
         served.engine.submit(EngineRequest.of([1], config, vocab_size=VOCAB_SIZE, seed=0, source_ids=[3, 4]))
-    with pytest.raises(InvalidArgumentError, match="max_source_len: expected None for a model whose encoder hears"):
-        build_engine(served.torch_model._jax_runtime, EngineOptions(max_source_len=30))
-    with pytest.raises(InvalidArgumentError, match="max_len: expected at most 64"):
-        build_engine(served.torch_model._jax_runtime, EngineOptions(max_len=65))
+    with pytest.raises(
+        InvalidArgumentError, match="max_encoder_len: expected None for a model whose encoder has a fixed"
+    ):
+        build_engine(served.torch_model._jax_runtime, EngineOptions(max_encoder_len=30))
+    with pytest.raises(InvalidArgumentError, match="max_model_len: expected at most 64"):
+        build_engine(served.torch_model._jax_runtime, EngineOptions(max_model_len=65))
     assert np.isfinite(output).all()
 
 

@@ -16,7 +16,7 @@ CLASSES = {
     "nllb-moe": "NllbMoeForConditionalGeneration",
 }
 NEW = 4
-ENGINE = EngineOptions(max_len=16, num_slots=2, page_len=4, token_budget=16, max_source_len=16)
+ENGINE = EngineOptions(max_model_len=16, max_num_seqs=2, page_size=4, max_num_batched_tokens=16, max_encoder_len=16)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -113,7 +113,7 @@ def shape_of(mesh):
 
 
 def tokens(family, meshes, kv_cache_dtype=None):
-    options = EngineOptions(max_len=64, num_slots=4, kv_cache_dtype=kv_cache_dtype)
+    options = EngineOptions(max_model_len=64, max_num_seqs=4, kv_cache_dtype=kv_cache_dtype)
     with serve(model_of(family), engine=options) as single:
         wanted = tokens_of(single)
     assert len({token for row in wanted for token in row}) > 6, wanted
@@ -134,7 +134,7 @@ def states(family, degree):
         if event.endswith("backend_compile_duration") and about.get("fun_name") == "jit(gathered)":
             compiled.append(event)
 
-    options = EngineOptions(max_len=64, num_slots=4)
+    options = EngineOptions(max_model_len=64, max_num_seqs=4)
     with serve(model_of(family), engine=options, mesh={"model": int(degree)}) as served:
         served.engine.warm_up()
         jax.monitoring.register_event_duration_secs_listener(listen)
@@ -167,10 +167,12 @@ def work(family, degree):
 def long_prompt(family, degree):
     """A prompt in one step that is divided by tokens: its answer beside one device's, and what the steps exchange."""
     CONFIGS["long"] = lambda: CONFIGS[family]().__class__(**{**SIZES, **HEADS, "max_position_embeddings": 512})
-    request = PlanRequest(topology=f"cpu:{degree}", max_len=512, num_slots=4, page_len=16, prefill_lens=(64, 256))
+    request = PlanRequest(
+        topology=f"cpu:{degree}", max_model_len=512, max_num_seqs=4, page_size=16, prefill_lens=(64, 256)
+    )
     report = make_plan(module_on_meta("long"), "long", request)
     print({f"{p.name} {p.num_tokens}": {kind: n for kind, (n, _) in p.collectives.items()} for p in report.programs})
-    options = EngineOptions(max_len=512, num_slots=4, token_budget=256)
+    options = EngineOptions(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=256)
     ids = np.random.default_rng(1).integers(3, 60, 250).tolist()
     answers = []
     for mesh in ({"model": int(degree)}, None):
@@ -182,7 +184,7 @@ def long_prompt(family, degree):
     assert len(set(answers[0])) > 2, answers
 
 
-PLAN = {"max_len": 64, "num_slots": 4, "page_len": 16, "prefill_lens": (32,)}
+PLAN = {"max_model_len": 64, "max_num_seqs": 4, "page_size": 16, "prefill_lens": (32,)}
 
 
 def module_on_meta(family):

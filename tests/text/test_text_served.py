@@ -89,7 +89,7 @@ def test_a_stopped_stream_leaves_the_model_usable(model):
     answer = model.stream(PROMPTS[0], GREEDY)
     next(answer)
     answer.close()
-    assert answer.stats.finish_reason == "cancelled"
+    assert answer.stats.finish_reason == "abort"
     assert "".join(model.stream(PROMPTS[0], GREEDY)) == whole
 
 

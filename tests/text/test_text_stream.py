@@ -88,12 +88,12 @@ def test_closing_stops_decoding():
     answer.close()
     assert list(answer) == []
     assert answer.text == first
-    assert answer.stats.finish_reason == "cancelled"
+    assert answer.stats.finish_reason == "abort"
     assert model.closed
     assert model.num_decoded < 30
     with stream(model, "Once", SamplingParams(max_new_tokens=30)) as answer:
         next(answer)
-    assert answer.stats.finish_reason == "cancelled"
+    assert answer.stats.finish_reason == "abort"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -107,7 +107,7 @@ def test_error_of_the_model_is_raised_and_ends_the_stream(error):
     answer = stream(model, "Once")
     with pytest.raises(error):
         list(answer)
-    assert answer.stats.finish_reason == "cancelled"
+    assert answer.stats.finish_reason == "abort"
     assert list(answer) == []
 
 

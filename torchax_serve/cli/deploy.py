@@ -9,7 +9,7 @@ import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.cli.shared.command import Command
-from torchax_serve.cli.shared.load_options import DTYPES, MaxLen, check_choice, complete_dtype
+from torchax_serve.cli.shared.load_options import DTYPES, MaxModelLen, check_choice, complete_dtype
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 
 Model = Annotated[
@@ -23,9 +23,7 @@ Name = Annotated[str, typer.Option("--name", help="Of the application; the same 
 Replicas = Annotated[
     str, typer.Option("--replicas", help="A number, or LEAST:MOST, between which Ray chooses by the load.")
 ]
-NumSlots = Annotated[
-    int, typer.Option("--slots", "--max-num-seqs", min=1, help="Requests that a replica runs at once.")
-]
+MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", min=1, help="Requests that a replica runs at once.")]
 KVCacheDtype = Annotated[
     str | None, typer.Option("--kv-cache-dtype", help="int8: keys and values in 8 bits; by default as the model.")
 ]
@@ -50,8 +48,8 @@ def deploy(
     model: Model = None,
     name: Name = "model",
     replicas: Replicas = "1",
-    slots: NumSlots = 32,
-    max_len: MaxLen = None,
+    max_num_seqs: MaxNumSeqs = 32,
+    max_model_len: MaxModelLen = None,
     kv_cache_dtype: KVCacheDtype = None,
     dtype: Dtype = "auto",
     tensor_parallel: TensorParallel = None,
@@ -73,8 +71,8 @@ def deploy(
         tensor_parallel=tensor_parallel,
         min_replicas=least,
         max_replicas=most,
-        num_slots=slots,
-        max_len=max_len,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
         kv_cache_dtype=kv_cache_dtype,
         accelerator=accelerator,
     )

@@ -14,7 +14,7 @@ import typer
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.command import Command
-from torchax_serve.cli.shared.load_options import DTYPES, ConfigOptions, MaxLen, check_choice, option_groups
+from torchax_serve.cli.shared.load_options import DTYPES, ConfigOptions, MaxModelLen, check_choice, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.terminal import activity, passing_note
 
@@ -28,8 +28,8 @@ Topology = Annotated[str | None, typer.Option("--topology", help="Devices to com
 PlanMesh = Annotated[
     str | None, typer.Option("--mesh", help="How they are used, such as data=2,model=4; all on model by default.")
 ]
-NumSlots = Annotated[int, typer.Option("--slots", "--max-num-seqs", min=1, help="Requests at once.")]
-PageLen = Annotated[int, typer.Option("--page-len", "--block-size", min=1, help="Tokens of a page of the cache.")]
+MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", min=1, help="Requests at once.")]
+PageSize = Annotated[int, typer.Option("--page-size", "--block-size", min=1, help="Tokens of a page of the cache.")]
 PrefillLens = Annotated[
     str, typer.Option("--prefill", help="Tokens of the prefill steps to compile, with commas; empty for none.")
 ]
@@ -56,9 +56,9 @@ def plan(
     model: Model = None,
     topology: Topology = None,
     mesh: PlanMesh = None,
-    max_len: MaxLen = None,
-    slots: NumSlots = 64,
-    page_len: PageLen = 64,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 64,
+    page_size: PageSize = 64,
     prefill: PrefillLens = "1024",
     kv_cache_dtype: KVCacheDtype = "auto",
     quantization: Quantization = None,
@@ -79,7 +79,7 @@ def plan(
     _check_together(topology, mesh, save, search, sharding=sharding)
     options: dict[str, Any] = {
         "mesh": mesh,
-        "page_len": page_len,
+        "page_size": page_size,
         "prefill_lens": prefill_lens,
         "kv_cache_dtype": kv_cache_dtype,
         "refuse_uneven": refuse_uneven,
@@ -97,7 +97,7 @@ def plan(
             elif search is not None:
                 show = _search(module, name, search, options, note, as_json=as_json)
             else:
-                options |= {"topology": topology, "max_len": max_len, "num_slots": slots}
+                options |= {"topology": topology, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
                 show = _plan(module, name, options, note, save=save, as_json=as_json, use_cache=not no_cache)
     show()
 

@@ -99,7 +99,7 @@ def run(
     if run_as_follower(model, load):
         return
     text = _text(prompt, prompt_option)
-    with loaded_model(model, load, num_slots=1, starts_chat=not chat.raw) as served:  # one conversation
+    with loaded_model(model, load, max_num_seqs=1, starts_chat=not chat.raw) as served:  # one conversation
         with prompt_interrupts(leave_at=1), hidden_keys():
             conversation = _conversation(served, decoding.params(), chat)
             if text is None:

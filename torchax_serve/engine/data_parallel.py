@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from model_adapters.ops.compressed_weight import Weight, unpacked
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import ExecutableCache
-from torchax_serve.engine.engine import Engine, EngineStats
+from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, cancel_on_error
+from torchax_serve.outputs import EngineStats, SchedulerStats
 from torchax_serve.runtime.model_runtime import ModelRuntime
-from torchax_serve.scheduler import SchedulerStats
 
 if TYPE_CHECKING:
     from torchax_serve.compilation.launchers import Launcher
@@ -87,17 +87,17 @@ class DataParallelEngines:
     def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
         """As `Engine.submit_all`; those of one engine enter together."""
         by_engine: dict[int, list[int]] = {}
-        tickets: dict[int, RequestHandle] = {}
+        handles: dict[int, RequestHandle] = {}
         with self._lock:
             loads = [self._num_requests(index) for index in range(len(self.engines))]
             for row, request in enumerate(requests):
                 index = self._choose_engine(request, loads)
                 loads[index] += 1
                 by_engine.setdefault(index, []).append(row)
-            with cancel_on_error(tickets.values()):
+            with cancel_on_error(handles.values()):
                 for index, rows in by_engine.items():
-                    tickets |= zip(rows, self.engines[index].submit_all([requests[row] for row in rows]), strict=True)
-        return [tickets[row] for row in range(len(requests))]
+                    handles |= zip(rows, self.engines[index].submit_all([requests[row] for row in rows]), strict=True)
+        return [handles[row] for row in range(len(requests))]
 
     def _choose_engine(self, request: EngineRequest, loads: Sequence[int]) -> int:
         number = len(self.engines)
@@ -143,9 +143,9 @@ class DataParallelEngines:
         return self.engines[0].can_hold(length)
 
     @property
-    def max_source_len(self) -> int | None:
-        """As `Engine.max_source_len`."""
-        return self.engines[0].max_source_len
+    def max_encoder_len(self) -> int | None:
+        """As `Engine.max_encoder_len`."""
+        return self.engines[0].max_encoder_len
 
     @property
     def close_reason(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Plans on the device, in the order in which they were sent, and when the next one is to be."""
+"""The steps in flight, in the order of their dispatch, and when the next one is due."""
 
 from __future__ import annotations
 
@@ -10,57 +10,59 @@ from typing import NamedTuple
 from torchax_serve.engine.model_runner import InFlightStep
 
 REFILL_FRACTION = 0.25
-"""Part of a dispatch of several steps that is still to come when the next one is sent. Requests that come earlier go
-first."""
+"""Fraction of a multi-step dispatch still running when the next is sent.
+
+A request that arrives before that is scheduled first.
+"""
 
 
 class QueuedStep(NamedTuple):
-    """A plan on the device."""
+    """A step in flight, with its times in seconds on the clock `time.monotonic`."""
 
-    flight: InFlightStep
+    step: InFlightStep
     sent_s: float
-    expected_s: float  # that the device should take, by plans before it; 0 where that is not known
-    has_compiled: bool
+    expected_s: float  # expected device time, measured on earlier plans; 0: unknown
+    has_compiled: bool  # whether a program was compiled for it, so that its time says nothing
 
 
 class DispatchQueue:
-    """A queue of them; times are those of `time.monotonic`."""
+    """First-in, first-out queue of the steps in flight."""
 
     def __init__(self) -> None:
         self._queue: collections.deque[QueuedStep] = collections.deque()
-        self._landed_s = 0.0
+        self._completed_s = 0.0
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[InFlightStep]:
-        return (each.flight for each in self._queue)
+        return (each.step for each in self._queue)
 
-    def push(self, flight: InFlightStep, expected_s: float, has_compiled: bool) -> None:
-        """Notes that a plan has been sent."""
-        self._queue.append(QueuedStep(flight, time.monotonic(), expected_s, has_compiled))
+    def push(self, step: InFlightStep, expected_s: float, has_compiled: bool) -> None:
+        """Adds a step that has just been dispatched."""
+        self._queue.append(QueuedStep(step, time.monotonic(), expected_s, has_compiled))
 
     def pop(self) -> QueuedStep:
-        """The oldest, which is waited for next."""
+        """Removes and returns the oldest step, which is read next."""
         return self._queue.popleft()
 
     def completed(self, oldest: QueuedStep, now: float) -> float | None:
-        """Notes that what `pop` gave has landed; seconds the device was busy with it, None if that says nothing."""
-        busy_since, self._landed_s = max(oldest.sent_s, self._landed_s), now
+        """Records that `oldest` is complete; returns its device seconds, None if it compiled a program."""
+        busy_since, self._completed_s = max(oldest.sent_s, self._completed_s), now
         return None if oldest.has_compiled else now - busy_since
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all steps."""
         self._queue.clear()
 
     def seconds_until_next(self) -> float:
-        """Seconds until the next plan is to be made.
+        """Returns the seconds until the next plan is due.
 
-        They count from what has landed last, not from when it was expected to: a pace that was kept too slow, after a
-        time in which the device was slower, would be measured as the device's own, and kept for good.
+        They count from the last completion, not from its expected time: dispatches that are paced too slowly, after a
+        time in which the device was slower, would be measured as the device's own speed and never become faster.
         """
         if not self._queue or not self._queue[-1].expected_s:
             return 0.0
-        busy_since = max(self._queue[0].sent_s, self._landed_s)
+        busy_since = max(self._queue[0].sent_s, self._completed_s)
         expected_s = sum(each.expected_s for each in self._queue) - REFILL_FRACTION * self._queue[-1].expected_s
         return busy_since + expected_s - time.monotonic()

@@ -1,4 +1,4 @@
-"""The engine: any mix of requests on one model. `step` is schedule, execute, commit; the rest is the door to it."""
+"""The engine runs any mix of requests on one model. `Engine.step` is schedule, execute, commit."""
 
 from __future__ import annotations
 
@@ -19,54 +19,28 @@ from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
 from torchax_serve.engine.output_processor import OutputProcessor, describe
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
-from torchax_serve.scheduler import FinishReason, RequestId, RowResult, Scheduler, SchedulerStats, StepPlan
+from torchax_serve.outputs import EngineStats, FinishReason
+from torchax_serve.scheduler import RequestId, RowResult, Scheduler, StepPlan
 from torchax_serve.validation.owner_process import OwnerProcess
 
 logger = logging.getLogger("torchax_serve")
 
 MAX_NUM_WAITING = 8192
-"""Requests that wait for a slot, where nobody has said how many may."""
+"""Default limit of the requests that wait for a slot."""
 
 MAX_IN_FLIGHT = 2
-"""Plans on the device: one computes while the host prepares the next."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStats:
-    """Counts of the moment, and since the start where it says so."""
-
-    scheduler: SchedulerStats
-    num_programs: int  # compiled steps of the model in memory
-    num_steps: int  # of the model since the start
-    tokens_per_s: float  # new tokens over the last seconds
-    host_s: float  # since the start, spent by the engine's thread outside of waiting for the device
-    busy_s: float  # since the start, time in which something was in flight
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Part of all prompt tokens that were in the cache already."""
-        return self.scheduler.num_hit_tokens / max(1, self.scheduler.num_prompt_tokens)
-
-    def __str__(self) -> str:
-        """One line for people."""
-        scheduler = self.scheduler
-        pages = ", ".join(f"{group.num_used}/{group.num_pages} pages ({group.name})" for group in scheduler.pages)
-        return (
-            f"{scheduler.num_running} running, {scheduler.num_waiting} waiting, {pages or 'no pages'}, "
-            f"prefix hits {self.prefix_hit_rate:.0%}, {scheduler.num_preemptions} preempted, "
-            f"{self.num_programs} programs, {self.tokens_per_s:.0f} tokens/s"
-        )
+"""Maximum number of steps in flight: the device computes one while the host prepares the next."""
 
 
 class Engine:
-    """Owns scheduler and runner and the thread that drives them. Its methods may be called from any thread.
+    """Owns a scheduler, a model runner and the thread that drives them. All methods are thread-safe.
 
     Args:
-        scheduler: of the engine alone.
-        runner: with the model and its cache.
-        description: the road that requests take, and what the cache holds, in a line.
-        ids: of the requests to come; 0, 1, ... by default.
-        max_num_waiting: requests beside those that have a slot.
+        scheduler: Scheduler, used by this engine only.
+        runner: Runner of the model and its cache.
+        description: The executor and the sizes of the cache in one line.
+        ids: Ids of the requests to come; 0, 1, ... by default.
+        max_num_waiting: Maximum number of requests that wait for a slot.
     """
 
     def __init__(
@@ -82,8 +56,8 @@ class Engine:
         self._num_entering = 0  # requests in commands
         self._process = OwnerProcess()
         self._scheduler, self._runner = scheduler, runner
-        self._deliveries = OutputProcessor(runner)
-        self._flights = DispatchQueue()
+        self._output_processor = OutputProcessor(runner)
+        self._dispatched = DispatchQueue()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
         self._ids: Iterator[RequestId] = itertools.count() if ids is None else ids
@@ -98,21 +72,21 @@ class Engine:
         atexit.register(self.close, "the process ends")
 
     def submit(self, request: EngineRequest) -> RequestHandle:
-        """Takes a request; its tokens come through the ticket.
+        """Submits a request; returns its handle at once.
 
         Raises:
             InvalidArgumentError: it can never run.
-            QueueFullError: too many wait already.
+            QueueFullError: too many requests wait already.
             TorchaxServeError: the engine is closed, or this process was forked from the one that made it.
         """
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
-        """Takes requests that enter together, between the same two steps; all of them or, with an error, none.
+        """Submits requests that enter between the same two steps: all of them or, on an error, none.
 
         Raises:
             InvalidArgumentError: one can never run.
-            QueueFullError: too many wait already.
+            QueueFullError: too many requests wait already.
             TorchaxServeError: the engine is closed, or this process was forked from the one that made it.
         """
         self._process.check("an engine")
@@ -131,10 +105,10 @@ class Engine:
             if self._closed is None:
                 self._num_entering += len(entries)
             self._run_on_engine_thread(enter_all, refuse)
-        return [ticket for _, ticket in entries]
+        return [handle for _, handle in entries]
 
     def _check_room(self, num_new: int) -> None:
-        most = self._scheduler.config.num_slots + self.max_num_waiting
+        most = self._scheduler.config.max_num_seqs + self.max_num_waiting
         num_open = len(self._scheduler) + self._num_entering
         if num_open + num_new > most:
             raise QueueFullError(
@@ -143,30 +117,30 @@ class Engine:
             )
 
     def _make_entry(self, request: EngineRequest) -> tuple[Callable[[], None], RequestHandle]:
-        """What takes a request in, to be called by the engine's thread, and its ticket."""
+        """What takes a request in, to be called by the engine's thread, and its handle."""
         request_id = next(self._ids)
-        ticket = RequestHandle(request_id, len(request.prompt_ids), lambda reason: self._cancel(request_id, reason))
-        request = request.within(self._scheduler.config.max_len)
+        handle = RequestHandle(request_id, len(request.prompt_ids), lambda reason: self._cancel(request_id, reason))
+        request = request.within(self._scheduler.config.max_model_len)
         scheduled = request.to_scheduler(request_id, time.monotonic())
-        self._scheduler.config.check_prompt(f"request {request_id}", ticket.prompt_len)
+        self._scheduler.config.check_prompt(f"request {request_id}", handle.prompt_len)
         self._runner.validate(f"request {request_id}", request)
-        # The command may not keep a ticket alive whose reader has dropped it.
-        reader = weakref.ref(ticket)
+        # The command may not keep a handle alive whose reader has dropped it.
+        reader = weakref.ref(handle)
 
         def enter() -> None:
-            ticket = reader()
-            if ticket is None:
+            handle = reader()
+            if handle is None:
                 return
             try:
                 parent = None if scheduled.fork_of is None else self._scheduler.find(scheduled.fork_of)
                 # A parent that has ended has left its prompt in the prefix cache.
                 self._scheduler.add(scheduled if parent else dataclasses.replace(scheduled, fork_of=None))
             except Exception as error:  # its reader's, not the engine's
-                ticket.put(RequestOutput((), finish_reason="error", error=describe(error)))
+                handle.put(RequestOutput((), finish_reason="error", error=describe(error)))
             else:
-                self._deliveries.add(request_id, request, ticket)
+                self._output_processor.add(request_id, request, handle)
 
-        return enter, ticket
+        return enter, handle
 
     def _run_on_engine_thread(self, command: Callable[[], None], abandon: Callable[[], None] = lambda: None) -> None:
         """Has the engine's thread call `command` between two steps; `abandon` is called if there is no thread.
@@ -186,7 +160,7 @@ class Engine:
     def _cancel(self, request_id: RequestId, reason: FinishReason) -> None:
         def end() -> None:
             if self._scheduler.abort(request_id, reason):
-                self._deliveries.deliver([RowResult(request_id, None, (), reason)])
+                self._output_processor.deliver([RowResult(request_id, None, (), reason)])
 
         self._run_on_engine_thread(end)
 
@@ -231,12 +205,12 @@ class Engine:
     def can_hold(self, length: int) -> bool:
         """Whether a request may be of so many tokens, prompt and answer."""
         config = self._scheduler.config
-        return length <= config.max_len and config.unfit(length) is None
+        return length <= config.max_model_len and config.unfit(length) is None
 
     @property
-    def max_source_len(self) -> int | None:
+    def max_encoder_len(self) -> int | None:
         """Tokens that a request may give an encoder; None where the model has none."""
-        return self._runner.max_source_len
+        return self._runner.max_encoder_len
 
     @property
     def close_reason(self) -> str | None:
@@ -273,12 +247,12 @@ class Engine:
         Readers are woken here: they run while the engine rests.
         """
         began = time.monotonic()
-        self._deliveries.notify_async_readers()
+        self._output_processor.notify_async_readers()
         with self._wake:
-            while not (self._closed or self._commands or len(self._scheduler) or self._flights):
+            while not (self._closed or self._commands or len(self._scheduler) or self._dispatched):
                 self._wake.wait()
                 began = time.monotonic()
-            rest_s = self._flights.seconds_until_next()
+            rest_s = self._dispatched.seconds_until_next()
             if rest_s > 0:
                 self._wake.wait_for(lambda: self._closed or self._commands, rest_s)
                 waited_s = time.monotonic() - began
@@ -303,11 +277,11 @@ class Engine:
         plan = self._scheduler.schedule(began)
         if plan is not None:
             self._execute(plan)
-        self._deliveries.deliver(self._scheduler.pop_finished())
-        if len(self._flights) >= MAX_IN_FLIGHT or (plan is None and self._flights):
-            self._deliveries.notify_async_readers()  # of what has ended: the device may compute for a while
+        self._output_processor.deliver(self._scheduler.pop_finished())
+        if len(self._dispatched) >= MAX_IN_FLIGHT or (plan is None and self._dispatched):
+            self._output_processor.notify_async_readers()  # of what has ended: the device may compute for a while
             self._retire_oldest()
-        for request_id in self._deliveries.take_failed():
+        for request_id in self._output_processor.take_failed():
             self._scheduler.abort(request_id, "error")
         if self.check_integrity:
             self._scheduler.check_integrity()
@@ -316,48 +290,48 @@ class Engine:
     def _execute(self, plan: StepPlan) -> None:
         num_programs = self._runner.num_programs
         try:
-            requests = {row.slot: self._deliveries.request(row.request_id) for row in plan.prefill_rows}
+            requests = {row.slot: self._output_processor.request(row.request_id) for row in plan.prefill_rows}
             fresh = {
                 row.slot: self._scheduler.find(row.request_id)
                 for row in plan.prefill_rows
                 if row.slot in plan.fresh_slots
             }
             outputs = {slot: [] if state is None else state.output_ids for slot, state in fresh.items()}
-            flight = self._runner.execute(plan, requests, outputs)
+            step = self._runner.execute(plan, requests, outputs)
         except Exception as error:
             self._fail(plan, error)
             return
-        self._end_failed(plan, flight)
+        self._end_failed(plan, step)
         expected_seconds = self._scheduler.expected_seconds(plan) if plan.num_steps > 1 else 0.0
-        self._flights.push(flight, expected_seconds, has_compiled=self._runner.num_programs > num_programs)
+        self._dispatched.push(step, expected_seconds, has_compiled=self._runner.num_programs > num_programs)
 
-    def _end_failed(self, plan: StepPlan, flight: InFlightStep) -> None:
+    def _end_failed(self, plan: StepPlan, step: InFlightStep) -> None:
         """Ends the requests of a plan that failed by themselves; what is computed for them is not looked at."""
-        if not flight.failures:
+        if not step.failures:
             return
         for row in plan.rows:
-            error = flight.failures.get(row.slot)
+            error = step.failures.get(row.slot)
             if error is not None and self._scheduler.abort(row.request_id, "error"):
                 message = f"it could not be prepared ({describe(error)})"
-                self._deliveries.deliver([RowResult(row.request_id, None, (), "error")], error=message)
+                self._output_processor.deliver([RowResult(row.request_id, None, (), "error")], error=message)
 
     def _retire_oldest(self) -> None:
-        oldest = self._flights.pop()
-        flight, waits_from = oldest.flight, time.monotonic()
+        oldest = self._dispatched.pop()
+        step, waits_from = oldest.step, time.monotonic()
         try:
-            tokens = self._runner.read(flight)
+            tokens = self._runner.read(step)
         except Exception as error:
-            self._fail(flight.plan, error)
+            self._fail(step.plan, error)
             return
         now = time.monotonic()
         self._wait_s += now - waits_from
-        duration_s = self._flights.completed(oldest, now)
-        self._deliveries.record_prompt_logprobs(flight)
-        self._num_steps += flight.plan.num_steps
+        duration_s = self._dispatched.completed(oldest, now)
+        self._output_processor.record_prompt_logprobs(step)
+        self._num_steps += step.plan.num_steps
         num_before = self._scheduler.num_new_tokens
-        outcomes = self._scheduler.commit(flight.plan, tokens, now, duration_s)
+        outcomes = self._scheduler.commit(step.plan, tokens, now, duration_s)
         self._rate.append((now, self._scheduler.num_new_tokens - num_before))
-        self._deliveries.deliver(outcomes, flight)
+        self._output_processor.deliver(outcomes, step)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """Ends the requests of a plan whose step has raised; if the cache went with it, all that have any of it."""
@@ -365,16 +339,16 @@ class Engine:
         message = f"its step failed ({describe(error)})"
         outcomes = self._scheduler.fail(plan)
         if self._runner.cache_is_lost:
-            for flight in self._flights:
-                outcomes += self._scheduler.fail(flight.plan)
-            self._flights.clear()
-            for request_id in self._deliveries.open_ids():
+            for step in self._dispatched:
+                outcomes += self._scheduler.fail(step.plan)
+            self._dispatched.clear()
+            for request_id in self._output_processor.open_ids():
                 state = self._scheduler.find(request_id)
                 if state is not None and state.slot is not None and self._scheduler.abort(request_id, "error"):
                     outcomes.append(RowResult(request_id, None, (), "error"))
             self._runner.reset()
             self._scheduler.clear_prefix_cache()
-        self._deliveries.deliver(outcomes, error=message)
+        self._output_processor.deliver(outcomes, error=message)
 
     def _end_all(self) -> None:
         """The engine's thread ends: everybody who waits is told."""
@@ -382,10 +356,10 @@ class Engine:
             commands = self._take_commands()
         for command in commands:
             command()  # a submission is entered, and told below
-        open_ids = self._deliveries.open_ids()
+        open_ids = self._output_processor.open_ids()
         for request_id in open_ids:
             self._scheduler.abort(request_id, "error")
         ended = [RowResult(request_id, None, (), "error") for request_id in open_ids]
-        self._deliveries.deliver(ended, error=f"the engine was closed ({self._closed})")
-        self._deliveries.notify_async_readers()
-        self._flights.clear()
+        self._output_processor.deliver(ended, error=f"the engine was closed ({self._closed})")
+        self._output_processor.notify_async_readers()
+        self._dispatched.clear()

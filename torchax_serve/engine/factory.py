@@ -1,4 +1,4 @@
-"""From a loaded model to an engine: which road it takes, how much memory there is for it, what fits."""
+"""Builds the engine of a loaded model: chooses its executor, sizes the cache, configures the scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from model_adapters.ops.linear import not_invariant_reason
 from torchax_serve.buckets import token_buckets
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.model_runner import ModelRunner
-from torchax_serve.engine.options import MAX_ANSWER_LEN, MAX_DISPATCH_S, MAX_LEN, MAX_SOURCE_LEN, EngineOptions
+from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
 from torchax_serve.executors.packed_factory import packed_executor
 from torchax_serve.executors.per_sequence_factory import per_sequence_executor
 from torchax_serve.kv_cache.memory import MemoryBudget
@@ -26,30 +26,35 @@ logger = logging.getLogger("torchax_serve")
 def build_engine(
     runtime: ModelRuntime, options: EngineOptions | None = None, ids: Iterator[RequestId] | None = None
 ) -> Engine:
-    """An engine for the model of `runtime`; its thread runs until it is closed. `ids` are those of its requests.
+    """Builds an engine for the model of `runtime`; its thread runs until it is closed.
+
+    Args:
+        runtime: The model.
+        options: Sizes and policies.
+        ids: Ids of the requests to come.
 
     Raises:
-        UnsupportedModelError: the model's forward does not let requests be batched.
-        InvalidArgumentError: options that do not fit the model.
-        OutOfMemoryError: there is no room for a cache.
+        UnsupportedModelError: requests of this model cannot be batched.
+        InvalidArgumentError: options do not fit the model.
+        OutOfMemoryError: the cache does not fit.
     """
     options = options or EngineOptions()
     sizes = MemoryBudget(
-        max_len=_max_len(runtime, options),
-        num_slots=options.num_slots,
-        page_len=options.page_len,
-        token_budget=max(options.token_budget, options.num_slots + 15),
+        max_model_len=_max_len(runtime, options),
+        max_num_seqs=options.max_num_seqs,
+        page_size=options.page_size,
+        max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs + 15),
         max_num_steps=options.max_num_steps,
-        kv_cache_bytes=options.kv_cache_bytes,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         batch_invariant=options.batch_invariant,
         kv_cache_dtype=options.kv_cache_dtype,
-        sampler_table_bytes=tables_bytes(options.num_slots, runtime.limits.vocab_size),
-        max_source_len=_max_source_len(runtime, options),
-        encoder_len_is_default=options.max_source_len is None,
+        sampler_table_bytes=tables_bytes(options.max_num_seqs, runtime.limits.vocab_size),
+        max_encoder_len=_max_encoder_len(runtime, options),
+        encoder_len_is_default=options.max_encoder_len is None,
         source_len=None if runtime.encoder is None else runtime.encoder.fixed_output_len,
     )
     try:
-        road = packed_executor(runtime, sizes)
+        choice = packed_executor(runtime, sizes)
     except NotPackableError as reason:
         _check_invariance(options, str(reason))
         if options.kv_cache_dtype is not None:
@@ -57,62 +62,60 @@ def build_engine(
                 f"kv_cache_dtype: expected None for a model that cannot be packed, got {options.kv_cache_dtype!r} "
                 f"({reason}); leave it out"
             ) from reason
-        road = per_sequence_executor(runtime, sizes, str(reason))
+        choice = per_sequence_executor(runtime, sizes, str(reason))
     _check_invariance(options, not_invariant_reason())
-    if road.num_slots is not None:
-        sizes = dataclasses.replace(sizes, num_slots=road.num_slots)
-    is_packed = road.fallback_reason is None
+    limits = choice.executor.limits
     config = SchedulerConfig(
-        groups=road.cache.plan.groups,
-        page_len=sizes.page_len,
-        num_slots=sizes.num_slots,
-        max_len=sizes.max_len,
-        token_budget=sizes.token_budget,
-        prefix_caching=options.prefix_caching and road.can_share_prefixes,
-        max_num_steps=options.max_num_steps if is_packed else 1,
+        groups=choice.executor.cache.plan.groups,
+        page_size=sizes.page_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        enable_prefix_caching=options.enable_prefix_caching and limits.shares_prefixes,
+        max_num_steps=max(1, limits.fused_decode_steps),
         max_fused_decode_s=MAX_DISPATCH_S,
-        allowed_chunk_sizes=road.allowed_chunk_sizes,
-        batches_prefill=is_packed,
+        allowed_chunk_sizes=limits.chunk_sizes,
+        batches_prefill=limits.batches_prefill,
         max_decode_slowdown=options.max_decode_slowdown,
-        token_buckets=token_buckets(sizes.token_budget) if is_packed else (),
+        token_buckets=token_buckets(sizes.max_num_batched_tokens) if choice.is_packed else (),
         rope=None if runtime.program.rope is None else runtime.program.rope.lengths,
     )
-    road = dataclasses.replace(road, sampler_table_bytes=sizes.sampler_table_bytes)
-    logger.info("%s", road)
-    runner = ModelRunner(road.model, road.cache, num_slots=sizes.num_slots, vocab_size=runtime.limits.vocab_size)
-    return Engine(Scheduler(config), runner, str(road), ids, options.max_num_waiting)
+    choice = dataclasses.replace(choice, sampler_table_bytes=sizes.sampler_table_bytes)
+    logger.info("%s", choice)
+    runner = ModelRunner(choice.executor, vocab_size=runtime.limits.vocab_size)
+    return Engine(Scheduler(config), runner, str(choice), ids, options.max_num_waiting)
 
 
 def _check_invariance(options: EngineOptions, why_not: str | None) -> None:
     if options.batch_invariant and why_not is not None:
         raise InvalidArgumentError(
-            f"batch_invariant: expected a model on the packed road and the CPU's C++ kernels; got: {why_not}. Leave it "
+            f"batch_invariant: expected a model that runs packed, with the C++ CPU kernels; got: {why_not}. Leave it "
             "out, or serve float32"
         )
 
 
-def _max_source_len(runtime: ModelRuntime, options: EngineOptions) -> int:
-    asked, encoder = options.max_source_len, runtime.encoder
+def _max_encoder_len(runtime: ModelRuntime, options: EngineOptions) -> int:
+    asked, encoder = options.max_encoder_len, runtime.encoder
     if encoder is None:
         if asked is not None:
             raise InvalidArgumentError(
-                f"max_source_len: expected None for a model without an encoder, got {asked}; max_len limits its "
+                f"max_encoder_len: expected None for a model without an encoder, got {asked}; max_model_len limits its "
                 "requests"
             )
         return 0
     if encoder.fixed_output_len is not None:
         if asked is not None:
             raise InvalidArgumentError(
-                f"max_source_len: expected None for a model whose encoder hears sounds of one length, got {asked}; "
+                f"max_encoder_len: expected None for a model whose encoder has a fixed input length, got {asked}; "
                 "leave it out"
             )
         return encoder.fixed_output_len
     limits = encoder.runtime.limits
     if asked is None:
-        return min(MAX_SOURCE_LEN, limits.learned_positions or limits.max_positions or MAX_SOURCE_LEN // 2)
+        return min(MAX_ENCODER_LEN, limits.learned_positions or limits.max_positions or MAX_ENCODER_LEN // 2)
     if limits.learned_positions is not None and asked > limits.learned_positions:
         raise InvalidArgumentError(
-            f"max_source_len: expected at most {limits.learned_positions}, the positions of this model's encoder, got "
+            f"max_encoder_len: expected at most {limits.learned_positions}, the positions of this model's encoder, got "
             f"{asked}; lower it"
         )
     return asked
@@ -121,12 +124,12 @@ def _max_source_len(runtime: ModelRuntime, options: EngineOptions) -> int:
 def _max_len(runtime: ModelRuntime, options: EngineOptions) -> int:
     limits = runtime.limits
     limit = limits.max_positions or getattr(runtime.text_config, "max_target_positions", None)
-    if options.max_len is None:
-        most = MAX_LEN if runtime.encoder is None else MAX_ANSWER_LEN
+    if options.max_model_len is None:
+        most = MAX_MODEL_LEN if runtime.encoder is None else MAX_DECODER_LEN
         return min(most, limit or most)
     end = limits.learned_positions if limits.max_positions else limit
-    if end is not None and options.max_len > end:
+    if end is not None and options.max_model_len > end:
         raise InvalidArgumentError(
-            f"max_len: expected at most {end}, the positions this model has, got {options.max_len}; lower it"
+            f"max_model_len: expected at most {end}, the positions of this model, got {options.max_model_len}; lower it"
         )
-    return options.max_len
+    return options.max_model_len

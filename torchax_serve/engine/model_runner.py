@@ -1,4 +1,4 @@
-"""Plans become device work: page copies, the model, the choice of tokens; and its results come back as numbers."""
+"""Runs step plans on the device: page copies, the model, sampling; and reads their results."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.bridge.host_arrays import to_device
-from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.engine.request_handle import TokenLogprobs
-from torchax_serve.executors.packed import PackedExecutor
-from torchax_serve.executors.per_sequence import PerSequenceExecutor
-from torchax_serve.kv_cache.pools import PagedCache
+from torchax_serve.executors.base import Executor
+from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs, Sampled
 from torchax_serve.scheduler import PlanRow, StepPlan
@@ -23,13 +20,13 @@ from torchax_serve.scheduler import PlanRow, StepPlan
 
 @dataclasses.dataclass
 class InFlightStep:
-    """A plan on the device, and what it leaves there to be read."""
+    """A plan that was dispatched, and its results on the device."""
 
     plan: StepPlan
-    sampled: list[Sampled] = dataclasses.field(default_factory=list)  # one for each of the plan's steps
-    tokens: jax.Array | None = None  # int32[>= num_steps, S], instead of `sampled`, of steps that choose themselves
-    prompt: Logprobs | None = None  # of every token of the packed run, under the logits before it
-    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)  # by slot, of one request each
+    sampled: list[Sampled] = dataclasses.field(default_factory=list)  # one for each step of the plan
+    tokens: jax.Array | None = None  # int32[>= num_steps, S] of fused decode steps; `sampled` is then empty
+    prompt: Logprobs | None = None  # log-probabilities of all prompt tokens of the step
+    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)  # errors by slot, each of one request
 
     @property
     def has_logprobs(self) -> bool:
@@ -38,55 +35,46 @@ class InFlightStep:
 
 
 class ModelRunner:
-    """Executes plans on a model and its cache.
+    """Runs plans with the executor of a model and a sampler.
 
-    Dispatches return at once: `execute` leaves arrays that the device is still computing, `read` waits for them.
+    `execute` returns at once with arrays that the device is still computing; `read` waits for them.
+
+    Args:
+        executor: Runs the model's steps.
+        vocab_size: Number of columns of the logits.
     """
 
-    def __init__(
-        self, model: PackedExecutor | PerSequenceExecutor, cache: PagedCache, *, num_slots: int, vocab_size: int
-    ) -> None:
-        self._model, self._cache = model, cache
-        self._sources = model.sources if isinstance(model, PerSequenceExecutor) else None
-        self._sampler = Sampler(num_slots, vocab_size)
+    def __init__(self, executor: Executor, *, vocab_size: int) -> None:
+        self._executor, self._cache = executor, executor.cache
+        self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size)
 
     def reset(self) -> None:
-        """Begins anew: an empty cache, and no request in any slot."""
+        """Empties the cache and all slots."""
         self._cache.reset()
         self._sampler.reset()
 
     @property
     def cache_is_lost(self) -> bool:
-        """Whether a step that failed has taken the cache, or the samplers' state, with it."""
+        """Whether a failed step has deleted the donated cache or sampler state."""
         return self._cache.is_lost or self._sampler.last_tokens.is_deleted()
 
     @property
     def num_programs(self) -> int:
         """Compiled steps of the model and of the sampler."""
-        return self._model.num_programs + self._sampler.num_traces
+        return self._executor.num_programs + self._sampler.num_traces
 
     @property
-    def max_source_len(self) -> int | None:
+    def max_encoder_len(self) -> int | None:
         """Tokens that a request may give an encoder; None where the model has none."""
-        return None if self._sources is None else self._sources.max_len
+        return self._executor.limits.max_encoder_len
 
     def validate(self, name: str, request: EngineRequest) -> None:
         """Raises InvalidArgumentError, naming `name`, where `request` does not fit what the model has."""
-        if self._sources is not None:
-            self._sources.check(name, request.source)
-        elif len(request.source):
-            raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
+        self._executor.check(name, request.source)
 
     def warm_up(self) -> None:
         """Compiles every step that mixed traffic can meet."""
-        seen: set[tuple[int, ...]] = set()
-        for logits in self._model.warm_up(lambda: self._sampler.last_tokens):
-            if logits.shape not in seen:
-                seen.add(logits.shape)
-                self._sampler.warm_up(logits)
-        if isinstance(self._model, PackedExecutor):
-            for state in self._model.warm_up_decode(self._sampler.idle_options):
-                self._sampler.set_state(state)
+        self._executor.warm_up(self._sampler)
 
     def execute(
         self, plan: StepPlan, requests: Mapping[int, EngineRequest], outputs: Mapping[int, Sequence[int]]
@@ -102,73 +90,60 @@ class ModelRunner:
             self._cache.copy(plan.page_copies)
         for slot in plan.fresh_slots:
             self._sampler.assign_slot(slot, requests[slot].sampling, requests[slot].prompt_ids, outputs[slot])
-            if self._sources is not None:
-                self._sources.assign(slot, requests[slot].source)
-        flight = InFlightStep(plan)
-        if not plan.prefill_rows and self._decode(flight):
-            return flight
+            self._executor.assign(slot, requests[slot].source)
+        step = InFlightStep(plan)
+        if not plan.prefill_rows and self._executor.limits.fused_decode_steps:
+            step.tokens = self._executor.run_decode(plan, self._sampler)
+            if step.tokens is not None:
+                return step
         tops = [requests[row.slot].params.prompt_logprobs for row in plan.prefill_rows]
         asked = max((top for top in tops if top is not None), default=None)
         for ahead in range(plan.num_steps):
-            logits = self._model.run(
+            logits = self._executor.run(
                 plan.rows, plan.page_tables, self._sampler.last_tokens, ahead=ahead, all_logits=asked is not None
             )
             if asked is not None:
-                logits = self._prompt_logprobs(flight, requests, logits, asked)
-            flight.sampled.append(self._sampler.sample(plan.rows, logits, ahead))
-        flight.failures = self._sampler.take_failures()
-        return flight
-
-    def _decode(self, flight: InFlightStep) -> bool:
-        """Sends all steps of a plan that only decodes in one dispatch; False if that cannot be."""
-        plan = flight.plan
-        if not isinstance(self._model, PackedExecutor):
-            return False
-        found = self._sampler.fused_options(plan.rows, self._model.num_decode_rows(plan.rows))
-        if found is None:
-            return False
-        options, draws = found
-        state = self._sampler.take_state("sampled")
-        flight.tokens, state = self._model.decode(plan.rows, plan.page_tables, state, options, plan.num_steps, draws)
-        self._sampler.set_state(state)
-        return True
+                logits = self._prompt_logprobs(step, requests, logits, asked)
+            step.sampled.append(self._sampler.sample(plan.rows, logits, ahead))
+        step.failures = self._sampler.take_failures()
+        return step
 
     def _prompt_logprobs(
-        self, flight: InFlightStep, requests: Mapping[int, EngineRequest], logits: jax.Array, num_top: int
+        self, step: InFlightStep, requests: Mapping[int, EngineRequest], logits: jax.Array, num_top: int
     ) -> jax.Array:
-        """Leaves log-probabilities of every next token in `flight`; returns the logits of each row's last token."""
-        rows = flight.plan.rows
+        """Leaves log-probabilities of every next token in `step`; returns the logits of each row's last token."""
+        rows = step.plan.rows
         following = np.zeros(len(logits), np.int32)
         ends = np.cumsum([row.num_tokens for row in rows])
         for row, end in zip(rows, ends, strict=True):
             ids = () if row.is_decode else _following(row, requests[row.slot])
             following[end - row.num_tokens : end - row.num_tokens + len(ids)] = ids
-        flight.prompt = self._sampler.logprobs(logits, to_device(following, np.int32), num_top)
-        return jnp.take(logits, to_device(self._model.padded_rows(ends - 1), np.int32), axis=0)
+        step.prompt = self._sampler.logprobs(logits, to_device(following, np.int32), num_top)
+        return jnp.take(logits, to_device(self._executor.padded_rows(ends - 1), np.int32), axis=0)
 
-    def read(self, flight: InFlightStep) -> np.ndarray:
+    def read(self, step: InFlightStep) -> np.ndarray:
         """int[num_rows, num_steps], once the device has them."""
-        if flight.tokens is not None:
-            return np.asarray(flight.tokens)[: flight.plan.num_steps, : len(flight.plan.rows)].T
-        columns = [np.asarray(sampled.tokens)[: len(flight.plan.rows)] for sampled in flight.sampled]
+        if step.tokens is not None:
+            return np.asarray(step.tokens)[: step.plan.num_steps, : len(step.plan.rows)].T
+        columns = [np.asarray(sampled.tokens)[: len(step.plan.rows)] for sampled in step.sampled]
         return np.stack(columns, axis=1)
 
-    def logprobs(self, flight: InFlightStep, row: int, num_tokens: int, num_top: int) -> tuple[TokenLogprobs, ...]:
+    def logprobs(self, step: InFlightStep, row: int, num_tokens: int, num_top: int) -> tuple[TokenLogprobs, ...]:
         """Those of the first `num_tokens` tokens that `row` was given, each with the `num_top` likeliest."""
         found = []
-        for sampled in flight.sampled[:num_tokens]:
+        for sampled in step.sampled[:num_tokens]:
             assert sampled.logprobs is not None
             found.append(_token(sampled.logprobs, row, int(sampled.tokens[row]), num_top))
         return tuple(found)
 
-    def prompt_logprobs(self, flight: InFlightStep, row: int, request: EngineRequest) -> dict[int, TokenLogprobs]:
+    def prompt_logprobs(self, step: InFlightStep, row: int, request: EngineRequest) -> dict[int, TokenLogprobs]:
         """By position in the prompt of `request`, those that the prefill row `row` has found out."""
-        assert flight.prompt is not None
-        rows = flight.plan.rows
+        assert step.prompt is not None
+        rows = step.plan.rows
         begin = sum(each.num_tokens for each in rows[:row])
         num_top = request.params.prompt_logprobs or 0
         return {
-            rows[row].context_len + i + 1: _token(flight.prompt, begin + i, token, num_top)
+            rows[row].context_len + i + 1: _token(step.prompt, begin + i, token, num_top)
             for i, token in enumerate(_following(rows[row], request))
         }
 

@@ -1,4 +1,4 @@
-"""From a loaded model to an engine: which road it takes, how much memory there is for it, what fits."""
+"""`EngineOptions`: sizes and policies of an engine, under the names that vLLM gives them where it has one."""
 
 from __future__ import annotations
 
@@ -9,75 +9,76 @@ from torchax_serve.engine.engine import MAX_NUM_WAITING
 from torchax_serve.scheduler.config import check_whole
 from torchax_serve.validation.argument_hints import fields_refuse_unknown
 
-MAX_LEN = 32768
-"""Longest request where nothing else limits it: page tables and masks are that wide."""
+MAX_MODEL_LEN = 32768
+"""Default limit of prompt and answer together, in tokens: page tables and attention masks have that width."""
 
 
 MAX_DISPATCH_S = 0.1
-"""What several decode steps in one dispatch may take. A request that comes meanwhile waits for them."""
+"""Longest dispatch of several decode steps, in seconds: a request that arrives meanwhile waits for its end."""
 
 
-MAX_SOURCE_LEN = 1024
+MAX_ENCODER_LEN = 1024
+"""Default limit of the encoder input of an encoder-decoder model, in tokens."""
 
 
-MAX_ANSWER_LEN = 4096
-"""Of an encoder-decoder model where nothing else limits them. Keys and values of the input are kept for each slot."""
+MAX_DECODER_LEN = 4096
+"""Default limit of the decoder tokens of an encoder-decoder model: each slot also stores encoder keys and values."""
 
 
 @fields_refuse_unknown
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How the engine is laid out. None: chosen from the model and the memory there is.
+    """Sizes and policies of an engine. None: chosen from the model and the free memory.
 
     Attributes:
-        max_len: prompt and answer of one request, in tokens; the model's own limit if None.
-        num_slots: requests that run at once; fewer of a model that hears, where keys and values of so many sounds would
-            take more than half of the memory.
-        page_len: tokens of a page of the cache.
-        max_source_len: what an encoder beside the decoder may be given, in tokens; each slot has room for the keys and
-            values of that many. None: as many as the encoder has positions, 1024 at the most, and less where that would
-            take more than half of the memory. An encoder of sounds that hears one length takes None alone.
-        kv_cache_bytes: bytes of all pages together.
-        token_budget: tokens computed in one step.
-        prefix_caching: whether requests share the pages of a common beginning.
-        max_num_waiting: requests that may wait for a slot; one more is refused with `QueueFullError`. `generate_batch`
-            waits with more prompts than that by itself.
-        max_num_steps: most decode steps sent to the device at once while nothing waits. Fewer are sent where they
-            would take more than a tenth of a second, for a request that comes waits for them.
-        max_decode_slowdown: by which factor prompts that come may lengthen the time per token of requests that run. A
-            larger one brings first tokens sooner and a batch of many prompts to its end sooner.
-        kv_cache_dtype: "int8" keeps keys and values in 8 bits, so that twice as many tokens of a 16-bit model fit; each
-            layer and head has a scale for keys and one for values, found at the start by a prompt of random tokens.
-            None: in the model's dtype.
-        batch_invariant: whether a request computes the same to the last bit alone and among others, which float32 does
-            on a CPU in any case. In bfloat16 and float16 up to four requests at once then go without a faster order of
-            sums (about a quarter of their tokens per second).
+        max_model_len: Prompt and answer of one request, in tokens; None: the model's own limit.
+        max_num_seqs: Number of requests that run at once. An audio encoder-decoder model gets fewer where encoder keys
+            and values of that many requests would take more than half of the memory.
+        page_size: Tokens of a page of the cache.
+        max_encoder_len: Encoder input of one request, in tokens; every slot reserves memory for its keys and values.
+            None: the positions of the encoder, at most 1024, and less where that would take more than half of the
+            memory. A model whose encoder has a fixed input length takes None only.
+        kv_cache_memory_bytes: Bytes of all pages together.
+        max_num_batched_tokens: Tokens computed in one step, all requests together.
+        enable_prefix_caching: Whether requests share the pages of a common prefix.
+        max_num_waiting: Requests that may wait for a slot; one more is refused with `QueueFullError`. `generate_batch`
+            queues longer lists by itself.
+        max_num_steps: Decode steps in one dispatch, at most, while no request waits. Fewer are sent where they would
+            take more than 0.1 s, since a request that arrives meanwhile waits for the dispatch.
+        max_decode_slowdown: Factor by which prompts of new requests may lengthen the time per token of running
+            requests. A larger factor shortens the time to first token and finishes a batch of many prompts sooner.
+        kv_cache_dtype: "int8" stores keys and values in 8 bits, so that twice as many tokens of a 16-bit model fit; a
+            scale for each layer and head is calibrated at the start with a prompt of random tokens. None: the model's
+            dtype.
+        batch_invariant: Whether a request's results are bit-equal for any other requests in the batch; float32 on a
+            CPU always has that. In bfloat16 and float16 batches of up to four requests then lose about a quarter of
+            their tokens per second, as they go without a faster order of summation.
     """
 
-    max_len: int | None = None
-    num_slots: int = 32
-    page_len: int = 16
-    kv_cache_bytes: int | None = None
-    token_budget: int = 256
-    prefix_caching: bool = True
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    page_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    max_num_batched_tokens: int = 256
+    enable_prefix_caching: bool = True
     max_num_steps: int = 16
     max_decode_slowdown: float = 2.0
     batch_invariant: bool = False
     kv_cache_dtype: str | None = None
-    max_source_len: int | None = None
+    max_encoder_len: int | None = None
     max_num_waiting: int = MAX_NUM_WAITING
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, bool):
-                if not isinstance(value, bool):
-                    raise InvalidArgumentError(f"{field.name}: expected True or False, got {value!r}")
-            elif field.name == "kv_cache_dtype":
-                if value not in (None, "int8"):
-                    raise InvalidArgumentError(f"kv_cache_dtype: expected 'int8' or None, got {value!r}")
-            elif field.name == "max_decode_slowdown":
-                if isinstance(value, bool) or not isinstance(value, int | float) or not value > 1:
-                    raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {value!r}")
-            elif value is not None or field.default is not None:
-                check_whole(field.name, value, 1, "None chooses" if field.default is None else "give a positive number")
+        for name in ("max_num_seqs", "page_size", "max_num_batched_tokens", "max_num_steps", "max_num_waiting"):
+            check_whole(name, getattr(self, name), 1, "give a positive number")
+        for name in ("max_model_len", "kv_cache_memory_bytes", "max_encoder_len"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1, "None chooses")
+        for name in ("enable_prefix_caching", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        if self.kv_cache_dtype not in (None, "int8"):
+            raise InvalidArgumentError(f"kv_cache_dtype: expected 'int8' or None, got {self.kv_cache_dtype!r}")
+        slowdown = self.max_decode_slowdown
+        if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not slowdown > 1:
+            raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {slowdown!r}")

@@ -1,4 +1,4 @@
-"""Who waits for which tokens: what a step brought a request, on its way into the request's ticket."""
+"""Turns the results of a step into the outputs of requests and delivers them to their handles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.engine.request_handle import RequestHandle, RequestOutput, TokenLogprobs
+from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
+from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.scheduler import RequestId, RowResult
 
 logger = logging.getLogger("torchax_serve")
@@ -22,133 +23,131 @@ NO_TOKEN = (
 
 
 class OutputProcessor:
-    """The requests that have not ended, with their tickets; used by the engine's thread alone.
+    """The requests that have not ended, with their handles; used by the engine's thread only.
 
-    Tickets are held weakly: one that its reader has dropped ends its request.
+    Handles are held weakly: a handle that its reader has dropped ends its request.
 
     Args:
-        runner: reads log-probabilities.
+        runner: Reads log-probabilities.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._requests: dict[RequestId, tuple[EngineRequest, weakref.ref[RequestHandle]]] = {}
-        # Handed something, and not woken yet.
-        self._served: collections.defaultdict[asyncio.AbstractEventLoop, list[RequestHandle]] = collections.defaultdict(
-            list
+        # Handles of asynchronous readers with undelivered wake-ups, by event loop.
+        self._to_wake: collections.defaultdict[asyncio.AbstractEventLoop, list[RequestHandle]] = (
+            collections.defaultdict(list)
         )
         self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
-        self._failed: list[RequestId] = []  # whose tokens could not be handed out
+        self._failed: list[RequestId] = []  # requests whose tokens could not be delivered
 
-    def add(self, request_id: RequestId, request: EngineRequest, ticket: RequestHandle) -> None:
-        """Takes a request in."""
-        self._requests[request_id] = (request, weakref.ref(ticket))
+    def add(self, request_id: RequestId, request: EngineRequest, handle: RequestHandle) -> None:
+        """Adds a request."""
+        self._requests[request_id] = (request, weakref.ref(handle))
 
     def request(self, request_id: RequestId) -> EngineRequest:
-        """What was asked."""
+        """Returns the request with this id."""
         return self._requests[request_id][0]
 
     def open_ids(self) -> list[RequestId]:
-        """Of all that have not ended."""
+        """Returns the ids of all requests that have not ended."""
         return list(self._requests)
 
-    def deliver(
-        self, outcomes: Iterable[RowResult], flight: InFlightStep | None = None, error: str | None = None
-    ) -> None:
-        """Hands outcomes out; `error` says why, where a reason is "error" and it is not the logits.
+    def deliver(self, results: Iterable[RowResult], step: InFlightStep | None = None, error: str | None = None) -> None:
+        """Delivers results to their handles; `error` describes the failure of those with the reason "error".
 
-        Readers in an event loop sleep on until `notify_async_readers`.
+        Readers in an event loop wait until `notify_async_readers`.
         """
-        if flight is not None and not flight.has_logprobs:
-            flight = None
-        for outcome in outcomes:
-            entry = self._requests.get(outcome.request_id)
+        if step is not None and not step.has_logprobs:
+            step = None
+        for result in results:
+            entry = self._requests.get(result.request_id)
             if entry is None:
                 continue
-            request, ticket = entry[0], entry[1]()
+            request, handle = entry[0], entry[1]()
             try:
-                new = self._make_output(outcome, request, flight, error)
+                new = self._make_output(result, request, step, error)
             except Exception as failure:  # what one reader's data does may not stop the others
-                new = self._failure(outcome.request_id, failure)
-            if ticket is not None:
-                self._put(ticket, new)
+                new = self._failure(result.request_id, failure)
+            if handle is not None:
+                self._put(handle, new)
 
-    def _put(self, ticket: RequestHandle, new: RequestOutput | RowResult) -> None:
-        ticket.put(new)
-        if ticket.loop is not None:
-            self._served[ticket.loop].append(ticket)
+    def _put(self, handle: RequestHandle, new: RequestOutput | RowResult) -> None:
+        handle.put(new)
+        if handle.loop is not None:
+            self._to_wake[handle.loop].append(handle)
 
     def _failure(self, request_id: RequestId, error: Exception) -> RequestOutput:
-        logger.error("request %s: its tokens could not be handed out", request_id, exc_info=error)
+        logger.error("request %s: its tokens could not be delivered", request_id, exc_info=error)
         self._requests.pop(request_id, None)
         self._prompts.pop(request_id, None)
         self._failed.append(request_id)
-        return RequestOutput((), finish_reason="error", error=f"its tokens could not be handed out ({describe(error)})")
+        return RequestOutput((), finish_reason="error", error=f"its tokens could not be delivered ({describe(error)})")
 
     def take_failed(self) -> list[RequestId]:
-        """Requests whose readers have been told of a failure here, and that are to be ended; each is given once."""
+        """Returns, once each, the requests whose delivery failed: their readers know, and the caller ends them."""
         failed, self._failed = self._failed, []
         return failed
 
     def notify_async_readers(self) -> None:
-        """Wakes those who read in an event loop and were handed something since: all of a loop together.
+        """Wakes the asynchronous readers with new outputs, with one call per event loop.
 
-        Each by itself would take longer than many a step.
+        One call per reader would take longer than many a step.
         """
-        served, self._served = self._served, collections.defaultdict(list)
-        for loop, tickets in served.items():
+        served, self._to_wake = self._to_wake, collections.defaultdict(list)
+        for loop, handles in served.items():
             try:
-                loop.call_soon_threadsafe(_wake_all, tickets)
+                loop.call_soon_threadsafe(_wake_all, handles)
             except RuntimeError:  # the loop has been closed, and its readers with it
-                for ticket in tickets:
-                    ticket.cancel()
+                for handle in handles:
+                    handle.cancel()
 
     def _make_output(
-        self, outcome: RowResult, request: EngineRequest, flight: InFlightStep | None, error: str | None
+        self, result: RowResult, request: EngineRequest, step: InFlightStep | None, error: str | None
     ) -> RequestOutput | RowResult:
-        """`flight` is looked at for log-probabilities alone."""
-        if outcome.finish_reason is None and flight is None and not self._prompts:
-            return outcome  # tokens, and nothing else: nearly always
-        if outcome.finish_reason is not None:
-            del self._requests[outcome.request_id]
+        """Returns the output of a result; `step` is needed only for log-probabilities."""
+        if result.finish_reason is None and step is None and not self._prompts:
+            return result  # tokens, and nothing else: nearly always
+        if result.finish_reason is not None:
+            del self._requests[result.request_id]
         logprobs = prompt = None
-        if flight is not None and request.params.logprobs is not None and outcome.row is not None:
-            num_tokens = len(outcome.token_ids)
-            logprobs = self._runner.logprobs(flight, outcome.row, num_tokens, request.params.logprobs)
-        if self._prompts and (outcome.token_ids or outcome.finish_reason is not None):
-            by_position = self._prompts.pop(outcome.request_id, None)
-            if by_position is not None and outcome.token_ids:
+        if step is not None and request.params.logprobs is not None and result.row is not None:
+            num_tokens = len(result.token_ids)
+            logprobs = self._runner.logprobs(step, result.row, num_tokens, request.params.logprobs)
+        if self._prompts and (result.token_ids or result.finish_reason is not None):
+            by_position = self._prompts.pop(result.request_id, None)
+            if by_position is not None and result.token_ids:
                 prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
-        if outcome.finish_reason == "error":
+        if result.finish_reason == "error":
             error = error or NO_TOKEN
-        return RequestOutput(outcome.token_ids, logprobs, prompt, outcome.finish_reason, error)
+        return RequestOutput(result.token_ids, logprobs, prompt, result.finish_reason, error)
 
-    def record_prompt_logprobs(self, flight: InFlightStep) -> None:
-        """Keeps what a step has found out about the tokens of prompts, until the first new token goes out with it."""
-        if flight.prompt is None:
+    def record_prompt_logprobs(self, step: InFlightStep) -> None:
+        """Stores the log-probabilities of prompt tokens until the first new token is delivered with them."""
+        if step.prompt is None:
             return
-        for index, row in enumerate(flight.plan.rows):
+        for index, row in enumerate(step.plan.rows):
             if row.is_decode or row.request_id not in self._requests:
                 continue
-            request, ticket = self._requests[row.request_id][0], self._requests[row.request_id][1]()
+            request, handle = self._requests[row.request_id][0], self._requests[row.request_id][1]()
             if request.params.prompt_logprobs is None:
                 continue
             try:
-                found = self._runner.prompt_logprobs(flight, index, request)
+                found = self._runner.prompt_logprobs(step, index, request)
             except Exception as failure:
                 new = self._failure(row.request_id, failure)
-                if ticket is not None:
-                    self._put(ticket, new)
+                if handle is not None:
+                    self._put(handle, new)
             else:
                 self._prompts.setdefault(row.request_id, {}).update(found)
 
 
 def describe(error: BaseException) -> str:
-    """An error's type and the first line of what it says."""
+    """Returns the type of an error and the first line of its message."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _wake_all(tickets: Iterable[RequestHandle]) -> None:
-    for ticket in tickets:
-        ticket.wake()
+def _wake_all(handles: Iterable[RequestHandle]) -> None:
+    for handle in handles:
+        handle.wake()

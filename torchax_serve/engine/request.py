@@ -1,4 +1,4 @@
-"""A request as the engine takes it: everything decided, nothing of it text."""
+"""`EngineRequest`: a request as the engine takes it, with token ids and checked options."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class EngineRequest:
-    """One prompt, one answer.
+    """A request for one answer to one prompt.
 
     Attributes:
-        prompt_ids: checked token ids.
-        max_new_tokens: of the answer.
-        min_new_tokens: of the answer before a stop token may end it.
-        params: what the caller asked.
-        sampling: how tokens are chosen.
-        fork_of: a request with the same prompt, whose computed prompt is shared.
-        encoder_ids: what an encoder beside the decoder reads; the prompt is then what the decoder begins with.
-        encoder_output: what an encoder has put out, ``[1, len, width]`` on the host, in the place of `encoder_ids`.
+        prompt_ids: Checked token ids; of an encoder-decoder model those that the decoder starts with.
+        max_new_tokens: Maximum number of tokens of the answer.
+        min_new_tokens: Number of tokens of the answer before a stop token may end it.
+        params: Options that only the engine honours.
+        sampling: Sampling options, checked.
+        fork_of: Id of a running request with the same prompt, whose pages are shared.
+        encoder_ids: Token ids for the encoder of an encoder-decoder model.
+        encoder_output: Output of the encoder, float[1, len, width] on the host, in place of `encoder_ids`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -45,7 +45,7 @@ class EngineRequest:
 
     @property
     def source(self) -> EncoderInput:
-        """What the decoder attends to beside its own tokens; no token where there is no encoder."""
+        """Encoder input or output; no tokens for a model without an encoder."""
         return self.encoder_ids if self.encoder_output is None else self.encoder_output
 
     @classmethod
@@ -61,21 +61,21 @@ class EngineRequest:
         source_ids: Sequence[int] = (),
         encoded: np.ndarray | None = None,
     ) -> Self:
-        """A request for a continuation of `prompt_ids`.
+        """Makes a request for a continuation of `prompt_ids`.
 
         Args:
-            prompt_ids: checked against the model.
-            config: limits and sampling, merged with the model's own; without stop strings.
-            params: what the caller asked, for options that only the engine knows.
-            vocab_size: columns of the logits.
-            seed: draws depend on it and on the tokens, on nothing else; None draws one.
-            fork_of: see above.
-            source_ids: see above.
-            encoded: see above.
+            prompt_ids: Token ids, checked against the model.
+            config: Limits and sampling options, with the caller's merged into the model's; without stop strings.
+            params: Options that only the engine honours (`SamplingParams.only_engine_options`).
+            vocab_size: Number of columns of the logits.
+            seed: Seed of the random draws, which depend on nothing else than it and the tokens; None: a random one.
+            fork_of: As the attribute.
+            source_ids: As `encoder_ids`.
+            encoded: As `encoder_output`.
 
         Raises:
-            InvalidArgumentError: a value out of its range.
-            UnsupportedArgumentError: an option that a request of the engine cannot have.
+            InvalidArgumentError: a value is out of its range.
+            UnsupportedArgumentError: an option is not supported for requests of the engine.
         """
         params = params or SamplingParams()
         num_prompt = len(prompt_ids)
@@ -89,24 +89,24 @@ class EngineRequest:
         return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids), encoded)
 
     def within(self, max_len: int) -> Self:
-        """The same request with an answer that ends with `max_len` tokens of prompt and answer, as it would anyway.
+        """Returns the request limited to `max_len` tokens of prompt and answer, where the engine would end it anyway.
 
-        Arrays that are made for it are then no longer than the engine's sequences.
+        Its token history then needs no more memory than a sequence of the engine.
         """
         room = max(1, max_len - len(self.prompt_ids))
         if self.max_new_tokens <= room:
             return self
         row = self.sampling
-        if row.lone is not None:
-            config = copy.deepcopy(row.lone)
+        if row.history_config is not None:
+            config = copy.deepcopy(row.history_config)
             config.max_new_tokens = room
-            row = dataclasses.replace(row, lone=config)
+            row = dataclasses.replace(row, history_config=config)
         return dataclasses.replace(
             self, max_new_tokens=room, min_new_tokens=min(self.min_new_tokens, room), sampling=row
         )
 
     def to_scheduler(self, request_id: RequestId, now: float) -> SchedulerRequest:
-        """What the scheduler has to know; `now` in seconds on its clock."""
+        """Returns the part that the scheduler needs; `now` is in seconds on the scheduler's clock."""
         params = self.params
         return SchedulerRequest(
             request_id=request_id,
@@ -117,6 +117,6 @@ class EngineRequest:
             priority=params.priority or 0,
             deadline_s=None if params.timeout_s is None else now + params.timeout_s,
             salt=params.cache_salt or "",
-            cache_prompt=params.prompt_logprobs is None,  # what is found in the cache has no logits any more
+            cache_prompt=params.prompt_logprobs is None,  # cached tokens have no logits
             fork_of=self.fork_of,
         )

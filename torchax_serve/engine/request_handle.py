@@ -1,18 +1,18 @@
-"""What a caller holds of a request in the engine: its tokens as they come."""
+"""Handles of submitted requests: their tokens as they arrive, for threads and for event loops."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import queue
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import NamedTuple, Self
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.compilation.compile_lock import check_not_compiling
-from torchax_serve.scheduler import FinishReason, RequestId, RowResult
+from torchax_serve.outputs import FinishReason, TokenLogprobs
+from torchax_serve.scheduler import RequestId, RowResult
 from torchax_serve.validation.owner_process import OwnerProcess
 
 
@@ -20,17 +20,8 @@ class RequestError(TorchaxServeError):
     """A request that was taken has failed; the message says why. Others are not concerned."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities of one token under the model, before any sampling option."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), the likeliest first
-
-
 class RequestOutput(NamedTuple):
-    """What one step brought a request."""
+    """The output of one step for one request."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, if they were asked for
@@ -40,9 +31,9 @@ class RequestOutput(NamedTuple):
 
 
 class RequestHandle:
-    """A request on its way. Iterate over it (`for`, or `async for`), or wait for all of it with `result`.
+    """A submitted request. Iterate over it (`for`, or `async for`), or wait for all of it with `result`.
 
-    A ticket that is dropped before its end was read ends the request. One reader at a time.
+    A handle that is dropped before its end was read ends the request. One reader at a time.
     """
 
     def __init__(self, request_id: RequestId, prompt_len: int, cancel: Callable[[FinishReason], None]) -> None:
@@ -64,7 +55,7 @@ class RequestHandle:
         )
 
     def __del__(self) -> None:
-        """Ends the request: nobody will read what it brings."""
+        """Cancels the request: its output has no reader any more."""
         try:
             self.cancel()
         except Exception:  # the interpreter is being taken down
@@ -132,13 +123,13 @@ class RequestHandle:
 
 
 @contextlib.contextmanager
-def cancel_on_error(tickets: Collection[RequestHandle]) -> Iterator[None]:
-    """Cancels them if the block raises, also by the caller's interrupt: nobody will read what they bring."""
+def cancel_on_error(handles: Collection[RequestHandle]) -> Iterator[None]:
+    """Cancels `handles` if the block raises, also on an interrupt: their outputs have no reader then."""
     try:
         yield
     except BaseException:
-        for ticket in tickets:
-            ticket.cancel()
+        for handle in handles:
+            handle.cancel()
         raise
 
 
@@ -152,21 +143,21 @@ class TokenStream(Iterator[int]):
         prompt_logprobs: of the prompt's tokens, None for the first one; with the first token, where they are asked for.
     """
 
-    def __init__(self, ticket: RequestHandle) -> None:
+    def __init__(self, handle: RequestHandle) -> None:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-        self._ticket = ticket
-        self._arrivals = iter(ticket)
+        self._handle = handle
+        self._arrivals = iter(handle)
         self._async_arrivals: AsyncIterator[RequestOutput] | None = None
         self._ready: collections.deque[int] = collections.deque()
 
     def __repr__(self) -> str:
-        return f"<TokenStream of {self._ticket!r}>"
+        return f"<TokenStream of {self._handle!r}>"
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the request has ended, once its last token was yielded."""
-        return None if self._ready else self._ticket.finish_reason
+        return None if self._ready else self._handle.finish_reason
 
     def _take(self, new: RequestOutput) -> None:
         self._ready.extend(new.token_ids)
@@ -186,11 +177,11 @@ class TokenStream(Iterator[int]):
 
     async def __anext__(self) -> int:
         if self._async_arrivals is None:
-            self._async_arrivals = aiter(self._ticket)
+            self._async_arrivals = aiter(self._handle)
         while not self._ready:
             self._take(await anext(self._async_arrivals))
         return self._ready.popleft()
 
     def close(self) -> None:
         """Ends the request if it still runs."""
-        self._ticket.cancel()
+        self._handle.cancel()

@@ -22,7 +22,7 @@ from model_adapters.loading.generative_class import with_head
 from model_adapters.program.trace_context import programs_run
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import DataParallelEngines
-from torchax_serve.engine.engine import Engine, EngineStats
+from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request_handle import TokenStream
@@ -33,10 +33,11 @@ from torchax_serve.generation.media_answer import stream_about_media
 from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, Path, engine_unsupported_reason, route
 from torchax_serve.generation.threaded_generate import is_beam_search, iter_tokens_unbatched
 from torchax_serve.multimodal.placeholders import check_has_media
+from torchax_serve.outputs import Completion, EngineStats
 from torchax_serve.runtime.model_generate import overrides_generate
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling_params import SamplingParams
-from torchax_serve.text import Completion, TextStream, chat, generate_batch, stream
+from torchax_serve.text import TextStream, chat, generate_batch, stream
 from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.prompt import checked_ids, detokenizer_of, encode_prompt, given_or_default
@@ -202,6 +203,7 @@ class ServedModel(BaseModel):
             detokenizer_of(self, stop_strings)  # refuses them where there is no tokenizer
         if params is not None:
             config, seed = _merged(config, params), params.seed if seed is None else seed
+            params = params.only_engine_options()
         facts = ModelCapabilities.of(model._jax_runtime)
         call = prompt_call(model, prompt_ids, config, self._engine_facts, has_stop_strings=bool(stop_strings))
         chosen = route(facts, call)
@@ -342,4 +344,4 @@ def _merged(config: GenerationConfig, params: SamplingParams) -> GenerationConfi
                 f"{name}: expected None for tokens of one answer, got {short_repr(value)}; call "
                 f"{'stream()' if name == 'stop' else 'generate_batch()'}"
             )
-    return params.without_engine_only().to_generation_config(config)
+    return params.merged_into(config)

@@ -1,51 +1,155 @@
-"""What the two roads of the engine share: sizes, memory, and the result of choosing one."""
+"""The executor protocol: the one interface between `ModelRunner` and the ways to run a model.
+
+`PackedExecutor` runs all rows of a step as one ragged batch, `PerSequenceExecutor` one forward per request.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
+import jax
 import numpy as np
 
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.executors.encoder_inputs import EncoderInput
 from torchax_serve.kv_cache.pools import PagedCache
+from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.scheduler import PlanRow, StepPlan
 
-if TYPE_CHECKING:
-    from torchax_serve.executors.packed import PackedExecutor
-    from torchax_serve.executors.per_sequence import PerSequenceExecutor
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExecutorLimits:
+    """What an executor can run; the scheduler's configuration follows from it.
+
+    Attributes:
+        max_num_seqs: Number of slots; may be less than `EngineOptions.max_num_seqs`.
+        max_encoder_len: Maximum number of encoder positions of a request; None for a model without an encoder.
+        chunk_sizes: Only sizes of prefill chunks, in tokens, descending to 1; None: any size.
+        batches_prefill: Whether a step may have several prefill rows.
+        shares_prefixes: Whether pages hold the complete state of a prefix, so that requests can share it.
+        fused_decode_steps: Maximum number of decode steps with sampling in one dispatch; 0: no `run_decode`.
+    """
+
+    max_num_seqs: int
+    max_encoder_len: int | None = None
+    chunk_sizes: tuple[int, ...] | None = None
+    batches_prefill: bool = True
+    shares_prefixes: bool = True
+    fused_decode_steps: int = 0
+
+
+class Executor(Protocol):
+    """Runs step plans of one model on one cache. Used by the engine's thread only.
+
+    Attributes:
+        limits: What the executor can run.
+        cache: Page pools and states by slot, replaced by each step.
+    """
+
+    limits: ExecutorLimits
+
+    @property
+    def cache(self) -> PagedCache:
+        """Page pools and states by slot."""
+
+    @property
+    def num_programs(self) -> int:
+        """Number of compiled steps."""
+
+    def check(self, name: str, source: EncoderInput) -> None:
+        """Raises InvalidArgumentError, naming `name`, if the model cannot take `source` as encoder input."""
+
+    def assign(self, slot: int, source: EncoderInput) -> None:
+        """Assigns `slot` to a request with this encoder input, before the first step with a row of it."""
+
+    def run(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        last_tokens: jax.Array,
+        *,
+        ahead: int = 0,
+        all_logits: bool = False,
+    ) -> jax.Array:
+        """Dispatches one step and returns its logits [S, vocab], S >= len(rows), without waiting for them.
+
+        Args:
+            rows: Rows of a plan.
+            tables: Page tables by group, int32[num_slots, pages_per_seq].
+            last_tokens: Token sampled last in each slot, int32[num_slots].
+            ahead: Number of decode steps since the first step of the plan.
+            all_logits: Whether to return the logits of every token, [T, vocab], in the order of the rows.
+        """
+
+    def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
+        """Dispatches all steps of a decode plan with sampling; returns tokens int32[>= num_steps, S].
+
+        None: nothing was dispatched, because a row needs more than tokens (log-probabilities, penalties), or because
+        the executor has no such program (`ExecutorLimits.fused_decode_steps` is 0).
+        """
+
+    def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Pads `numbers` int[num_rows] with zeros to the bucket of a step with that many rows."""
+
+    def temporary_bytes(self) -> int:
+        """Returns the temporary bytes of the largest step, by XLA's memory analysis: without weights and cache."""
+
+    def warm_up(self, sampler: Sampler) -> None:
+        """Compiles every step that mixed traffic can meet, and the sampler's programs for their logits."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Executor:
-    """How a model is run: packed, or each request by itself on what is gathered from its pages."""
+class ExecutorChoice:
+    """The executor of a model, and why it is this one.
 
-    model: PackedExecutor | PerSequenceExecutor
-    cache: PagedCache
-    fallback_reason: str | None = None  # None: it is packed
-    allowed_chunk_sizes: tuple[int, ...] | None = None  # of prompts; None: any
-    can_share_prefixes: bool = True
-    sampler_table_bytes: int = 0  # that the sampler takes beside the cache
-    num_slots: int | None = None  # that memory is for; None: as many as were asked for
+    Attributes:
+        executor: The executor.
+        fallback_reason: Why the model does not run packed; None if it does.
+        sampler_table_bytes: Bytes of the sampler's tables, which are not part of the cache.
+    """
+
+    executor: Executor
+    fallback_reason: str | None = None
+    sampler_table_bytes: int = 0
 
     @property
-    def name(self) -> str:
-        """``packed`` or ``gathered``."""
-        return "packed" if self.fallback_reason is None else "gathered"
+    def is_packed(self) -> bool:
+        """Whether the model runs packed."""
+        return self.fallback_reason is None
 
     def __str__(self) -> str:
-        """A line for people."""
-        plan = self.cache.plan
+        """Returns one line for people: sizes of the cache, and the reason of a fallback."""
+        cache = self.executor.cache
+        plan = cache.plan
         if plan.groups:
             pages = " + ".join(str(group.num_pages - 1) for group in plan.groups)
             in_int8 = " in int8" if any(shape.dtype == np.int8 for shape in plan.shapes) else ""
             at_once = plan.num_full_length_requests(plan.max_len)
             fit = "1 request fits" if at_once == 1 else f"{at_once} requests fit"
-            said = (
-                f"cache of {plan.num_bytes / 1e6:.1f} MB{in_int8}: {pages} pages of {plan.page_len} tokens, room for "
+            line = (
+                f"cache of {plan.num_bytes / 1e6:.1f} MB{in_int8}: {pages} pages of {plan.page_size} tokens, room for "
                 f"{plan.num_tokens} tokens; {fit} at once, each of up to {plan.max_len} tokens"
             )
         else:
-            said = f"no pages: each request has a state of one size; requests of at most {plan.max_len} tokens"
-        said += f"; {self.sampler_table_bytes / 1e6:.1f} MB for the sampler's tables"
-        if self.cache.state_bytes:
-            said += f"; {self.cache.state_bytes / 1e6:.1f} MB for the states of requests"
-        return said if self.fallback_reason is None else f"{said}; gathered, not packed: {self.fallback_reason}"
+            line = f"no pages: each request has a state of one size; requests of at most {plan.max_len} tokens"
+        line += f"; {self.sampler_table_bytes / 1e6:.1f} MB for the sampler's tables"
+        if cache.state_bytes:
+            line += f"; {cache.state_bytes / 1e6:.1f} MB for the states of requests"
+        return line if self.is_packed else f"{line}; gathered, not packed: {self.fallback_reason}"
+
+
+def refuse_encoder_input(name: str, source: EncoderInput) -> None:
+    """Raises InvalidArgumentError, naming `name`, for any encoder input: the model has no encoder."""
+    if len(source):
+        raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
+
+
+def warm_up_sampler(sampler: Sampler, steps: Iterable[jax.Array]) -> None:
+    """Compiles the sampler's programs for every shape of the logits [S, vocab] that `steps` yields."""
+    seen: set[tuple[int, ...]] = set()
+    for logits in steps:
+        if logits.shape not in seen:
+            seen.add(logits.shape)
+            sampler.warm_up(logits)

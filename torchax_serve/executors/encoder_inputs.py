@@ -1,8 +1,9 @@
-"""The encoder beside a decoder: each request has an input of its own, which is encoded when the request begins.
+"""Encoder inputs of encoder-decoder models, by slot.
 
-The decoder's first forward makes keys and values of the encoder's output, which are kept by slot; of the input nothing
-but its length is needed from then on. A request that had to make room is encoded anew. Where inputs cannot be padded,
-or the model's class prepares more than tokens, the encoder has run before the request comes, which brings its output.
+The input of a request is encoded when the request starts. The decoder's first forward computes keys and values of the
+encoder's output and stores them by slot; later steps need only the length of the input. A preempted request is encoded
+again. Where inputs cannot be padded, or the model's class prepares more than tokens, the encoder runs before the
+request is submitted, and the request carries the encoder's output.
 """
 
 from __future__ import annotations
@@ -25,49 +26,50 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 EncoderInput = tuple[int, ...] | np.ndarray
-"""Token ids for an encoder, or the output of one, ``[1, len, width]``."""
+"""Token ids for an encoder, or its output, float[1, len, width]."""
 
 SMALLEST_SOURCE_LEN = 32
+"""Smallest bucket of encoder lengths, in tokens: fewer tokens cost the same time."""
 HIDDEN = "encoder_outputs"
 MASK = "attention_mask"
 
 
 class EncoderInputs(Protocol):
-    """What decoders attend to beside their own tokens, by slot."""
+    """The encoder inputs of the requests in all slots."""
 
-    max_len: int  # of an encoder's output
-    buckets: tuple[int, ...]  # that outputs are padded to, ascending
+    max_len: int  # maximum length of an encoder output
+    buckets: tuple[int, ...]  # lengths that outputs are padded to, ascending
 
     @property
     def probe_input(self) -> EncoderInput:
-        """One to try the model with."""
+        """An input for probes of the model."""
 
     @property
     def num_programs(self) -> int:
         """Compiled programs of the encoder."""
 
     def check(self, name: str, source: EncoderInput) -> None:
-        """Raises InvalidArgumentError, naming `name`, for what the decoder cannot have."""
+        """Raises InvalidArgumentError, naming `name`, for an input that the model cannot take."""
 
     def assign(self, slot: int, source: EncoderInput) -> None:
-        """Gives `slot` to a request with this source."""
+        """Assigns `slot` to a request with this input."""
 
     def length(self, slot: int) -> int:
-        """Of the encoder's output for `slot`; 0 for nobody's."""
+        """Returns the length of the encoder output of `slot`; 0 for an empty slot."""
 
     def encoder_output(self, slot: int, padded_len: int) -> jax.Array:
         """The encoder's output ``[1, padded_len, width]`` for `slot`; left on the device."""
 
     def dummy(self, padded_len: int) -> jax.Array:
-        """An output for nobody, to compile with."""
+        """Returns an output [1, padded_len, width] for compilation."""
 
 
 class TokenEncoderInputs:
-    """Inputs of an encoder of texts.
+    """Token ids as inputs of a text encoder.
 
     Args:
-        runtime: of the encoder.
-        max_len: tokens of an input at the most.
+        runtime: Runtime of the encoder.
+        max_len: Maximum number of tokens of an input.
     """
 
     def __init__(self, runtime: ModelRuntime, max_len: int) -> None:
@@ -78,7 +80,7 @@ class TokenEncoderInputs:
 
     @property
     def probe_input(self) -> tuple[int, ...]:
-        """An input to try the model with."""
+        """An input for probes of the model."""
         return tuple(
             np.random.default_rng(1).integers(1, self._runtime.limits.vocab_size, min(8, self.max_len)).tolist()
         )
@@ -89,22 +91,22 @@ class TokenEncoderInputs:
         return self._runtime.steps.forward.num_programs
 
     def check(self, name: str, ids: EncoderInput) -> None:
-        """Raises InvalidArgumentError, naming `name`, for an input that the encoder cannot have."""
+        """As `EncoderInputs.check`."""
         if isinstance(ids, np.ndarray):
             raise InvalidArgumentError(f"{name}: expected token ids for the encoder, got its output; give source_ids")
         if not 1 <= len(ids) <= self.max_len:
             raise InvalidArgumentError(
                 f"{name}: expected an input of 1 to {self.max_len} tokens for the encoder, got {len(ids)}; shorten it, "
-                "or raise EngineOptions(max_source_len=...) where the model has the positions"
+                "or raise EngineOptions(max_encoder_len=...) where the model has the positions"
             )
         self._runtime.limits.check_ids(torch.tensor(ids), name)
 
     def assign(self, slot: int, ids: EncoderInput) -> None:
-        """Gives `slot` to a request with this input."""
+        """As `EncoderInputs.assign`."""
         self._ids[slot] = tuple(ids)
 
     def length(self, slot: int) -> int:
-        """Tokens of the input in `slot`; 0 for nobody's."""
+        """As `EncoderInputs.length`."""
         return len(self._ids.get(slot, ()))
 
     def encoder_output(self, slot: int, padded_len: int) -> jax.Array:
@@ -115,7 +117,7 @@ class TokenEncoderInputs:
         return self._output(to_device(arrays[0], np.int32), to_device(arrays[1], np.int32))
 
     def dummy(self, padded_len: int) -> jax.Array:
-        """The output for nobody's input, to compile with."""
+        """As `EncoderInputs.dummy`."""
         return self._output(*(to_device(np.full((1, padded_len), n), np.int32) for n in (0, 1)))
 
     def _output(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
@@ -130,7 +132,7 @@ class PrecomputedEncoderOutputs:
 
     Args:
         runtime: of the whole model.
-        rungs: lengths that outputs are padded to, ascending; of one length alone are those of some encoders of sounds.
+        buckets: Lengths that outputs are padded to, ascending; one length for audio encoders with a fixed input length.
 
     Raises:
         UnsupportedModelError: it is not known how the decoder is told what is padded.
@@ -141,7 +143,7 @@ class PrecomputedEncoderOutputs:
         """None: the encoder has run before."""
         return 0
 
-    def __init__(self, runtime: ModelRuntime, rungs: tuple[int, ...]) -> None:
+    def __init__(self, runtime: ModelRuntime, buckets: tuple[int, ...]) -> None:
         encoder = runtime.encoder
         assert encoder is not None
         if encoder.output_mask is None and encoder.fixed_output_len is None:
@@ -151,8 +153,8 @@ class PrecomputedEncoderOutputs:
                 "one batch at a time"
             )
         hidden: Any = runtime.cache_support.abstract_encoder_output()[HIDDEN][0]  # a shape
-        self.max_len, self.buckets = rungs[-1], rungs
-        self._shortest = rungs[-1] if encoder.fixed_output_len is not None else 1
+        self.max_len, self.buckets = buckets[-1], buckets
+        self._shortest = buckets[-1] if encoder.fixed_output_len is not None else 1
         self._width, self._dtype = hidden.shape[2], hidden.dtype
         self._outputs: dict[int, np.ndarray] = {}
 
@@ -187,7 +189,7 @@ class PrecomputedEncoderOutputs:
         return to_device(np.pad(output, ((0, 0), (0, padded_len - output.shape[1]), (0, 0))), self._dtype)
 
     def dummy(self, padded_len: int) -> jax.Array:
-        """An output for nobody, to compile with."""
+        """Returns an output [1, padded_len, width] for compilation."""
         return to_device(np.zeros((1, padded_len, self._width)), self._dtype)
 
 

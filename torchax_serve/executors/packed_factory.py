@@ -1,4 +1,7 @@
-"""The packed road: for decoders that take positions and attend through transformers' interface alone."""
+"""Probes whether a model runs packed and builds its `PackedExecutor`.
+
+It does if its decoder takes positions as an argument and attends only through transformers' attention interface.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
 from model_adapters.program.packed_forward import forward_packed
-from torchax_serve.executors.base import Executor
+from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.kv_cache.int8_scales import calibrate_int8_scales, check_int8_kernels
 from torchax_serve.kv_cache.memory import MemoryBudget
@@ -28,15 +31,15 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 TPU_LANES = 128
 
 
-def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> Executor:
-    """The model on a packed paged cache.
+def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoice:
+    """Returns the packed executor of a model, with a cache sized from the free memory.
 
     Raises:
-        NotPackableError: its code does not let sequences be packed.
-        OutOfMemoryError: there is no room for a cache.
+        NotPackableError: the model's code does not support packed sequences.
+        OutOfMemoryError: the cache does not fit.
     """
     programs = runtime.steps.executables
-    described = f"{sizes.page_len} {sizes.max_len}"
+    described = f"{sizes.page_size} {sizes.max_model_len}"
     shapes = programs.memoize("packed shapes", described, lambda: _shapes_or_reason(runtime, sizes))
     if isinstance(shapes, str):
         raise NotPackableError(shapes)
@@ -51,7 +54,7 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> Executor:
         sizes.max_usable_bytes(shapes), lambda: programs.memoize("temporary", f"{sizes}", temporary)
     )
     cache = _cache(runtime, sizes.plan(shapes, budget), scales)
-    return Executor(_model(runtime, cache, sizes), cache)
+    return ExecutorChoice(_model(runtime, cache, sizes))
 
 
 def _cache(runtime: ModelRuntime, plan: CacheAllocation, scales: Sequence[HeadScales] | None) -> PagedCache:
@@ -82,7 +85,7 @@ def _in_int8(
             _trace_packed(runtime, shapes, sizes)
         return reasons
 
-    described = f"{sizes.page_len} {sizes.max_len}"
+    described = f"{sizes.page_size} {sizes.max_model_len}"
     both = runtime.steps.executables.memoize("int8 kernels", described, lambda: (refusals(shapes), refusals(narrow)))
     check_int8_kernels(*both)
     return narrow
@@ -90,7 +93,7 @@ def _in_int8(
 
 def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> PackedExecutor:
     programs = runtime.steps.executables
-    slots, budget = sizes.num_slots, sizes.token_budget
+    slots, budget = sizes.max_num_seqs, sizes.max_num_batched_tokens
     return PackedExecutor(
         runtime.program,
         runtime.weights,
@@ -164,19 +167,19 @@ def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes
     pages = {group.window: group.num_pages for group in plan.groups}
 
     def pool(shape: PagedLayerSpec) -> Any:
-        made = jax.ShapeDtypeStruct((pages[shape.window], shape.num_heads, plan.page_len, shape.width), shape.dtype)
+        made = jax.ShapeDtypeStruct((pages[shape.window], shape.num_heads, plan.page_size, shape.width), shape.dtype)
         scale: Any = jax.ShapeDtypeStruct((shape.num_heads,), np.float32)
         return made if shape.dtype != np.int8 else Int8Pool(made, scale, scale)  # type: ignore[arg-type]
 
     pools = tuple(pool(shape) for shape in shapes)
 
-    def whole(*shape: int) -> jax.ShapeDtypeStruct:
+    def int_spec(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32)
 
-    table = whole(4, -(-plan.max_len // plan.page_len))
+    table = int_spec(4, -(-plan.max_len // plan.page_size))
     tables = (table,) * len(plan.groups)
-    rope_lens = None if runtime.program.rope is None else whole(4)
-    batch = PackedBatch(whole(4), whole(4), whole(5), whole(4), whole(4), tables, rope_lens)  # type: ignore[arg-type]
+    rope_lens = None if runtime.program.rope is None else int_spec(4)
+    batch = PackedBatch(int_spec(4), int_spec(4), int_spec(5), int_spec(4), int_spec(4), tables, rope_lens)  # type: ignore[arg-type]
     for is_decode in (True, False):
         layout = dataclasses.replace(plan.layout, is_decode=is_decode)
         _shapes_of(functools.partial(forward_packed, runtime.program, layout=layout), runtime.weights, pools, batch)

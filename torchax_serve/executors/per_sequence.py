@@ -1,14 +1,14 @@
-"""The gathered road: models that cannot be packed, because they count positions by themselves, attend past
-transformers' interface, or keep a recurrent state.
+"""Runs one forward per request, for models that cannot run packed.
 
-Every request is a forward of its own (`SequenceForward`). Its pages are gathered into dense keys and values first, and
-what the forward adds to them is scattered back; a state is taken from its slot and put there again. All decode rows of
-about one length are one program, a chunk of a prompt is another.
+Those models count positions themselves, attend outside of transformers' interface, or have a recurrent state. The pages
+of a request are gathered into dense keys and values before its forward (`SequenceForward`), and new ones are scattered
+back; a recurrent state is read from its slot and written back. Decode rows of similar length share one program; a
+prefill chunk has a program of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,29 +19,34 @@ import numpy as np
 from model_adapters.bridge.host_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.encoder_inputs import EncoderInputs
-from torchax_serve.executors.packed import SAMPLED_ON_DEVICE
+from torchax_serve.executors.base import ExecutorLimits, refuse_encoder_input, warm_up_sampler
+from torchax_serve.executors.encoder_inputs import EncoderInput, EncoderInputs
 from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
 from torchax_serve.executors.per_sequence_buckets import GatheredSpec, PerSequenceBuckets
 from torchax_serve.executors.per_sequence_forward import SequenceForward
+from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
 from torchax_serve.kv_cache.state_layout import UNBOUNDED, CacheLayout, Leaves
-from torchax_serve.scheduler import PlanRow
+from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.scheduler import PlanRow, StepPlan
 
 
 class PerSequenceExecutor:
-    """Runs the rows of a plan, decode rows and at most one chunk of a prompt, on a `PagedCacheWithStates`.
+    """The `Executor` of models that cannot run packed, on a `PagedCacheWithStates`.
+
+    A step has decode rows and at most one prefill row.
 
     Args:
-        forward: of one request.
-        weights: by name.
-        cache: pools and states, replaced by each step.
-        programs: where compiled steps are kept.
-        num_slots: most rows of a step.
-        chunk_sizes: lengths that a chunk of a prompt may have, descending.
-        is_exact: whether a chunk has one of these lengths; else it is padded to the next.
-        block_len: tokens of a chunk that are one forward; longer ones, which are exact, take several.
-        sources: what the decoder attends to beside its own tokens, if there is an encoder.
+        forward: Forward of one request.
+        weights: Weights by name.
+        cache: Page pools and states, replaced by each step.
+        programs: Cache of compiled steps.
+        layout: What a request stores in pages and in states.
+        num_slots: Maximum number of rows of a step.
+        chunk_sizes: Lengths of prefill chunks, descending.
+        is_exact: Whether a chunk must have one of these lengths; otherwise it is padded to the next one.
+        block_len: Maximum number of tokens of one forward; a longer chunk, which is exact, takes several.
+        sources: Encoder inputs by slot; None for a model without an encoder.
     """
 
     def __init__(
@@ -58,17 +63,23 @@ class PerSequenceExecutor:
         block_len: int = UNBOUNDED,
         sources: EncoderInputs | None = None,
     ) -> None:
-        self._forward, self._weights, self._cache, self._layout = forward, weights, cache, layout
+        self._forward, self._weights, self.cache, self._layout = forward, weights, cache, layout
         self._num_slots, self.sources = num_slots, sources
-        self.chunk_sizes, self.is_exact = tuple(chunk_sizes), is_exact
+        self.limits = ExecutorLimits(
+            max_num_seqs=num_slots,
+            max_encoder_len=None if sources is None else sources.max_len,
+            chunk_sizes=tuple(chunk_sizes) if is_exact else None,
+            batches_prefill=False,
+            shares_prefixes=not layout.rows,
+        )
         self.shapes = PerSequenceBuckets(
             num_slots=num_slots,
             chunk_sizes=chunk_sizes,
             is_exact=is_exact,
             block_len=block_len,
-            page_len=cache.plan.page_len,
+            page_size=cache.plan.page_size,
             pages_per_seq=cache.pages_per_seq if layout.pages else 0,
-            source_rungs=() if sources is None else sources.buckets,
+            source_buckets=() if sources is None else sources.buckets,
             has_rope_lens=forward.program.rope is not None,
         )
         self._jobs = StepSplitter(self.shapes, num_slots, sources)
@@ -155,15 +166,7 @@ class PerSequenceExecutor:
         ahead: int = 0,
         all_logits: bool = False,
     ) -> jax.Array:
-        """Computes `rows` of a plan; the first ``len(rows)`` rows of the logits float32[S, vocab] are theirs.
-
-        Args:
-            rows: at most `num_slots`, the chunk of a prompt last.
-            tables: of the one group there is, or none: int32[num_slots, pages_per_seq].
-            last_tokens: int32[num_slots], sampled last in each slot.
-            ahead: decode steps since the plan's first one.
-            all_logits: logits of every token, float32[at least num_tokens, vocab], in the order of the rows.
-        """
+        """As `Executor.run`; logits are float32, the prefill row is the last one, and there is at most one group."""
         jobs = self._jobs.of(rows, ahead, all_logits)
         parts = []
         for job in jobs:
@@ -185,10 +188,10 @@ class PerSequenceExecutor:
         self, spec: GatheredSpec, last_tokens: jax.Array, numbers: np.ndarray, hidden: jax.Array | None
     ) -> jax.Array:
         """Runs a program on the cache; its logits."""
-        logits, self._cache.pools, self._cache.states = self._step(
+        logits, self.cache.pools, self.cache.states = self._step(
             self._weights,
-            self._cache.pools,
-            self._cache.states,
+            self.cache.pools,
+            self.cache.states,
             last_tokens,
             to_device(numbers, np.int32),
             hidden,
@@ -203,28 +206,28 @@ class PerSequenceExecutor:
     def first_pages(self) -> tuple[np.ndarray, ...]:
         """Page tables that give slot 0 the first pages there are, for a cache that nobody uses."""
         tables = []
-        for group in self._cache.plan.groups:
-            table = np.zeros((self._num_slots, self._cache.pages_per_seq), np.int32)
-            num_pages = min(group.num_pages - 1, self._cache.pages_per_seq)
+        for group in self.cache.plan.groups:
+            table = np.zeros((self._num_slots, self.cache.pages_per_seq), np.int32)
+            num_pages = min(group.num_pages - 1, self.cache.pages_per_seq)
             table[0, :num_pages] = np.arange(1, num_pages + 1)
             tables.append(table)
         return tuple(tables)
 
     def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """A number for each row, with zeros up to the rung that a step of so many rows has."""
+        """As `Executor.padded_rows`."""
         padded = np.zeros(self.shapes.rows(len(numbers)), np.int32)
         padded[: len(numbers)] = numbers
         return padded
 
     def temporary_bytes(self) -> int:
-        """What the largest steps take beside weights, cache and results, as the compiler plans it."""
+        """As `Executor.temporary_bytes`."""
         return max(self._temporary_bytes(spec) for spec in self.shapes.largest())
 
     def _temporary_bytes(self, spec: GatheredSpec) -> int:
         return self._step.temporary_bytes(
             self._weights,
-            self._cache.pools,
-            self._cache.states,
+            self.cache.pools,
+            self.cache.states,
             to_device(np.zeros(self._num_slots), np.int32),
             to_device(np.zeros(sum(spec.sizes)), np.int32),
             self._empty_encoder_input(spec),
@@ -234,15 +237,32 @@ class PerSequenceExecutor:
     def _empty_encoder_input(self, spec: GatheredSpec) -> jax.Array | None:
         return self.sources.dummy(spec.source_len) if self.sources is not None and spec.kind == "begin" else None
 
-    def warm_up(self, last_tokens: Callable[[], jax.Array]) -> Iterator[jax.Array]:
-        """Compiles every step that mixed traffic meets and runs it on nothing of anybody's; yields its logits.
+    def check(self, name: str, source: EncoderInput) -> None:
+        """As `Executor.check`."""
+        if self.sources is None:
+            refuse_encoder_input(name, source)
+        else:
+            self.sources.check(name, source)
 
-        Between two steps the array that `last_tokens` answers may be given away.
-        """
+    def assign(self, slot: int, source: EncoderInput) -> None:
+        """As `Executor.assign`."""
+        if self.sources is not None:
+            self.sources.assign(slot, source)
+
+    def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
+        """As `Executor.run_decode`: there is no such program for forwards per request."""
+        return None
+
+    def warm_up(self, sampler: Sampler) -> None:
+        """As `Executor.warm_up`."""
+        warm_up_sampler(sampler, self._warm_up_steps(sampler))
+
+    def _warm_up_steps(self, sampler: Sampler) -> Iterator[jax.Array]:
+        """Runs every step without rows; yields its logits. The sampler may replace its state between two steps."""
         for spec in self.shapes.all():
             logits = self._dispatch(
                 spec,
-                last_tokens(),
+                sampler.last_tokens,
                 self._jobs.numbers(ProgramCall(spec, [], []), (), 0),
                 self._empty_encoder_input(spec),
             )

@@ -1,4 +1,4 @@
-"""A plan of the gathered road cut into programs, and the integers that each is given."""
+"""Splits a step plan into program calls of the per-sequence executor, and packs the integers of each call."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from torchax_serve.executors.encoder_inputs import EncoderInputs
-from torchax_serve.executors.packed import SAMPLED_ON_DEVICE
 from torchax_serve.executors.per_sequence_buckets import GatheredSpec, PerSequenceBuckets
+from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.scheduler import PlanRow
 
 

@@ -1,4 +1,4 @@
-"""From a model that cannot be packed to a `PerSequenceExecutor`: what it keeps, how its prompts are cut, what fits."""
+"""Probes a model that cannot run packed and builds its `PerSequenceExecutor`, with a cache that fits the memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.buckets import bucket_sizes
-from torchax_serve.executors.base import Executor
+from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.chunked_prefill_probe import find_chunk_len
 from torchax_serve.executors.encoder_inputs import (
     SMALLEST_SOURCE_LEN,
@@ -30,12 +30,12 @@ EXACT_CHUNK_SIZES = (256, 64, 16, 4, 1)
 SHORTEST_PADDED = 16
 
 
-def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_packed: str) -> Executor:
-    """The model on a gathered cache; prefixes are shared only where pages hold all there is of one.
+def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_packed: str) -> ExecutorChoice:
+    """Returns the per-sequence executor of a model, with a cache sized from the free memory.
 
     Raises:
-        UnsupportedModelError: not even so; the message has both reasons.
-        OutOfMemoryError: there is no room for a cache.
+        UnsupportedModelError: requests of the model cannot be batched; the message has both reasons.
+        OutOfMemoryError: the cache does not fit.
     """
     programs = runtime.steps.executables
     if programs.launcher is not None:
@@ -54,7 +54,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
             sizes = _with_fitting_slots(sizes, layout)
         elif runtime.encoder is not None:
             sizes = _with_source_len(sizes, layout)
-            max_len = sizes.max_source_len
+            max_len = sizes.max_encoder_len
             runs_before = runtime.encoder.runs_before_engine
             sources = (
                 PrecomputedEncoderOutputs(runtime, encoder_buckets(max_len))
@@ -71,22 +71,19 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
             f"requests of this model cannot be batched. Packed: {why_not_packed}. Each by itself: {reason}"
         ) from reason
     cache.reset()
-    model = make(block_len)
-    chunk_sizes = model.chunk_sizes if model.is_exact else None
-    can_share = not layout.rows
-    return Executor(model, cache, why_not_packed, chunk_sizes, can_share_prefixes=can_share, num_slots=sizes.num_slots)
+    return ExecutorChoice(make(block_len), why_not_packed)
 
 
 def _with_source_len(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudget:
     """`sizes`; where nobody has asked for a length, inputs of all slots take half of the memory at the most."""
     if not sizes.encoder_len_is_default:
         return sizes
-    memory = sizes.kv_cache_bytes or free_bytes()
-    each = sum(row.num_bytes for row in layout.rows if row.is_of_source) * (sizes.num_slots + 1)
+    memory = sizes.kv_cache_memory_bytes or free_bytes()
+    each = sum(row.num_bytes for row in layout.rows if row.is_of_source) * (sizes.max_num_seqs + 1)
     fitting = SMALLEST_SOURCE_LEN
     while 2 * fitting * each <= memory // 2:  # by powers of two: what is free differs from start to start
         fitting *= 2
-    return dataclasses.replace(sizes, max_source_len=min(sizes.max_source_len, fitting))
+    return dataclasses.replace(sizes, max_encoder_len=min(sizes.max_encoder_len, fitting))
 
 
 def _with_fitting_slots(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudget:
@@ -95,22 +92,24 @@ def _with_fitting_slots(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudge
     Raises:
         UnsupportedModelError: not even one request fits.
     """
-    memory = sizes.kv_cache_bytes or free_bytes()
+    memory = sizes.kv_cache_memory_bytes or free_bytes()
     each = sum(row.num_bytes for row in layout.rows if row.is_of_source)
     most = memory // 2 // each - 1  # one row is nobody's
     if most < 1:
         raise UnsupportedModelError(
             f"expected memory for keys and values of two sounds, {2 * each} bytes in half of what there is, got "
-            f"{memory // 2} bytes; raise kv_cache_bytes"
+            f"{memory // 2} bytes; raise kv_cache_memory_bytes"
         )
-    if most >= sizes.num_slots:
+    if most >= sizes.max_num_seqs:
         return sizes
-    return dataclasses.replace(sizes, num_slots=1 << most.bit_length() - 1)  # what is free differs from start to start
+    return dataclasses.replace(
+        sizes, max_num_seqs=1 << most.bit_length() - 1
+    )  # what is free differs from start to start
 
 
 @dataclasses.dataclass(frozen=True)
 class PerSequenceFactory:
-    """What models and caches of this road are made of."""
+    """Builds executors and caches of one model: for probes, and for the engine."""
 
     runtime: ModelRuntime
     forward: SequenceForward
@@ -129,10 +128,10 @@ class PerSequenceFactory:
         is_exact = (
             self.runtime.cache_support.is_recurrent
             or self.forward.infers_positions
-            or block_len < self.sizes.token_budget
+            or block_len < self.sizes.max_num_batched_tokens
         )
         is_exact = is_exact or self.sources is not None
-        budget = self.sizes.token_budget
+        budget = self.sizes.max_num_batched_tokens
         exact = tuple(size for size in EXACT_CHUNK_SIZES if size <= budget)
         return PerSequenceExecutor(
             self.forward,
@@ -140,7 +139,7 @@ class PerSequenceFactory:
             cache,
             self.runtime.steps.executables,
             self.layout,
-            num_slots=self.sizes.num_slots,
+            num_slots=self.sizes.max_num_seqs,
             chunk_sizes=exact if is_exact else bucket_sizes(budget, 4, SHORTEST_PADDED)[::-1],
             is_exact=is_exact,
             block_len=block_len,
@@ -149,7 +148,7 @@ class PerSequenceFactory:
 
     def cache(self) -> PagedCacheWithStates:
         """The cache of the engine, within the budget: states for all slots, pages in what is left."""
-        sizes, slots = self.sizes, self.sizes.num_slots
+        sizes, slots = self.sizes, self.sizes.max_num_seqs
         state_bytes = sum(row.num_bytes for row in self.layout.rows) * (slots + 1)
         budget = sizes.choose_cache_bytes(
             sizes.max_usable_bytes(self.layout.pages) + state_bytes, self._temporary_bytes
@@ -157,14 +156,15 @@ class PerSequenceFactory:
         if state_bytes > budget:
             raise OutOfMemoryError(
                 f"expected memory for the states of {slots} requests, {state_bytes} bytes, got {budget} bytes; raise "
-                "kv_cache_bytes, or lower num_slots" + (" or max_source_len" if self.sources is not None else "")
+                "kv_cache_memory_bytes, or lower max_num_seqs"
+                + (" or max_encoder_len" if self.sources is not None else "")
             )
         return PagedCacheWithStates(sizes.plan(self.layout.pages, budget - state_bytes), self.layout, slots, self.pages)
 
     def _small_cache(self) -> PagedCacheWithStates:
-        num_pages = 2 + PROBE_LEN // self.sizes.page_len
+        num_pages = 2 + PROBE_LEN // self.sizes.page_size
         plan = self.sizes.probe_plan(self.layout.pages, num_pages)
-        return PagedCacheWithStates(plan, self.layout, self.sizes.num_slots, self.pages)
+        return PagedCacheWithStates(plan, self.layout, self.sizes.max_num_seqs, self.pages)
 
     def _temporary_bytes(self) -> int:
         def ask() -> int:
@@ -181,14 +181,14 @@ class PerSequenceFactory:
 
     def block_len(self, cache: PagedCacheWithStates, make: Callable[[int], PerSequenceExecutor]) -> int:
         """Tokens of one forward: tried on `cache`, or on another one if that is too small."""
-        needed = -(-PROBE_LEN // self.sizes.page_len)
+        needed = -(-PROBE_LEN // self.sizes.page_size)
         if any(group.num_pages <= needed for group in cache.plan.groups):
             make = functools.partial(self.model, self._small_cache())
         with as_unsupported():
             return find_chunk_len(
                 make,
                 self.wanted_block_len,
-                num_slots=self.sizes.num_slots,
+                num_slots=self.sizes.max_num_seqs,
                 vocab_size=self.runtime.limits.vocab_size,
                 is_float32=self.runtime.program.is_float32,
                 is_one_by_one=self.forward.needs_token_by_token,

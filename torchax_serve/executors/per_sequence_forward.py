@@ -1,4 +1,4 @@
-"""One request's forward on a cache of its own, as a batch of one: what the gathered road is made of.
+"""The forward of one request on its own cache, as a batch of one.
 
 A model that cannot be packed is run as `generate` runs it for a single prompt: nothing is padded on the left, positions
 begin at 0, and what the model makes of the length of its cache is right. Many requests at once are many such forwards

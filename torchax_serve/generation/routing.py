@@ -98,7 +98,7 @@ class EngineFacts:
     @classmethod
     def of(cls, engine: Engine | DataParallelEngines) -> EngineFacts:
         """Reads the limits of `engine`."""
-        return cls(None, engine.max_source_len, engine.can_hold)
+        return cls(None, engine.max_encoder_len, engine.can_hold)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +214,9 @@ def _prompt_reason(model: ModelCapabilities, call: PromptCall) -> str | None:
         return engine.unsupported_reason
     longest = engine.max_encoder_len
     if longest is not None and call.prompt_len > longest:
-        return f"its input has {call.prompt_len} tokens, and the engine has room for {longest} of each (max_source_len)"
+        return (
+            f"its input has {call.prompt_len} tokens, and the engine has room for {longest} of each (max_encoder_len)"
+        )
     return None if call.ends_in_loop else "its generate does more than it prepares for the loop over tokens"
 
 

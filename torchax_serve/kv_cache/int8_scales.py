@@ -85,5 +85,5 @@ def check_int8_kernels(float_fallbacks: Sequence[str], int8_fallbacks: Sequence[
     if int8_fallbacks and not float_fallbacks:
         raise InvalidArgumentError(
             f"kv_cache_dtype: expected None or other pages, got 'int8', which no kernel here takes so "
-            f"({'; '.join(dict.fromkeys(int8_fallbacks))}); change page_len, or leave it out"
+            f"({'; '.join(dict.fromkeys(int8_fallbacks))}); change page_size, or leave it out"
         )

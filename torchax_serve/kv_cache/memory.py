@@ -1,10 +1,9 @@
-"""What the two roads of the engine share: sizes, memory, and the result of choosing one."""
+"""Sizes the cache of an engine: how many bytes it may take, and how many pages fit."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 
@@ -12,77 +11,75 @@ from model_adapters.errors import OutOfMemoryError
 from model_adapters.loading.memory import free_host_bytes
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedLayerSpec
 
-if TYPE_CHECKING:
-    pass
-
-
 HOST_MEMORY_FRACTION = 0.25
-"""Part of the free host memory that the cache may take where the host is the device: others live there too."""
+"""Fraction of the free host memory that the cache may take on a CPU: other processes use that memory, too."""
 
 
 DEVICE_MEMORY_FRACTION = 0.9
+"""Fraction of an accelerator's memory for weights and cache; the rest is for fragmentation and XLA's own buffers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryBudget:
-    """What the engine's options come to for a model; tokens where nothing else is said."""
+    """The engine's options resolved for a model. Lengths and sizes are in tokens."""
 
-    max_len: int  # of a request
-    num_slots: int
-    page_len: int
-    token_budget: int
-    kv_cache_bytes: int | None  # None: chosen
-    max_num_steps: int = 1  # of decoding in one dispatch
+    max_model_len: int  # prompt and answer of one request
+    max_num_seqs: int
+    page_size: int
+    max_num_batched_tokens: int
+    kv_cache_memory_bytes: int | None  # None: chosen from the free memory
+    max_num_steps: int = 1  # decode steps in one dispatch
     batch_invariant: bool = False
-    kv_cache_dtype: str | None = None  # "int8"; None: the model's
-    sampler_table_bytes: int = 0  # of the sampler, beside the cache
-    max_source_len: int = 0  # of an encoder's input; 0 where there is no encoder
-    encoder_len_is_default: bool = False  # nobody has asked for it
-    source_len: int | None = None  # of every output of an encoder of sounds; None of texts
+    kv_cache_dtype: str | None = None  # "int8"; None: the model's dtype
+    sampler_table_bytes: int = 0  # tables of the sampler, which are not part of the cache
+    max_encoder_len: int = 0  # encoder input of one request; 0: no encoder
+    encoder_len_is_default: bool = False  # whether the caller left max_encoder_len open
+    source_len: int | None = None  # fixed output length of an audio encoder; None: any length
 
     def max_usable_bytes(self, shapes: Sequence[PagedLayerSpec]) -> int:
-        """Bytes of pages that requests in all slots can use at the most."""
+        """Returns the bytes of pages needed if every slot holds a request of `max_model_len` tokens."""
         if not shapes:
             return 0
-        plan = CacheAllocation.from_budget(shapes, 1 << 60, self.page_len, self.max_len)
-        pages = {group.window: group.most_pages(self.max_len, self.page_len) for group in plan.groups}
-        return sum((pages[s.window] * self.num_slots + 1) * s.page_bytes(self.page_len) for s in shapes)
+        plan = CacheAllocation.from_budget(shapes, 1 << 60, self.page_size, self.max_model_len)
+        pages = {group.window: group.most_pages(self.max_model_len, self.page_size) for group in plan.groups}
+        return sum((pages[s.window] * self.max_num_seqs + 1) * s.page_bytes(self.page_size) for s in shapes)
 
     def plan(self, shapes: Sequence[PagedLayerSpec], budget_bytes: int) -> CacheAllocation:
-        """The most pages in `budget_bytes`; none where nothing is kept in pages."""
+        """Returns the allocation with the most pages in `budget_bytes`; no pages if no layer needs them."""
         if not shapes:
-            return CacheAllocation((), (), self.page_len, self.max_len)
-        return CacheAllocation.from_budget(shapes, budget_bytes, self.page_len, self.max_len)
+            return CacheAllocation((), (), self.page_size, self.max_model_len)
+        return CacheAllocation.from_budget(shapes, budget_bytes, self.page_size, self.max_model_len)
 
     def probe_plan(self, shapes: Sequence[PagedLayerSpec], num_pages: int = 8) -> CacheAllocation:
-        """A plan of a few pages, to trace, compile or try with."""
-        return self.plan(shapes, sum(num_pages * shape.page_bytes(self.page_len) for shape in shapes))
+        """Returns an allocation of a few pages, for tracing, compiling and probes."""
+        return self.plan(shapes, sum(num_pages * shape.page_bytes(self.page_size) for shape in shapes))
 
     def choose_cache_bytes(self, useful: int, temporary: Callable[[], int]) -> int:
-        """What was asked for, or as much as is of use, or as there is.
+        """Returns the bytes of the cache: as requested, or as many as can be used, or as are free.
 
         Args:
-            useful: bytes that the cache can use at the most.
-            temporary: asks the compiler what the largest step takes beside weights and cache.
+            useful: Maximum number of bytes that the cache can use.
+            temporary: Returns the temporary bytes of the largest step, by XLA's memory analysis.
 
         Raises:
-            OutOfMemoryError: there is no room beside a step.
+            OutOfMemoryError: nothing is left for the cache.
         """
-        if self.kv_cache_bytes is not None:
-            return self.kv_cache_bytes
+        if self.kv_cache_memory_bytes is not None:
+            return self.kv_cache_memory_bytes
         free = free_bytes() - self.sampler_table_bytes
         if free <= 0:
             raise OutOfMemoryError(
-                f"expected memory for the sampler's tables of {self.num_slots} requests, {self.sampler_table_bytes} "
-                f"bytes, got {free + self.sampler_table_bytes} bytes; lower num_slots"
+                f"expected memory for the sampler's tables of {self.max_num_seqs} requests, {self.sampler_table_bytes} "
+                f"bytes, got {free + self.sampler_table_bytes} bytes; lower max_num_seqs"
             )
         if useful <= free // 8:
             return useful
         taken = temporary()
         if taken >= free:
             raise OutOfMemoryError(
-                f"expected memory for a step of {self.token_budget} tokens, which takes {taken / 1e6:.0f} MB beside "
-                f"the weights, got {free / 1e6:.0f} MB; lower token_budget or max_len"
+                f"expected memory for a step of {self.max_num_batched_tokens} tokens, which takes "
+                f"{taken / 1e6:.0f} MB beside the weights, got {free / 1e6:.0f} MB; lower max_num_batched_tokens or "
+                "max_model_len"
             )
         return min(useful, _step_down(free - taken))
 

@@ -26,9 +26,9 @@ class PagedLayerSpec:
     dtype: np.dtype
     window: int | None  # None: full attention
 
-    def page_bytes(self, page_len: int) -> int:
+    def page_bytes(self, page_size: int) -> int:
         """Bytes of a page of this layer."""
-        return self.num_heads * page_len * self.width * self.dtype.itemsize
+        return self.num_heads * page_size * self.width * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +38,18 @@ class CacheAllocation:
     Attributes:
         shapes: by layer.
         groups: layers that share page ids, one for each window.
-        page_len: tokens of a page.
+        page_size: tokens of a page.
         max_len: tokens of a sequence at the most.
     """
 
     shapes: tuple[PagedLayerSpec, ...]
     groups: tuple[CacheGroup, ...]
-    page_len: int
+    page_size: int
     max_len: int
 
     @classmethod
     def from_budget(
-        cls, shapes: Sequence[PagedLayerSpec], budget_bytes: int, page_len: int, max_len: int
+        cls, shapes: Sequence[PagedLayerSpec], budget_bytes: int, page_size: int, max_len: int
     ) -> CacheAllocation:
         """The most pages in `budget_bytes`, groups in the proportion in which a sequence of `max_len` needs them.
 
@@ -58,16 +58,16 @@ class CacheAllocation:
         """
         windows = sorted({shape.window for shape in shapes}, key=lambda window: (window is not None, window or 0))
         probe = [CacheGroup(_name(window), window, 2) for window in windows]
-        needs = [group.most_pages(max_len, page_len) for group in probe]
+        needs = [group.most_pages(max_len, page_size) for group in probe]
         page_bytes = [
-            sum(shape.page_bytes(page_len) for shape in shapes if shape.window == window) for window in windows
+            sum(shape.page_bytes(page_size) for shape in shapes if shape.window == window) for window in windows
         ]
         unit = sum(need * size for need, size in zip(needs, page_bytes, strict=True))  # a sequence of max_len
         least = sum(2 * size for size in page_bytes)
         if budget_bytes < least:
             raise InvalidArgumentError(
                 f"expected room for at least two pages in each of {len(windows)} groups of layers ({least} bytes), got "
-                f"{budget_bytes} bytes; raise kv_cache_bytes, or lower page_len"
+                f"{budget_bytes} bytes; raise kv_cache_memory_bytes, or lower page_size"
             )
         counts = [2 + int((budget_bytes - least) * need / unit) for need in needs]
         # What rounding left goes to the group with the smallest pages.
@@ -75,18 +75,20 @@ class CacheAllocation:
         smallest = page_bytes.index(min(page_bytes))
         counts[smallest] += left // page_bytes[smallest]
         groups = tuple(CacheGroup(_name(w), w, n) for w, n in zip(windows, counts, strict=True))
-        return cls(tuple(shapes), groups, page_len, max_len)
+        return cls(tuple(shapes), groups, page_size, max_len)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all pools."""
         pages = {group.window: group.num_pages for group in self.groups}
-        return sum(pages[shape.window] * shape.page_bytes(self.page_len) for shape in self.shapes)
+        return sum(pages[shape.window] * shape.page_bytes(self.page_size) for shape in self.shapes)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the group with the fewest pages for its need can hold."""
-        return min((group.num_pages - 1) * self.page_len for group in self.groups if group.window is None or self._only)
+        return min(
+            (group.num_pages - 1) * self.page_size for group in self.groups if group.window is None or self._only
+        )
 
     @property
     def _only(self) -> bool:
@@ -94,7 +96,7 @@ class CacheAllocation:
 
     def num_full_length_requests(self, length: int) -> int:
         """Requests of `length` tokens that fit at once."""
-        return min((group.num_pages - 1) // group.most_pages(length, self.page_len) for group in self.groups)
+        return min((group.num_pages - 1) // group.most_pages(length, self.page_size) for group in self.groups)
 
     @property
     def layout(self) -> PagedLayout:
@@ -141,7 +143,7 @@ class PoolAllocator:
         return laid_out(Int8Pool(pages, *scales), self._sharding, jax.device_put)  # type: ignore[arg-type]
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> jax.Array:
-        """A pool ``[num_pages, num_heads, page_len, width]``."""
+        """A pool ``[num_pages, num_heads, page_size, width]``."""
         if self._sharding is not None:
             return jnp.zeros(shape, dtype, device=self._sharding(shape[1]))
         return _zeros(shape, dtype)
@@ -164,7 +166,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
 
 
 class PagedCache:
-    """The pools of a `CacheAllocation`: by layer, ``[num_pages, num_heads, page_len, width]``.
+    """The pools of a `CacheAllocation`: by layer, ``[num_pages, num_heads, page_size, width]``.
 
     Args:
         plan: how many pages of what.
@@ -179,7 +181,7 @@ class PagedCache:
         self._pages = pages or PoolAllocator()
         self._scales = scales
         self.layout = plan.layout
-        self.pages_per_seq = -(-plan.max_len // plan.page_len)
+        self.pages_per_seq = -(-plan.max_len // plan.page_size)
         self.pools: tuple[Pool, ...] = ()
         self.reset()
 
@@ -203,7 +205,7 @@ class PagedCache:
 
     def _shape(self, layer: int) -> tuple[int, int, int, int]:
         shape, group = self.plan.shapes[layer], self.plan.groups[self.layout.groups[layer]]
-        return group.num_pages, shape.num_heads, self.plan.page_len, shape.width
+        return group.num_pages, shape.num_heads, self.plan.page_size, shape.width
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copies pages, all at once as if every source were read first."""

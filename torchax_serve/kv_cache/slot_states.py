@@ -1,4 +1,4 @@
-"""The cache of the gathered road: pages for keys and values, and states by slot."""
+"""The cache of the per-sequence executor: pages of keys and values, and states by slot."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def gather(pool: jax.Array, table: jax.Array, starts: jax.Array) -> jax.Array:
     What lies behind may be another request's NaN, which a weight of 0 would not take away.
     """
     num_rows, num_pages = table.shape
-    _, heads, page_len, width = pool.shape
-    dense = jnp.swapaxes(pool[table], 1, 2).reshape(num_rows, heads, num_pages * page_len, width)
-    is_stored = jnp.arange(num_pages * page_len) < starts[:, None]
+    _, heads, page_size, width = pool.shape
+    dense = jnp.swapaxes(pool[table], 1, 2).reshape(num_rows, heads, num_pages * page_size, width)
+    is_stored = jnp.arange(num_pages * page_size) < starts[:, None]
     return jnp.where(is_stored[:, None, :, None], dense, 0)[:, None]
 
 

@@ -1,4 +1,4 @@
-"""What a request of the gathered road keeps between steps: keys and values by token, and states as a whole."""
+"""The layout of what a request stores between steps: keys and values by token, and states by slot."""
 
 from __future__ import annotations
 

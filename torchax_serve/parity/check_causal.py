@@ -35,7 +35,9 @@ from torchax_serve.parity.tiny.models import (
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 TOLERANCE = 1e-4
-ENGINE = EngineOptions(max_len=48, num_slots=4, page_len=4, token_budget=32, kv_cache_bytes=1 << 20)
+ENGINE = EngineOptions(
+    max_model_len=48, max_num_seqs=4, page_size=4, max_num_batched_tokens=32, kv_cache_memory_bytes=1 << 20
+)
 COMPILE_EVENTS = ("/jax/core/compile/",)
 
 

@@ -23,7 +23,7 @@ class CacheSizes:
         model: Abstract model on its mesh.
         chip: Kind of the mesh's devices.
         executor: Executor of the model.
-        page_len: Number of tokens in a page.
+        page_size: Number of tokens in a page.
         max_len: Number of tokens of a request.
         num_slots: Number of requests at once.
     """
@@ -31,7 +31,7 @@ class CacheSizes:
     model: AbstractModel
     chip: Chip
     executor: PlannedExecutor
-    page_len: int
+    page_size: int
     max_len: int
     num_slots: int
 
@@ -40,7 +40,7 @@ class CacheSizes:
         sharding = self.model.sharding
         spec = sharding.pool_sharding(shape.num_heads).spec
         parts = sharding.mesh.shape["model"] if "model" in spec else 1
-        return shape.page_bytes(self.page_len) // parts
+        return shape.page_bytes(self.page_size) // parts
 
     @property
     def state_bytes(self) -> int:
@@ -58,7 +58,7 @@ class CacheSizes:
 
     def pages_per_seq(self, window: int | None) -> int:
         """Returns the number of pages of a full-length request."""
-        return CacheGroup("", window, 2).most_pages(self.max_len, self.page_len)
+        return CacheGroup("", window, 2).most_pages(self.max_len, self.page_size)
 
     def pages_of(self, slots: float) -> int:
         """Returns the bytes of the pages of `slots` full-length requests, spare pages included."""
@@ -84,7 +84,7 @@ class CacheSizes:
     def token_bytes(self) -> int:
         """Bytes of one more token, in the layers that store all tokens."""
         full = [shape for shape in self.executor.pages if shape.window is None] or list(self.executor.pages)
-        return sum(self.page_bytes(shape) for shape in full) // self.page_len
+        return sum(self.page_bytes(shape) for shape in full) // self.page_size
 
     def slots_in(self, room: int) -> float:
         """Returns the number of full-length requests that fit into `room` bytes."""
@@ -113,4 +113,4 @@ class CacheSizes:
             )
             for window in self.windows()
         )
-        return CacheAllocation(self.executor.pages, groups, self.page_len, self.max_len), num_slots
+        return CacheAllocation(self.executor.pages, groups, self.page_size, self.max_len), num_slots

@@ -64,7 +64,7 @@ class PlannedExecutor(abc.ABC):
             lens: Numbers of tokens of the prefill steps.
         """
 
-    def page_len(self, requested: int, max_len: int) -> int:
+    def page_size(self, requested: int, max_len: int) -> int:
         """Returns the number of tokens in a page."""
         return requested
 
@@ -85,7 +85,7 @@ class AbstractPages(PoolAllocator):
         self._model_sharding = sharding
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> Any:
-        """Returns the shape of a pool ``[num_pages, num_heads, page_len, width]``."""
+        """Returns the shape of a pool ``[num_pages, num_heads, page_size, width]``."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.pool_sharding(shape[1]))
 
     def slot_states(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -147,18 +147,18 @@ class PlannedStaticBatchExecutor(PlannedExecutor):
     name = "static"
     num_spare = 0
 
-    def page_len(self, requested: int, max_len: int) -> int:
+    def page_size(self, requested: int, max_len: int) -> int:
         """Returns the number of tokens in a page, which holds all tokens of a row."""
         return next_bucket(max_len)
 
     def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
         """Yields the steps of `PlannedExecutor.steps`."""
-        batch = _Batch(self.runtime, num_slots, plan.page_len)
+        batch = _Batch(self.runtime, num_slots, plan.page_size)
         one = self.integers()
         if self.states is None:
-            ids = self.integers(num_slots, plan.page_len)
-            num_tokens = num_slots * plan.page_len
-            yield Step("decode", num_tokens, num_slots, plan.page_len, num_slots, batch.prefill, (ids, one), ())
+            ids = self.integers(num_slots, plan.page_size)
+            num_tokens = num_slots * plan.page_size
+            yield Step("decode", num_tokens, num_slots, plan.page_size, num_slots, batch.prefill, (ids, one), ())
         else:
             row = self.integers(num_slots)
             args = (self._laid_out(num_slots), row, BatchPosition(row, one, row))
@@ -234,10 +234,10 @@ class PlannedPackedExecutor(PlannedExecutor):
         layout = dataclasses.replace(plan.layout, is_decode=is_decode)
         pages, sharded = {group.window: group.num_pages for group in plan.groups}, AbstractPages(self.sharding)
         pools = tuple(
-            sharded.zeros((pages[shape.window], shape.num_heads, plan.page_len, shape.width), shape.dtype)
+            sharded.zeros((pages[shape.window], shape.num_heads, plan.page_size, shape.width), shape.dtype)
             for shape in plan.shapes
         )
-        table = self.integers(num_rows, -(-plan.max_len // plan.page_len))
+        table = self.integers(num_rows, -(-plan.max_len // plan.page_size))
         batch = PackedBatch(
             token_ids=self.integers(num_tokens),
             positions=self.integers(num_tokens),
@@ -271,7 +271,7 @@ class PlannedPerSequenceExecutor(PlannedExecutor):
 
     def steps(self, plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[Step]:
         """Yields the steps of `PlannedExecutor.steps`; a prefill step is the last chunk of its prompt."""
-        sizes = MemoryBudget(plan.max_len, num_slots, plan.page_len, max(lens, default=1), None)
+        sizes = MemoryBudget(plan.max_len, num_slots, plan.page_size, max(lens, default=1), None)
         parts = PerSequenceFactory(self.runtime, self.forward, self.layout, sizes, None)
         cache = PagedCacheWithStates(plan, self.layout, num_slots, AbstractPages(self.sharding))
         model = parts.model(cache, parts.wanted_block_len)
@@ -285,14 +285,14 @@ class PlannedPerSequenceExecutor(PlannedExecutor):
 
 
 def choose_executor(
-    runtime: ModelRuntime, sharding: ModelSharding, page_len: int, max_len: int, num_slots: int
+    runtime: ModelRuntime, sharding: ModelSharding, page_size: int, max_len: int, num_slots: int
 ) -> PlannedExecutor:
     """Returns the first executor that supports the model, found by tracing: packed, per-sequence, static.
 
     Raises:
         UnsupportedModelError: No executor supports the model; with the reasons.
     """
-    sizes = MemoryBudget(max_len, num_slots, page_len, num_slots, None)
+    sizes = MemoryBudget(max_len, num_slots, page_size, num_slots, None)
     try:
         return PlannedPackedExecutor(runtime, sharding, packed_shapes(runtime, sizes), (), None)
     except NotPackableError as reason:

@@ -57,9 +57,9 @@ class PlanRequest:
     Attributes:
         topology: Devices, such as ``v6e:2x4`` or ``h200:8``.
         mesh: Sizes of mesh axes, such as ``data=2,model=4``; None: all devices on ``model``.
-        max_len: Number of tokens of a request, prompt and answer; None: the model's own limit, at most 8192.
-        num_slots: Number of requests at once, of all replicas together.
-        page_len: Number of tokens in a page.
+        max_model_len: Number of tokens of a request, prompt and answer; None: the model's own limit, at most 8192.
+        max_num_seqs: Number of requests at once, of all replicas together.
+        page_size: Number of tokens in a page.
         prefill_lens: Numbers of tokens of the prefill steps to compile.
         kv_cache_dtype: Dtype of pages; "auto" is that of the weights.
         refuse_uneven: Whether sizes that would be padded with zeros are an error.
@@ -67,18 +67,18 @@ class PlanRequest:
 
     topology: str
     mesh: str | None = None
-    max_len: int | None = None
-    num_slots: int = 64
-    page_len: int = 64
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    page_size: int = 64
     prefill_lens: tuple[int, ...] = (1024,)
     kv_cache_dtype: str = "auto"
     refuse_uneven: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_slots", "page_len"):
+        for name in ("max_num_seqs", "page_size"):
             check_whole(name, getattr(self, name), 1, "give a positive number")
-        if self.max_len is not None:
-            check_whole("max_len", self.max_len, 2, "a request has a token of prompt and a new one")
+        if self.max_model_len is not None:
+            check_whole("max_model_len", self.max_model_len, 2, "a request has a token of prompt and a new one")
         for length in self.prefill_lens:
             check_whole("prefill", length, 1, "give positive numbers")
         if self.kv_cache_dtype in QUANTIZED:
@@ -103,9 +103,9 @@ class PlanReport:
     num_devices: int
     num_replicas: int
     mesh: Mapping[str, int]
-    max_len: int
-    num_slots: int  # of one replica
-    page_len: int
+    max_model_len: int
+    max_num_seqs: int  # of one replica
+    page_size: int
     kv_cache_dtype: str
     executor: str  # packed, per-sequence or static, as the engine chooses it
     fallback_reason: str | None  # why not a faster executor
@@ -172,12 +172,12 @@ def make_plan(
     model = abstract_model(module, mesh, refuse_uneven=request.refuse_uneven)
     runtime = ModelRuntime(module, model.weights, sharding=model.sharding)  # type: ignore[arg-type]
     max_len = _max_len(runtime, request)
-    num_slots = -(-request.num_slots // num_replicas)
+    num_slots = -(-request.max_num_seqs // num_replicas)
     note(f"tracing {name} for {request.topology}")
     with compiling_for(chip):
-        executor = choose_executor(runtime, model.sharding, request.page_len, max_len, num_slots)
+        executor = choose_executor(runtime, model.sharding, request.page_size, max_len, num_slots)
         executor = _with_dtype(executor, request)
-    sizes = CacheSizes(model, chip, executor, executor.page_len(request.page_len, max_len), max_len, num_slots)
+    sizes = CacheSizes(model, chip, executor, executor.page_size(request.page_size, max_len), max_len, num_slots)
     programs: list[ProgramReport] = []
     bounds: list[StepBound] = []
     cache, out_of_memory = sizes.plan(), None
@@ -207,14 +207,14 @@ def make_plan(
 def _max_len(runtime: ModelRuntime, request: PlanRequest) -> int:
     limits = runtime.limits
     limit = limits.max_positions
-    if request.max_len is None:
+    if request.max_model_len is None:
         return min(8192, limit or 8192)
-    if limits.learned_positions is not None and request.max_len > limits.learned_positions:
+    if limits.learned_positions is not None and request.max_model_len > limits.learned_positions:
         raise InvalidArgumentError(
-            f"max_len: expected at most {limits.learned_positions}, the positions this model has, got "
-            f"{request.max_len}; lower it"
+            f"max_model_len: expected at most {limits.learned_positions}, the positions this model has, got "
+            f"{request.max_model_len}; lower it"
         )
-    return request.max_len
+    return request.max_model_len
 
 
 def _with_dtype(executor: PlannedExecutor, request: PlanRequest) -> PlannedExecutor:
@@ -266,9 +266,9 @@ def _report(
         num_devices=math.prod(mesh.values()),
         num_replicas=num_replicas,
         mesh=mesh,
-        max_len=sizes.max_len,
-        num_slots=sizes.num_slots,
-        page_len=sizes.page_len,
+        max_model_len=sizes.max_len,
+        max_num_seqs=sizes.num_slots,
+        page_size=sizes.page_size,
         kv_cache_dtype=str(executor.pages[0].dtype) if executor.pages else "none",
         executor=executor.name,
         fallback_reason=executor.fallback_reason,
@@ -303,8 +303,8 @@ def _remedies(sizes: CacheSizes, temporary: int, out_of_memory: str | None) -> t
         slots = min(sizes.num_slots - 1, int(sizes.slots_in(left)))
         if slots >= 1:
             remedies.append(f"{slots} slots of {sizes.max_len} tokens")
-        length = int(sizes.max_len * slots / sizes.num_slots) // sizes.page_len * sizes.page_len
-        if length >= sizes.page_len:
+        length = int(sizes.max_len * slots / sizes.num_slots) // sizes.page_size * sizes.page_size
+        if length >= sizes.page_size:
             remedies.append(f"{sizes.num_slots} slots of about {length} tokens")
     eight_bits = weights // sizes.model.itemsize
     if eight_bits < weights and need - weights + eight_bits <= memory:

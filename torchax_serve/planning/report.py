@@ -24,14 +24,15 @@ def lines_of(report: PlanReport, *, from_cache: bool) -> list[str]:
     lines = [
         f"{report.model} ({report.model_type}, {report.dtype}) on {report.topology}: "
         f"{report.num_devices} devices, {used}",
-        f"{'fits' if report.fits else 'DOES NOT FIT'}: {report.num_slots} requests of {report.max_len} tokens at once"
+        f"{'fits' if report.fits else 'DOES NOT FIT'}: "
+        f"{report.max_num_seqs} requests of {report.max_model_len} tokens at once"
         + (f" in each of {report.num_replicas} replicas" if report.num_replicas > 1 else ""),
         *([f"{_EXECUTORS[report.executor]}: {report.fallback_reason}"] if report.fallback_reason else []),
         "",
         "each device",
         f"  memory            {_gb(report.memory_bytes)}",
         f"  weights           {_gb(report.weights_bytes)}  of {_gb(report.weights_bytes_of_one_device).strip()} in all",
-        f"  pages             {_gb(report.pages_bytes_wanted)}  {report.kv_cache_dtype}, {report.page_len} tokens each"
+        f"  pages             {_gb(report.pages_bytes_wanted)}  {report.kv_cache_dtype}, {report.page_size} tokens each"
         + ("" if report.fits else f"; compiled with {_gb(report.pages_bytes).strip()}"),
         *_states(report),
         f"  temporary         {_gb(report.temporary_bytes)}  temporaries and code of the largest step",
@@ -55,7 +56,7 @@ def _states(report: PlanReport) -> list[str]:
 def _room(report: PlanReport) -> list[str]:
     if not report.token_bytes and not report.states_bytes:
         return ["  room for          any number of requests: they have no cache"]
-    lines = [f"  room for          {report.most_slots:>9,} requests of {report.max_len} tokens"]
+    lines = [f"  room for          {report.most_slots:>9,} requests of {report.max_model_len} tokens"]
     if report.token_bytes:
         lines.append(f"{'':20}{report.most_tokens:>9,} tokens of cache in all, {report.token_bytes:,} bytes each")
     return lines

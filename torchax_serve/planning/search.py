@@ -17,8 +17,8 @@ from torchax_serve.planning.plan_cache import cached_plan
 def search(
     module: PreTrainedModel,
     name: str,
-    num_slots: int,
-    max_len: int,
+    max_num_seqs: int,
+    max_model_len: int,
     options: dict[str, Any],
     *,
     note: Note = no_note,
@@ -28,7 +28,7 @@ def search(
     Chips whose compiler is not installed are listed with the package to install. `note` is called before each
     compilation.
     """
-    fields = {**options, "num_slots": num_slots, "max_len": max_len, "prefill_lens": options["prefill_lens"]}
+    fields = {**options, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
     return [_row(module, name, chip, fields, note) for chip in CHIPS.values()]
 
 

@@ -63,7 +63,7 @@ class CompiledEncoder:
 def encode(runtime: ModelRuntime, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
     """One forward of an encoder.
 
-    Token ids are padded to a rung where the encoder does not see what its mask hides; all else runs at its length.
+    Token ids are padded to a bucket where the encoder does not see what its mask hides; all else runs at its length.
 
     Args:
         runtime: of the encoder, or of a model that is one.

@@ -1,4 +1,4 @@
-"""What an encoder has put out, on its way into a decoder's steps: padded to a rung, so that few lengths compile."""
+"""What an encoder has put out, on its way into a decoder's steps: padded to a bucket, so that few lengths compile."""
 
 from __future__ import annotations
 

@@ -170,16 +170,16 @@ class ModelRuntime:
         return self._parts[name]
 
     def padded_len(self, length: int, past: int, *, is_kept: bool) -> int:
-        """Length a query of `length` tokens is padded to: a rung of the ladder, or the same where padding is seen.
+        """Length a query of `length` tokens is padded to: a bucket of the ladder, or the same where padding is seen.
 
         `is_kept` says that there is a cache: a recurrent state would go on through padding on the right.
         """
         if length == 1 or not self.is_causal or self.watch.hooked or (is_kept and self.cache_support.is_recurrent):
             return length  # a hook would see padding
-        rung = next_bucket(length)
+        bucket = next_bucket(length)
         # Nor may padding reach behind the end of a table of positions: what is read there is no number.
-        fits = self.limits.learned_positions is None or past + rung <= self.limits.learned_positions
-        return rung if fits else length
+        fits = self.limits.learned_positions is None or past + bucket <= self.limits.learned_positions
+        return bucket if fits else length
 
     def forward(self, given: dict[str, Any], spec: CallSpec, cache: Cache | None) -> dict[str, Any]:
         """One forward with torch tensors in and out.

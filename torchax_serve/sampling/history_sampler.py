@@ -46,15 +46,18 @@ class HistorySampler:
         outputs: Sequence[int],
         sharding: jax.sharding.Sharding,
     ) -> None:
-        """See `SlotParams.set` for the arguments; ``params.lone`` is set. `sharding` is where the state lies.
+        """See `SlotParams.set` for the arguments; ``params.history_config`` is set. `sharding` is where the state lies.
 
         Raises:
             InvalidArgumentError: options at odds with each other, or tokens outside the vocabulary.
         """
-        assert params.lone is not None
+        assert params.history_config is not None
         vocab_size = params.vocab_size
         self._plan = GenerationSampling.build(
-            params.lone, prompt_len=len(prompt_ids), vocab_size=vocab_size, eos_token_ids=list(params.stop_ids)
+            params.history_config,
+            prompt_len=len(prompt_ids),
+            vocab_size=vocab_size,
+            eos_token_ids=list(params.stop_ids),
         )
         tokens = np.array([[*prompt_ids, *outputs]], np.int32)
         capacity = next_bucket(max(int(self._plan.max_length), tokens.shape[1] + 1))

@@ -25,8 +25,8 @@ ENGINE_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation"}
 NEUTRAL: Mapping[str, float] = {**dict.fromkeys(FLOAT_COLUMNS, 0.0), "typical_p": 1.0, "repetition_penalty": 1.0}
 """Each column's value that asks for nothing. A temperature of 0 is greedy decoding."""
 
-_LONE_SWITCHES = ("no_repeat_ngram_size", "remove_invalid_values", "renormalize_logits")
-_LONE_VALUES = ("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")
+_HISTORY_SWITCHES = ("no_repeat_ngram_size", "remove_invalid_values", "renormalize_logits")
+_HISTORY_VALUES = ("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,20 +59,21 @@ class TokenBias:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSamplingParams:
-    """How one request chooses its tokens, every default filled in.
+    """The sampling options of one request, with every default filled in.
 
     Attributes:
-        floats: by the names of `FLOAT_COLUMNS`.
-        top_k: 0 is off.
-        seed: of this request; its tokens depend on nothing else.
-        min_new_tokens: outputs before one of `stop_ids` may be chosen.
-        min_len: the same in tokens of prompt and outputs together.
-        stop_ids: tokens that end the request.
-        forbidden_first: tokens that may not be the first output.
-        token_bias: what is added to the logits; None: nothing is. That of a lone row has only what its config does
-            not know.
-        logprobs: top log-probabilities to return beside the chosen token's; None: none at all.
-        lone: the config of a row that is chosen by itself, because an option depends on its whole history.
+        vocab_size: Number of columns of the logits.
+        floats: Options by the names of `FLOAT_COLUMNS`.
+        top_k: Number of likeliest tokens to sample from; 0: all.
+        seed: Seed of this request's random draws.
+        min_new_tokens: Number of new tokens before one of `stop_ids` may be sampled.
+        min_len: The same as tokens of prompt and answer together.
+        stop_ids: Tokens that end the request.
+        forbidden_first: Tokens that may not be the first new one.
+        token_bias: Additive bias of logits; None: no bias. With `history_config` it has only what that does not know.
+        logprobs: Number of top log-probabilities to return besides the sampled token's; None: no log-probabilities.
+        history_config: Config of a row that `HistorySampler` samples, because an option depends on the complete token
+            history, such as n-gram bans; None for all other rows.
     """
 
     vocab_size: int
@@ -85,7 +86,7 @@ class RowSamplingParams:
     forbidden_first: tuple[int, ...]
     token_bias: TokenBias | None
     logprobs: int | None
-    lone: GenerationConfig | None
+    history_config: GenerationConfig | None
 
     @classmethod
     def of(
@@ -98,12 +99,12 @@ class RowSamplingParams:
         stop_ids: Collection[int] | None = None,
         honoured: Collection[str] = ENGINE_OPTIONS,
     ) -> RowSamplingParams:
-        """Merges and checks what a request asks for; nothing of it is ignored.
+        """Checks the options of a request and brings them into the form of a row.
 
         Args:
-            params: what the caller asked.
-            config: the model's own generation config; or the one that ``params.without_engine_only()`` has already been
-                merged with, which changes nothing any more.
+            params: Options that only the engine honours, such as `logit_bias` (`SamplingParams.only_engine_options`).
+            config: Everything else: the model's generation config with the caller's options merged into it
+                (`SamplingParams.merged_into`).
             vocab_size: columns of the logits.
             seed: ``params.seed``, or one drawn for this request.
             stop_ids: tokens that end the request; None takes the config's ``eos_token_id``.
@@ -111,9 +112,9 @@ class RowSamplingParams:
 
         Raises:
             InvalidArgumentError: a value out of its range, a token outside the vocabulary.
-            UnsupportedArgumentError: an option is set that nobody here honours.
+            UnsupportedArgumentError: an option is set that the engine does not support.
         """
-        config = params.without_engine_only().to_generation_config(config)
+        assert params == params.only_engine_options(), f"merge {params} into the config first"
         validate_options(config)
         if unsupported := unsupported_options(config, honoured):
             raise UnsupportedArgumentError(
@@ -124,9 +125,9 @@ class RowSamplingParams:
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", seed, "draw one with secrets.randbits(63)")
         eos = [token_id for token_id in id_list(config.eos_token_id) if token_id != NEVER_A_TOKEN]
         stops = tuple(sorted(eos if stop_ids is None else stop_ids))
-        lone = config if _is_lone(config) else None
-        if lone:  # what is wrong with its options is said here and not when its turn comes
-            GenerationSampling.build(lone, prompt_len=1, vocab_size=vocab_size, eos_token_ids=list(stops))
+        history_config = config if _needs_history(config) else None
+        if history_config:  # what is wrong with its options is said here and not when its turn comes
+            GenerationSampling.build(history_config, prompt_len=1, vocab_size=vocab_size, eos_token_ids=list(stops))
         return cls(
             vocab_size=vocab_size,
             floats=_floats(params, config),
@@ -135,15 +136,17 @@ class RowSamplingParams:
             min_new_tokens=int(config.min_new_tokens or 0),
             min_len=int(config.min_length or 0),
             stop_ids=stops,
-            forbidden_first=() if lone else tuple(id_list(config.begin_suppress_tokens)),
-            token_bias=_bias(params, _NO_BIAS if lone else _ConfigBias.of(config, eos, vocab_size), vocab_size),
+            forbidden_first=() if history_config else tuple(id_list(config.begin_suppress_tokens)),
+            token_bias=_bias(
+                params, _NO_BIAS if history_config else _ConfigBias.of(config, eos, vocab_size), vocab_size
+            ),
             logprobs=params.logprobs,
-            lone=lone,
+            history_config=history_config,
         )
 
     @classmethod
     def neutral(cls, vocab_size: int) -> RowSamplingParams:
-        """Greedy decoding that asks for nothing, for a row that nobody waits for."""
+        """Returns greedy decoding without options, for a row that is not read."""
         return cls(vocab_size, NEUTRAL, 0, 0, 0, 0, (), (), None, None, None)
 
     @property
@@ -161,7 +164,7 @@ class RowSamplingParams:
 
     def needs_tables(self, prompt_len: int) -> bool:
         """Whether rows of `SamplerTables` have to be written for it."""
-        return self.lone is None and (self.level == "full" or self.num_full_level_tokens(prompt_len) > 0)
+        return self.history_config is None and (self.level == "full" or self.num_full_level_tokens(prompt_len) > 0)
 
     def num_full_level_tokens(self, prompt_len: int) -> int:
         """Outputs that need the level "full", whatever comes after them."""
@@ -243,11 +246,11 @@ def _check_inside(name: str, ids: Collection[int], vocab_size: int) -> None:
         raise invalid(name, f"token ids below the vocabulary size {vocab_size}", beyond, remedy)
 
 
-def _is_lone(config: GenerationConfig) -> bool:
-    """Whether the choice depends on more of the history than how often each token is in it."""
-    if any(getattr(config, name) for name in _LONE_SWITCHES):
+def _needs_history(config: GenerationConfig) -> bool:
+    """Whether an option depends on more of the token history than the counts of its tokens."""
+    if any(getattr(config, name) for name in _HISTORY_SWITCHES):
         return True
-    if any(getattr(config, name) is not None for name in _LONE_VALUES):
+    if any(getattr(config, name) is not None for name in _HISTORY_VALUES):
         return True
     sequences = [] if config.sequence_bias is None else [ids for ids, _ in bias_pairs(config.sequence_bias)]
     sequences += config.bad_words_ids or []

@@ -1,8 +1,8 @@
-"""Choosing the tokens of a step on the device: a batch whose rows are requests with parameters of their own.
+"""Samples the tokens of a step on the device, for a batch of rows with options of their own.
 
-What each row gets is what `torchax_serve.sampling` gives that request alone, in transformers' order of processors, with
-the penalties of OpenAI's interface in between. A row's result is a function of that row: what runs beside it decides
-which branches of the program run, never what they compute for it.
+The options of a row are applied in transformers' order of processors, with the penalties of OpenAI's interface in
+between. A row's result is a function of that row only: the other rows of the batch decide which branches of the program
+run, never what they compute for it.
 """
 
 from __future__ import annotations

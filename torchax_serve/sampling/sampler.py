@@ -19,7 +19,7 @@ from torchax_serve.sampling.sample import logprobs_of, sample
 from torchax_serve.sampling.slot_params import BatchRows, SlotParams, SlotTables
 from torchax_serve.sampling.types import (
     LEVELS,
-    NUM_TOP_RUNGS,
+    NUM_TOP_BUCKETS,
     Level,
     Logprobs,
     RowOptions,
@@ -37,31 +37,34 @@ def tables_bytes(num_slots: int, vocab_size: int) -> int:
 
 
 class Sampler:
-    """Chooses the tokens of each step.
+    """Samples the tokens of each step.
 
-    For logits of one shape there are three programs of choosing, one for each level, and three of log-probabilities;
-    whatever requests ask for, no other is compiled. Lone requests (`HistorySampler`) are the exception.
+    For each shape of the logits there are three sampling programs, one for each level, and three for log-probabilities;
+    no option compiles another. Rows that depend on their history (`HistorySampler`) are the exception.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None) -> None:
-        """`sharding` says where the state lies; None: on this host's first device. Logits over a mesh want it
-        replicated there.
+        """Makes an empty sampler.
 
-        It is never left to JAX: an array that belongs to no device yet makes another program than one that does, so
-        that each would be compiled twice.
+        Args:
+            num_slots: Number of slots.
+            vocab_size: Number of columns of the logits.
+            sharding: Placement of the state; None: this host's first device. For logits on a mesh it is replicated
+                there. Never left to JAX: an uncommitted array compiles another program than a committed one, so that
+                each would be compiled twice.
         """
         self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        self.num_traces = 0  # programs compiled so far, those of lone requests not among them
+        self.num_traces = 0  # programs compiled so far, without those of `HistorySampler`
         self._sample = jax.jit(self._counted_sample, static_argnums=0, donate_argnums=2)
         self._logprobs = jax.jit(self._counted_logprobs, static_argnames="num_top")
         self._num_slots, self._vocab_size = num_slots, vocab_size
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all requests; keeps the programs."""
+        """Removes all requests; keeps the compiled programs."""
         self.slots = SlotParams(self._num_slots, self._vocab_size)
         self.state = SamplerState.empty(self._num_slots, self._sharding)
-        self._lone: dict[int, HistorySampler] = {}
+        self._history_samplers: dict[int, HistorySampler] = {}
         self._failures: dict[int, Exception] = {}
         self._placed: tuple[BatchRows, RowOptions] | None = None
 
@@ -83,17 +86,17 @@ class Sampler:
             prompt_ids: the prompt.
             outputs: tokens the request has been given before it was preempted.
         """
-        self._lone.pop(slot, None)
+        self._history_samplers.pop(slot, None)
         try:
             self._set(slot, params, prompt_ids, outputs)
-        except Exception as error:  # the others of the step go on; this row is computed, and nobody reads it
+        except Exception as error:  # the others of the step go on; this row is computed and not read
             self._failures[slot] = error
-            self._lone.pop(slot, None)
+            self._history_samplers.pop(slot, None)
             self.slots.set(slot, RowSamplingParams.neutral(self._vocab_size), (), ())
 
     def _set(self, slot: int, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> None:
-        if params.lone is not None:
-            self._lone[slot] = HistorySampler(params, prompt_ids, outputs, self._sharding)
+        if params.history_config is not None:
+            self._history_samplers[slot] = HistorySampler(params, prompt_ids, outputs, self._sharding)
         table_row = self.slots.set(slot, params, prompt_ids, outputs)
         if table_row is not None:
             tables = self.state.tables or self._empty_tables()
@@ -110,47 +113,47 @@ class Sampler:
         options, spec = self.slots.rows(plan_rows, len(logits), ahead)
         sampled = self._run(SamplerSpec(spec.level), options, logits)
         for index, row in enumerate(plan_rows):
-            if row.samples_token and row.slot in self._lone:
+            if row.samples_token and row.slot in self._history_samplers:
                 sampled = self._store_token(sampled, self._pick(row.slot, logits, index), index, row.slot)
         if spec.logprobs:
             sampled = dataclasses.replace(sampled, logprobs=self.logprobs(logits, sampled.tokens, spec.num_top))
         return sampled
 
     def _pick(self, slot: int, logits: jax.Array, index: int) -> jax.Array:
-        """The token of a lone request; where choosing it fails, that request fails and no other."""
+        """Samples for a request that depends on its history; an error fails that request only."""
         try:
-            return self._lone[slot].pick(_row_of(logits, np.int32(index)))
+            return self._history_samplers[slot].pick(_row_of(logits, np.int32(index)))
         except Exception as error:
             self._failures.setdefault(slot, error)
             return to_device([INVALID_TOKEN], np.int32)
 
     def take_failures(self) -> dict[int, Exception]:
-        """By slot, what has gone wrong for one request alone since this was last asked."""
+        """Returns the errors by slot since the last call, each of one request."""
         failures, self._failures = self._failures, {}
         return failures
 
     def fused_options(self, plan_rows: Sequence[PlanRow], num_rows: int) -> tuple[RowOptions, bool] | None:
         """Options for a program that chooses tokens itself, and whether any row draws them.
 
-        None if a row wants what such a program has not: log-probabilities, tables, or what is done for it alone. The
+        None if a row needs log-probabilities, tables or a `HistorySampler`, which such a program does not have. The
         options are those of rows before their first token (`RowOptions.advanced` their length they are those of now),
         so that they stay on the device while the same requests decode. The program gets `take_state` the level
         "sampled" and gives its new state to `set_state`.
         """
-        if self._lone and any(row.slot in self._lone for row in plan_rows):
+        if self._history_samplers and any(row.slot in self._history_samplers for row in plan_rows):
             return None
-        seats, spec = self.slots.level_of(plan_rows, num_rows)
+        batch_rows, spec = self.slots.level_of(plan_rows, num_rows)
         if spec.logprobs or spec.level == "full":
             return None
-        return self._on_device(seats), spec.level == "sampled"
+        return self._on_device(batch_rows), spec.level == "sampled"
 
     def idle_options(self, num_rows: int) -> tuple[SamplerState, RowOptions]:
         """The state, to be given away, and options for `num_rows` idle rows, shaped as those of `fused_options`."""
         return self.take_state("sampled"), self._on_device(self.slots.level_of((), num_rows)[0])
 
-    def _on_device(self, seats: BatchRows) -> RowOptions:
-        if self._placed is None or self._placed[0] is not seats:
-            self._placed = seats, jax.device_put(seats.at_prompt_start(), self._sharding)
+    def _on_device(self, batch_rows: BatchRows) -> RowOptions:
+        if self._placed is None or self._placed[0] is not batch_rows:
+            self._placed = batch_rows, jax.device_put(batch_rows.at_prompt_start(), self._sharding)
         return self._placed[1]
 
     def take_state(self, level: Level) -> SamplerState:
@@ -165,10 +168,10 @@ class Sampler:
     def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
         """Log-probabilities of `tokens` int32[n] under `logits` [n, vocab], such as those of a prompt.
 
-        At least `num_top` of the likeliest tokens come along: a rung of `NUM_TOP_RUNGS`.
+        At least `num_top` of the likeliest tokens come along: a bucket of `NUM_TOP_BUCKETS`.
         """
-        rung = next(rung for rung in NUM_TOP_RUNGS if rung >= num_top)
-        return self._logprobs(logits, tokens, num_top=rung)
+        bucket = next(bucket for bucket in NUM_TOP_BUCKETS if bucket >= num_top)
+        return self._logprobs(logits, tokens, num_top=bucket)
 
     def warm_up(self, logits: jax.Array) -> None:
         """Compiles every program for logits of this shape [n, vocab], dtype and sharding; no request notices.
@@ -183,8 +186,8 @@ class Sampler:
             sampled = self._run(SamplerSpec(level), options, logits)
         if before is None:
             self.state = dataclasses.replace(self.state, tables=None)
-        for rung in NUM_TOP_RUNGS:
-            self.logprobs(logits, sampled.tokens, rung)
+        for bucket in NUM_TOP_BUCKETS:
+            self.logprobs(logits, sampled.tokens, bucket)
 
     def _run(self, spec: SamplerSpec, options: RowOptions, logits: jax.Array) -> Sampled:
         sampled, state = self._sample(spec, options, self.take_state(spec.level), logits)

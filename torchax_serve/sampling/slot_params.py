@@ -14,7 +14,7 @@ from torchax_serve.sampling.types import (
     INT_COLUMNS,
     LEVELS,
     NUM_NEW,
-    NUM_TOP_RUNGS,
+    NUM_TOP_BUCKETS,
     Level,
     RowOptions,
     SamplerSpec,
@@ -35,14 +35,14 @@ class SlotTables(NamedTuple):
 class BatchRows(NamedTuple):
     """The rows of a step as their slots have them, padded."""
 
-    is_sampled: np.ndarray  # bool[n]; not: padding, lone, or does not sample
+    is_sampled: np.ndarray  # bool[n]; False: padding, a row of `HistorySampler`, or no token is sampled
     ints: Any  # numpy, which goes to the device with the call
     floats: Any
     prompt_len: np.ndarray
     num_steps_at_full_level: np.ndarray
     has_full: bool
     level: Level  # of all that are beyond `num_steps_at_full_level`
-    num_top: int | None  # a rung; None: nobody wants log-probabilities
+    num_top: int | None  # a bucket; None: no row needs log-probabilities
 
     def at_prompt_start(self) -> RowOptions:
         """Options as they are before the first token of the prompt."""
@@ -68,7 +68,7 @@ class SlotParams:
         self._num_full = np.zeros(num_slots + 1, np.int32)
         self._level = np.zeros(num_slots + 1, np.int8)
         self._num_top = np.full(num_slots + 1, _NO_LOGPROBS, np.int8)
-        self._is_lone = np.zeros(num_slots + 1, bool)
+        self._needs_history = np.zeros(num_slots + 1, bool)
         self._last: tuple[tuple[bytes, int], BatchRows] | None = None
 
     def set(
@@ -91,7 +91,7 @@ class SlotParams:
         prompt_len = len(prompt_ids)
         self._prompt_len[slot] = prompt_len
         self._num_top[slot] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self._is_lone[slot] = params.lone is not None
+        self._needs_history[slot] = params.history_config is not None
         self._num_full[slot] = params.num_full_level_tokens(prompt_len)
         self._level[slot] = LEVELS.index(params.level)
         self._floats[slot] = [params.floats[name] for name in FLOAT_COLUMNS]
@@ -115,10 +115,10 @@ class SlotParams:
             num_rows: rows of the logits, at least as many.
             ahead: which of the plan's steps it is, from 0; above it all rows decode.
         """
-        seats, spec = self.level_of(plan_rows, num_rows, ahead)
-        ints = seats.ints.copy()
-        ints[:, NUM_NEW] = self._num_new(seats, plan_rows, ahead)
-        return RowOptions(ints, seats.floats), spec
+        batch_rows, spec = self.level_of(plan_rows, num_rows, ahead)
+        ints = batch_rows.ints.copy()
+        ints[:, NUM_NEW] = self._num_new(batch_rows, plan_rows, ahead)
+        return RowOptions(ints, batch_rows.floats), spec
 
     def level_of(self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0) -> tuple[BatchRows, SamplerSpec]:
         """The program that covers a step's rows, see `rows`, and what does not change while they are the same."""
@@ -126,19 +126,22 @@ class SlotParams:
             slots = plan_rows.slots
         else:
             slots = np.array([row.slot if row.samples_token else self.num_slots for row in plan_rows], np.int32)
-        seats = self._seats_of(slots, num_rows)
-        level = seats.level
-        if seats.has_full and (self._num_new(seats, plan_rows, ahead) < seats.num_steps_at_full_level).any():
+        batch_rows = self._batch_rows(slots, num_rows)
+        level = batch_rows.level
+        if (
+            batch_rows.has_full
+            and (self._num_new(batch_rows, plan_rows, ahead) < batch_rows.num_steps_at_full_level).any()
+        ):
             level = "full"
-        return seats, SamplerSpec(level, seats.num_top or 0, seats.num_top is not None)
+        return batch_rows, SamplerSpec(level, batch_rows.num_top or 0, batch_rows.num_top is not None)
 
     @staticmethod
-    def _num_new(seats: BatchRows, plan_rows: Sequence[PlanRow], ahead: int) -> np.ndarray:
-        ends = np.zeros(len(seats.is_sampled), np.int32)
+    def _num_new(batch_rows: BatchRows, plan_rows: Sequence[PlanRow], ahead: int) -> np.ndarray:
+        ends = np.zeros(len(batch_rows.is_sampled), np.int32)
         ends[: len(plan_rows)] = [row.context_len + row.num_tokens for row in plan_rows]
-        return np.where(seats.is_sampled, ends + ahead - seats.prompt_len, 0)
+        return np.where(batch_rows.is_sampled, ends + ahead - batch_rows.prompt_len, 0)
 
-    def _seats_of(self, slots: np.ndarray, num_rows: int) -> BatchRows:
+    def _batch_rows(self, slots: np.ndarray, num_rows: int) -> BatchRows:
         """What does not change while the same requests are in `slots`; kept, as most steps have those of the last."""
         key = slots.tobytes(), num_rows
         if self._last is None or self._last[0] != key:
@@ -148,9 +151,9 @@ class SlotParams:
     def _gathered(self, slots: np.ndarray, num_rows: int) -> BatchRows:
         asked = np.full(num_rows, self.num_slots)
         asked[: len(slots)] = slots
-        mine = np.where(self._is_lone[asked], self.num_slots, asked)
+        mine = np.where(self._needs_history[asked], self.num_slots, asked)
         logprobs = int(self._num_top[asked].max())
-        num_top = None if logprobs == _NO_LOGPROBS else next(rung for rung in NUM_TOP_RUNGS if rung >= logprobs)
+        num_top = None if logprobs == _NO_LOGPROBS else next(bucket for bucket in NUM_TOP_BUCKETS if bucket >= logprobs)
         num_full = self._num_full[mine]
         return BatchRows(
             is_sampled=mine < self.num_slots,
@@ -165,7 +168,7 @@ class SlotParams:
 
     def needs_history(self, slot: int) -> bool:
         """Whether the request in `slot` is chosen for by itself, with a `HistorySampler`."""
-        return bool(self._is_lone[slot])
+        return bool(self._needs_history[slot])
 
     def num_top(self, slot: int) -> int | None:
         """How many top log-probabilities the request in `slot` asks for; None if it wants no log-probabilities."""

@@ -1,8 +1,8 @@
-"""Choosing the tokens of a step on the device: a batch whose rows are requests with parameters of their own.
+"""Device data of the sampler: state, and the options of rows.
 
-What each row gets is what `torchax_serve.sampling` gives that request alone, in transformers' order of processors, with
-the penalties of OpenAI's interface in between. A row's result is a function of that row: what runs beside it decides
-which branches of the program run, never what they compute for it.
+The options of a row are applied in transformers' order of processors, with the penalties of OpenAI's interface in
+between. A row's result is a function of that row only: the other rows of the batch decide which branches of the program
+run, never what they compute for it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Level = Literal["greedy", "sampled", "full"]
 LEVELS: tuple[Level, ...] = ("greedy", "sampled", "full")
 
 
-NUM_TOP_RUNGS = (0, 5, 20)
-"""How many top log-probabilities a program returns; the host hands out as many of them as were asked for."""
+NUM_TOP_BUCKETS = (0, 5, 20)
+"""Numbers of top log-probabilities that a program returns; the host delivers as many as were requested."""
 
 
 INT_COLUMNS = ("slot", "top_k", "num_new", "min_new_tokens", "seed_low", "seed_high")
@@ -47,11 +47,11 @@ FLOAT_COLUMNS = (
 class SamplerSpec:
     """Which program chooses the tokens of a batch; hashable.
 
-    Three levels and the three rungs of `NUM_TOP_RUNGS` are all there are, so that warm-up can compile them.
+    Three levels and the three buckets of `NUM_TOP_BUCKETS` are all there are, so that warm-up can compile them.
     """
 
     level: Level  # the lowest that covers every row
-    num_top: int = 0  # top log-probabilities to return, a rung
+    num_top: int = 0  # top log-probabilities to return, a bucket
     logprobs: bool = False
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler is told once: groups of cache pages, slots, budgets. Checked when made."""
+"""`SchedulerConfig`: groups of cache pages, slots, budgets and policies of a scheduler, checked when made."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ class CacheGroup:
             check_whole(f"group {self.name!r}: window", self.window, 1, "None is full attention")
         check_whole(f"group {self.name!r}: num_pages", self.num_pages, 2, "page 0 is the null page and holds no tokens")
 
-    def first_live_page(self, num_computed: int, page_len: int) -> int:
+    def first_live_page(self, num_computed: int, page_size: int) -> int:
         """Index of the first page that a query at position `num_computed` or later can still see."""
         if self.window is None:
             return 0
-        return max(0, num_computed - self.window + 1) // page_len
+        return max(0, num_computed - self.window + 1) // page_size
 
-    def last_use(self, page: int, page_len: int) -> float:
+    def last_use(self, page: int, page_size: int) -> float:
         """Computed tokens with which no later query sees the page of that index any more."""
-        return math.inf if self.window is None else (page + 1) * page_len + self.window - 1
+        return math.inf if self.window is None else (page + 1) * page_size + self.window - 1
 
-    def most_pages(self, length: int, page_len: int) -> int:
-        """Pages that a sequence of `length` tokens holds at the most, when computed token by token."""
-        num_pages = -(-length // page_len)
+    def most_pages(self, length: int, page_size: int) -> int:
+        """Returns the maximum number of pages of a sequence of `length` tokens, when computed token by token."""
+        num_pages = -(-length // page_size)
         if self.window is None:
             return num_pages
-        return min(num_pages, (self.window + page_len - 2) // page_len + 1)  # the window may begin on a page's last row
+        return min(
+            num_pages, (self.window + page_size - 2) // page_size + 1
+        )  # the window may begin on a page's last row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,14 +62,14 @@ class SchedulerConfig:
     """
 
     groups: tuple[CacheGroup, ...]  # empty for models whose only state is recurrent
-    page_len: int
-    num_slots: int
-    max_len: int  # prompt and new tokens of one request together
-    token_budget: int  # tokens computed in one step, all rows together
-    max_rows_per_step: int | None = None  # requests that run at once, where that is less than num_slots
-    min_prefill_chunk: int = 16  # beside decode rows, no step prefills fewer tokens of a longer prompt on purpose
-    max_decode_slowdown: float = 2.0  # time per token of running requests under a flood of prompts, over that without
-    prefix_caching: bool = True  # off for models with recurrent states: pages alone do not hold their prefix
+    page_size: int
+    max_num_seqs: int
+    max_model_len: int  # prompt and new tokens of one request together
+    max_num_batched_tokens: int  # tokens computed in one step, all rows together
+    max_rows_per_step: int | None = None  # requests that run at once, where that is less than max_num_seqs
+    min_prefill_chunk: int = 16  # a step with decode rows prefills at least as many tokens of a longer prompt
+    max_decode_slowdown: float = 2.0  # time per token of running requests with new prompts, over that without
+    enable_prefix_caching: bool = True  # off for models with recurrent states: pages alone do not hold their prefix
     max_num_steps: int = 1  # decode steps in one dispatch when nothing waits
     max_fused_decode_s: float = math.inf  # seconds that several of them may take
     allowed_chunk_sizes: tuple[int, ...] | None = (
@@ -85,26 +87,30 @@ class SchedulerConfig:
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
             raise invalid("groups", "one name for each group", names, "rename one")
-        for name in ("page_len", "num_slots", "token_budget", "min_prefill_chunk", "max_num_steps"):
+        for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "min_prefill_chunk", "max_num_steps"):
             check_whole(name, getattr(self, name), 1, "give a positive number")
-        check_whole("max_len", self.max_len, 2, "a request has a token of prompt and a new one")
+        check_whole("max_model_len", self.max_model_len, 2, "a request has a token of prompt and a new one")
         if self.max_rows_per_step is not None:
-            check_whole("max_rows_per_step", self.max_rows_per_step, 1, "None leaves it to num_slots")
+            check_whole("max_rows_per_step", self.max_rows_per_step, 1, "None leaves it to max_num_seqs")
         needed = self.max_running - 1 + self.min_prefill_chunk
-        if self.token_budget < needed:
+        if self.max_num_batched_tokens < needed:
             expected = f"at least {needed}, one for each other running request and a prefill chunk"
-            raise invalid("token_budget", expected, self.token_budget, "raise it, or lower min_prefill_chunk")
+            raise invalid(
+                "max_num_batched_tokens", expected, self.max_num_batched_tokens, "raise it, or lower min_prefill_chunk"
+            )
         if not isinstance(self.max_decode_slowdown, int | float) or not self.max_decode_slowdown > 1:
             raise invalid("max_decode_slowdown", "a number > 1", self.max_decode_slowdown, "2 is the usual promise")
         if not isinstance(self.max_fused_decode_s, int | float) or not self.max_fused_decode_s > 0:
             raise invalid("max_fused_decode_s", "a number > 0", self.max_fused_decode_s, "a tenth of a second is usual")
-        for name in ("prefix_caching", "batches_prefill"):
+        for name in ("enable_prefix_caching", "batches_prefill"):
             if type(getattr(self, name)) is not bool:
                 raise invalid(name, "True or False", getattr(self, name), "give one of them")
         self._check_chunk_sizes()
         buckets = self.token_buckets
-        if any(a >= b for a, b in itertools.pairwise(buckets)) or (buckets and buckets[-1] < self.token_budget):
-            expected = f"ascending numbers up to token_budget={self.token_budget}"
+        if any(a >= b for a, b in itertools.pairwise(buckets)) or (
+            buckets and buckets[-1] < self.max_num_batched_tokens
+        ):
+            expected = f"ascending numbers up to max_num_batched_tokens={self.max_num_batched_tokens}"
             raise invalid("token_buckets", expected, buckets, "extend them")
 
     def _check_chunk_sizes(self) -> None:
@@ -123,9 +129,9 @@ class SchedulerConfig:
 
     def check_prompt(self, name: str, prompt_len: int) -> None:
         """Raises `InvalidArgumentError`, naming `name`, for a prompt that can never run."""
-        if prompt_len >= self.max_len:
-            expected = f"a prompt of at most {self.max_len - 1} tokens, so that one more fits max_len"
-            raise invalid(name, expected, prompt_len, "shorten the prompt or raise max_len")
+        if prompt_len >= self.max_model_len:
+            expected = f"a prompt of at most {self.max_model_len - 1} tokens, so that one more fits max_model_len"
+            raise invalid(name, expected, prompt_len, "shorten the prompt or raise max_model_len")
         if (reason := self.unfit(prompt_len + 1)) is not None:
             raise InvalidArgumentError(
                 f"{name}: expected a prompt that fits the cache together with one new token, got {prompt_len} tokens, "
@@ -133,12 +139,12 @@ class SchedulerConfig:
             )
 
     def unfit(self, length: int) -> str | None:
-        """Why a sequence of `length` tokens cannot be held even alone; None if it can."""
+        """Returns why the empty cache cannot hold a sequence of `length` tokens; None if it can."""
         for group in self.groups:
-            needed = group.most_pages(length, self.page_len)
+            needed = group.most_pages(length, self.page_size)
             if needed > group.num_pages - 1:
                 return (
-                    f"{needed} pages of {self.page_len} tokens in group {group.name!r}, which has "
+                    f"{needed} pages of {self.page_size} tokens in group {group.name!r}, which has "
                     f"{group.num_pages - 1} beside the null page"
                 )
         return None
@@ -146,12 +152,12 @@ class SchedulerConfig:
     @property
     def max_running(self) -> int:
         """Requests that run at once."""
-        return self.num_slots if self.max_rows_per_step is None else min(self.num_slots, self.max_rows_per_step)
+        return self.max_num_seqs if self.max_rows_per_step is None else min(self.max_num_seqs, self.max_rows_per_step)
 
     @property
     def pages_per_seq(self) -> int:
         """Columns of a page table."""
-        return -(-self.max_len // self.page_len)
+        return -(-self.max_model_len // self.page_size)
 
     def prefix_salt(self, salt: str, rope_len: int) -> str:
         """What prefixes are found under of a request of `salt`, whose prompt has the frequencies of `rope_len`."""

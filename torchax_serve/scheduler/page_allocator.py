@@ -1,4 +1,4 @@
-"""The book of the paged cache: which slot's positions are on which pages, over all groups of layers.
+"""Allocates pages: which page holds which positions of a slot, in all groups of layers.
 
 Host side only: integers. Prefix sharing by chains of full pages is vLLM's automatic prefix caching; that layers with a
 window need but the end of a prefix is from its hybrid cache; copy-on-write forks are from the PagedAttention paper
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchax_serve.outputs import GroupUsage
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool, check_equal
 from torchax_serve.scheduler.prefix_cache import PageHash, PrefixCache, PrefixNode, page_hash
@@ -34,9 +35,9 @@ class SequencePages:
 
     def pages_missing(self, config: SchedulerConfig, length: int) -> list[int]:
         """By group, pages still needed to come to `length` tokens one by one."""
-        grown = -(-length // config.page_len) - self.num_pages
+        grown = -(-length // config.page_size) - self.num_pages
         return [
-            min(grown, max(1, group.most_pages(length, config.page_len) - self.num_pages + first))
+            min(grown, max(1, group.most_pages(length, config.page_size) - self.num_pages + first))
             for group, first in zip(config.groups, self.first_needed_page, strict=True)
         ]
 
@@ -48,30 +49,21 @@ class PrefixMatch(NamedTuple):
     first_live: list[int]  # by group, the first node whose page is needed
 
 
-class GroupUsage(NamedTuple):
-    """Pages of a group, the null page not counted."""
-
-    name: str
-    num_pages: int
-    num_used: int
-    num_cached: int  # not in use, but they hold a prefix
-
-
 class PageAllocator:
     """Opens, grows, forks, publishes and releases the pages and slots of sequences."""
 
     def __init__(self, config: SchedulerConfig, hash_function: PageHash = page_hash) -> None:
         self._groups = config.groups
-        self._page_len = config.page_len
-        self._num_slots = config.num_slots
-        self._prefix_caching = config.prefix_caching
+        self._page_size = config.page_size
+        self._num_slots = config.max_num_seqs
+        self._prefix_caching = config.enable_prefix_caching
         self._index = PrefixCache(len(config.groups), hash_function)
         self._pools = [
             PagePool(group.num_pages, functools.partial(self._index.drop, i)) for i, group in enumerate(config.groups)
         ]
         self._windowed = [i for i, group in enumerate(config.groups) if group.window is not None]
-        self._free_slots = list(range(config.num_slots))  # a heap: low slots first keep the batch dense
-        self._tables = [np.zeros((config.num_slots, config.pages_per_seq), np.int32) for _ in config.groups]
+        self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first keep the batch dense
+        self._tables = [np.zeros((config.max_num_seqs, config.pages_per_seq), np.int32) for _ in config.groups]
         self.page_tables = tuple(table.view() for table in self._tables)
         for table in self.page_tables:
             table.flags.writeable = False
@@ -93,13 +85,15 @@ class PageAllocator:
         """
         nodes: list[PrefixNode] = []
         if shares and self._prefix_caching:
-            nodes = self._index.walk(salt, tokens, (len(tokens) - 1) // self._page_len, self._page_len)
+            nodes = self._index.walk(salt, tokens, (len(tokens) - 1) // self._page_size, self._page_size)
         for i, group in enumerate(self._groups):
             if group.window is None:
                 lacking = (k for k, node in enumerate(nodes) if node.pages[i] == NULL_PAGE)
                 del nodes[next(lacking, len(nodes)) :]
         while nodes:
-            first_live = [group.first_live_page(len(nodes) * self._page_len, self._page_len) for group in self._groups]
+            first_live = [
+                group.first_live_page(len(nodes) * self._page_size, self._page_size) for group in self._groups
+            ]
             gap = -1  # the last node that lacks a page it needs
             for i in self._windowed:
                 lacking = (k for k in range(len(nodes) - 1, first_live[i] - 1, -1) if nodes[k].pages[i] == NULL_PAGE)
@@ -110,15 +104,15 @@ class PageAllocator:
         return PrefixMatch([], [0] * len(self._groups))
 
     def has_pages(self, spare: list[int]) -> bool:
-        """Whether there is a page in each group beside `spare` more."""
+        """Whether each group has a free page in addition to `spare`."""
         return all(pool.num_available > num for pool, num in zip(self._pools, spare, strict=True))
 
     def can_allocate(self, match: PrefixMatch, length: int, spare: list[int]) -> bool:
-        """Whether `length` tokens that begin with `match` can be held beside `spare` more pages in each group."""
-        total = -(-length // self._page_len)
+        """Whether each group has pages for `length` tokens that begin with `match`, in addition to `spare`."""
+        total = -(-length // self._page_size)
         for i, group in enumerate(self._groups):
             found = [node.pages[i] for node in match.nodes[match.first_live[i] :]]
-            most = group.most_pages(length, self._page_len)
+            most = group.most_pages(length, self._page_size)
             needed = min(total - len(match.nodes), max(1, most - len(found)))
             needed += sum(self._pools[i].num_refs(page) == 0 for page in found)
             if needed + spare[i] > self._pools[i].num_available:
@@ -152,8 +146,8 @@ class PageAllocator:
             The new sequence's pages and the copies; None if `source` shares nothing, or has given up a page that is
             needed (it is behind its window).
         """
-        num_full, has_part = length // self._page_len, length % self._page_len > 0
-        first_live = [group.first_live_page(length, self._page_len) for group in self._groups]
+        num_full, has_part = length // self._page_size, length % self._page_size > 0
+        first_live = [group.first_live_page(length, self._page_size) for group in self._groups]
         is_gone = any(held > needed for held, needed in zip(source.first_needed_page, first_live, strict=True))
         if source.node is None or is_gone or source.num_published < num_full:
             return None
@@ -176,7 +170,7 @@ class PageAllocator:
 
     def max_growth(self, pages: SequencePages, length: int) -> int:
         """How many tokens up to `length` the sequence can be grown to with the pages that are available."""
-        return int(min(length, (pages.num_pages + self.num_available) * self._page_len))
+        return int(min(length, (pages.num_pages + self.num_available) * self._page_size))
 
     def grow(self, pages: SequencePages, length: int) -> None:
         """Gives the sequence pages for `length` tokens, which `max_growth` must allow."""
@@ -187,7 +181,7 @@ class PageAllocator:
         slots: list[int] = []
         columns: list[int] = []
         for pages, length in growing:
-            target = max(pages.num_pages, -(-length // self._page_len))
+            target = max(pages.num_pages, -(-length // self._page_size))
             slots += [pages.slot] * (target - pages.num_pages)
             columns += range(pages.num_pages, target)
             pages.num_pages = target
@@ -210,11 +204,11 @@ class PageAllocator:
         Returns:
             The number of computed tokens with which there is more to do.
         """
-        num_full = num_computed // self._page_len
+        num_full = num_computed // self._page_size
         while pages.node is not None and pages.num_published < num_full:
-            begin = pages.num_published * self._page_len
+            begin = pages.num_published * self._page_size
             # None: the hash belongs to another prefix. What is behind could not be found, so nothing more is entered.
-            pages.node = node = self._index.follow(pages.node, tuple(tokens[begin : begin + self._page_len]))
+            pages.node = node = self._index.follow(pages.node, tuple(tokens[begin : begin + self._page_size]))
             if node is not None:
                 for i, pool in enumerate(self._pools):
                     page = self._tables[i].item(pages.slot, pages.num_published)
@@ -222,16 +216,16 @@ class PageAllocator:
                         pool.set_prefix(page, node)
                         self._index.hold(i, page, node)
                 pages.num_published += 1
-        due: float = (num_full + 1) * self._page_len
+        due: float = (num_full + 1) * self._page_size
         for i in self._windowed:
-            live = self._groups[i].first_live_page(num_computed, self._page_len)
+            live = self._groups[i].first_live_page(num_computed, self._page_size)
             if live > pages.first_needed_page[i]:
                 row = self._tables[i][pages.slot]
                 for page in reversed(row[pages.first_needed_page[i] : live].tolist()):
                     self._pools[i].free(page)
                 row[pages.first_needed_page[i] : live] = NULL_PAGE
                 pages.first_needed_page[i] = live
-            due = min(due, self._groups[i].last_use(live, self._page_len))
+            due = min(due, self._groups[i].last_use(live, self._page_size))
         return due
 
     def release(self, pages: SequencePages) -> None:

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may compute beside decode rows, so that running requests keep their pace."""
+"""How many prompt tokens a step with decode rows may compute, so that running requests keep their latency."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PrefillBudget:
     chunk takes longer than ``d``: it waits for a few steps, and then always comes. Credit is capped at what a step
     earns, or what the shortest chunk costs if that is more, so that a quiet time buys no burst.
 
-    The budget is a token bucket; limiting prefill beside decode is Sarathi-Serve's (Agrawal et al., 2024).
+    The budget is a token bucket; limiting prefill in steps with decode rows is Sarathi-Serve's (Agrawal et al., 2024).
     """
 
     def __init__(self, min_chunk: int, max_slowdown: float) -> None:
@@ -38,7 +38,7 @@ class PrefillBudget:
         return (num_decode - 1).bit_length()
 
     def decode_step_s(self, num_decode: int) -> float | None:
-        """Expected seconds of a step of `num_decode` rows alone; None before any was seen.
+        """Expected seconds of a step of `num_decode` decode rows only; None before any was seen.
 
         Where steps of this size have not been seen, those of the next smaller size stand in, else the next larger.
         """
@@ -48,7 +48,7 @@ class PrefillBudget:
         return None if nearest is None else statistics.median(self._decode_s[nearest])
 
     def steps_within(self, seconds: float, num_decode: int) -> float:
-        """How many steps of `num_decode` rows alone take at most `seconds`, at least one; one before any was seen."""
+        """Returns how many steps of `num_decode` decode rows fit in `seconds`, at least 1; 1 if none was measured."""
         if math.isinf(seconds):
             return seconds
         step_s = self.decode_step_s(num_decode)

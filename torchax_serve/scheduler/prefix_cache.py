@@ -55,13 +55,13 @@ class PrefixCache:
         node = self._nodes.get(self._hash(parent.key, tokens, parent.salt))
         return node if node is not None and node.parent is parent and node.tokens == tokens else None
 
-    def walk(self, salt: str, tokens: list[int], num_pages: int, page_len: int) -> list[PrefixNode]:
+    def walk(self, salt: str, tokens: list[int], num_pages: int, page_size: int) -> list[PrefixNode]:
         """The nodes of the first pages of `tokens`, at most `num_pages`, as far as there are any."""
         nodes: list[PrefixNode] = []
         node = self._roots.get(salt)
         while node is not None and len(nodes) < num_pages:
-            begin = len(nodes) * page_len
-            node = self.find(node, tuple(tokens[begin : begin + page_len]))
+            begin = len(nodes) * page_size
+            node = self.find(node, tuple(tokens[begin : begin + page_size]))
             if node is not None:
                 nodes.append(node)
         return nodes

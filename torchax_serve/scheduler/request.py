@@ -13,7 +13,8 @@ from torchax_serve.scheduler.config import check_whole
 
 if TYPE_CHECKING:
     from torchax_serve.scheduler.page_allocator import SequencePages
-from torchax_serve.scheduler.types import MAX_TOKEN_ID, FinishReason, RequestId
+from torchax_serve.outputs import FinishReason
+from torchax_serve.scheduler.types import MAX_TOKEN_ID, RequestId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +93,7 @@ class RequestState:
     num_planned: int = 0  # the same once all steps in flight are done
     num_unread_tokens: int = 0  # sampled tokens that are not known yet
     num_in_flight: int = 0  # plans not yet committed that have a row of this request
-    published_len: float = 0  # computed tokens with which the cache's book has something to note
+    published_len: float = 0  # computed tokens with which the cache's allocator has something to note
     arrived_step: int = 0  # the plan that was to be made next when it arrived
     started_step: int | None = None  # the same when it was given its first token
 

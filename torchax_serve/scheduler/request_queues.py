@@ -1,4 +1,4 @@
-"""Who waits, who runs, who is leaving: the states of all requests, in order."""
+"""The waiting, running and draining requests, in order."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import heapq
 import operator
 from collections.abc import Iterator
 
+from torchax_serve.outputs import FinishReason
 from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
 from torchax_serve.scheduler.page_pool import check_equal
 from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
 from torchax_serve.scheduler.step_plan import RowResult
-from torchax_serve.scheduler.types import FinishReason, RequestId
+from torchax_serve.scheduler.types import RequestId
 
 _RANK = operator.attrgetter("rank")
 
@@ -35,12 +36,12 @@ class PriorityList:
         return reversed(self._states)
 
     def add(self, state: RequestState) -> None:
-        """Puts `state` in its place."""
+        """Inserts `state` by its rank."""
         bisect.insort(self._states, state, key=_RANK)
         self.num_changes += 1
 
     def remove(self, state: RequestState) -> None:
-        """Takes `state`, which must be there, out."""
+        """Removes `state`, which must be in the list."""
         index = bisect.bisect_left(self._states, state.rank, key=_RANK)
         assert self._states[index] is state
         del self._states[index]
@@ -48,21 +49,21 @@ class PriorityList:
 
 
 class RequestQueues:
-    """Moves requests between waiting, running and ended, and gives their pages back when the device is done with them.
+    """Moves requests between waiting, running and ended, and frees their pages when the device is done with them.
 
-    A request that ends or is preempted while plans with it are in flight is *leaving*: it keeps its slot and pages,
+    A request that ends or is preempted while plans with it are in flight is *draining*: it keeps its slot and pages,
     which the device still writes to, until the last of those plans is committed.
     """
 
-    def __init__(self, config: SchedulerConfig, book: PageAllocator) -> None:
+    def __init__(self, config: SchedulerConfig, allocator: PageAllocator) -> None:
         self.waiting = PriorityList()
         self.running = PriorityList()
         self.ended: list[RowResult] = []  # of requests that ended outside of a commit, until they are asked for
         self.num_preemptions = 0
         self._config = config
-        self._book = book
+        self._allocator = allocator
         self._live: dict[RequestId, RequestState] = {}
-        self._leaving: dict[int, RequestState] = {}  # by slot
+        self._draining: dict[int, RequestState] = {}  # by slot
         self._deadlines: list[tuple[float, int, RequestState]] = []  # a heap
         self._num_arrived = 0
 
@@ -70,16 +71,16 @@ class RequestQueues:
         return len(self._live)
 
     @property
-    def num_leaving(self) -> int:
-        """Requests whose pages come back when the plans in flight are committed."""
-        return len(self._leaving)
+    def num_draining(self) -> int:
+        """Number of requests whose pages are freed when the plans in flight are committed."""
+        return len(self._draining)
 
     def find(self, request_id: RequestId) -> RequestState | None:
         """The state of a request that has not ended; None if there is no such request."""
         return self._live.get(request_id)
 
     def add(self, request: SchedulerRequest) -> RequestState:
-        """Lets a request wait.
+        """Adds a request to the waiting ones.
 
         Raises:
             InvalidArgumentError: it can never run, its id is taken, or it is no fork of what it says.
@@ -100,7 +101,7 @@ class RequestQueues:
             (request.priority, self._num_arrived),
             list(request.prompt_ids),
             length - 1,
-            min(length - 1 + request.max_new_tokens, self._config.max_len),
+            min(length - 1 + request.max_new_tokens, self._config.max_model_len),
             length - 1,
         )
         rope = self._config.rope
@@ -144,26 +145,26 @@ class RequestQueues:
         (self.waiting if is_waiting else self.running).remove(state)
         state.status, state.finish_reason = Status.FINISHED, reason
         del self._live[state.request.request_id]
-        if state.pages is not None and state.pages.slot not in self._leaving:
+        if state.pages is not None and state.pages.slot not in self._draining:
             self._release_when_idle(state)
 
     def step_done(self, state: RequestState) -> None:
         """Notes that one of the plans in flight with `state` is done with."""
         state.num_in_flight -= 1
-        if not state.num_in_flight and state.pages is not None and state.pages.slot in self._leaving:
-            del self._leaving[state.pages.slot]
+        if not state.num_in_flight and state.pages is not None and state.pages.slot in self._draining:
+            del self._draining[state.pages.slot]
             self._free_pages(state)
 
     def _release_when_idle(self, state: RequestState) -> None:
         assert state.pages is not None
         if state.num_in_flight:
-            self._leaving[state.pages.slot] = state
+            self._draining[state.pages.slot] = state
         else:
             self._free_pages(state)
 
     def _free_pages(self, state: RequestState) -> None:
         assert state.pages is not None
-        self._book.release(state.pages)
+        self._allocator.release(state.pages)
         state.pages = None
 
     def expire(self, now: float) -> None:
@@ -188,7 +189,7 @@ class RequestQueues:
         check_equal("live requests", sorted(map(id, self._live.values())), sorted(map(id, listed)))
         for ranked in (self.waiting, self.running):
             check_equal("order of ranks", sorted(state.rank for state in ranked), [state.rank for state in ranked])
-        draining = list(self._leaving.values())
+        draining = list(self._draining.values())
         for state in {id(state): state for state in [*listed, *draining, *in_flight]}.values():
             what = f"request {state.request.request_id!r}"
             num = sum(other is state for other in in_flight)
@@ -199,4 +200,4 @@ class RequestQueues:
             if is_running:
                 ahead = state.num_computed <= state.num_planned < len(state.tokens) + state.num_unread_tokens
                 check_equal(f"{what}: computed <= planned < known", True, ahead)
-        self._book.check_integrity([s.pages for s in [*self.running, *draining] if s.pages is not None])
+        self._allocator.check_integrity([s.pages for s in [*self.running, *draining] if s.pages is not None])

@@ -1,48 +1,34 @@
-"""The scheduler: who computes what in the next step. Plain integers; it knows no model and no device.
+"""The scheduler decides which tokens of which requests the next step computes. It knows no model and no device.
 
-Continuous batching is Orca's (Yu et al., 2022), chunked prefill beside decode Sarathi-Serve's (Agrawal et al., 2024),
+Continuous batching is Orca's (Yu et al., 2022), chunked prefill with decode Sarathi-Serve's (Agrawal et al., 2024),
 preemption by recomputation vLLM's (Kwon et al., 2023).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.outputs import FinishReason, SchedulerStats
 from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import SchedulerConfig
-from torchax_serve.scheduler.page_allocator import GroupUsage, PageAllocator
+from torchax_serve.scheduler.page_allocator import PageAllocator
 from torchax_serve.scheduler.prefill_budget import PrefillBudget
 from torchax_serve.scheduler.prefix_cache import PageHash, page_hash
 from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
 from torchax_serve.scheduler.request_queues import RequestQueues
 from torchax_serve.scheduler.step_plan import RowResult, StepPlan
 from torchax_serve.scheduler.step_planner import StepPlanner
-from torchax_serve.scheduler.types import FinishReason, RequestId
+from torchax_serve.scheduler.types import RequestId
 
 INVALID_TOKEN = -1
 """What the device reports where it could not sample, as from logits that are not finite: the request fails."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SchedulerStats:
-    """Counts of the moment, and since the start where it says so."""
-
-    num_running: int
-    num_waiting: int  # preempted ones among them
-    num_in_flight: int  # plans not yet committed
-    pages: tuple[GroupUsage, ...]
-    num_preemptions: int  # since the start
-    num_prompt_tokens: int  # since the start, of requests let in (again after a preemption)
-    num_hit_tokens: int  # of those, found in the cache
-    num_new_tokens: int  # since the start, accepted
-
-
-class _Flight(NamedTuple):
+class _InFlightPlan(NamedTuple):
     plan: StepPlan
     states: list[RequestState]  # in the order of the plan's rows
 
@@ -54,64 +40,64 @@ class Scheduler:
     run on the device in the order in which they were made and are committed in that order. Not thread-safe: one
     thread calls it.
 
-    A request ends with the reason "stop" (a stop token), "length" (its `max_new_tokens`, the model's `max_len`, or
-    alone it has outgrown all pages), "deadline", "abort" or "error".
+    A request ends with the reason "stop" (a stop token), "length" (`max_new_tokens` or `max_model_len` is reached, or
+    the request needs more pages than there are), "deadline", "abort" or "error".
     """
 
     def __init__(self, config: SchedulerConfig, hash_function: PageHash = page_hash) -> None:
         self.config = config
-        self._book = PageAllocator(config, hash_function)
-        self._roster = RequestQueues(config, self._book)
-        self._pacer = PrefillBudget(config.min_prefill_chunk, config.max_decode_slowdown)
-        self._planner = StepPlanner(config, self._book, self._roster, self._pacer)
-        self._flights: deque[_Flight] = deque()
+        self._allocator = PageAllocator(config, hash_function)
+        self._queues = RequestQueues(config, self._allocator)
+        self._prefill_budget = PrefillBudget(config.min_prefill_chunk, config.max_decode_slowdown)
+        self._planner = StepPlanner(config, self._allocator, self._queues, self._prefill_budget)
+        self._in_flight: deque[_InFlightPlan] = deque()
         self.num_new_tokens = 0  # since the start, accepted
 
     def __len__(self) -> int:
         """Requests that have not ended."""
-        return len(self._roster)
+        return len(self._queues)
 
     def add(self, request: SchedulerRequest) -> RequestState:
-        """Lets `request` wait for its turn; the state is for looking at.
+        """Adds `request` to the waiting ones; returns its state, which is read-only for callers.
 
         Raises:
-            InvalidArgumentError: it can never run (prompt and one token exceed `max_len`, or all pages of a group),
-                its id is that of a live request, or it is no fork of the request it names.
+            InvalidArgumentError: it can never run (prompt and one token exceed `max_model_len`, or all pages of a
+                group), its id is that of a live request, or it is no fork of the request it names.
         """
-        state = self._roster.add(request)
+        state = self._queues.add(request)
         state.arrived_step = self._planner.num_planned
         return state
 
     def find(self, request_id: RequestId) -> RequestState | None:
         """The state of a request that has not ended; None if there is none of that id."""
-        return self._roster.find(request_id)
+        return self._queues.find(request_id)
 
     def abort(self, request_id: RequestId, reason: FinishReason = "abort") -> bool:
-        """Ends a request, wherever it stands; False if none of that id is live. It has no further outcome.
+        """Ends a request in any state; returns False if no live request has that id. It has no further result.
 
         `reason` is "stop" where the caller has seen a stop string.
         """
-        state = self._roster.find(request_id)
+        state = self._queues.find(request_id)
         if state is not None:
-            self._roster.finish(state, reason)
+            self._queues.finish(state, reason)
         return state is not None
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, at `now` seconds on the scheduler's clock.
+        """Returns the next step, at `now` seconds on the scheduler's clock.
 
-        None if there is nothing to do: nobody is there, or everybody waits for a commit. Requests may have ended by
-        their deadline or for want of pages: see `pop_finished`.
+        None if there is nothing to do: there are no requests, or all of them wait for a commit. Requests may have ended
+        by their deadline or for lack of pages: see `pop_finished`.
         """
-        self._roster.expire(now)
+        self._queues.expire(now)
         planned = self._planner.plan()
         if planned is None:
             return None
-        self._flights.append(_Flight(*planned))
+        self._in_flight.append(_InFlightPlan(*planned))
         return planned[0]
 
     def expected_seconds(self, plan: StepPlan) -> float:
-        """Seconds that a plan that only decodes should take, by those before it; 0 where nothing is known."""
-        return plan.num_steps * (self._pacer.decode_step_s(plan.num_decode) or 0.0)
+        """Returns the expected seconds of a decode plan, measured on earlier ones; 0 if unknown."""
+        return plan.num_steps * (self._prefill_budget.decode_step_s(plan.num_decode) or 0.0)
 
     def commit(self, plan: StepPlan, tokens: Any, now: float, duration_s: float | None = None) -> list[RowResult]:
         """Takes the result of the oldest plan in flight.
@@ -125,36 +111,36 @@ class Scheduler:
                 not known, or says nothing about later steps because the step was compiled first.
 
         Returns:
-            An outcome for every row that brought its request tokens or an end.
+            A result for every row that brought its request tokens or an end.
 
         Raises:
             InvalidArgumentError: another plan is the oldest, or `tokens` have another shape.
         """
-        if not self._flights or self._flights[0].plan is not plan:
-            oldest = f"step {self._flights[0].plan.step}" if self._flights else "none"
+        if not self._in_flight or self._in_flight[0].plan is not plan:
+            oldest = f"step {self._in_flight[0].plan.step}" if self._in_flight else "none"
             raise invalid("plan", f"the oldest in flight ({oldest})", f"step {plan.step}", "commit plans in order")
         sampled = _checked_tokens(plan, tokens)
         if duration_s is not None and not duration_s >= 0:
             raise invalid("duration_s", "seconds >= 0", duration_s, "None if it was not measured")
-        flight = self._flights.popleft()
-        self._pacer.record(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
-        outcomes = []
+        entry = self._in_flight.popleft()
+        self._prefill_budget.record(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
+        results = []
         num_plain = plan.num_decode if (sampled[: plan.num_decode] >= 0).all() else 0
         by_row = zip(*sampled.T.tolist(), strict=True)  # tuples cost less than as many lists
-        for index, (state, row_tokens) in enumerate(zip(flight.states, by_row, strict=True)):
+        for index, (state, row_tokens) in enumerate(zip(entry.states, by_row, strict=True)):
             if index < num_plain and state.append_plain(row_tokens):
                 if state.num_computed >= state.published_len:
                     self._publish(state, state.num_computed)
                 self.num_new_tokens += plan.num_steps
-                outcomes.append(RowResult(state.request.request_id, index, row_tokens, None))
+                results.append(RowResult(state.request.request_id, index, row_tokens, None))
                 continue
             if state.status is not Status.FINISHED:
                 outcome = self._apply_result(plan, index, state, row_tokens)
                 if outcome is not None:
-                    outcomes.append(outcome)
-            self._roster.step_done(state)
-        self._roster.expire(now)
-        return outcomes
+                    results.append(outcome)
+            self._queues.step_done(state)
+        self._queues.expire(now)
+        return results
 
     def _apply_result(
         self, plan: StepPlan, index: int, state: RequestState, sampled: tuple[int, ...]
@@ -172,12 +158,12 @@ class Scheduler:
         if state.status is Status.RUNNING:
             state.num_computed = num_computed
         if reason is not None:
-            self._roster.finish(state, reason)
+            self._queues.finish(state, reason)
         return RowResult(row.request_id, index, accepted, reason) if row.samples_token else None
 
     def _publish(self, state: RequestState, num_computed: int) -> None:
         assert state.pages is not None
-        state.published_len = self._book.publish_prefix(state.pages, state.tokens, num_computed)
+        state.published_len = self._allocator.publish_prefix(state.pages, state.tokens, num_computed)
 
     def _accept_tokens(
         self, state: RequestState, sampled: tuple[int, ...]
@@ -209,38 +195,38 @@ class Scheduler:
         Raises:
             InvalidArgumentError: the plan is not in flight.
         """
-        flight = next((flight for flight in self._flights if flight.plan is plan), None)
-        if flight is None:
+        entry = next((entry for entry in self._in_flight if entry.plan is plan), None)
+        if entry is None:
             raise InvalidArgumentError(
                 f"plan: expected one in flight, got step {plan.step}; it was committed or failed"
             )
-        self._flights.remove(flight)
-        self._pacer.record(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, None)
-        outcomes = []
-        for index, (row, state) in enumerate(zip(plan.rows, flight.states, strict=True)):
+        self._in_flight.remove(entry)
+        self._prefill_budget.record(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, None)
+        results = []
+        for index, (row, state) in enumerate(zip(plan.rows, entry.states, strict=True)):
             if state.status is not Status.FINISHED:
-                self._roster.finish(state, reason)
-                outcomes.append(RowResult(row.request_id, index, (), reason))
-            self._roster.step_done(state)
-        return outcomes
+                self._queues.finish(state, reason)
+                results.append(RowResult(row.request_id, index, (), reason))
+            self._queues.step_done(state)
+        return results
 
     def pop_finished(self) -> list[RowResult]:
         """Outcomes of requests that ended outside of a commit, by deadline or for want of pages; each is given once."""
-        ended, self._roster.ended = self._roster.ended, []
+        ended, self._queues.ended = self._queues.ended, []
         return ended
 
     def clear_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
-        self._book.clear_prefix_cache()
+        self._allocator.clear_prefix_cache()
 
     def stats(self) -> SchedulerStats:
         """Counts for people to look at."""
         return SchedulerStats(
-            num_running=len(self._roster.running),
-            num_waiting=len(self._roster.waiting),
-            num_in_flight=len(self._flights),
-            pages=self._book.usage(),
-            num_preemptions=self._roster.num_preemptions,
+            num_running=len(self._queues.running),
+            num_waiting=len(self._queues.waiting),
+            num_in_flight=len(self._in_flight),
+            pages=self._allocator.usage(),
+            num_preemptions=self._queues.num_preemptions,
             num_prompt_tokens=self._planner.num_prompt_tokens,
             num_hit_tokens=self._planner.num_hit_tokens,
             num_new_tokens=self.num_new_tokens,
@@ -252,7 +238,7 @@ class Scheduler:
         Raises:
             AssertionError: one does not hold; with both sides.
         """
-        self._roster.check_integrity([state for flight in self._flights for state in flight.states])
+        self._queues.check_integrity([state for entry in self._in_flight for state in entry.states])
         self._planner.check_integrity()
 
 

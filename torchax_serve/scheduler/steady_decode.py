@@ -1,4 +1,4 @@
-"""Plans that follow from the one before by arithmetic: every request that runs decodes, and nothing else happens."""
+"""Plans that follow from the one before by arithmetic: all running requests decode, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torchax_serve.scheduler.step_plan import DecodeBatch
 
 
 class SteadyDecodeBatch:
-    """The rows of such a plan, to be planned again. They hold while the same requests run and nobody else plans.
+    """The rows of such a plan, as arrays that the next plan starts from.
 
-    What is said of a request here stands in its state, too. Arrays take the host less time than so many objects, and
-    most plans of a full batch are of this kind.
+    They are valid while the same requests run and no other plan is made. Everything in the arrays is also in the states
+    of the requests. Arrays cost the host less time than as many objects; most plans of a full batch are of this kind.
 
     Args:
-        states: of all requests that run, in their order; each has pages.
-        running: the list that they are.
-        page_len: tokens of a page.
+        states: States of all running requests, in their order; each has pages.
+        running: The list of running requests.
+        page_size: Tokens of a page.
     """
 
-    def __init__(self, states: list[RequestState], running: PriorityList, page_len: int) -> None:
+    def __init__(self, states: list[RequestState], running: PriorityList, page_size: int) -> None:
         self.states = states
         self._running, self._num_changes = running, running.num_changes
-        self._page_len = page_len
+        self._page_size = page_size
         self._request_ids = [state.request.request_id for state in states]
         self._pages = [state.pages for state in states if state.pages is not None]
         self._slots = np.array([pages.slot for pages in self._pages], np.int32)
@@ -49,17 +49,19 @@ class SteadyDecodeBatch:
 
     def _least_room(self) -> int:
         """Steps for which every row has pages."""
-        return int((self._num_pages * self._page_len - self._starts).min())
+        return int((self._num_pages * self._page_size - self._starts).min())
 
-    def reserve(self, num_steps: int, book: PageAllocator) -> bool:
+    def reserve(self, num_steps: int, allocator: PageAllocator) -> bool:
         """Gives every row pages for `num_steps` more tokens; False, and nothing is given, if there are too few."""
         if num_steps <= self._free_steps:
             return True
-        missing = -(-(self._starts + num_steps) // self._page_len) - self._num_pages
-        if missing.sum() > book.num_available:
+        missing = -(-(self._starts + num_steps) // self._page_size) - self._num_pages
+        if missing.sum() > allocator.num_available:
             return False
         while len(rows := np.flatnonzero(missing > 0)):
-            book.append_pages([self._pages[row] for row in rows.tolist()], self._slots[rows], self._num_pages[rows])
+            allocator.append_pages(
+                [self._pages[row] for row in rows.tolist()], self._slots[rows], self._num_pages[rows]
+            )
             self._num_pages[rows] += 1
             missing[rows] -= 1
         self._free_steps = self._least_room()
@@ -92,4 +94,4 @@ class SteadyDecodeBatch:
             "pages": (self._num_pages, [pages.num_pages for pages in self._pages]),
         }
         for name, (array, expected) in columns.items():
-            check_equal(f"{name} of standing rows", expected, array.tolist())
+            check_equal(f"{name} of steady rows", expected, array.tolist())

@@ -8,8 +8,9 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
+from torchax_serve.outputs import FinishReason
 from torchax_serve.scheduler.page_pool import PageCopy
-from torchax_serve.scheduler.types import FinishReason, RequestId
+from torchax_serve.scheduler.types import RequestId
 
 
 class PlanRow(NamedTuple):
@@ -33,12 +34,12 @@ class PlanRow(NamedTuple):
 
 
 class DecodeBatch(Sequence[PlanRow]):
-    """The rows of a plan that decodes every request there is, in arrays; a `PlanRow` is made where one is looked at.
+    """The rows of a plan in which every request decodes, as arrays; a `PlanRow` is made on access.
 
     Args:
-        request_ids: by row.
-        slots: int32[n], by row.
-        starts: int32[n], by row.
+        request_ids: Request of each row.
+        slots: Slot of each row, int32[n].
+        starts: Position of each row's token, int32[n].
     """
 
     __slots__ = ("request_ids", "slots", "starts")
@@ -75,13 +76,13 @@ class StepPlan:
     rows: Sequence[PlanRow]  # decode rows first
     num_decode: int  # decode rows
     num_steps: int  # decode steps; above 1 only if every row decodes
-    fresh_slots: tuple[int, ...]  # slots that a request has just been given
+    fresh_slots: tuple[int, ...]  # slots assigned since the last plan
     page_copies: tuple[PageCopy, ...]
     page_tables: tuple[np.ndarray, ...]
-    """A table for each group, int32[num_slots, pages_per_seq]: page ids by slot and by position // page_len.
+    """A table for each group, int32[num_slots, pages_per_seq]: page ids by slot and by position // page_size.
 
     Not a copy, and read-only: valid until the scheduler is called again, so copy what is kept. Entries are 0, the null
-    page, behind the window, beyond what the slot's request has been given, and for slots of nobody.
+    page, behind the window, beyond what the slot's request has been given, and for empty slots.
     """
 
     @property
@@ -91,7 +92,7 @@ class StepPlan:
 
     @property
     def prefill_rows(self) -> Sequence[PlanRow]:
-        """The rows that bring their tokens along."""
+        """The rows with their own token ids."""
         return self.rows[self.num_decode :]
 
     @property
@@ -101,7 +102,7 @@ class StepPlan:
 
 
 class RowResult(NamedTuple):
-    """What a step brought a request."""
+    """The result of a step for one request."""
 
     request_id: RequestId
     row: int | None  # index into the plan's rows; None if the request ended outside of one

@@ -1,4 +1,4 @@
-"""The policy of a step: which rows, how many tokens of each, who makes room for whom."""
+"""The policy of a step: which rows, how many tokens of each, which requests are preempted."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchax_serve.scheduler.steady_decode import SteadyDecodeBatch
 from torchax_serve.scheduler.step_plan import PlanRow, StepPlan
 
 BURST_DECODE_DELAY = 8
-"""Steps in which requests of one burst wait for the prompts of the others, before they decode beside them."""
+"""Steps for which new requests of a burst delay decoding, so that their prompts are prefilled together."""
 
 
 @dataclasses.dataclass(slots=True)
 class _PlanBuilder:
-    """A plan in the making."""
+    """A plan under construction."""
 
     prefill_left: int  # prompt tokens that this step may still take
     outstanding: list[int]  # by group, pages that running requests still need for their prompts
@@ -33,21 +33,21 @@ class _PlanBuilder:
 
 
 class StepPlanner:
-    """Turns the roster into the next plan.
+    """Turns the queues into the next plan.
 
     Running requests come first, in order of rank: each decodes one token or computes a chunk of its prompt. One that
     lacks a page preempts running requests of lower rank, lowest first, or else waits for a later step. Then waiting
-    requests are let in, strictly in order, while there are slots, tokens, and pages for the whole of their prompt.
+    requests start, strictly in order, while there are slots, tokens, and pages for their complete prompt.
     """
 
     def __init__(
-        self, config: SchedulerConfig, book: PageAllocator, roster: RequestQueues, pacer: PrefillBudget
+        self, config: SchedulerConfig, allocator: PageAllocator, queues: RequestQueues, prefill_budget: PrefillBudget
     ) -> None:
         self._config = config
-        self._book = book
-        self._roster = roster
-        self._pacer = pacer
-        self._standing: SteadyDecodeBatch | None = None  # of the last plan
+        self._allocator = allocator
+        self._queues = queues
+        self._prefill_budget = prefill_budget
+        self._steady_batch: SteadyDecodeBatch | None = None  # of the last plan
         self.num_planned = 0
         self.num_prompt_tokens = 0  # of requests let in, each time they were
         self.num_hit_tokens = 0  # of those, found in the cache
@@ -58,19 +58,19 @@ class StepPlanner:
 
     def _repeat_last_plan(self) -> tuple[StepPlan, list[RequestState]] | None:
         """A plan with the rows of the last one; None if anything is to be decided."""
-        standing = self._standing
-        if standing is None or not standing.is_valid or self._roster.waiting:
+        steady = self._steady_batch
+        if steady is None or not steady.is_valid or self._queues.waiting:
             return None
-        if standing.steps_to_first_finish <= 0 or standing.first_recompute <= 0:
+        if steady.steps_to_first_finish <= 0 or steady.first_recompute <= 0:
             return None
-        num_decode = len(standing.states)
-        num_steps = self._steps_within(
-            num_decode, standing.longest, standing.steps_to_last_finish, standing.first_recompute
-        )
-        if not standing.reserve(num_steps, self._book):
+        num_decode = len(steady.states)
+        num_steps = self._steps_within(num_decode, steady.longest, steady.steps_to_last_finish, steady.first_recompute)
+        if not steady.reserve(num_steps, self._allocator):
             return None
-        self._pacer.limit(num_decode, self._config.token_budget - num_decode)  # which counts steps
-        return self._build(standing.advance(num_steps), num_decode, num_steps), standing.states
+        self._prefill_budget.limit(
+            num_decode, self._config.max_num_batched_tokens - num_decode
+        )  # call it once per step
+        return self._build(steady.advance(num_steps), num_decode, num_steps), steady.states
 
     def check_integrity(self) -> None:
         """Checks what is kept of the last plan.
@@ -78,39 +78,39 @@ class StepPlanner:
         Raises:
             AssertionError: it differs from the states of the requests.
         """
-        if self._standing is not None and self._standing.is_valid:
-            self._standing.check_integrity()
+        if self._steady_batch is not None and self._steady_batch.is_valid:
+            self._steady_batch.check_integrity()
 
     def _plan(self) -> tuple[StepPlan, list[RequestState]] | None:
         num_decode, prompt = 0, None
-        for state in self._roster.running:
+        for state in self._queues.running:
             if state.wants_decode:
                 num_decode += 1
             elif prompt is None and state.wants_prefill:
                 prompt = state
-        budget = self._config.token_budget - num_decode
+        budget = self._config.max_num_batched_tokens - num_decode
         age = self._burst_age(prompt) if num_decode else None
         is_burst = age is not None
         holds_decode = age is not None and age < BURST_DECODE_DELAY
         if is_burst:
-            limit = self._config.token_budget if holds_decode else budget
+            limit = self._config.max_num_batched_tokens if holds_decode else budget
         else:
-            limit = self._round_up_to_bucket(num_decode, self._pacer.limit(num_decode, budget), budget)
+            limit = self._round_up_to_bucket(num_decode, self._prefill_budget.limit(num_decode, budget), budget)
         num_steps = self._num_steps(num_decode)
         draft = self._fill(limit, holds_decode, num_steps)
         states = draft.decoding + draft.prefilling
         if not states and (holds_decode or limit < budget):
-            draft = self._fill(budget)  # no prompt fits in; or nobody decodes after all: nobody's pace to keep
+            draft = self._fill(budget)  # no prompt fits, or no row decodes: there is no decode latency to keep
             states = draft.decoding + draft.prefilling
-        self._standing = None
+        self._steady_batch = None
         if not states:
             return None
-        running, rows = self._roster.running, (*draft.decode_rows, *draft.prefill_rows)
-        if len(draft.decoding) == len(running) and not self._roster.waiting:
-            self._standing = SteadyDecodeBatch(states, running, self._config.page_len)
+        running, rows = self._queues.running, (*draft.decode_rows, *draft.prefill_rows)
+        if len(draft.decoding) == len(running) and not self._queues.waiting:
+            self._steady_batch = SteadyDecodeBatch(states, running, self._config.page_size)
         plan = self._build(rows, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
         if not is_burst:
-            self._pacer.charge(plan.step, plan.num_decode, plan.num_prefill_tokens)
+            self._prefill_budget.charge(plan.step, plan.num_decode, plan.num_prefill_tokens)
         return plan, states
 
     def _build(
@@ -128,7 +128,7 @@ class StepPlanner:
             num_steps=num_steps,
             fresh_slots=tuple(fresh_slots),
             page_copies=tuple(copies),
-            page_tables=self._book.page_tables,
+            page_tables=self._allocator.page_tables,
         )
         self.num_planned += 1
         return plan
@@ -137,7 +137,9 @@ class StepPlanner:
         """`limit` prompt tokens and as many as cost nothing more, because the step would be padded with them."""
         if not limit:
             return 0
-        fits = next((rung for rung in self._config.token_buckets if rung >= num_decode + limit), num_decode + limit)
+        fits = next(
+            (bucket for bucket in self._config.token_buckets if bucket >= num_decode + limit), num_decode + limit
+        )
         return min(fits - num_decode, budget)
 
     def _burst_age(self, prompt: RequestState | None) -> int | None:
@@ -145,14 +147,14 @@ class StepPlanner:
 
         `prompt` is that of the first running request which still has one to compute; None: of the first that waits.
 
-        They are of one burst then, and nobody's pace is kept: a batch that fills up sooner is over sooner. In the first
-        steps nobody decodes, so that rows that begin together end together and all steps between are full. That lasts
-        for as many steps as requests run at once: who starts early in a long queue does not wait for all of it.
+        They belong to one burst then, and decode latency is not kept: a batch that fills up sooner is finished sooner.
+        In the first steps no row decodes, so that rows that begin together end together and all steps between are full.
+        That lasts for as many steps as requests run at once: an early request in a long queue does not wait for all.
         """
-        first = prompt or next(iter(self._roster.waiting), None)
+        first = prompt or next(iter(self._queues.waiting), None)
         if first is None:
             return None
-        started = [state.started_step for state in self._roster.running if state.started_step is not None]
+        started = [state.started_step for state in self._queues.running if state.started_step is not None]
         if not started:
             return 0
         age = self.num_planned - min(started)
@@ -160,9 +162,9 @@ class StepPlanner:
 
     def _fill(self, prefill_limit: int, holds_decode: bool = False, num_steps: int = 1) -> _PlanBuilder:
         draft = _PlanBuilder(prefill_limit, [0] * len(self._config.groups))
-        page_len = self._config.page_len
+        page_size = self._config.page_size
         growing: list[tuple[SequencePages, int]] = []  # for several steps; there are pages for all
-        for state in tuple(self._roster.running):
+        for state in tuple(self._queues.running):
             start, pages = state.num_planned, state.pages
             if state.status is not Status.RUNNING:
                 continue  # it had to make room
@@ -171,10 +173,10 @@ class StepPlanner:
             elif start < state.max_total_len - 1 and not holds_decode:
                 assert pages is not None
                 if state.steps_to_recompute <= 0:
-                    self._roster.preempt(state)
+                    self._queues.preempt(state)
                     continue
                 end = start + num_steps
-                if end > pages.num_pages * page_len:
+                if end > pages.num_pages * page_size:
                     if num_steps > 1:
                         growing.append((pages, end))
                     elif not self._grow(state, end):
@@ -184,34 +186,34 @@ class StepPlanner:
                 state.num_planned = end
                 state.num_unread_tokens += num_steps
                 state.num_in_flight += 1
-        self._book.grow_all(growing)
+        self._allocator.grow_all(growing)
         self._admit(draft)
         return draft
 
     def _grow(self, state: RequestState, length: int) -> int:
         """Grows `state` to `length` tokens or as near as it can be, at least by one; returns how near, 0 for not."""
         assert state.pages is not None
-        grown = self._book.max_growth(state.pages, length)
+        grown = self._allocator.max_growth(state.pages, length)
         if grown <= state.num_planned:
             if not self._make_room(state):
                 return 0
-            grown = self._book.max_growth(state.pages, length)
-        self._book.grow(state.pages, grown)
+            grown = self._allocator.max_growth(state.pages, length)
+        self._allocator.grow(state.pages, grown)
         return grown
 
     def _make_room(self, state: RequestState) -> bool:
         """Preempts until `state` can grow by a token; False if it has to wait, or has ended."""
         assert state.pages is not None
         needed = state.num_planned + 1
-        while self._book.max_growth(state.pages, needed) < needed:
-            if self._roster.num_leaving:
+        while self._allocator.max_growth(state.pages, needed) < needed:
+            if self._queues.num_draining:
                 return False  # pages are on their way back
-            last = next(reversed(self._roster.running))
+            last = next(reversed(self._queues.running))
             if last is not state:
-                self._roster.preempt(last)
+                self._queues.preempt(last)
                 continue
-            if len(self._roster.running) == 1 and not state.num_in_flight:
-                self._roster.finish_outside_step(state, "length")  # it has all pages there are
+            if len(self._queues.running) == 1 and not state.num_in_flight:
+                self._queues.finish_outside_step(state, "length")  # it has all pages there are
             return False
         return True
 
@@ -241,14 +243,14 @@ class StepPlanner:
         state.num_in_flight += 1
 
     def _admit(self, draft: _PlanBuilder) -> None:
-        for state in () if self._is_full(draft) else tuple(self._roster.waiting):
+        for state in () if self._is_full(draft) else tuple(self._queues.waiting):
             if self._is_full(draft):
                 return
             if state.pages is not None or state.num_in_flight:
-                return  # preempted, and its last tokens are not known yet; nobody overtakes it
+                return  # preempted, and its last tokens are not known yet; later requests wait for it
             state.grow_rope()
             if self._config.unfit(len(state.tokens)) is not None:
-                self._roster.finish_outside_step(state, "length")  # preempted when it had all but outgrown the cache
+                self._queues.finish_outside_step(state, "length")  # preempted when it had all but outgrown the cache
                 continue
             parent = self._parent(state)
             # The whole prompt, though its last token is computed again: a parent that is a fork itself has the page
@@ -259,35 +261,37 @@ class StepPlanner:
             if pages is None:
                 return
             wanted = min(draft.prefill_left, state.num_prefill_tokens - state.num_planned)
-            length = self._book.max_growth(pages, state.num_planned + self._config.chunk_len(wanted))
-            self._book.grow(pages, length)
+            length = self._allocator.max_growth(pages, state.num_planned + self._config.chunk_len(wanted))
+            self._allocator.grow(pages, length)
             self._add_prefill_row(draft, state, self._config.chunk_len(length - state.num_planned))
             missing = pages.pages_missing(self._config, state.num_prefill_tokens)
             draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
 
     def _is_full(self, draft: _PlanBuilder) -> bool:
-        has_seat = self._book.num_free_slots and len(self._roster.running) < self._config.max_running
-        return not (has_seat and draft.prefill_left and (self._config.batches_prefill or not draft.prefill_rows))
+        has_slot = self._allocator.num_free_slots and len(self._queues.running) < self._config.max_running
+        return not (has_slot and draft.prefill_left and (self._config.batches_prefill or not draft.prefill_rows))
 
     def _parent(self, state: RequestState) -> RequestState | None:
         """The request whose computed prompt `state` can begin with, now or later; None if it must begin by itself."""
         request = state.request
-        can_share = request.cache_prompt and self._config.prefix_caching and 1 < state.prompt_len == len(state.tokens)
+        can_share = (
+            request.cache_prompt and self._config.enable_prefix_caching and 1 < state.prompt_len == len(state.tokens)
+        )
         if request.fork_of is None or not can_share:
             return None
-        parent = self._roster.find(request.fork_of)
+        parent = self._queues.find(request.fork_of)
         can_share = parent is not None and parent.request.cache_prompt and parent.rope_len == state.rope_len
         return parent if can_share else None
 
     def _open(self, draft: _PlanBuilder, state: RequestState, parent: RequestState | None) -> SequencePages | None:
-        """Seats `state` if there are pages for its tokens beside those that running requests will need."""
-        num_running = len(self._roster.running)
+        """Allocates a slot and pages for `state` if enough remain for the prompts of running requests."""
+        num_running = len(self._queues.running)
         spare = [num + num_running for num in draft.outstanding]  # a page for each, or the next step would preempt
-        if not self._book.has_pages(spare):
+        if not self._allocator.has_pages(spare):
             return None  # the common case while pages are short, known before any look-up
         forked = None
         if parent is not None and parent.pages is not None:
-            forked = self._book.fork(parent.pages, state.prompt_len - 1)
+            forked = self._allocator.fork(parent.pages, state.prompt_len - 1)
         if forked is not None:
             pages, copies = forked
             draft.copies += copies
@@ -295,12 +299,12 @@ class StepPlanner:
         else:
             salt = self._config.prefix_salt(state.request.salt, state.rope_len)
             shares = state.request.cache_prompt
-            match = self._book.match_prefix(state.tokens, salt, shares)
-            if not self._book.can_allocate(match, len(state.tokens), spare):
+            match = self._allocator.match_prefix(state.tokens, salt, shares)
+            if not self._allocator.can_allocate(match, len(state.tokens), spare):
                 return None
-            pages = self._book.allocate_slot(match, salt, shares)
-            num_computed = len(match.nodes) * self._config.page_len
-        self._roster.start(state, pages, num_computed)
+            pages = self._allocator.allocate_slot(match, salt, shares)
+            num_computed = len(match.nodes) * self._config.page_size
+        self._queues.start(state, pages, num_computed)
         draft.fresh_slots.append(pages.slot)
         self.num_prompt_tokens += len(state.tokens)
         self.num_hit_tokens += num_computed
@@ -311,8 +315,8 @@ class StepPlanner:
 
         There are pages for all of them.
         """
-        config, running = self._config, self._roster.running
-        if config.max_num_steps == 1 or len(self._roster.waiting) or not 0 < num_decode == len(running):
+        config, running = self._config, self._queues.running
+        if config.max_num_steps == 1 or len(self._queues.waiting) or not 0 < num_decode == len(running):
             return 1
         longest = max(state.num_planned for state in running)
         to_come = (
@@ -324,17 +328,17 @@ class StepPlanner:
     def _steps_within(self, num_decode: int, longest: int, to_come: int, to_recompute: float) -> int:
         """Decode steps of all running requests that a dispatch may take; at least one, also where there is no page."""
         config = self._config
-        affordable = self._pacer.steps_within(config.max_fused_decode_s, num_decode)
-        return max(1, int(min(config.max_num_steps, affordable, to_come, to_recompute, config.max_len - longest)))
+        affordable = self._prefill_budget.steps_within(config.max_fused_decode_s, num_decode)
+        return max(1, int(min(config.max_num_steps, affordable, to_come, to_recompute, config.max_model_len - longest)))
 
     def _has_pages(self, num_tokens: int) -> bool:
         """Whether every running request can be grown by so many tokens."""
-        page_len, running = self._config.page_len, self._roster.running
-        num_available = self._book.num_available
-        if len(running) * -(-num_tokens // page_len) <= num_available:
+        page_size, running = self._config.page_size, self._queues.running
+        num_available = self._allocator.num_available
+        if len(running) * -(-num_tokens // page_size) <= num_available:
             return True  # the common case, known without a look at each
         lacking = 0
         for state in running:
             assert state.pages is not None
-            lacking += max(0, -(-(state.num_planned + num_tokens) // page_len) - state.pages.num_pages)
+            lacking += max(0, -(-(state.num_planned + num_tokens) // page_size) - state.pages.num_pages)
         return lacking <= num_available

@@ -1,17 +1,9 @@
-"""A request to the scheduler: what was asked (`Request`), and how far it has come (`RequestState`)."""
+"""Ids of requests and tokens."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    pass
-
-
 RequestId = int | str
-
-
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
-
+"""Name of a request: unique among those that have not ended."""
 
 MAX_TOKEN_ID = 2**31 - 1
+"""Largest token id: ids are int32 on the device."""

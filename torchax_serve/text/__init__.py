@@ -1,10 +1,11 @@
 """Text in, text out: prompts and chats to token ids, token ids to text as they come."""
 
+from torchax_serve.outputs import Completion, GenerationStats
 from torchax_serve.text.chat import chat, chat_prompt_ids, has_chat_template
 from torchax_serve.text.detokenizer import Detokenizer, StopStrings, cut_at_stop
-from torchax_serve.text.generate_batch import Completion, generate_batch
+from torchax_serve.text.generate_batch import generate_batch
 from torchax_serve.text.prompt import TextModel
-from torchax_serve.text.text_stream import GenerationStats, TextStream, stream
+from torchax_serve.text.text_stream import TextStream, stream
 
 __all__ = [
     "Completion",

@@ -7,36 +7,14 @@ import copy
 import dataclasses
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
 
 from model_adapters.errors import InvalidArgumentError, QueueFullError
+from torchax_serve.outputs import Completion
 from torchax_serve.sampling_params import MAX_SEED, SamplingParams
 from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
 from torchax_serve.text.text_stream import TextStream, new_tokens
 from torchax_serve.validation.argument_checks import is_list
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The answer to one prompt.
-
-    Attributes:
-        text: Text without special tokens, up to the first stop string; empty for a model without a tokenizer.
-        token_ids: New tokens, the end-of-sequence token included.
-        prompt_len: Number of tokens of the prompt.
-        finish_reason: "stop" (end-of-sequence token or stop string), "length", or "deadline" (``timeout_s`` passed).
-        logprobs: `TokenLogprobs` of each new token, with ``SamplingParams(logprobs=...)``.
-        prompt_logprobs: `TokenLogprobs` of each prompt token, None for the first, with ``prompt_logprobs=...``.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_len: int
-    finish_reason: Literal["stop", "length", "deadline"]
-    logprobs: list[Any] | None = None
-    prompt_logprobs: tuple[Any, ...] | None = None
 
 
 @refuses_unknown_options
@@ -124,7 +102,7 @@ def _completed(answer: TextStream) -> Completion:
     with answer:
         text = "".join(answer)
     stats = answer.stats
-    assert stats.finish_reason in ("stop", "length", "deadline")
+    assert stats.finish_reason is not None
     logprobs = answer.logprobs if answer.logprobs else None
     return Completion(
         text, answer.token_ids, stats.prompt_tokens, stats.finish_reason, logprobs, answer.prompt_logprobs

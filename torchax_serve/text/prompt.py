@@ -118,7 +118,7 @@ def given_or_default(params: SamplingParams | None) -> SamplingParams:
 
 def merged(model: TextModel, params: SamplingParams) -> tuple[GenerationConfig, tuple[str, ...]]:
     """Returns the model's generation config merged with `params`, and separately its stop strings."""
-    config = params.without_engine_only().to_generation_config(model.generation_config)
+    config = params.merged_into(model.generation_config)
     stops = config.stop_strings or ()
     config.stop_strings = None
     return config, (stops,) if isinstance(stops, str) else tuple(stops)

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
+from torchax_serve.outputs import FinishReason, GenerationStats, TokenLogprobs
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.detokenizer import Detokenizer, NoText, StopStrings
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
 from torchax_serve.validation.argument_checks import short_repr
-
-FinishReason = Literal["stop", "length", "cancelled", "deadline"]
-
-
-@dataclass(frozen=True)
-class GenerationStats:
-    """Counts and times of one answer.
-
-    Attributes:
-        prompt_tokens: Number of tokens of the prompt, those of the chat template included.
-        new_tokens: Number of tokens decoded, the end-of-sequence token included.
-        ttft_s: Seconds from the request to the first token; None before there is one.
-        decode_tokens_per_s: Rate of the tokens after the first; None with fewer than two.
-        total_s: Seconds from the request to the last token.
-        finish_reason: "stop" (end-of-sequence token or stop string), "length", "cancelled", "deadline" (``timeout_s``
-            passed); None while the request runs.
-    """
-
-    prompt_tokens: int
-    new_tokens: int
-    ttft_s: float | None
-    decode_tokens_per_s: float | None
-    total_s: float
-    finish_reason: FinishReason | None
 
 
 class TextStream(Iterator[str]):
@@ -72,12 +47,12 @@ class TextStream(Iterator[str]):
         self._first_s: float | None = None
 
     @property
-    def logprobs(self) -> list[Any]:
+    def logprobs(self) -> list[TokenLogprobs]:
         """`TokenLogprobs` of the tokens so far, with ``SamplingParams(logprobs=...)``."""
         return list(getattr(self._tokens, "logprobs", ()))[: len(self.token_ids)]
 
     @property
-    def prompt_logprobs(self) -> tuple[Any, ...] | None:
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
         """`TokenLogprobs` of the prompt's tokens, None for the first, with ``SamplingParams(prompt_logprobs=...)``."""
         return getattr(self._tokens, "prompt_logprobs", None)
 
@@ -116,9 +91,9 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stops decoding; a stream that has not ended counts as cancelled. The model stays usable."""
+        """Stops decoding; a stream that has not ended gets the reason "abort". The model stays usable."""
         if self._finish_reason is None:
-            self._end("cancelled")
+            self._end("abort")
 
     def __enter__(self) -> Self:
         return self
@@ -185,7 +160,7 @@ class TextStream(Iterator[str]):
         close = getattr(self._tokens, "close", None)
         if close is not None:
             close()
-        if reason == "cancelled":
+        if reason == "abort":
             return ""
         rest = self._stops.push(self._detokenizer.flush())
         if self._stops.found is not None:
@@ -232,6 +207,5 @@ def new_tokens(model: TextModel, request: PreparedPrompt) -> Iterator[int]:
     # `TextStream` looks for stop strings: ``generate`` would also find one that begins in the prompt.
     kwargs: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
     if request.params.engine_only():
-        # `TextStream` honours `stop`, and `generate_batch` `n`.
-        kwargs["params"] = dataclasses.replace(request.params, stop=None, n=None)
+        kwargs["params"] = request.params.only_engine_options()  # the config has the others
     return model.iter_tokens(request.prompt_ids, request.generation_config, stop_strings=None, **kwargs)

@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 _DTYPE = 'use serve(dtype="bfloat16")'
 _DEVICES = "JAX places the weights: on one device by itself, on several with serve(mesh={'model': 4})"
-_CACHE_BYTES = "use EngineOptions(kv_cache_bytes=...), a number of bytes"
+_CACHE_BYTES = "use EngineOptions(kv_cache_memory_bytes=...), a number of bytes"
 _NO_QUANTIZATION = (
     'weights are served in float32, bfloat16 or float16; use serve(dtype="bfloat16"), and '
     'EngineOptions(kv_cache_dtype="int8") for a smaller cache'
@@ -31,6 +31,11 @@ _TEMPLATE_CALL = "give it to chat, or render the template with model.tokenizer.a
 _COMPILED = "programs are always compiled; leave it out"
 _N = "give the prompt to generate_batch several times, with a seed each"
 _SERVER = "it belongs to an HTTP server; leave it out"
+
+
+def _in_engine(field: str) -> str:
+    return f"use EngineOptions({field}=...)"
+
 
 HINTS: Mapping[str, str] = {
     **UNSUPPORTED,
@@ -61,22 +66,24 @@ HINTS: Mapping[str, str] = {
     "tokenizer_mode": _TOKENIZER,
     "tokenizer_revision": _TOKENIZER,
     "skip_tokenizer_init": "the tokenizer is loaded when it is first used; leave it out",
-    "max_model_len": "use serve(engine=EngineOptions(max_len=4096))",
-    "max_seq_len": "use serve(engine=EngineOptions(max_len=4096))",
-    "max_seq_length": "use serve(engine=EngineOptions(max_len=4096))",
-    "max_num_seqs": "use EngineOptions(num_slots=...)",
-    "max_batch_size": "use EngineOptions(num_slots=...)",
-    "max_num_batched_tokens": "use EngineOptions(token_budget=...)",
-    "max_num_partial_prefills": "use EngineOptions(max_decode_slowdown=...)",
-    "enable_chunked_prefill": "long prompts are always computed in chunks, of EngineOptions(token_budget=...) tokens",
-    "block_size": "use EngineOptions(page_len=...), a number of tokens",
-    "page_size": "use EngineOptions(page_len=...), a number of tokens",
-    "enable_prefix_caching": "use EngineOptions(prefix_caching=True), which is the default",
+    "max_seq_len": _in_engine("max_model_len"),
+    "max_seq_length": _in_engine("max_model_len"),
+    "max_batch_size": _in_engine("max_num_seqs"),
+    "max_num_partial_prefills": _in_engine("max_decode_slowdown"),
+    "enable_chunked_prefill": "long prompts always come in chunks, of EngineOptions(max_num_batched_tokens=...) tokens",
+    "block_size": _in_engine("page_size"),
     "gpu_memory_utilization": _CACHE_BYTES,
-    "kv_cache_memory_bytes": _CACHE_BYTES,
+    # names that options of the engine had before
+    "max_len": _in_engine("max_model_len"),
+    "num_slots": _in_engine("max_num_seqs"),
+    "page_len": _in_engine("page_size"),
+    "token_budget": _in_engine("max_num_batched_tokens"),
+    "kv_cache_bytes": _CACHE_BYTES,
+    "prefix_caching": _in_engine("enable_prefix_caching"),
+    "max_source_len": _in_engine("max_encoder_len"),
     "swap_space": _CACHE_BYTES,
     "cpu_offload_gb": "weights are on the devices only; leave it out",
-    "num_scheduler_steps": "use EngineOptions(max_num_steps=...)",
+    "num_scheduler_steps": _in_engine("max_num_steps"),
     "cache_dtype": 'use EngineOptions(kv_cache_dtype="int8")',
     "tensor_parallel_size": "use serve(tensor_parallel=4)",
     "data_parallel_size": "use serve(mesh={'data': 4})",
@@ -115,6 +122,13 @@ SAMPLING = {
 """Field of `SamplingParams` by the keyword of a request with the same meaning."""
 
 
+_ENGINE = """max_model_len max_num_seqs page_size kv_cache_memory_bytes max_num_batched_tokens enable_prefix_caching
+max_num_steps max_decode_slowdown batch_invariant kv_cache_dtype max_encoder_len max_num_waiting"""
+
+ENGINE = frozenset(_ENGINE.split())
+"""Fields of `EngineOptions`; this module must not import the engine."""
+
+
 def unknown_argument(where: str, name: str, known: Collection[str] = ()) -> UnsupportedArgumentError:
     """Returns the error for a keyword that `where` does not have.
 
@@ -132,6 +146,8 @@ def unknown_argument(where: str, name: str, known: Collection[str] = ()) -> Unsu
 
 def hint(name: str, known: Collection[str] = ()) -> str | None:
     """Returns the remedy for the keyword `name` of a call with the keywords `known`; None if there is no hint."""
+    if name in ENGINE and name not in known:
+        return f"use serve(engine=EngineOptions({name}=...))"
     field = SAMPLING.get(name)
     if field is None:
         return HINTS.get(name)

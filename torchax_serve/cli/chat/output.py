@@ -7,7 +7,8 @@ import json
 import sys
 
 from torchax_serve.cli.shared.terminal import hidden_keys, is_terminal, passing_note, print_note, strip_control_chars
-from torchax_serve.text.text_stream import GenerationStats, TextStream
+from torchax_serve.outputs import GenerationStats
+from torchax_serve.text.text_stream import TextStream
 
 
 def stats_line(stats: GenerationStats) -> str:
@@ -19,7 +20,7 @@ def stats_line(stats: GenerationStats) -> str:
         parts.append(f"{stats.decode_tokens_per_s:.1f} tokens/s")
     if stats.finish_reason == "length":
         parts.append("cut at the length limit (--max-new-tokens)")
-    if stats.finish_reason == "cancelled":
+    if stats.finish_reason == "abort":
         parts.append("stopped")
     return " · ".join(parts)
 

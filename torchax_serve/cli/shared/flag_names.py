@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 # Python arguments that a flag stands for under another name.
 _RENAMED = {
     "local_files_only": "--offline",
-    "num_slots": "--slots",
     "join_timeout_s": "--join-timeout",
     "min_replicas": "--replicas",
     "max_replicas": "--replicas",
@@ -25,12 +24,12 @@ _PHRASES = {
     "min_replicas and max_replicas: expected 1 <= min <= max": "--replicas: expected 1 <= LEAST <= MOST",
 }
 
-_LENGTH = "the cache grows with the conversation; --max-new-tokens bounds an answer, and plan has --max-len"
+_LENGTH = "the cache grows with the conversation; --max-new-tokens bounds an answer, and plan has --max-model-len"
 _DEVICE = "JAX chooses the device; the environment variable JAX_PLATFORMS=cpu, cuda or tpu says which"
 _MEMORY = "memory is measured; in Python, serve(engine=EngineOptions(...)) bounds that of the cache"
 _QUANTIZED = "quantized weights are not supported yet; --dtype bfloat16 or float16 halves those of float32"
 _POSITIONAL = "the model is the first argument, without a flag"
-_SLOTS = "a chat is one request at a time; plan and deploy have --slots"
+_SEQS = "a chat is one request at a time; plan and deploy have --max-num-seqs"
 _HTTP = "run answers in the terminal; torchax-serve deploy serves over HTTP"
 _SAMPLED = "--temperature, --top-k or --top-p turn sampling on, --greedy turns it off"
 _IN_PYTHON = "the command line has no flag for it; SamplingParams has it in Python"
@@ -59,10 +58,10 @@ HINTS: Mapping[str, str] = {
     "--load-in-8bit": _QUANTIZED,
     "--logprobs": _IN_PYTHON,
     "--max-context-len": _LENGTH,
-    "--max-len": _LENGTH,
+    "--max-len": "use --max-model-len, which plan and deploy have",
     "--max-model-len": _LENGTH,
     "--max-num-batched-tokens": "the scheduler chooses; in Python, serve(engine=EngineOptions(...)) says",
-    "--max-num-seqs": _SLOTS,
+    "--max-num-seqs": _SEQS,
     "--mem-fraction-static": _MEMORY,
     "--model": _POSITIONAL,
     "--model-name-or-path": _POSITIONAL,
@@ -70,12 +69,13 @@ HINTS: Mapping[str, str] = {
     "--n-gpu-layers": _DEVICE,
     "--num-beams": "answers are sampled or greedy; generate() in Python has beams",
     "--num-gpus": "--tensor-parallel says how many devices share the model",
+    "--page-len": "use --page-size, which plan has",
     "--pipeline-parallel-size": "give --tensor-parallel, or --mesh",
     "--port": _HTTP,
     "--presence-penalty": _IN_PYTHON,
     "--quantization": _QUANTIZED,
     "--served-model-name": _HTTP,
-    "--slots": _SLOTS,
+    "--slots": "use --max-num-seqs, which plan and deploy have",
     "--swap-space": _MEMORY,
     "--tokenizer": "the tokenizer is the one that comes with the model",
 }

@@ -36,14 +36,14 @@ def _keep_stdout_for_answers() -> None:
 
 @contextlib.contextmanager
 def loaded_model(
-    name: str | None, options: LoadOptions, *, num_slots: int | None = None, starts_chat: bool = False
+    name: str | None, options: LoadOptions, *, max_num_seqs: int | None = None, starts_chat: bool = False
 ) -> Iterator[Any]:
     """Yields the model `name` (None: the embedded one), and closes it.
 
     Args:
         name: Name as `torchax_serve.serve` takes it.
         options: Options of the command.
-        num_slots: requests that run at once, for which the cache is laid out; None for those of a server.
+        max_num_seqs: requests that run at once, for which the cache is laid out; None for those of a server.
         starts_chat: whether a chat template will be rendered, which needs a process of its own.
 
     Raises:
@@ -63,7 +63,7 @@ def loaded_model(
             _keep_stdout_for_answers()
         options.show_details()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
-        engine = None if num_slots is None else EngineOptions(num_slots=num_slots)
+        engine = None if max_num_seqs is None else EngineOptions(max_num_seqs=max_num_seqs)
         model = serve(name, progress=progress, engine=engine, **options.serve_kwargs())
     with contextlib.closing(model):
         yield model

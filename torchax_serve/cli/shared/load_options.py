@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _option = functools.partial(typer.Option, rich_help_panel="Loading")
-MaxLen = Annotated[
-    int | None, typer.Option("--max-len", "--max-model-len", min=2, help="Tokens of a request, prompt and answer.")
+MaxModelLen = Annotated[
+    int | None, typer.Option("--max-model-len", min=2, help="Tokens of a request, prompt and answer.")
 ]
 """Option of commands that make a cache for requests."""
 _hosts_option = functools.partial(typer.Option, rich_help_panel="Several hosts, the same command on each")

@@ -100,7 +100,7 @@ def functions_of(runtime: ModelRuntime, sharding: ModelSharding) -> list[Any]:
     Their pages are arguments, so this cache has no pages.
     """
     programs = runtime.steps.executables
-    cache = PagedCache(CacheAllocation((), (), page_len=1, max_len=1))
+    cache = PagedCache(CacheAllocation((), (), page_size=1, max_len=1))
     packed = PackedExecutor(runtime.program, runtime.weights, cache, programs, num_slots=1, token_budget=16)
     return [packed, MultiHostPoolAllocator(programs, sharding)]
 

@@ -43,7 +43,9 @@ class Replica:
         from torchax_serve.compilation import gc_pause
 
         engine = EngineOptions(
-            num_slots=options.num_slots, max_len=options.max_len, kv_cache_dtype=options.kv_cache_dtype
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            kv_cache_dtype=options.kv_cache_dtype,
         )
         self._model = serve(options.model, dtype=options.dtype, tensor_parallel=options.tensor_parallel, engine=engine)
         self._model.engine.warm_up()
@@ -129,12 +131,12 @@ def application_of(options: DeployOptions) -> ray_serve.Application:
     if ray.is_initialized():
         options.check_nodes([node["Resources"] for node in ray.nodes() if node["Alive"]])
     replicas = ray_serve.deployment(Replica).options(
-        max_ongoing_requests=2 * options.num_slots,
+        max_ongoing_requests=2 * options.max_num_seqs,
         autoscaling_config={
             "min_replicas": options.min_replicas,
             "initial_replicas": options.min_replicas,
             "max_replicas": options.max_replicas,
-            "target_ongoing_requests": options.num_slots,
+            "target_ongoing_requests": options.max_num_seqs,
             "upscale_delay_s": options.upscale_delay_s,
             "downscale_delay_s": options.downscale_delay_s,
         },

@@ -20,10 +20,10 @@ class DeployOptions:
         model: Short name, hub id or folder that every node has; None is the model of the package.
         dtype: Dtype of the weights.
         tensor_parallel: Number of devices of a replica, all on one node.
-        min_replicas, max_replicas: Limits of autoscaling; Ray adds replicas above `num_slots` requests per replica.
+        min_replicas, max_replicas: Limits of autoscaling; Ray adds replicas above `max_num_seqs` requests per replica.
         upscale_delay_s, downscale_delay_s: Seconds of higher or lower load before replicas are added or removed.
-        num_slots: Number of requests that a replica runs at once.
-        max_len: Number of tokens of a request, prompt and answer.
+        max_num_seqs: Number of requests that a replica runs at once.
+        max_model_len: Number of tokens of a request, prompt and answer.
         kv_cache_dtype: ``int8`` stores keys and values in 8 bits; None: in the model's dtype.
         accelerator: Ray's resource for the `tensor_parallel` devices: ``GPU`` or ``TPU``; None: CPU cores.
         num_cpus: Number of CPU cores that Ray reserves for a replica.
@@ -40,8 +40,8 @@ class DeployOptions:
     max_replicas: int = 1
     upscale_delay_s: float = 30.0
     downscale_delay_s: float = 600.0
-    num_slots: int = 32
-    max_len: int | None = None
+    max_num_seqs: int = 32
+    max_model_len: int | None = None
     kv_cache_dtype: str | None = None
     accelerator: str | None = None
     num_cpus: float = 1.0
@@ -65,8 +65,8 @@ class DeployOptions:
             raise InvalidArgumentError(f"num_cpus: expected a number > 0, got {self.num_cpus!r}")
         if self.max_body_bytes < 1:
             raise InvalidArgumentError(f"max_body_bytes: expected a whole number >= 1, got {self.max_body_bytes!r}")
-        if self.num_slots < 1:
-            raise InvalidArgumentError(f"num_slots: expected a whole number >= 1, got {self.num_slots}")
+        if self.max_num_seqs < 1:
+            raise InvalidArgumentError(f"max_num_seqs: expected a whole number >= 1, got {self.max_num_seqs}")
         if self.kv_cache_dtype not in (None, "int8"):
             raise InvalidArgumentError(f"kv_cache_dtype: expected int8, got {self.kv_cache_dtype!r}")
         if self.accelerator not in (None, "GPU", "TPU"):

@@ -1,0 +1,156 @@
+"""The inputs of packed steps as one int32 array per call: each transfer to the device costs the host time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.caches.paged_cache import PackedBatch, PagedLayout
+from torchax_serve.scheduler import DecodeBatch, PlanRow
+
+SAMPLED_ON_DEVICE = -1
+"""Placeholder for the token sampled last in the row's slot, which the host may not know yet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedStepSpec:
+    """Static arguments of a packed step: sizes and layout of its inputs."""
+
+    num_tokens: int  # T
+    num_rows: int  # S
+    pages_per_seq: int
+    layout: PagedLayout
+    batch_invariant: bool
+    has_rope_lens: bool = False  # rotary frequencies depend on lengths
+
+    @property
+    def num_tables(self) -> int:
+        """Number of page tables: one for each group of layers."""
+        return max(self.layout.groups) + 1
+
+    @functools.cached_property
+    def bounds(self) -> tuple[slice, ...]:
+        """Slices of the array, in the order of the inputs; page tables come last."""
+        tokens, rows = self.num_tokens, self.num_rows
+        tables = [rows * self.pages_per_seq] * self.num_tables
+        rope_lens = tokens if self.has_rope_lens else 0
+        ends = itertools.accumulate([0, tokens, tokens, tokens, rope_lens, rows + 1, rows, rows, *tables])
+        return tuple(slice(begin, end) for begin, end in itertools.pairwise(ends))
+
+    @property
+    def size(self) -> int:
+        """Number of integers in the array of a step."""
+        return int(self.bounds[-1].stop)
+
+    def pack(self, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
+        """Returns the inputs of a step as one array, int32[size].
+
+        Args:
+            rows: Rows of a plan.
+            tables: Page tables by group, int32[num_slots, pages_per_seq].
+            ahead: Number of decode steps since the first step of the plan.
+        """
+        numbers = np.zeros(self.size, np.int32)
+        ids, token_slots, positions, rope_lens, cu_q_lens, kv_lens, last, *parts = [
+            numbers[part] for part in self.bounds
+        ]
+        num_rows = len(rows)
+        slots = np.array([row.slot for row in rows], np.int32)
+        starts = np.array([row.context_len for row in rows], np.int32) + np.int32(ahead)
+        num_tokens = np.array([row.num_tokens for row in rows], np.int32)
+        ends = np.cumsum(num_tokens, dtype=np.int32)
+        total = int(ends[-1])
+        token_slots[:total] = np.repeat(slots, num_tokens)
+        positions[:total] = np.arange(total, dtype=np.int32) + np.repeat(starts - ends + num_tokens, num_tokens)
+        if self.has_rope_lens:
+            least = np.repeat(np.array([row.rope_len for row in rows], np.int32), num_tokens)
+            rope_lens[:total] = np.maximum(least, positions[:total] + 1)
+        ids[:total] = SAMPLED_ON_DEVICE
+        for row, end in zip(rows, ends.tolist(), strict=True):
+            if row.token_ids is not None:
+                ids[end - row.num_tokens : end] = row.token_ids
+        cu_q_lens[1 : num_rows + 1] = ends
+        cu_q_lens[num_rows + 1 :] = total
+        kv_lens[:num_rows] = starts + num_tokens
+        last[:num_rows] = ends - 1
+        for part, table in zip(parts, tables, strict=True):
+            part.reshape(self.num_rows, -1)[:num_rows] = table[slots]
+        return numbers
+
+    def unpack(self, numbers: jax.Array, last_tokens: jax.Array) -> PackedBatch:
+        """Returns the batch in `numbers` int32[size].
+
+        Ids that are `SAMPLED_ON_DEVICE` are taken from `last_tokens` int32[num_slots].
+        """
+        ids, slots, positions, rope_lens, cu_q_lens, kv_lens, last, *tables = [numbers[part] for part in self.bounds]
+        return PackedBatch(
+            token_ids=jnp.where(ids == SAMPLED_ON_DEVICE, last_tokens[slots], ids),
+            positions=positions,
+            cu_q_lens=cu_q_lens,
+            kv_lens=kv_lens,
+            last=last,
+            page_tables=tuple(table.reshape(self.num_rows, self.pages_per_seq) for table in tables),
+            rope_lens=rope_lens if self.has_rope_lens else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedDecodeSpec:
+    """Static arguments of fused decode steps, which sample on the device; the number of steps is an input.
+
+    The inputs are few, since each array costs the host time while the device waits for the next call: slots and lengths
+    of the rows, page tables, the number of steps, and whether any row samples. The program derives the rest.
+    """
+
+    packed: PackedStepSpec
+    max_num_steps: int
+
+    @property
+    def size(self) -> int:
+        """Number of integers in the array of a call."""
+        return self.packed.num_rows * (2 + self.packed.num_tables * self.packed.pages_per_seq) + 2
+
+    def pack(self, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], num_steps: int, draws: bool) -> np.ndarray:
+        """Returns the inputs of a call as one array, int32[size].
+
+        Args:
+            rows: Decode rows of a plan.
+            tables: Page tables by group, int32[num_slots, pages_per_seq].
+            num_steps: Number of decode steps.
+            draws: Whether any row samples.
+        """
+        numbers = np.zeros(self.size, np.int32)
+        by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
+        if isinstance(rows, DecodeBatch):
+            slots, starts = rows.slots, rows.starts
+        else:
+            slots = np.array([row.slot for row in rows], np.int32)
+            starts = np.array([row.context_len for row in rows], np.int32)
+        by_row[0, :num_rows] = slots
+        by_row[1, :num_rows] = starts + 1
+        for table, pages in zip(tables, np.split(by_row[2:], self.packed.num_tables), strict=True):
+            table.take(slots, axis=0, out=pages.reshape(self.packed.num_rows, -1)[:num_rows], mode="clip")
+        numbers[-2:] = num_steps, draws
+        return numbers
+
+    def unpack(self, numbers: jax.Array) -> tuple[PackedBatch, jax.Array, jax.Array, jax.Array]:
+        """Returns the first step's batch without token ids, slots int32[S], the number of steps, whether to sample."""
+        by_row = numbers[:-2].reshape(-1, self.packed.num_rows)
+        slots, lengths = by_row[0], by_row[1]
+        tables = jnp.split(by_row[2:], self.packed.num_tables)
+        index, num_in_use = jnp.arange(self.packed.num_rows + 1), jnp.sum(lengths > 0)
+        batch = PackedBatch(
+            token_ids=jnp.zeros_like(slots),
+            positions=jnp.maximum(lengths - 1, 0),
+            cu_q_lens=jnp.minimum(index, num_in_use),
+            kv_lens=lengths,
+            last=jnp.where(lengths > 0, index[:-1], 0),
+            page_tables=tuple(table.reshape(self.packed.num_rows, self.packed.pages_per_seq) for table in tables),
+        )
+        return batch, slots, numbers[-2], numbers[-1] > 0

@@ -1,0 +1,126 @@
+"""The result types of requests: why they ended, what they returned, and the statistics of streams and engines.
+
+A leaf: text, scheduler and engine share these types, and none of them is needed to read a result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+"""Why a request ended.
+
+``stop``: an end-of-sequence token, a stop token or a stop string. ``length``: `max_new_tokens`, the longest request of
+the engine, or all pages of the cache. ``abort``: its reader cancelled it. ``deadline``: its time limit. ``error``: a
+failure.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one token under the model, before any sampling option.
+
+    Attributes:
+        token_id: Id of the token.
+        logprob: Natural logarithm of the token's probability.
+        top: Pairs of token id and log-probability of the likeliest tokens, in descending order.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt.
+
+    Attributes:
+        text: Text of the answer without special tokens, up to the first stop string; empty for a model without a
+            tokenizer.
+        token_ids: New tokens, including the end-of-sequence token.
+        prompt_len: Number of tokens of the prompt.
+        finish_reason: Why the answer ended.
+        logprobs: Log-probabilities of each new token; None if they were not requested.
+        prompt_logprobs: Log-probabilities of the prompt's tokens, None for the first one; None if they were not
+            requested.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_len: int
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationStats:
+    """Counts and times of one answer.
+
+    Attributes:
+        prompt_tokens: Number of tokens of the prompt, including those of the chat template.
+        new_tokens: Number of tokens decoded, including the end-of-sequence token.
+        ttft_s: Seconds from the request to the first token; None before the first token.
+        decode_tokens_per_s: Rate of the tokens after the first; None with fewer than two tokens.
+        total_s: Seconds from the request to the last token.
+        finish_reason: Why the answer ended; None while it runs.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    ttft_s: float | None
+    decode_tokens_per_s: float | None
+    total_s: float
+    finish_reason: FinishReason | None
+
+
+class GroupUsage(NamedTuple):
+    """Pages of one group of attention layers, not counting the null page."""
+
+    name: str
+    num_pages: int
+    num_used: int
+    num_cached: int  # pages that hold a prefix and belong to no running request
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerStats:
+    """Counts of a scheduler: current ones, and totals since its start."""
+
+    num_running: int
+    num_waiting: int  # including preempted requests
+    num_in_flight: int  # plans not yet committed
+    pages: tuple[GroupUsage, ...]
+    num_preemptions: int  # total
+    num_prompt_tokens: int  # total, of requests that started (again after a preemption)
+    num_hit_tokens: int  # total, prompt tokens found in the prefix cache
+    num_new_tokens: int  # total, accepted
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """Counts of an engine: current ones, and totals since its start."""
+
+    scheduler: SchedulerStats
+    num_programs: int  # compiled steps in memory
+    num_steps: int  # total, dispatched to the device
+    tokens_per_s: float  # new tokens over the last 10 seconds
+    host_s: float  # total seconds of the engine's thread, not counting waits for the device
+    busy_s: float  # total seconds with a step in flight
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Fraction of all prompt tokens found in the prefix cache."""
+        return self.scheduler.num_hit_tokens / max(1, self.scheduler.num_prompt_tokens)
+
+    def __str__(self) -> str:
+        """Returns one line for people."""
+        scheduler = self.scheduler
+        pages = ", ".join(f"{group.num_used}/{group.num_pages} pages ({group.name})" for group in scheduler.pages)
+        return (
+            f"{scheduler.num_running} running, {scheduler.num_waiting} waiting, {pages or 'no pages'}, "
+            f"prefix hits {self.prefix_hit_rate:.0%}, {scheduler.num_preemptions} preempted, "
+            f"{self.num_programs} programs, {self.tokens_per_s:.0f} tokens/s"
+        )
