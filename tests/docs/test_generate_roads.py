@@ -21,7 +21,7 @@ from torchax_serve.sampling import PLAN_OPTIONS
 TEXT = (ROOT / "docs" / "generate.md").read_text()
 FAST, PLAIN, REFUSED = (
     TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    for heading in ("The static batch loop", "transformers' loop over the compiled forward", "Refused")
+    for heading in ("The static batch", "transformers' loop over the compiled forward", "Refused")
 )
 
 
