@@ -2,7 +2,7 @@
 
     python examples/train_embedded.py --output my-model
 
-The state lies in --workdir after every 100 steps and on Ctrl-C; the same command goes on from there. On Linux,
+The state is saved in --workdir after every 100 steps and on Ctrl-C; the same command goes on from there. On Linux,
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000
 

@@ -9,7 +9,8 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
     *sorted((ROOT / "docs").glob("**/*.md")),
 ]
-LANGUAGES = {"python", "bash", "mermaid"}
+LANGUAGES = {"python", "bash", "mermaid", "text"}
+"""``text`` is what the command in the block before it prints."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ IN_PROCESS = re.compile(r"torchax-serve (?:(?:models|ops|embed|doctor|cache)\b|p
 # Runs these tests itself; tests/docs/test_ci_run.py is about it.
 RUNS_THE_TESTS = {".ci/run"}
 
+# Command lines of the README whose output stands behind them.
+SHOWN = dict(re.findall(r"```bash\n([^\n]*)\n```\n\n```text\n([^`]*)```", (ROOT / "README.md").read_text()))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 COMMANDS = commands()
 SET_UPS = [command for _, command in COMMANDS if command.startswith(SET_UP)]
@@ -82,6 +84,8 @@ def test_every_command_is_run_or_checked():
     listed = {command for _, command in COMMANDS}
     assert set(TYPED) | FROM_THE_HUB | RUNS_THE_TESTS <= listed, "an exception for a command that nobody writes"
     assert len(SET_UPS) == 3
+    assert set(SHOWN) <= set(SET_UPS), "output is shown of a command that no test compares it with"
+    assert SHOWN
     assert len(RUN) >= 3
 
 
@@ -128,3 +132,8 @@ def test_set_up_installs_this_project_and_what_follows_runs(shell, command):
         done = shell(rest.removeprefix(".venv/bin/"))
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip()
+        if command in SHOWN:
+            answer, _, statistics = SHOWN[command].partition("\n")
+            assert done.stdout == f"{answer}\n"
+            measured = done.stderr.splitlines()[-1]
+            assert re.sub(r"[\d.]+", "N", measured) == re.sub(r"[\d.]+", "N", statistics.strip())

@@ -124,7 +124,7 @@ def test_prepared_rows(model, call, reason):
         (
             TEXT_TO_TEXT,
             PromptCall(6, lambda: EngineFacts(max_encoder_len=5)),
-            Route(Path.PREPARED, "its input has 6 tokens, and the engine has room for 5 of each (max_source_len)"),
+            Route(Path.PREPARED, "its input has 6 tokens, and the engine has room for 5 of each (max_encoder_len)"),
         ),
         (SPEECH_TO_TEXT, PromptCall(5, never), Route(Path.PREPARED, "its encoder reads no tokens")),
         (
