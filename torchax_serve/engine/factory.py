@@ -13,6 +13,7 @@ from torchax_serve.buckets import token_buckets
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.model_runner import ModelRunner
 from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
+from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.packed_factory import packed_executor
 from torchax_serve.executors.per_sequence_factory import per_sequence_executor
 from torchax_serve.kv_cache.memory import MemoryBudget
@@ -40,7 +41,7 @@ def build_engine(
     """
     options = options or EngineOptions()
     sizes = MemoryBudget(
-        max_model_len=_max_len(runtime, options),
+        max_model_len=_max_model_len(runtime, options),
         max_num_seqs=options.max_num_seqs,
         page_size=options.page_size,
         max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs + 15),
@@ -64,8 +65,20 @@ def build_engine(
             ) from reason
         choice = per_sequence_executor(runtime, sizes, str(reason))
     _check_invariance(options, not_invariant_reason())
+    choice = dataclasses.replace(choice, sampler_table_bytes=sizes.sampler_table_bytes)
+    logger.info("%s", choice)
+    runner = ModelRunner(choice.executor, vocab_size=runtime.limits.vocab_size)
+    return Engine(
+        Scheduler(_scheduler_config(runtime, options, sizes, choice)), runner, str(choice), ids, options.max_num_waiting
+    )
+
+
+def _scheduler_config(
+    runtime: ModelRuntime, options: EngineOptions, sizes: MemoryBudget, choice: ExecutorChoice
+) -> SchedulerConfig:
+    """Returns the scheduler's configuration: the engine's options within the limits of the executor."""
     limits = choice.executor.limits
-    config = SchedulerConfig(
+    return SchedulerConfig(
         groups=choice.executor.cache.plan.groups,
         page_size=sizes.page_size,
         max_num_seqs=limits.max_num_seqs,
@@ -80,10 +93,6 @@ def build_engine(
         token_buckets=token_buckets(sizes.max_num_batched_tokens) if choice.is_packed else (),
         rope=None if runtime.program.rope is None else runtime.program.rope.lengths,
     )
-    choice = dataclasses.replace(choice, sampler_table_bytes=sizes.sampler_table_bytes)
-    logger.info("%s", choice)
-    runner = ModelRunner(choice.executor, vocab_size=runtime.limits.vocab_size)
-    return Engine(Scheduler(config), runner, str(choice), ids, options.max_num_waiting)
 
 
 def _check_invariance(options: EngineOptions, why_not: str | None) -> None:
@@ -121,7 +130,7 @@ def _max_encoder_len(runtime: ModelRuntime, options: EngineOptions) -> int:
     return asked
 
 
-def _max_len(runtime: ModelRuntime, options: EngineOptions) -> int:
+def _max_model_len(runtime: ModelRuntime, options: EngineOptions) -> int:
     limits = runtime.limits
     limit = limits.max_positions or getattr(runtime.text_config, "max_target_positions", None)
     if options.max_model_len is None:
