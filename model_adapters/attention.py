@@ -177,12 +177,8 @@ def torchax_attention(
     causal_mask: CausalMask | None = getattr(attention_mask, "causal_mask", None)
     paged: PagedWrite | None = getattr(key, "paged_write", None)
     if paged is not None:
-        if (
-            causal_mask is None
-            or causal_mask.starts is not None
-            or position_bias is not None
-            or value is not paged.values
-        ):
+        is_changed = position_bias is not None or value is not paged.values
+        if causal_mask is None or causal_mask.starts is not None or is_changed:
             raise NotPackableError("attention with a mask that is more than causal, or over changed values")
         features: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes}
         return attend_paged(query, key, paged, causal_mask.window, **features), None
@@ -192,13 +188,8 @@ def torchax_attention(
     if write is not None and value is not write.values_out:
         write = None  # model code has computed other values from those that were written
     q = jax_view(query)
-    if (
-        q.shape[2] == 1
-        and write is not None
-        and write.pool_before is not None
-        and causal_mask
-        and position_bias is None
-    ):
+    is_decode = q.shape[2] == 1 and position_bias is None
+    if is_decode and causal_mask is not None and write is not None and write.pool_before is not None:
         args = AttentionArgs(scale, causal_mask.window, softcap, sinks, alibi)
         out: Any = _decode(q, write, causal_mask.starts, args)
     else:

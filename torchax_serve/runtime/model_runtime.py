@@ -30,12 +30,12 @@ from torchax_serve.buckets import next_bucket
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.multimodal.placeholders import unmet
 from torchax_serve.runtime.call_arguments import check_positions_kept
+from torchax_serve.runtime.call_inputs import program_inputs, take_encoder_output
 from torchax_serve.runtime.capabilities import CacheSupport
 from torchax_serve.runtime.encoder import EncoderRuntime
-from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
 from torchax_serve.runtime.input_limits import InputLimits
 from torchax_serve.runtime.module_changes import check_can_follow, weights_of
-from torchax_serve.runtime.padding import NewTokenBatch, Padding, cut, is_own_mask, own_mask, pad_positions, pad_tokens
+from torchax_serve.runtime.padding import NewTokenBatch, cut, is_own_mask
 from torchax_serve.runtime.static_args import StaticArgPolicy, StaticArgs, all_hold, split_traced_and_static
 from torchax_serve.runtime.step_functions import StepFunctions
 from torchax_serve.validation.owner_process import OwnerProcess
@@ -248,8 +248,13 @@ class ModelRuntime:
         tensor = given.pop(name)
         after, cache.length = cache.length, past
         try:
-            inputs, extended = self._inputs(
-                NewTokenBatch(name, tensor, tensor.shape[1]), given, spec, cache, StaticArgs.NOTHING
+            inputs, extended = program_inputs(
+                self.program,
+                NewTokenBatch(name, tensor, tensor.shape[1]),
+                given,
+                spec,
+                cache,
+                StaticArgs.NOTHING,
             )
             return (cache.states, to_device(past, np.int32), inputs), extended
         finally:
@@ -313,10 +318,10 @@ class ModelRuntime:
         states, offset = (None, None) if cache is None else (cache.states, to_device(past, np.int32))
 
         names = self.program.names
-        context = self._take_encoder_output(given, cache) if names.has_encoder and cache is not None else {}
+        context = take_encoder_output(self.encoder, given, cache) if names.has_encoder and cache is not None else {}
 
         def call(known: StaticArgs) -> Call:
-            inputs, extended = self._inputs(query, given, spec, cache, known)
+            inputs, extended = program_inputs(self.program, query, given, spec, cache, known)
             return (states, offset, inputs | context), extended
 
         described = {**given, query.name: query.tensor}
@@ -324,52 +329,6 @@ class ModelRuntime:
         if cache is not None:
             cache.states, cache.length = states, past + query.len
         return cut(fields, query, past, keep, cache)
-
-    def _inputs(
-        self, query: NewTokenBatch, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None, known: StaticArgs
-    ) -> tuple[dict[str, Any], CallSpec]:
-        """The arrays of a call with `query` and what else is `given`, and what is static of it."""
-        names = self.program.names
-        given = dict(given)
-        keep = given.get("logits_to_keep", 0)
-        if not isinstance(keep, torch.Tensor):  # which is an argument as any other
-            given.pop("logits_to_keep", None)
-        inputs, padded = self._text_inputs(query, given, cache, known)
-        rest_given = {name: value for name, value in given.items() if name not in names.per_token_args}
-        if known >= StaticArgs.MASKS:
-            rest_given |= {query.name: query.tensor}
-            rest_given |= {name: given[name] for name in names.per_token_args & given.keys()}
-        arrays, rest = split_traced_and_static(rest_given, known)
-        if not isinstance(keep, torch.Tensor) and keep == 1:
-            inputs["last"] = to_device(query.len - 1, np.int32)
-        return inputs | arrays, dataclasses.replace(spec, left_padded=padded, static_args=spec.static_args + rest)
-
-    def _text_inputs(
-        self, query: NewTokenBatch, given: dict[str, Any], cache: DeviceCache | None, known: StaticArgs
-    ) -> tuple[dict[str, jax.Array], bool]:
-        """Tokens, positions and mask as a program takes them, and whether it is told of padding on the left."""
-        if known >= StaticArgs.MASKS:
-            return {}, False
-        names, past = self.program.names, 0 if cache is None else cache.length
-        inputs = {query.name: pad_tokens(query.tensor, query.padded_len)}
-        positions = given.get(names.positions)
-        if self.program.rope is not None and positions is None:  # which the model then counts, padding included
-            inputs["rope_lens"] = to_device(past + query.len, np.int32)
-        length = query.padded_len if cache is None or past == 0 else cache.capacity
-        if is_own_mask(mask := given.get(names.mask)):
-            padding = Padding()
-            inputs[names.mask] = own_mask(mask, past + query.len, length)
-        else:
-            padding = Padding.of(mask, past + query.len)
-            inputs |= padding.inputs(length, names.mask)
-        if past and names.mask not in inputs and padding.starts is None and padding.mask is None:
-            inputs["starts"] = to_device(np.zeros(query.batch), np.int32)  # in case the model cannot do without a mask
-            if positions is None and self.program.accepts(names.positions):
-                # Without padding every model counts like this; some would do it by a length only the host knows.
-                positions = torch.arange(past, past + query.len)[None].expand(query.batch, -1)
-        if positions is not None:
-            inputs[names.positions] = pad_positions(positions, query.padded_len)
-        return inputs, padding.starts is not None
 
     def call_method(self, path: str, given: dict[str, Any]) -> Any:
         """A method of a part of the model, compiled, such as the encoder of images by itself.
@@ -394,18 +353,6 @@ class ModelRuntime:
         )
         _check(met, given, self.config)
         return jax.tree.map(to_torch_tensor, output)
-
-    def _take_encoder_output(self, given: dict[str, Any], cache: DeviceCache) -> dict[str, Any]:
-        """Takes an encoder's output and its mask out of `given`, padded; the cache learns their length."""
-        output = given.get(ENCODER_ARGUMENTS[0])
-        if not isinstance(output, EncoderOutput):
-            output = EncoderOutput.of(given, is_masked=self.encoder is not None and self.encoder.is_masked)
-        if output is None:
-            return {}
-        cache.encoder_len = output.length
-        for name in ENCODER_ARGUMENTS:
-            given.pop(name, None)
-        return dict(output.arguments)
 
 
 def _check(met: jax.Array | None, given: dict[str, Any], config: Any) -> None:
