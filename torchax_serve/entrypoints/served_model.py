@@ -235,7 +235,7 @@ class ServedModel(BaseModel):
         model = self._generator()
         runtime = model._jax_runtime
         encoder = runtime.encoder
-        runs_before = encoder is not None and encoder.runs_before
+        runs_before = encoder is not None and encoder.runs_before_engine
         read = without_model_options(model, config) if runs_before else config  # the class itself reads the rest
         if options := unsupported_options(read, ENGINE_OPTIONS):
             return f"{', '.join(options)} is set"

@@ -168,7 +168,7 @@ def engine_request_for(
     if not runtime.program.names.has_encoder:
         return EngineRequest.of(prompt_ids, config, params, **known)
     begins_with = decoder_start_ids(config, params)
-    if runtime.encoder is None or not runtime.encoder.runs_before:
+    if runtime.encoder is None or not runtime.encoder.runs_before_engine:
         return EngineRequest.of(begins_with, config, params, source_ids=prompt_ids, **known)
     ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
     request, start = prepared(model, ids, {"generation_config": config}) or (None, None)
