@@ -1,4 +1,4 @@
-"""The shapes that gathered steps are padded to: buckets of rows, tokens and pages, and of an encoder's output."""
+"""Bucket sizes of the per-sequence executor: rows, tokens, pages, and encoder lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ beside the cache."""
 
 @dataclasses.dataclass(frozen=True)
 class GatheredSpec:
-    """The static part of a gathered step."""
+    """Static arguments of a per-sequence step."""
 
     kind: Kind
     num_tokens: int  # T, of each row
