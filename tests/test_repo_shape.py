@@ -31,7 +31,7 @@ LAYERS = (
     ("runtime",),
     ("sampling",),
     ("text", "multimodal"),
-    ("scheduler", "compilation", "distributed.mesh"),
+    ("scheduler", "compilation", "distributed.mesh", "distributed.mesh_shape"),
     ("sampling_params", "outputs", "buckets"),
     ("validation",),
     ("model_adapters",),

@@ -115,12 +115,12 @@ class _Run:
 
     def __init__(self, loaded: LoadedModel, settings: BenchSettings, say: Note, *, has_compile_cache: bool) -> None:
         self._loaded, self._settings, self._say = loaded, settings, say
-        self._twin: EagerReference | None = None
+        self._reference: EagerReference | None = None
         self.peer: TimedModel | None = None
         if settings.against == "hf":
-            self._twin = EagerReference(loaded)
-            self.peer = _hf(self._twin.module)
-        self._weights = {"hf": dict(loaded.weights) if self._twin is not None else {}, OURS: loaded.weights}
+            self._reference = EagerReference(loaded)
+            self.peer = _hf(self._reference.module)
+        self._weights = {"hf": dict(loaded.weights) if self._reference is not None else {}, OURS: loaded.weights}
         prepare_weights(loaded)
         self._served = ServedModel(loaded)
         runtime: Any = self._served.torch_model._jax_runtime
@@ -132,8 +132,8 @@ class _Run:
 
     def check_untouched(self) -> None:
         """Raises if the weights have changed; see `EagerReference.check_untouched`."""
-        if self._twin is not None:
-            self._twin.check_untouched()
+        if self._reference is not None:
+            self._reference.check_untouched()
 
     def calls(self, batch: int) -> list[list[Call]]:
         """Runs the calls of both sides, alternating; returns them by side."""

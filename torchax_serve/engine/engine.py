@@ -101,20 +101,12 @@ class Engine:
             raise TorchaxServeError(f"expected an open model, this one is closed ({self._closed}); call serve() again")
 
         with self._wake:
-            self._check_room(len(entries))
+            num_open = len(self._scheduler) + self._num_entering
+            _check_room(num_open, len(entries), self._scheduler.config.max_num_seqs, self.max_num_waiting)
             if self._closed is None:
                 self._num_entering += len(entries)
             self._run_on_engine_thread(enter_all, refuse)
         return [handle for _, handle in entries]
-
-    def _check_room(self, num_new: int) -> None:
-        most = self._scheduler.config.max_num_seqs + self.max_num_waiting
-        num_open = len(self._scheduler) + self._num_entering
-        if num_open + num_new > most:
-            raise QueueFullError(
-                f"expected at most {most} requests at a time, {self.max_num_waiting} of them waiting, got {num_new} "
-                f"beside {num_open}; ask again later, or raise EngineOptions(max_num_waiting=...)"
-            )
 
     def _make_entry(self, request: EngineRequest) -> tuple[Callable[[], None], RequestHandle]:
         """What takes a request in, to be called by the engine's thread, and its handle."""
@@ -259,17 +251,10 @@ class Engine:
                 self._wait_s, self._busy_s = self._wait_s + waited_s, self._busy_s + waited_s
             if self._closed:
                 return False
-            commands = self._take_commands()
+            commands = _drained(self._commands)
         for command in commands:
             command()
         return True
-
-    def _take_commands(self) -> list[Callable[[], None]]:
-        """All commands, oldest first. One by one: a finalizer may add another meanwhile."""
-        commands = []
-        while self._commands:
-            commands.append(self._commands.popleft())
-        return commands
 
     def step(self) -> None:
         """One round: plan the next step, send it to the device, take the oldest one's tokens."""
@@ -353,7 +338,7 @@ class Engine:
     def _end_all(self) -> None:
         """The engine's thread ends: everybody who waits is told."""
         with self._wake:
-            commands = self._take_commands()
+            commands = _drained(self._commands)
         for command in commands:
             command()  # a submission is entered, and told below
         open_ids = self._output_processor.open_ids()
@@ -363,3 +348,21 @@ class Engine:
         self._output_processor.deliver(ended, error=f"the engine was closed ({self._closed})")
         self._output_processor.notify_async_readers()
         self._dispatched.clear()
+
+
+def _check_room(num_open: int, num_new: int, max_num_seqs: int, max_num_waiting: int) -> None:
+    """Raises QueueFullError if `num_new` requests do not fit with the `num_open` that have not ended."""
+    most = max_num_seqs + max_num_waiting
+    if num_open + num_new > most:
+        raise QueueFullError(
+            f"expected at most {most} requests at a time, {max_num_waiting} of them waiting, got {num_new} "
+            f"beside {num_open}; ask again later, or raise EngineOptions(max_num_waiting=...)"
+        )
+
+
+def _drained(commands: collections.deque[Callable[[], None]]) -> list[Callable[[], None]]:
+    """Returns all commands, oldest first; one by one, since a finalizer may add another meanwhile."""
+    drained = []
+    while commands:
+        drained.append(commands.popleft())
+    return drained

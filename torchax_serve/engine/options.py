@@ -6,7 +6,7 @@ import dataclasses
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.engine import MAX_NUM_WAITING
-from torchax_serve.scheduler.config import check_whole
+from torchax_serve.scheduler.config import check_int
 from torchax_serve.validation.argument_hints import fields_refuse_unknown
 
 MAX_MODEL_LEN = 32768
@@ -70,10 +70,10 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "page_size", "max_num_batched_tokens", "max_num_steps", "max_num_waiting"):
-            check_whole(name, getattr(self, name), 1, "give a positive number")
+            check_int(name, getattr(self, name), 1, "give a positive number")
         for name in ("max_model_len", "kv_cache_memory_bytes", "max_encoder_len"):
             if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), 1, "None chooses")
+                check_int(name, getattr(self, name), 1, "None chooses")
         for name in ("enable_prefix_caching", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError(f"{name}: expected True or False, got {getattr(self, name)!r}")

@@ -49,16 +49,16 @@ def find_chunk_len(
         UnsupportedModelError: with a cache, the model gives other logits than without.
     """
     trial = ChunkedPrefillProbe(num_slots, vocab_size, TOLERANCE_FLOAT32 if is_float32 else TOLERANCE_HALF)
-    whole = trial.in_chunks(make(1 if is_one_by_one else max(wanted, PROBE_LEN)), PROBE_LEN)
-    if not np.isfinite(whole).all():
+    expected = trial.in_chunks(make(1 if is_one_by_one else max(wanted, PROBE_LEN)), PROBE_LEN)
+    if not np.isfinite(expected).all():
         raise UnsupportedModelError("expected logits that are numbers for a trial prompt, got some that are not")
-    if not trial.agrees(whole, trial.token_by_token(make(wanted))):
+    if not trial.agrees(expected, trial.token_by_token(make(wanted))):
         raise UnsupportedModelError(
             "its logits for the last token of a prompt differ between one forward and steps on a cache, so a request "
             "would be answered differently after it had to make room for others"
         )
     for block_len in (wanted, 1):
-        if trial.agrees(whole, trial.in_chunks(make(block_len), FIRST_LEN)):
+        if trial.agrees(expected, trial.in_chunks(make(block_len), FIRST_LEN)):
             return block_len
     raise UnsupportedModelError("its logits for a prompt differ between one forward and chunks on a cache")
 

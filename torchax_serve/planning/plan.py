@@ -31,7 +31,7 @@ from torchax_serve.planning.executors import PlannedExecutor, choose_executor
 from torchax_serve.planning.roofline import StepBound, bound_of
 from torchax_serve.planning.topology import compiling_for, describe
 from torchax_serve.runtime.model_runtime import ModelRuntime
-from torchax_serve.scheduler.config import check_whole
+from torchax_serve.scheduler.config import check_int
 
 MAX_COMPILER_TIME_S = 0.5
 """Largest bound of a step, in seconds, for which the compiler's time is reported.
@@ -76,11 +76,11 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "page_size"):
-            check_whole(name, getattr(self, name), 1, "give a positive number")
+            check_int(name, getattr(self, name), 1, "give a positive number")
         if self.max_model_len is not None:
-            check_whole("max_model_len", self.max_model_len, 2, "a request has a token of prompt and a new one")
+            check_int("max_model_len", self.max_model_len, 2, "a request has a token of prompt and a new one")
         for length in self.prefill_lens:
-            check_whole("prefill", length, 1, "give positive numbers")
+            check_int("prefill", length, 1, "give positive numbers")
         if self.kv_cache_dtype in QUANTIZED:
             raise UnsupportedArgumentError(
                 f"kv_cache_dtype: expected one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}, which the "

@@ -31,12 +31,12 @@ class CompiledEncoder:
     """
 
     def __init__(self, runtime: ModelRuntime, encoder: torch.nn.Module) -> None:
-        whole = runtime.program.module
-        found = (name for name, child in whole.named_modules() if child is encoder)
+        module = runtime.program.module
+        found = (name for name, child in module.named_modules() if child is encoder)
         name = next(found, None) if runtime.encoder is None else runtime.encoder.name
         if name is None:
             raise UnsupportedModelError(
-                f"expected an encoder that is a part of {type(whole).__name__}, got {type(encoder).__name__}"
+                f"expected an encoder that is a part of {type(module).__name__}, got {type(encoder).__name__}"
             )
         self._encoder = encoder
         self._runtime = runtime.submodule(name)

@@ -26,7 +26,7 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 class EagerReference:
     """A transformers model in eager PyTorch that reads the very arrays of a loaded JAX model.
 
-    Where the caller passed a model object, the twin is a copy of it with weights of its own.
+    Where the caller passed a model object, the reference is a copy of it with its own weights.
 
     Attributes:
         module: the model, in evaluation mode.
@@ -116,16 +116,16 @@ def _error_in_torch(runtime: ModelRuntime, cls: type, given: Mapping[str, Any]) 
     """What `cls` raises on `given` in eager PyTorch, with the weights that are in use; None if nothing."""
     module = runtime.program.module
     state = shared_tensors(module, runtime.weights)
-    twin = copy.copy(module)
-    twin.__class__ = cls
+    copied = copy.copy(module)
+    copied.__class__ = cls
     with (
         config_overrides(module, attention=None, experts="eager"),  # no trace meanwhile
         restored_attributes(module),
-        torch.nn.utils.stateless._reparametrize_module(twin, state),
+        torch.nn.utils.stateless._reparametrize_module(copied, state),
         torch.no_grad(),
     ):
         try:
-            twin(**given)
+            copied(**given)
         except Exception as error:  # whatever model code raises
             return error
     return None

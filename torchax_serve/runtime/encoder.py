@@ -38,12 +38,12 @@ class EncoderRuntime(Generic[Runtime]):
     """The encoder beside a decoder.
 
     Args:
-        whole: program of the model that has both.
+        program: program of the model that has both.
         runtime: of the encoder alone.
     """
 
-    def __init__(self, whole: ModelProgram, runtime: Runtime) -> None:
-        self._whole, self.runtime = whole, runtime
+    def __init__(self, program: ModelProgram, runtime: Runtime) -> None:
+        self._program, self.runtime = program, runtime
 
     @property
     def name(self) -> str:
@@ -54,12 +54,12 @@ class EncoderRuntime(Generic[Runtime]):
     def is_masked(self) -> bool:
         """Whether the decoder masks positions of the encoder's output, as it does for an encoder of texts."""
         reads_ids = getattr(self.runtime.program.target, "main_input_name", "input_ids") == "input_ids"
-        return reads_ids and self._whole.accepts("attention_mask")
+        return reads_ids and self._program.accepts("attention_mask")
 
     @functools.cached_property
     def output_mask(self) -> SourceMask | None:
         """How the decoder is told what to see of the encoder's output; None where it sees all, or it is not known."""
-        return SourceMask() if self.is_masked else mask_over_sounds(self._whole.module)
+        return SourceMask() if self.is_masked else mask_over_sounds(self._program.module)
 
     @functools.cached_property
     def runs_before_engine(self) -> bool:
@@ -69,7 +69,7 @@ class EncoderRuntime(Generic[Runtime]):
         for it.
         """
         can_pad = self.is_masked and masked_tokens_are_ignored(self.runtime.program.target)
-        return not can_pad or overrides_generate(self._whole.module)
+        return not can_pad or overrides_generate(self._program.module)
 
     @functools.cached_property
     def fixed_output_len(self) -> int | None:

@@ -50,17 +50,19 @@ class EncoderOutput:
         fits = is_masked and mask is not None and tuple(mask.shape) == (batch, length)
         padded_len = next_bucket(length) if fits else length
         padded = torch.nn.functional.pad(hidden, (0, 0, 0, padded_len - length))
-        arguments: dict[str, Any] = {"encoder_outputs": _replaced(outputs, to_jax_array(padded), whole=not fits)}
+        arguments: dict[str, Any] = {"encoder_outputs": _replaced(outputs, to_jax_array(padded), replaces_all=not fits)}
         if mask is not None:
             right = padded_len - mask.shape[1] if fits else 0
             arguments["attention_mask"] = to_device(np.pad(mask.numpy(), ((0, 0), (0, right))), np.int32)
         return cls(arguments, length)
 
 
-def _replaced(outputs: Any, hidden: jax.Array, *, whole: bool) -> Any:
-    """`outputs` of the same class with `hidden`, and if it is `whole` the other tensors, such as a mask of its own."""
+def _replaced(outputs: Any, hidden: jax.Array, *, replaces_all: bool) -> Any:
+    """Returns `outputs`, of the same class, with `hidden`; `replaces_all` keeps its other tensors, such as a mask."""
     if not isinstance(outputs, ModelOutput):
         return (hidden,)
     first, *others = outputs
-    kept = {name: to_jax_array(outputs[name]) for name in others if isinstance(outputs[name], torch.Tensor) and whole}
+    kept = {
+        name: to_jax_array(outputs[name]) for name in others if isinstance(outputs[name], torch.Tensor) and replaces_all
+    }
     return type(outputs)(**{first: hidden, **kept})

@@ -11,7 +11,7 @@ from model_adapters.program.rope_lengths import RopeLengths
 from torchax_serve.sampling_params import invalid
 
 
-def check_whole(name: str, value: object, low: int, remedy: str) -> None:
+def check_int(name: str, value: object, low: int, remedy: str) -> None:
     """Raises `InvalidArgumentError` unless `value` is a whole number of at least `low`."""
     if type(value) is not int or value < low:
         raise invalid(name, f"a whole number >= {low}", value, remedy)
@@ -30,8 +30,8 @@ class CacheGroup:
 
     def __post_init__(self) -> None:
         if self.window is not None:
-            check_whole(f"group {self.name!r}: window", self.window, 1, "None is full attention")
-        check_whole(f"group {self.name!r}: num_pages", self.num_pages, 2, "page 0 is the null page and holds no tokens")
+            check_int(f"group {self.name!r}: window", self.window, 1, "None is full attention")
+        check_int(f"group {self.name!r}: num_pages", self.num_pages, 2, "page 0 is the null page and holds no tokens")
 
     def first_live_page(self, num_computed: int, page_size: int) -> int:
         """Index of the first page that a query at position `num_computed` or later can still see."""
@@ -88,10 +88,10 @@ class SchedulerConfig:
         if len(set(names)) < len(names):
             raise invalid("groups", "one name for each group", names, "rename one")
         for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "min_prefill_chunk", "max_num_steps"):
-            check_whole(name, getattr(self, name), 1, "give a positive number")
-        check_whole("max_model_len", self.max_model_len, 2, "a request has a token of prompt and a new one")
+            check_int(name, getattr(self, name), 1, "give a positive number")
+        check_int("max_model_len", self.max_model_len, 2, "a request has a token of prompt and a new one")
         if self.max_rows_per_step is not None:
-            check_whole("max_rows_per_step", self.max_rows_per_step, 1, "None leaves it to max_num_seqs")
+            check_int("max_rows_per_step", self.max_rows_per_step, 1, "None leaves it to max_num_seqs")
         needed = self.max_running - 1 + self.min_prefill_chunk
         if self.max_num_batched_tokens < needed:
             expected = f"at least {needed}, one for each other running request and a prefill chunk"

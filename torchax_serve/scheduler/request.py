@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchax_serve.sampling_params import invalid
-from torchax_serve.scheduler.config import check_whole
+from torchax_serve.scheduler.config import check_int
 
 if TYPE_CHECKING:
     from torchax_serve.scheduler.page_allocator import SequencePages
@@ -43,8 +43,8 @@ class SchedulerRequest:
         if not isinstance(ids, list | tuple) or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
             got = ids if not isinstance(ids, list | tuple) or len(ids) < 9 else f"{ids[:8]} and {len(ids) - 8} more"
             raise invalid(f"{name}: prompt_ids", "a non-empty list of token ids >= 0", got, "tokenize the prompt first")
-        check_whole(f"{name}: max_new_tokens", self.max_new_tokens, 1, "a request yields at least one token")
-        check_whole(f"{name}: min_new_tokens", self.min_new_tokens, 0, "0 sets no minimum")
+        check_int(f"{name}: max_new_tokens", self.max_new_tokens, 1, "a request yields at least one token")
+        check_int(f"{name}: min_new_tokens", self.min_new_tokens, 0, "0 sets no minimum")
         if self.min_new_tokens > self.max_new_tokens:
             expected = f"at most max_new_tokens={self.max_new_tokens}"
             raise invalid(f"{name}: min_new_tokens", expected, self.min_new_tokens, "lower it")

@@ -173,7 +173,7 @@ class BlockBuffer:
         size = self.blocks.num_pieces
 
         @pl.when(count >= size)
-        def _whole() -> None:
+        def _full() -> None:
             self.start_block(first, slot)
 
         @pl.when(count < size)
@@ -201,7 +201,7 @@ class BlockBuffer:
         """Waits for `count` pieces, at most a block."""
 
         @pl.when(count >= self.blocks.num_pieces)
-        def _whole() -> None:
+        def _full() -> None:
             self.wait_block(slot)
 
         @pl.when(count < self.blocks.num_pieces)
