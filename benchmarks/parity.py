@@ -89,7 +89,7 @@ def changes_since(since):
 def say(result, began):
     seconds = time.monotonic() - began
     print(
-        f"{seconds:5.0f} s  {result.model_type:28} {result.status:10} {result.road or '':12} {result.error or ''}",
+        f"{seconds:5.0f} s  {result.model_type:28} {result.status:10} {result.executor or '':12} {result.error or ''}",
         flush=True,
     )
 
