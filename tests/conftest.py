@@ -19,6 +19,34 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What needs no compiler and no model: `pytest -m fast`.
+FAST = (
+    "distributed/test_http_requests",
+    "distributed/test_message_codec",
+    "distributed/test_prefix_affinity",
+    "docs/test_ci_run",
+    "docs/test_document_links",
+    "generation/test_routing",
+    "planning/test_shares",
+    "sampling/test_request",
+    "scheduler/test_scheduler_bad_input",
+    "scheduler/test_scheduler_pages",
+    "scheduler/test_scheduler_policy",
+    "scheduler/test_scheduler_prefill_budget",
+    "scheduler/test_scheduler_steady_decode",
+    "test_repo_shape",
+    "test_sharding_rules",
+    "text/test_text_detokenizer",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the tests of `FAST` modules."""
+    for item in items:
+        if item.nodeid.partition("::")[0].removesuffix(".py").removeprefix("tests/") in FAST:
+            item.add_marker(pytest.mark.fast)
+
+
 def pytest_addoption(parser):
     parser.addoption("--as-served", action="store_true", help="compile for the CPU as models are that are served")
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.fast
-
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torchax_serve", "model_adapters", "pytree_registry", "sharding_rules")
 MAX_FILE_LINES = 400
