@@ -13,7 +13,7 @@ from transformers import cache_utils
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseStaticCacheLayer
 
 import pytree_registry
-from model_adapters.bridge import views
+from model_adapters.bridge import extract, views
 from model_adapters.lowerings import install
 
 pytree_registry.register_all()
@@ -134,7 +134,7 @@ def build(kind):
 
 def decode(model, cache_name, cache, ids, prompt_len):
     """Logits of every position, prompt and then token by token, the cache going through ``jax.jit``; the traces."""
-    weights, function = views.extract_jax(model)
+    weights, function = extract.extract_jax(model)
     traces = []
 
     @jax.jit
@@ -185,7 +185,7 @@ def test_encoder_decoder_caches_go_in_and_out():
     prompt, ids = (torch.from_numpy(generator.integers(1, 64, (2, length))) for length in (5, 4))
     with torch.no_grad():
         expected = model(input_ids=prompt, decoder_input_ids=ids).logits.numpy()
-    weights, function = views.extract_jax(model)
+    weights, function = extract.extract_jax(model)
 
     @jax.jit
     def first(weights, prompt, ids):

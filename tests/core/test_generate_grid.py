@@ -127,13 +127,18 @@ CASES = {
     "prefill in chunks": {"prefill_chunk_size": 4},
 }
 # What eager transformers itself cannot do with a model, so that there is nothing to compare with.
-NOT_IN_TRANSFORMERS = {
-    ("mamba", "attentions and hidden states"),
-    ("mamba", "prompt lookup"),
-    ("mamba", "prefill in chunks"),
-}
-# Classifier-free guidance feeds mamba one token with the mask of two, which transformers lets pass.
-REFUSED_HERE = {("mamba", "guidance_scale"): "expected an attention_mask of shape"}
+NOT_IN_TRANSFORMERS = {("mamba", "attentions and hidden states"), ("mamba", "prompt lookup")}
+REFUSED_HERE = {}
+# What eager transformers does wrong or not at all with a model, and how it comes to the same tokens.
+EQUIVALENT = {}
+if CACHE == "cache":
+    # From 5.24 on the guiding forwards have a cache, whose state is wrong after a prompt of one token.
+    EQUIVALENT["mamba", "guidance_scale"] = {"guidance_scale": 1.5, "use_cache": False}
+    EQUIVALENT["mamba", "prefill in chunks"] = {}
+else:
+    # Classifier-free guidance feeds mamba one token with the mask of two, which transformers lets pass.
+    REFUSED_HERE["mamba", "guidance_scale"] = "expected an attention_mask of shape"
+    NOT_IN_TRANSFORMERS.add(("mamba", "prefill in chunks"))
 
 
 @functools.cache
@@ -204,7 +209,7 @@ def test_same_as_transformers(architecture: str, case: str) -> None:
     if case == "prompt lookup":
         batches.pop()  # transformers drafts for one row at a time
     for inputs in batches:
-        expected = outcome(theirs, inputs, CASES[case])
+        expected = outcome(theirs, inputs, EQUIVALENT.get((architecture, case), CASES[case]))
         got = outcome(ours, inputs, CASES[case])
         if isinstance(expected, Exception):
             assert (architecture, case) in NOT_IN_TRANSFORMERS, expected
