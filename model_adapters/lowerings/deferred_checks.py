@@ -6,11 +6,8 @@ checks as ``torch._check_tensor_all``, and counts by ``embeddings[mask].numel()`
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,18 +17,11 @@ import torch
 from model_adapters.bridge.views import TorchTensor, TorchView, default_env, jax_view, set_lowering, torch_view
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import constant_folding
+from model_adapters.lowerings.traced_conditions import TracedConditions
 
-_STATE = threading.local()
-
-
-@contextlib.contextmanager
-def collect() -> Iterator[list[jax.Array]]:
-    """Conditions bool[] of unknown value that model code makes inside are taken for met, and yielded."""
-    before, _STATE.conditions = getattr(_STATE, "conditions", None), []
-    try:
-        yield _STATE.conditions
-    finally:
-        _STATE.conditions = before
+_CONDITIONS = TracedConditions()
+collect = _CONDITIONS.collect
+"""Conditions bool[] of unknown value that model code makes inside are taken for met, and yielded."""
 
 
 def install() -> None:
@@ -43,7 +33,7 @@ def install() -> None:
 
 def _is_all_true(x: jax.Array) -> jax.Array:
     """Computes ``torch._is_all_true``, which exists only for checks."""
-    conditions = getattr(_STATE, "conditions", None)
+    conditions = _CONDITIONS.found
     if not isinstance(x, jax.core.Tracer) or conditions is None:
         return jnp.all(x)
     conditions.append(jnp.all(x))
@@ -58,7 +48,8 @@ class TracedAssertValue:
         self._value = value
 
     def _compared(self, function: Any, other: Any) -> bool:
-        _STATE.conditions.append(function(self._value, other))
+        assert _CONDITIONS.found is not None  # this value is made only while conditions are collected
+        _CONDITIONS.found.append(function(self._value, other))
         return True
 
     def __lt__(self, other: Any) -> bool:
@@ -78,7 +69,7 @@ def _item(theirs: Any) -> Any:
     """Computes ``tensor.item()``; only an ``assert`` can do without its value."""
 
     def item(self: torch.Tensor) -> Any:
-        if constant_folding.is_traced(self) and getattr(_STATE, "conditions", None) is not None:
+        if constant_folding.is_traced(self) and _CONDITIONS.found is not None:
             caller = sys._getframe(1)
             if linecache.getline(caller.f_code.co_filename, caller.f_lineno).lstrip().startswith("assert "):
                 return TracedAssertValue(jax_view(self))
@@ -106,7 +97,7 @@ class TracedMaskSelection(TorchTensor):
 
     @property
     def _elem(self) -> Any:
-        conditions = getattr(_STATE, "conditions", None)
+        conditions = _CONDITIONS.found
         if conditions is None or not constant_folding.is_enabled():
             raise UnsupportedModelError("the model's code computes with a selection whose size is known after the step")
         if not self._is_assumed:

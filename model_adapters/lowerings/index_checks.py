@@ -17,19 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.lowerings.traced_conditions import TracedConditions
 from model_adapters.program.embeddings import POSITIONS
 
 _STATE = threading.local()
-
-
-@contextlib.contextmanager
-def collected() -> Iterator[list[jax.Array]]:
-    """Conditions bool[] on indices of unknown value that are looked up inside, to be checked after the program."""
-    before, _STATE.conditions = getattr(_STATE, "conditions", None), []
-    try:
-        yield _STATE.conditions
-    finally:
-        _STATE.conditions = before
+_CONDITIONS = TracedConditions()
+collect = _CONDITIONS.collect
+"""Conditions bool[] on indices of unknown value that are looked up inside, to be checked after the program."""
 
 
 @contextlib.contextmanager
@@ -67,7 +61,7 @@ def check(table: jax.Array, indices: jax.Array, *, from_end: bool = False) -> No
     Raises:
         InvalidArgumentError: they are not; names the table.
     """
-    conditions = getattr(_STATE, "conditions", None)
+    conditions = _CONDITIONS.found
     if conditions is None or not indices.size:
         return
     num_rows = table.shape[0]

@@ -203,7 +203,7 @@ class ModelProgram:
         with (
             self.folding(spec, force=mode.folding),
             deferred_checks.collect() as met,
-            index_checks.collected() as in_range,
+            index_checks.collect() as in_range,
         ):
             output = self.run(call.weights, {**kwargs, **static_args}, self._attention(spec))
         if cache is not None:
