@@ -52,7 +52,6 @@ BANNED_WORDS = {
     "whole": "full, integer",
 }
 PLURALS = {f"{word}s" for word in BANNED_WORDS}
-MAX_PARAMETERS = 7
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 LARGE_CLASSES: dict[str, int] = {}
