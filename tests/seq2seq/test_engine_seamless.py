@@ -196,7 +196,7 @@ def test_streams_run_on_the_engine(name):
         config.update(max_new_tokens=NEW)
         streams = [model.iter_tokens(source, config) for source in sources]
         assert [list(stream) for stream in streams] == wanted
-        assert 0 < model.stats().num_steps < NEW * len(sources)
+        assert 0 < model.engine.stats().num_steps < NEW * len(sources)
         only = SamplingParams(allowed_token_ids=[77])
         assert list(model.iter_tokens(sources[0], config, params=only)) == [77] * NEW
         with pytest.raises(InvalidArgumentError, match="expected token ids from 0 to"):

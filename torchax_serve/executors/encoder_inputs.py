@@ -168,7 +168,8 @@ class PrecomputedEncoderOutputs:
         lens = f"{self._shortest} to {self.max_len}" if self._shortest < self.max_len else f"{self.max_len}"
         wanted = f"{name}: expected the output [1, {lens}, {self._width}] of the encoder"
         if not isinstance(source, np.ndarray):
-            raise InvalidArgumentError(f"{wanted}, got {type(source).__name__}; call transcribe() or generate()")
+            given = f"{len(source)} token ids" if isinstance(source, tuple) else type(source).__name__
+            raise InvalidArgumentError(f"{wanted}, got {given}; call transcribe() or generate()")
         fitting = min(max(source.shape[1], self._shortest), self.max_len) if source.ndim == 3 else 0
         if source.shape != (1, fitting, self._width):
             raise InvalidArgumentError(f"{wanted}, got {list(source.shape)}; call transcribe() or generate()")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,9 @@ class StepOutput(NamedTuple):
     token: jax.Array  # int32[batch]
     logits: jax.Array  # float32[batch, vocab], of the model
     scores: jax.Array | None  # float32[batch, vocab], after the logits processors; None if not asked for
+
+
+GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput | torch.Tensor
 
 
 class StaticBatchLoop:
@@ -62,10 +65,15 @@ class StaticBatchLoop:
         self.logits: list[jax.Array] = []
         self.sequences = request.input_ids
 
-    def run(self) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput | torch.Tensor:
-        """Decodes to the end and passes each step's tokens to the streamer."""
+    def run(self, check: Callable[[], None] = lambda: None) -> GenerateOutput:
+        """Decodes to the end and passes each step's tokens to the streamer.
+
+        Args:
+            check: called after each step; what it raises ends the call.
+        """
         streamer = self.request.streamer
         for token in self.tokens():
+            check()
             if streamer is not None:
                 streamer.put(token)
         if streamer is not None:
