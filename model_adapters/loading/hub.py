@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import logging
 import os
 import threading
 import urllib.parse
@@ -26,10 +27,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError, TorchaxServeError
 from model_adapters.loading import checkpoint
 from model_adapters.loading.file_names import CONFIG, MODULES
+from model_adapters.loading.gguf_names import is_gguf_only, language_models, pick
 from model_adapters.loading.model_class import read_config_json
 from model_adapters.loading.modules_json import read_modules, transformer_path
 from model_adapters.loading.progress import Advance, Progress, hub_bar_class
 from model_adapters.loading.short_names import near_matches
+
+logger = logging.getLogger("torchax_serve")
 
 NUM_CONNECTIONS = 8
 
@@ -50,6 +54,7 @@ class HubRequest:
     with_weights: bool = True
     with_code: bool = False
     allow_pickle: bool = False
+    gguf: str | None = None  # a GGUF file of the repository, or its type
 
     @property
     def offline(self) -> bool:
@@ -59,6 +64,8 @@ class HubRequest:
 
 def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
     """Returns the cached folder with the files of a model, and the bytes that had to be downloaded for it.
+
+    Of a repository of GGUF files it is one of these and not the folder.
 
     Without a network a complete cached copy is used.
 
@@ -72,6 +79,8 @@ def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
         if info is None:
             return _cached(request), 0
         listed = {each.rfilename for each in info.siblings or []}
+        if request.gguf is not None or is_gguf_only(listed):
+            return _gguf(request, info, progress)
         # by the revision's name, so that the cache knows where it leads to
         first = _file(request, CONFIG if CONFIG in listed or MODULES not in listed else MODULES, request.revision)
         folder = first.parent
@@ -84,6 +93,44 @@ def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
             with progress.stage(f"downloading {request.hub_id}", sum(missing.values())) as advance:
                 _download(request, list(missing), folder.name, advance)
         return folder, sum(missing.values())
+
+
+def _gguf(request: HubRequest, info: ModelInfo, progress: Progress) -> tuple[Path, int]:
+    """Returns the GGUF file that is asked for, and the bytes that had to be downloaded for it."""
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
+    name = pick(sizes, request.gguf, request.hub_id, _HOW)
+    commit = info.sha or request.revision or "main"
+    try:
+        return _file(request, name, commit, local=True), 0
+    except errors.LocalEntryNotFoundError:
+        pass
+    if request.gguf is None:
+        logger.warning("%s: %s is taken, one of %d GGUF files", request.hub_id, name, len(language_models(sizes)))
+    with progress.stage(f"downloading {request.hub_id}", sizes[name]) as advance:
+        _download(request, [name], commit, advance)
+    return _file(request, name, commit, local=True), sizes[name]
+
+
+_HOW = "name one behind a colon, organisation/name:Q4_K_M"
+
+
+def _cached_gguf(request: HubRequest) -> Path | None:
+    """Returns a GGUF file of the cached copy; None if there is no copy, or none with GGUF files alone."""
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                request.hub_id,
+                revision=request.revision,
+                cache_dir=None if request.cache_dir is None else Path(request.cache_dir),
+                local_files_only=True,
+            )
+        )
+    except errors.LocalEntryNotFoundError:
+        return None
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    if request.gguf is None and not is_gguf_only(names):
+        return None
+    return folder / pick(names, request.gguf, f"the cached copy of {request.hub_id}", _HOW)
 
 
 def _download(request: HubRequest, names: list[str], commit: str, advance: Advance) -> None:
@@ -114,6 +161,8 @@ class _StoppedError(Exception):
 
 def _cached(request: HubRequest) -> Path:
     """Returns the folder of a cached copy; LocalEntryNotFoundError without one, CheckpointError without weights."""
+    if (file := _cached_gguf(request)) is not None:
+        return file
     try:
         folder = _file(request, CONFIG, request.revision, local=True).parent
     except errors.LocalEntryNotFoundError:

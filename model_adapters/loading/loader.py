@@ -23,12 +23,12 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.loading import random_weights as random_init
-from model_adapters.loading.checkpoint import Checkpoint, weight_files
 from model_adapters.loading.custom_generate import attach_own_generate
 from model_adapters.loading.file_names import CONFIG
 from model_adapters.loading.loaded_model import LoadedModel, numpy_dtype, report_of
 from model_adapters.loading.memory import PeakMemory, check_fits
-from model_adapters.loading.model_class import find_class, load_config, module_of, torch_dtype_of
+from model_adapters.loading.model_class import find_class, module_of, torch_dtype_of
+from model_adapters.loading.model_files import AnyCheckpoint, ModelFiles
 from model_adapters.loading.model_source import ModelSource, resolve
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.shared_weights import share_weights, without_adapters
@@ -138,8 +138,8 @@ class _Builder:
         self._allow_pickle = False
         self._match: TensorMatch | None = None
         self._peak, self._start = PeakMemory(), time.perf_counter()
-        file = source.path if source.kind == "config" else source.path / CONFIG
-        config = load_config(file, trust_remote_code=trust_remote_code)
+        self._files = ModelFiles.of(source, trust_remote_code=trust_remote_code)
+        config = self._files.config
         self._class, self._config = find_class(config, folder=source.folder, trust_remote_code=trust_remote_code)
         said: Any = config.dtype or self._config.dtype
         self._dtype: torch.dtype | None = dtype if dtype is not None else said
@@ -156,14 +156,7 @@ class _Builder:
         """Returns the model with the weights of the files."""
         assert self._source.path is not None
         self._allow_pickle = allow_pickle
-        checkpoint = Checkpoint.of(
-            weight_files(
-                self._source.path,
-                explicit=getattr(self._config, "transformers_weights", None),
-                extra=getattr(type(self._config), "extra_files", ()),
-                allow_pickle=allow_pickle,
-            )
-        )
+        checkpoint = self._files.checkpoint(self._class, self._config, allow_pickle=allow_pickle)
         dtype = self._checked(self._dtype or checkpoint.dtype or torch.float32)
         sizes = checkpoint.sizes_in(dtype).values()
         self._check_fits(list(sizes))
@@ -177,7 +170,7 @@ class _Builder:
         return loaded
 
     def _read(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, strict: bool, progress: Progress
+        self, checkpoint: AnyCheckpoint, dtype: torch.dtype, strict: bool, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         """Returns the largest module whose tensors are all in the files: that of the class, or a part of it.
 
@@ -206,7 +199,7 @@ class _Builder:
         raise first.error(self._source.name)
 
     def _read_class(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
+        self, checkpoint: AnyCheckpoint, dtype: torch.dtype, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         place = self._placement()
         sink = WeightSink(place, self._peak)
@@ -278,7 +271,7 @@ class _Builder:
         self, module: PreTrainedModel, weights: dict[str, Weight], dtype: torch.dtype, checkpoint_bytes: int | None
     ) -> LoadedModel:
         folder = self._source.folder
-        module.config.name_or_path = module.name_or_path = str(self._source.hub_id or self._source.path)
+        module.config.name_or_path = module.name_or_path = str(self._source.hub_id or self._source.gguf or self._source.path)
         if module.can_generate() and folder is not None:
             module.generation_config = _generation_config(folder, module)
             if self._trust:

@@ -27,6 +27,9 @@ from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from model_adapters.bridge.host_arrays import to_jax_zero_copy, to_numpy
+from model_adapters.errors import UnsupportedArgumentError
+from model_adapters.loading.formats.placement import place_quantized
+from model_adapters.loading.formats.quantized_tensor import QuantizedTensor
 from model_adapters.loading.memory import PeakMemory, give_back_freed
 
 DevicePut = Callable[[str, Any], jax.Array]
@@ -46,6 +49,8 @@ class DevicePlacement:
 
     def __call__(self, name: str, tensor: torch.Tensor) -> jax.Array:
         """The JAX array of a CPU tensor; on the CPU backend the very memory where that can be."""
+        if isinstance(tensor, QuantizedTensor):
+            return self._quantized(name, tensor)
         if self._device_put is None and jax.default_backend() == "cpu":
             return to_jax_zero_copy(tensor)
         host = to_numpy(tensor)
@@ -54,6 +59,13 @@ class DevicePlacement:
     def of_array(self, name: str, array: jax.Array) -> jax.Array:
         """Returns the same for an array that was made on the default device."""
         return array if self._device_put is None else self._bounded(self._device_put(name, array))
+
+    def _quantized(self, name: str, tensor: QuantizedTensor) -> Any:
+        if self._device_put is not None:
+            raise UnsupportedArgumentError(
+                f"{name} is quantized in the checkpoint; expected one device, got a mesh or device_put: leave it out"
+            )
+        return place_quantized(name, tensor)
 
     def _bounded(self, array: jax.Array) -> jax.Array:
         self._in_flight.append(array)

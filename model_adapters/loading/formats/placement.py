@@ -1,0 +1,30 @@
+"""Puts a quantized weight of a checkpoint on the device."""
+
+from __future__ import annotations
+
+import jax
+import torch
+
+from model_adapters.bridge.host_arrays import to_jax_zero_copy, to_numpy
+from model_adapters.loading.formats.quantized_tensor import QuantizedTensor
+from model_adapters.ops.quantized_weight import QuantizedWeight, Scheme, make_quantized
+
+
+def place_quantized(name: str, tensor: QuantizedTensor) -> QuantizedWeight:
+    """Returns the weight `name` on the default device, in the plain layout."""
+    parts = tensor.parts
+    scheme = Scheme(
+        parts.bits,
+        parts.group,
+        parts.act_dtype,
+        str(tensor.dtype).removeprefix("torch."),
+        transposed=parts.transposed,
+        source=parts.source,
+        act_scale=parts.act_scale,
+    )
+    arrays = [None if part is None else _placed(part) for part in (parts.values, parts.scale, parts.offset, parts.columns)]
+    return make_quantized(name, *arrays, scheme=scheme)
+
+
+def _placed(part: torch.Tensor) -> jax.Array:
+    return to_jax_zero_copy(part) if jax.default_backend() == "cpu" else jax.device_put(to_numpy(part))

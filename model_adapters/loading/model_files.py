@@ -1,0 +1,78 @@
+"""The files of a model: its configuration and its checkpoint, whatever their format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from model_adapters.loading.checkpoint import Checkpoint, weight_files
+from model_adapters.loading.file_names import CONFIG
+from model_adapters.loading.formats.settings import QuantizationSettings, settings_in
+from model_adapters.loading.model_class import load_config, module_of, read_config_json
+from model_adapters.loading.model_source import ModelSource
+
+from model_adapters.loading.formats.gguf_checkpoint import GgufCheckpoint
+from model_adapters.loading.formats.gguf_file import GgufFile
+from model_adapters.loading.formats.gguf_model import config_of
+from model_adapters.loading.formats.quantized_checkpoint import QuantizedCheckpoint, require_plain
+
+AnyCheckpoint = Checkpoint | QuantizedCheckpoint | GgufCheckpoint
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What the files of a source say before a weight is read.
+
+    Attributes:
+        source: Where the files are.
+        config: The configuration, without what it says about quantization.
+        settings: The quantization that the configuration states, if any.
+        gguf: The header of the GGUF file, if the source is one.
+    """
+
+    source: ModelSource
+    config: PreTrainedConfig
+    settings: QuantizationSettings | None = None
+    gguf: GgufFile | None = None
+
+    @classmethod
+    def of(cls, source: ModelSource, *, trust_remote_code: bool) -> ModelFiles:
+        """Reads configuration or header of `source`; raises what `load_config` and `GgufFile.read` raise."""
+        assert source.path is not None
+        if source.gguf is not None:
+            header = GgufFile.read(source.gguf)
+            return cls(source, config_of(header), None, header)
+        file = source.path if source.kind == "config" else source.path / CONFIG
+        config = load_config(file, trust_remote_code=trust_remote_code, allow_quantized=True)
+        return cls(source, config, settings_in(read_config_json(file), file))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype that the configuration states."""
+        said: Any = self.config.dtype
+        return said
+
+    def checkpoint(
+        self, model_class: type[PreTrainedModel], config: PreTrainedConfig, *, allow_pickle: bool
+    ) -> AnyCheckpoint:
+        """Returns the weight files, their headers read.
+
+        Args:
+            model_class: Class that the weights are for.
+            config: Its configuration: that of the files, or the part for its text model.
+            allow_pickle: See `weight_files`.
+        """
+        assert self.source.path is not None
+        if self.gguf is not None:
+            return GgufCheckpoint(self.gguf, module_of(model_class, config, torch.float32))
+        explicit, extra = getattr(config, "transformers_weights", None), getattr(type(config), "extra_files", ())
+        plain = Checkpoint.of(
+            weight_files(self.source.path, explicit=explicit, extra=extra, allow_pickle=allow_pickle)
+        )
+        if self.settings is not None:
+            return QuantizedCheckpoint(plain, self.settings)
+        require_plain(plain.entries, self.source.path / CONFIG)
+        return plain
