@@ -119,13 +119,13 @@ def make_quantized(
     Args:
         name: Name of the weight, for errors.
         values: ``[..., out, in]``.
-        scale: ``[..., out, ceil(in / group)]``, not negative.
+        scale: ``[..., out, ceil(in / group)]``; negative ones are valid (GGUF Q4_0 has them).
         offset: Like `scale`, or None.
         columns: int32[in], a permutation, or None.
         scheme: The static part, with layout "plain".
 
     Raises:
-        InvalidArgumentError: shapes that do not fit; NaN, infinite or negative scales; columns that are no permutation.
+        InvalidArgumentError: shapes that do not fit; NaN or infinite scales; columns that are no permutation.
     """
     num_columns = values.shape[-1]
     expected = (*values.shape[:-1], -(-num_columns // scheme.group))
@@ -137,8 +137,6 @@ def make_quantized(
             )
         if array is not None and not np.isfinite(np.asarray(array, np.float32)).all():
             raise InvalidArgumentError(f"{name}: expected a finite {part}, got NaN or infinity; get the files again")
-    if (np.asarray(scale, np.float32) < 0).any():
-        raise InvalidArgumentError(f"{name}: expected scales of at least 0, got a negative one; get the files again")
     if columns is not None and sorted(np.asarray(columns).tolist()) != list(range(num_columns)):
         raise InvalidArgumentError(f"{name}: expected columns that order all {num_columns} columns, got others")
     parts = (None if part is None else jnp.asarray(part) for part in (values, scale, offset, columns))
