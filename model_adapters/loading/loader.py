@@ -20,6 +20,7 @@ from model_adapters.errors import (
     InvalidArgumentError,
     OutOfMemoryError,
     TorchaxServeError,
+    UnsupportedArgumentError,
     UnsupportedModelError,
 )
 from model_adapters.loading import random_weights as random_init
@@ -35,6 +36,9 @@ from model_adapters.loading.shared_weights import share_weights, without_adapter
 from model_adapters.loading.tensor_match import TensorMatch, logger, smaller_classes, without_missing_parts
 from model_adapters.loading.weight_sink import DevicePlacement, DevicePut, WeightSink, meta_like
 from model_adapters.ops.compressed_weight import Weight
+from model_adapters.quantization.loading import WeightQuantizer
+from model_adapters.quantization.rules import QuantizationRules, parse_rules
+from model_adapters.quantization.selection import Selection
 from model_adapters.sharding.model_sharding import ModelSharding
 
 
@@ -55,6 +59,7 @@ def load_model(
     device_put: DevicePut | None = None,
     mesh: Mesh | None = None,
     refuse_uneven: bool = False,
+    quantization: Any = None,
 ) -> LoadedModel:
     """Loads a model of any architecture that transformers has: module on the meta device, weights as JAX arrays.
 
@@ -67,7 +72,7 @@ def load_model(
         trust_remote_code: Run the Python code of the repository.
         allow_pickle: Load tensors (nothing else) from pickle files where there is no safetensors file.
         strict: Raise for tensors in the files that the class has no place for, and for a head that the files lack.
-            Otherwise they are ignored, as in transformers, with one line of the logger ``torchax_serve``.
+            Otherwise they are ignored with one line of the logger ``torchax_serve``.
         progress: Shown for download and load.
         random_weights, seed: Read no checkpoint: take the configuration (folder, hub id or JSON file) and draw the
             weights from the architecture's own initial distributions.
@@ -75,17 +80,19 @@ def load_model(
             (a jax.Array for random weights). Default: the default device, on the CPU without a copy.
         mesh: Devices that share the weights by the model's sharding rules. Not together with `device_put`.
         refuse_uneven: With `mesh`, raise for sizes that would have to be padded with zeros.
+        quantization: Which weights are quantized while they are read: what `parse_rules` accepts.
 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError, InvalidArgumentError, OutOfMemoryError: in one line.
     """
     if mesh is not None and device_put is not None:
         raise InvalidArgumentError("mesh and device_put: expected one of them, got both; leave one out")
+    rules = _rules_for(quantization, on_one_device=mesh is None and device_put is None)
     shown, torch_dtype = progress or SilentProgress(), torch_dtype_of(dtype)
     model = without_adapters(model)
     if isinstance(model, PreTrainedModel):
         _refuse(revision=revision, random_weights=random_weights or None, dtype=torch_dtype, strict=strict or None)
-        return share_weights(model, device_put=device_put, mesh=mesh, refuse_uneven=refuse_uneven)
+        return share_weights(model, device_put=device_put, mesh=mesh, refuse_uneven=refuse_uneven, rules=rules)
     files: dict[str, Any] = {"with_code": trust_remote_code, "allow_pickle": allow_pickle, "cache_dir": cache_dir}
     files |= {"revision": revision, "token": token, "local_files_only": local_files_only}
     source = resolve(model, progress=shown, with_weights=not random_weights, **files)
@@ -94,10 +101,20 @@ def load_model(
             f"{source.name} is a configuration without weights: pass its folder, or random_weights=True"
         )
     with _memory_running_out(source.name):
-        builder = _Builder(source, torch_dtype, trust_remote_code, device_put, mesh, refuse_uneven)
+        builder = _Builder(source, torch_dtype, trust_remote_code, device_put, mesh, refuse_uneven, rules)
         if random_weights:
             return builder.with_random_weights(seed, shown)
         return builder.from_checkpoint(allow_pickle, strict, shown)
+
+
+def _rules_for(quantization: Any, *, on_one_device: bool) -> QuantizationRules | None:
+    rules = parse_rules(quantization)
+    if rules is not None and not on_one_device:
+        raise UnsupportedArgumentError(
+            "quantization: expected one device, got a mesh or device_put, for which weights cannot be quantized while "
+            "they are loaded; leave one of them out"
+        )
+    return rules
 
 
 def _refuse(**given: Any) -> None:
@@ -130,11 +147,14 @@ class _Builder:
         device_put: DevicePut | None,
         mesh: Mesh | None,
         refuse_uneven: bool,
+        rules: QuantizationRules | None,
     ) -> None:
         assert source.path is not None
         self._source, self._trust = source, trust_remote_code
         self._device_put, self._mesh, self._refuse_uneven = device_put, mesh, refuse_uneven
         self._sharding: ModelSharding | None = None
+        self._rules = rules
+        self._selection: Selection | None = None
         self._allow_pickle = False
         self._match: TensorMatch | None = None
         self._peak, self._start = PeakMemory(), time.perf_counter()
@@ -146,9 +166,13 @@ class _Builder:
 
     def _placement(self) -> DevicePlacement:
         """Returns where the arrays go; lays the class out on the mesh, if there is one."""
-        if self._mesh is None:
+        if self._mesh is None and self._rules is None:
             return DevicePlacement(self._device_put)
         empty = module_of(self._class, self._config, self._dtype or torch.float32)
+        if self._rules is not None:
+            self._selection = Selection.of(empty, self._rules)
+            return DevicePlacement(None, WeightQuantizer(self._selection))
+        assert self._mesh is not None
         self._sharding = ModelSharding.of(empty, self._mesh, refuse_uneven=self._refuse_uneven)
         return DevicePlacement(self._sharding.put)
 
@@ -227,7 +251,7 @@ class _Builder:
         std = getattr(self._config.get_text_config(), "initializer_range", None) or 0.02
         with progress.stage(f"drawing random weights for {self._source.name}", sum(sizes)) as advance:
 
-            def fill(name: str, tensor: torch.Tensor) -> jax.Array:
+            def fill(name: str, tensor: torch.Tensor) -> Weight:
                 wanted = planned.get(name, tensor.dtype)
                 on_device = jax.default_backend() != "cpu"
                 values = (
@@ -278,7 +302,7 @@ class _Builder:
                 attach_own_generate(module, folder)
         jax.block_until_ready(weights)
         took = time.perf_counter() - self._start
-        report = report_of(weights, self._peak, self._source, took, checkpoint_bytes, self._match)
+        report = report_of(weights, self._peak, self._source, took, checkpoint_bytes, self._match, self._selection)
         generation = module.generation_config if module.can_generate() else None
         return LoadedModel(
             module,
@@ -299,7 +323,7 @@ def _harvest(module: PreTrainedModel, place: DevicePlacement, sink: WeightSink, 
 
     `fill` returns the array of a tensor that is not in the sink; without it such a tensor must have values.
     """
-    by_tensor: dict[int, tuple[torch.Tensor, torch.Tensor, jax.Array]] = {}  # kept alive: ids must stay unique
+    by_tensor: dict[int, tuple[torch.Tensor, torch.Tensor, Weight]] = {}  # kept alive: ids must stay unique
     weights: dict[str, Weight] = {}
     for name, tensor in named_tensors(module).items():
         array = sink.array_for(tensor)

@@ -29,11 +29,13 @@ class Scheme:
     Attributes:
         bits: Bits of one stored number: 8 or 4.
         group: Number of columns that share a scale; the last group of a row may be shorter.
-        act_dtype: What activations are rounded to for a product, with one scale for each row; "none" leaves them.
+        act_dtype: What activations are rounded to for a product, with one scale for each `act_group`
+            columns of a row; "none" leaves them.
         dtype: Name of the dtype that the weight has for model code, such as "bfloat16".
         transposed: Model code has the matrix as [in, out] (`Conv1D`, some experts); it is stored as [out, in].
         layout: "plain" is ``values[..., out, in]``, one element a number; "cpu" is the order of the C++ kernels.
         source: Format or preset that the weight comes from, for reports: "gptq", "int8".
+        act_group: Columns that share a scale of activations; None is `group`.
         act_scale: Scale of the activations if a checkpoint fixes it; None computes one for each row.
     """
 
@@ -44,6 +46,7 @@ class Scheme:
     transposed: bool = False
     layout: Layout = "plain"
     source: str = ""
+    act_group: int | None = None
     act_scale: float | None = None
 
 
@@ -74,6 +77,11 @@ class QuantizedWeight:
         return tuple(self.values.shape)
 
     @property
+    def num_columns(self) -> int:
+        """Length of the dimension that a product sums over."""
+        return self.stored_shape[-1]
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape that the weight has for model code."""
         *lead, rows, columns = self.stored_shape
@@ -99,6 +107,11 @@ class QuantizedWeight:
         """Number of bytes that a product reads."""
         return sum(int(part.nbytes) for part in jax.tree.leaves(self))
 
+    def turned(self) -> QuantizedWeight:
+        """Returns the same numbers for model code that has exchanged the last two axes."""
+        scheme = dataclasses.replace(self.scheme, transposed=not self.scheme.transposed)
+        return dataclasses.replace(self, scheme=scheme)
+
     def unpacked(self) -> jax.Array:
         """Returns the dense weight, in the shape and dtype that model code expects."""
         dense = dequantize(self)
@@ -119,13 +132,13 @@ def make_quantized(
     Args:
         name: Name of the weight, for errors.
         values: ``[..., out, in]``.
-        scale: ``[..., out, ceil(in / group)]``, not negative.
+        scale: ``[..., out, ceil(in / group)]``; negative ones are valid (GGUF Q4_0 has them).
         offset: Like `scale`, or None.
         columns: int32[in], a permutation, or None.
         scheme: The static part, with layout "plain".
 
     Raises:
-        InvalidArgumentError: shapes that do not fit; NaN, infinite or negative scales; columns that are no permutation.
+        InvalidArgumentError: shapes that do not fit; NaN or infinite scales; columns that are no permutation.
     """
     num_columns = values.shape[-1]
     expected = (*values.shape[:-1], -(-num_columns // scheme.group))
@@ -137,8 +150,6 @@ def make_quantized(
             )
         if array is not None and not np.isfinite(np.asarray(array, np.float32)).all():
             raise InvalidArgumentError(f"{name}: expected a finite {part}, got NaN or infinity; get the files again")
-    if (np.asarray(scale, np.float32) < 0).any():
-        raise InvalidArgumentError(f"{name}: expected scales of at least 0, got a negative one; get the files again")
     if columns is not None and sorted(np.asarray(columns).tolist()) != list(range(num_columns)):
         raise InvalidArgumentError(f"{name}: expected columns that order all {num_columns} columns, got others")
     parts = (None if part is None else jnp.asarray(part) for part in (values, scale, offset, columns))

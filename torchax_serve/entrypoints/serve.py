@@ -52,6 +52,7 @@ def serve(
     refuse_uneven: bool = False,
     hosts: Hosts | None = None,
     pack_weights: bool = True,
+    quantization: Any = None,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
@@ -76,8 +77,8 @@ def serve(
         tensor_parallel: short for ``mesh={"model": tensor_parallel}``.
         refuse_uneven: raise for sizes that the devices do not divide; else they are padded with zeros.
         hosts: the hosts that share the model, of which this is the leader; the others call `follow`.
-        pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX2 or AVX-512 and
-            without AMX; decoding then reads less memory.
+        pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX and without AMX.
+        quantization: preset ("int8", "int4", "fp8", ...), file or list of rules for weights with fewer bits.
 
     Raises:
         TorchaxServeError: the model cannot be loaded or served; the subclass and the message say why.
@@ -106,6 +107,7 @@ _LOADING = (
     "progress",
     "random_weights",
     "refuse_uneven",
+    "quantization",
 )
 """Arguments of `serve` that `load_model` takes under the same names."""
 

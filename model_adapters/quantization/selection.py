@@ -1,0 +1,134 @@
+"""Which tensors of a module the rules choose."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from model_adapters.bridge.views import named_tensors
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.quantization.rules import QuantizationRule, QuantizationRules
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A tensor that rules can choose.
+
+    Attributes:
+        path: Path of its module.
+        name: Name of the tensor.
+        op_name: Qwix's name for what it is used in.
+        num_columns: Length of the dimension that a product sums over.
+        transposed: The tensor is [in, out].
+    """
+
+    path: str
+    name: str
+    op_name: str
+    num_columns: int
+    transposed: bool = False
+
+
+def products_of(module: torch.nn.Module) -> Iterator[Product]:
+    """Yields the weights of linear layers, experts and embedding tables of `module`."""
+    for path, child in module.named_modules():
+        dot = f"{path}." if path else ""
+        if isinstance(child, torch.nn.Linear) and type(child).forward is torch.nn.Linear.forward:
+            yield Product(path, f"{dot}weight", "dot_general", child.in_features)
+        elif isinstance(child, Conv1D):
+            yield Product(path, f"{dot}weight", "dot_general", child.weight.shape[0], transposed=True)
+        elif isinstance(child, torch.nn.Embedding):
+            yield Product(path, f"{dot}weight", "embedding", child.embedding_dim)
+        elif hasattr(child, "is_transposed") and hasattr(child, "num_experts"):
+            for name, tensor in child._parameters.items():
+                if tensor is not None and tensor.ndim == 3:
+                    columns = tensor.shape[-2 if child.is_transposed else -1]
+                    yield Product(path, f"{dot}{name}", "ragged_dot", columns, transposed=bool(child.is_transposed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The tensors of a module that are quantized.
+
+    Attributes:
+        rules: The rules that chose them.
+        chosen: Rule and product by name of the tensor; a tied tensor is under each of its names.
+        num_dense: Linear layers and experts that stay dense.
+    """
+
+    rules: QuantizationRules
+    chosen: dict[str, tuple[QuantizationRule, Product]]
+    num_dense: int
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, rules: QuantizationRules) -> Selection:
+        """Returns what `rules` choose of `module`, which may be on the meta device.
+
+        Raises:
+            InvalidArgumentError: rules that match nothing, or groups that do not divide a row; lists all of them.
+        """
+        products = list(products_of(module))
+        chosen: dict[str, tuple[QuantizationRule, Product]] = {}
+        for product in products:
+            rule = rules.rule_for(product.path, product.op_name)
+            if rule is not None and rule.weight_qtype != "none":
+                chosen[product.name] = rule, product
+        faults = [] if rules.is_preset else [*_unmatched(module, products, rules), *_uneven(chosen)]
+        if not chosen and not faults:
+            faults = [f"expected linear layers to quantize, got none in {type(module).__name__}; leave it out"]
+        if faults:
+            raise InvalidArgumentError(f"quantization: {'; '.join(faults)}")
+        num_dense = sum(each.op_name != "embedding" and each.name not in chosen for each in products)
+        return cls(rules, _with_tied_names(module, chosen), num_dense)
+
+
+def _with_tied_names(
+    module: torch.nn.Module, chosen: dict[str, tuple[QuantizationRule, Product]]
+) -> dict[str, tuple[QuantizationRule, Product]]:
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(module).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    tied = {name: names for names in names_of.values() for name in names}
+    pairs = getattr(module, "all_tied_weights_keys", None) or {}
+    for target, source in pairs.items():  # tied only once the files are read
+        names = sorted({*tied.get(target, [target]), *tied.get(source, [source])})
+        tied.update(dict.fromkeys(names, names))
+    return {other: what for name, what in chosen.items() for other in tied.get(name, [name])}
+
+
+def _unmatched(module: torch.nn.Module, products: list[Product], rules: QuantizationRules) -> Iterator[str]:
+    """Yields what is wrong with rules that choose nothing."""
+    paths = [path for path, _ in module.named_modules()]
+    for number, rule in enumerate(rules.rules):
+        if any(rules.rule_for(each.path, each.op_name) is rule for each in products):
+            continue
+        where = f"rule {number}: module_path {rule.module_path!r}"
+        matched = [path for path in paths if re.fullmatch(rule.module_path, path)]
+        usable = [each.path for each in products if each.op_name != "embedding" or "embedding" in rule.op_names]
+        if any(rule.applies_to(each.path, each.op_name) for each in products):
+            yield f"{where} matches nothing that an earlier rule has not matched; put it in front"
+        elif matched:
+            yield (
+                f"{where} matches only modules that are no linear layers ({', '.join(matched[:2])}); those are "
+                f"{', '.join(usable[:2])}, …"
+            )
+        else:
+            near = difflib.get_close_matches(rule.module_path, usable, n=2, cutoff=0.3) or usable[:2]
+            yield f"{where} matches no module of {type(module).__name__}; near it are {', '.join(near)}"
+
+
+def _uneven(chosen: dict[str, tuple[QuantizationRule, Product]]) -> Iterator[str]:
+    for rule, product in chosen.values():
+        tile, columns = rule.tile_size, product.num_columns
+        if isinstance(tile, float) and abs(round(1 / tile) * tile - 1) < 1e-6 and columns % round(1 / tile) == 0:
+            continue
+        if tile is not None and (isinstance(tile, float) or columns % tile):
+            yield (
+                f"{product.path}: expected a tile_size that divides its {columns} columns, got {tile}; give another, "
+                "or a rule for this module in front"
+            )
