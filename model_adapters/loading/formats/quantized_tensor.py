@@ -20,7 +20,7 @@ class QuantizedTensor(torch.Tensor):
     """A weight of `dtype` for transformers' loader, with no memory but its parts."""
 
     parts: QuantizedParts
-    name: str
+    label: str
     made_dense: list[str]
 
     @staticmethod
@@ -31,17 +31,17 @@ class QuantizedTensor(torch.Tensor):
         tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, parts.shape, dtype=dtype, device="cpu", requires_grad=False
         )
-        tensor.parts, tensor.name, tensor.made_dense = parts, name, made_dense
+        tensor.parts, tensor.label, tensor.made_dense = parts, name, made_dense
         return tensor
 
     def with_parts(self, parts: QuantizedParts, dtype: torch.dtype | None = None) -> QuantizedTensor:
         """Returns a tensor of other parts, for the same name."""
-        return QuantizedTensor(parts, self.dtype if dtype is None else dtype, self.name, self.made_dense)
+        return QuantizedTensor(parts, self.dtype if dtype is None else dtype, self.label, self.made_dense)
 
     def to_dense(self) -> torch.Tensor:  # type: ignore[override]
         """Returns the dense weight, and notes that it was made."""
-        if self.name not in self.made_dense:
-            self.made_dense.append(self.name)
+        if self.label not in self.made_dense:
+            self.made_dense.append(self.label)
         return self.parts.dense(self.dtype)
 
     @classmethod
@@ -49,10 +49,10 @@ class QuantizedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _UNCHANGED:
+        handler = _HANDLERS.get(func)
+        if handler is None and (func in _UNCHANGED or getattr(func, "__name__", "") in ("__get__", "__set__")):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        handler = _HANDLERS.get(func)
         result = NotImplemented if handler is None else handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -73,13 +73,8 @@ def _dense_in(value: Any) -> Any:
     return value
 
 
-def _getters(*names: str) -> set[Any]:
-    return {getattr(torch.Tensor, name).__get__ for name in names}
-
-
-_UNCHANGED = _getters("shape", "dtype", "device", "is_meta", "ndim", "requires_grad", "layout", "is_leaf", "is_sparse")
-_UNCHANGED |= _getters("is_cuda", "is_quantized", "is_nested", "itemsize", "nbytes", "_backward_hooks")
-_UNCHANGED |= {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.element_size, torch.Tensor.__len__}
+# Functions that read what the tensor itself says; so do all attributes without a handler.
+_UNCHANGED = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.element_size, torch.Tensor.__len__}
 _UNCHANGED |= {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.is_floating_point, torch.is_complex}
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
