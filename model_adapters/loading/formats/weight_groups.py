@@ -44,7 +44,7 @@ def groups_by_suffix(
         if not name.endswith(marker):
             continue
         stem = name.removesuffix(marker)
-        module = stem.rpartition(".")[0]
+        module = (stem + weight).rpartition(".")[0]
         tensors = {}
         for role, suffix in {**required, **optional}.items():
             found = suffix.format(module=module) if "{module}" in suffix else stem + suffix
