@@ -13,8 +13,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from model_adapters.ops import registry
+from model_adapters.ops import registry, spmd
 from model_adapters.ops.compressed_weight import quantized_of
+from model_adapters.ops.cpu import ffi
 from model_adapters.ops.grouped_matmul import OP as GROUPED_OP
 from model_adapters.ops.grouped_matmul import Layout, over_tiles
 from model_adapters.ops.linear import OP, finish, product_sums
@@ -48,7 +49,7 @@ def round_rows(x: jax.Array, group: int, act_dtype: str) -> tuple[jax.Array, jax
 
 def quantized_sums(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
     """Returns ``x[rows, in]`` times a quantized matrix [out, in] transposed, summed in float32 or more."""
-    scheme = weight.scheme
+    scheme, weight = weight.scheme, weight.plain()
     if scheme.act_dtype == "none":
         return product_sums(x, dequantize(weight, x.dtype))
     if weight.columns is not None:
@@ -118,6 +119,46 @@ def quantized(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) ->
     found = quantized_of(weight)
     assert found is not None
     return finish(quantized_sums(x, found), bias, x.dtype)
+
+
+def _kernel_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
+    if (reason := _unsupported_reason(x, weight, bias)) is not None:
+        return reason
+    found = quantized_of(weight)
+    assert found is not None
+    if found.scheme.layout != "cpu":
+        return "the weight is not in the kernel's order"
+    if spmd.mesh_in_use() is not None:
+        return "a mesh of devices"
+    return ffi.unsupported_reason(x) if x.shape[0] else "no rows"
+
+
+def _kernel_product(x: jax.Array, weight: QuantizedWeight, bias: jax.Array | None) -> jax.Array:
+    """Returns ``x[rows, in]`` times a matrix in the kernel's order transposed, plus ``bias[out]``, in x's dtype."""
+    scheme, (num_rows, num_columns) = weight.scheme, weight.stored_shape[-2:]
+    if weight.columns is not None:
+        x = x[:, weight.columns]
+    act_group = 0 if scheme.act_dtype == "none" else min(scheme.act_group or scheme.group, num_columns)
+    return ffi.quantized_linear(
+        x,
+        weight.values,
+        weight.scale,
+        weight.offset,
+        bias,
+        num_rows=num_rows,
+        bits=scheme.bits,
+        zero=scheme.zero,
+        group=scheme.group,
+        act_group=act_group,
+    )
+
+
+@registry.register(OP, "cpu-quantized", ("cpu",), unsupported_reason=_kernel_unsupported_reason, takes_precedence=True)
+def streamed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Computes with the C++ kernel, which reads a quantized weight as it is stored."""
+    found = quantized_of(weight)
+    assert found is not None
+    return _kernel_product(x, found, bias)
 
 
 def _grouped_unsupported_reason(

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import quantized_layout
+from model_adapters.ops.quantized_layout import BLOCK_ROWS
 
 ActDtype = Literal["none", "int8", "float8_e4m3fn"]
 Layout = Literal["plain", "cpu"]
@@ -33,9 +35,12 @@ class Scheme:
             columns of a row; "none" leaves them.
         dtype: Name of the dtype that the weight has for model code, such as "bfloat16".
         transposed: Model code has the matrix as [in, out] (`Conv1D`, some experts); it is stored as [out, in].
-        layout: "plain" is ``values[..., out, in]``, one element a number; "cpu" is the order of the C++ kernels.
+        layout: "plain" is ``values[..., out, in]``, one element a number; "cpu" is the order of the C++ kernels
+            (`model_adapters.ops.quantized_layout`).
         source: Format or preset that the weight comes from, for reports: "gptq", "int8".
         act_group: Columns that share a scale of activations; None is `group`.
+        matrix: Sizes ``(out, in)``, where the layout pads them; None in the plain layout.
+        zero: What the "cpu" layout has added to numbers of 4 bits.
         act_scale: Scale of the activations if a checkpoint fixes it; None computes one for each row.
     """
 
@@ -47,6 +52,8 @@ class Scheme:
     layout: Layout = "plain"
     source: str = ""
     act_group: int | None = None
+    matrix: tuple[int, int] | None = None
+    zero: int = 8
     act_scale: float | None = None
 
 
@@ -56,8 +63,8 @@ class QuantizedWeight:
     """A matrix [out, in], or one for each expert [E, out, in], in the place of a weight.
 
     Attributes:
-        values: Stored numbers ``[..., out, in]``: int8, uint8, int4, uint4, float8_e4m3fn, float4_e2m1fn. On CPUs
-            4-bit integers are int8, because arrays of jnp.int4 fail there in programs compiled ahead of time.
+        values: In the plain layout numbers ``[..., out, in]``: int8, uint8, int4, uint4, float8_e4m3fn, float4_e2m1fn.
+            On CPUs 4-bit integers are int8: arrays of jnp.int4 fail there in programs compiled ahead of time.
         scale: ``[..., out, ceil(in / group)]``, float32, bfloat16 or float16.
         offset: Like `scale`; None is zero.
         columns: int32[in], the order in which columns of the matrix are stored: ``x[:, columns]`` meets `values`.
@@ -74,7 +81,9 @@ class QuantizedWeight:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape ``(..., out, in)``."""
-        return tuple(self.values.shape)
+        if self.scheme.matrix is None:
+            return tuple(self.values.shape)
+        return (*self.values.shape[:-4], *self.scheme.matrix)
 
     @property
     def num_columns(self) -> int:
@@ -111,6 +120,19 @@ class QuantizedWeight:
         """Returns the same numbers for model code that has exchanged the last two axes."""
         scheme = dataclasses.replace(self.scheme, transposed=not self.scheme.transposed)
         return dataclasses.replace(self, scheme=scheme)
+
+    def plain(self) -> QuantizedWeight:
+        """Returns the same numbers in the plain layout."""
+        scheme = self.scheme
+        if scheme.matrix is None:
+            return self
+        values = quantized_layout.from_steps(self.values, scheme.bits, scheme.zero, *scheme.matrix)
+        scale, offset = (
+            None if part is None else quantized_layout.from_blocks(part, scheme.matrix[0])
+            for part in (self.scale, self.offset)
+        )
+        assert scale is not None
+        return QuantizedWeight(values, scale, offset, self.columns, _plain_scheme(scheme))
 
     def unpacked(self) -> jax.Array:
         """Returns the dense weight, in the shape and dtype that model code expects."""
@@ -156,6 +178,10 @@ def make_quantized(
     return QuantizedWeight(*parts, scheme=scheme)
 
 
+def _plain_scheme(scheme: Scheme) -> Scheme:
+    return dataclasses.replace(scheme, layout="plain", matrix=None)
+
+
 def _over_columns(by_group: jax.Array, group: int, num_columns: int) -> jax.Array:
     """Returns ``[..., out, in]`` of ``[..., out, groups]``: each column has the number of its group."""
     if by_group.shape[-1] == 1:
@@ -176,14 +202,27 @@ def _in_model_order(rows: jax.Array, columns: jax.Array | None) -> jax.Array:
 
 def dequantize(weight: QuantizedWeight, dtype: Any = None) -> jax.Array:
     """Returns the dense matrix ``[..., out, in]`` in `dtype`, by default that of the weight; computed in float32."""
+    weight = weight.plain()
     dense = _rows_of(weight.values, weight.scale, weight.offset, weight.scheme.group)
     return _in_model_order(dense, weight.columns).astype(weight.dtype if dtype is None else dtype)
 
 
 def take_rows(weight: QuantizedWeight, indices: jax.Array, dtype: Any = None) -> jax.Array:
     """Returns rows int[...] -> ``[..., in]`` of a matrix [out, in], as a lookup in an embedding table reads them."""
-    parts = (weight.values, weight.scale, weight.offset)
-    values, scale, offset = (None if part is None else part[indices] for part in parts)
-    assert values is not None and scale is not None
+    values, scale, offset = _parts_of_rows(weight, indices)
     rows = _rows_of(values, scale, offset, weight.scheme.group)
     return _in_model_order(rows, weight.columns).astype(weight.dtype if dtype is None else dtype)
+
+
+def _parts_of_rows(weight: QuantizedWeight, indices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns values, scales and offsets of rows of a matrix in any layout."""
+    scheme, parts = weight.scheme, (weight.scale, weight.offset)
+    if scheme.matrix is None:
+        values = weight.values[indices]
+        scale, offset = (None if part is None else part[indices] for part in parts)
+    else:
+        values = quantized_layout.rows_of_steps(weight.values, scheme.bits, scheme.zero, indices, scheme.matrix[1])
+        block, lane = indices // BLOCK_ROWS, indices % BLOCK_ROWS
+        scale, offset = (None if part is None else part[block, :, lane] for part in parts)
+    assert scale is not None
+    return values, scale, offset

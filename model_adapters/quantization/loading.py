@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.quantized_weight import QuantizedWeight
+from model_adapters.quantization.cpu_layout import lay_out
 from model_adapters.quantization.quantize import quantize_weight
 from model_adapters.quantization.selection import Selection
 
@@ -37,7 +38,7 @@ class WeightQuantizer:
         rule, product = self.selection.chosen[name]
         source = self.selection.rules.name
         made = quantize_weight(name, weight, rule, transposed=product.transposed, source=source)
-        return jax.block_until_ready(made)
+        return jax.block_until_ready(lay_out(made))
 
 
 def describe_weights(weights: Weights, num_dense: int | None = None) -> str:
