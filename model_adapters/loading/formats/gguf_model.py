@@ -71,6 +71,8 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     except Exception as error:  # configuration classes check their values with whatever exception they like
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"the header of {file.path} makes no configuration ({lines[0]})") from error
+    if "token_embd.weight" in file.tensors:
+        config.vocab_size = file.tensors["token_embd.weight"].shape[0]
     for key, name in _EXTRA_KEYS.items():
         value = file.metadata.get(f"{architecture}.{key}")
         if value is not None and hasattr(config, name):

@@ -22,25 +22,30 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+_GPT2 = {"vocab_size": 280, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+_MOE = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 CONFIGS = {
-    "llama": lambda **more: tf.LlamaConfig(**SIZES, head_dim=64, rope_theta=50000.0, **more),
-    "qwen2": lambda **more: tf.Qwen2Config(**SIZES, **more),
-    "qwen3": lambda **more: tf.Qwen3Config(**SIZES, head_dim=32, **more),
-    "gemma2": lambda **more: tf.Gemma2Config(**SIZES, head_dim=64, sliding_window=16, **more),
-    "gemma3": lambda **more: tf.Gemma3TextConfig(**SIZES, head_dim=64, sliding_window=16, **more),
-    "phi3": lambda **more: tf.Phi3Config(**SIZES, pad_token_id=0, **more),
-    "qwen3moe": lambda **more: tf.Qwen3MoeConfig(
-        **SIZES, head_dim=64, moe_intermediate_size=256, num_experts=4, num_experts_per_tok=2, **more
-    ),
-    "gpt2": lambda **more: tf.GPT2Config(vocab_size=280, n_embd=256, n_layer=2, n_head=4, n_positions=64, **more),
-    "starcoder2": lambda **more: tf.Starcoder2Config(**SIZES, **more),
+    "llama": (tf.LlamaConfig, {**SIZES, "head_dim": 64, "rope_theta": 50000.0}),
+    "qwen2": (tf.Qwen2Config, SIZES),
+    "qwen3": (tf.Qwen3Config, {**SIZES, "head_dim": 192}),
+    "gemma2": (tf.Gemma2Config, {**SIZES, "head_dim": 64, "sliding_window": 16}),
+    "gemma3": (tf.Gemma3TextConfig, {**SIZES, "head_dim": 64, "sliding_window": 16}),
+    "phi3": (tf.Phi3Config, {**SIZES, "pad_token_id": 0}),
+    "qwen3moe": (tf.Qwen3MoeConfig, {**SIZES, **_MOE, "head_dim": 64}),
+    "gpt2": (tf.GPT2Config, _GPT2),
+    "starcoder2": (tf.Starcoder2Config, SIZES),
 }
 _SAME_NAME = {"qwen3moe": "qwen3_moe"}
 
 
+def made(architecture, changes):
+    config_class, settings = CONFIGS[architecture]
+    return config_class(**{**settings, **changes})
+
+
 def tiny_model(architecture, **changes):
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS[architecture](**changes)).float().eval()
+    model = tf.AutoModelForCausalLM.from_config(made(architecture, changes)).float().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return model
@@ -126,6 +131,7 @@ def write_tokenizer(writer, vocab_size):
     writer.add_token_merges(["h e", "he l"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+    writer.add_pad_token_id(0)
     writer.add_chat_template("{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}")
 
 
