@@ -71,8 +71,7 @@ def load_model(
             that the architecture keeps in float32, keep theirs.
         trust_remote_code: Run the Python code of the repository.
         allow_pickle: Load tensors (nothing else) from pickle files where there is no safetensors file.
-        strict: Raise for tensors in the files that the class has no place for, and for a head that the files lack.
-            Otherwise they are ignored with one line of the logger ``torchax_serve``.
+        strict: Raise for tensors that the class has no place for, and for a missing head; else one line is logged.
         progress: Shown for download and load.
         random_weights, seed: Read no checkpoint: take the configuration (folder, hub id or JSON file) and draw the
             weights from the architecture's own initial distributions.
@@ -85,9 +84,7 @@ def load_model(
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError, InvalidArgumentError, OutOfMemoryError: in one line.
     """
-    if mesh is not None and device_put is not None:
-        raise InvalidArgumentError("mesh and device_put: expected one of them, got both; leave one out")
-    rules = _rules_for(quantization, on_one_device=mesh is None and device_put is None)
+    rules = _rules_for(quantization, mesh, device_put)
     shown, torch_dtype = progress or SilentProgress(), torch_dtype_of(dtype)
     model = without_adapters(model)
     if isinstance(model, PreTrainedModel):
@@ -107,9 +104,17 @@ def load_model(
         return builder.from_checkpoint(allow_pickle, strict, shown)
 
 
-def _rules_for(quantization: Any, *, on_one_device: bool) -> QuantizationRules | None:
+def _rules_for(quantization: Any, mesh: Mesh | None, device_put: DevicePut | None) -> QuantizationRules | None:
+    """Returns the rules for weights that are placed so.
+
+    Raises:
+        InvalidArgumentError: two ways to place weights; rules that are none.
+        UnsupportedArgumentError: weights that are quantized cannot be placed so.
+    """
+    if mesh is not None and device_put is not None:
+        raise InvalidArgumentError("mesh and device_put: expected one of them, got both; leave one out")
     rules = parse_rules(quantization)
-    if rules is not None and not on_one_device:
+    if rules is not None and (mesh is not None or device_put is not None):
         raise UnsupportedArgumentError(
             "quantization: expected one device, got a mesh or device_put, for which weights cannot be quantized while "
             "they are loaded; leave one of them out"

@@ -107,7 +107,8 @@ def _scale_and_zero(tiles: jax.Array, rule: QuantizationRule) -> tuple[jax.Array
         largest = jnp.sqrt(jnp.mean(jnp.square(tiles), axis=-1)) * numbers[0]
     else:
         largest = jnp.full(tiles.shape[:-1], abs(numbers[-1]), jnp.float32)
-    return _not_tiny(largest / _largest_value(rule.weight_qtype)), None
+    # The barrier keeps XLA from making one constant of the factor and the divisor, which gives other last bits.
+    return _not_tiny(jax.lax.optimization_barrier(largest) / _largest_value(rule.weight_qtype)), None
 
 
 def _asymmetric(

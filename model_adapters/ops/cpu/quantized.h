@@ -225,6 +225,7 @@ class QuantizedProduct {
  private:
   static constexpr int64_t kChunkBlocks = 4;  // that a thread takes at a time
   static constexpr int64_t kAhead = 6144;     // bytes between what is multiplied and what is fetched
+  static constexpr int64_t kScalesAhead = 16 * kBlockRows;  // the same in scales
 
   template <int kBits, int kUnit>
   void run_chunk(int64_t c, int64_t next) const {
@@ -323,13 +324,17 @@ class QuantizedProduct {
     const int64_t behind = kAhead + (then - block - 1) * block_bytes;
     const float *x = x_.words(pass), *scale = x_.scale(pass), *scaled_sum = x_.scaled_sum(pass);
     const int32_t* sum = x_.sum(pass);
+    const int64_t scale_bytes = matrix_.is_half ? 2 : 4;
     int64_t at = block * matrix_.num_groups() * kBlockRows + strip * kLanes, left = 0;
     Vec sums[S][R] = {}, weight_scale[S], offset[S];
     for (int64_t u = 0; u < num_units; u++, p += kUnitBytes, x += kUnitWords * R, scale += R, sum += R, scaled_sum += R) {
       if (then >= 0) {
         const uint8_t* later = p + (p < last_fetched ? kAhead : behind);
 #pragma GCC unroll 8
-        for (int64_t line = 0; line < kUnitBytes; line += 64) __builtin_prefetch(later + line, 0, 2);
+        for (int64_t line = 0; line < kUnitBytes; line += 64) {
+          if (x_.num_passes == 1) __builtin_prefetch(later + line, 0, 3);
+          else __builtin_prefetch(later + line, 0, 2);  // other passes use the first-level cache meanwhile
+        }
       }
       if (left == 0) {
         left = units_of_group;
@@ -339,6 +344,7 @@ class QuantizedProduct {
           if (matrix_.offset) offset[s] = load_scales(matrix_.offset, matrix_.is_half, at + s * kLanes);
         }
         at += kBlockRows;
+        if (then >= 0) __builtin_prefetch((const char*)matrix_.scale + (at + kScalesAhead) * scale_bytes, 0, 2);
       }
       left--;
       Vec of_unit[S][R] = {};
