@@ -300,7 +300,9 @@ class _Builder:
         self, module: PreTrainedModel, weights: dict[str, Weight], dtype: torch.dtype, checkpoint_bytes: int | None
     ) -> LoadedModel:
         folder = self._source.folder
-        module.config.name_or_path = module.name_or_path = str(self._source.hub_id or self._source.gguf or self._source.path)
+        module.config.name_or_path = module.name_or_path = str(
+            self._source.hub_id or self._source.gguf or self._source.path
+        )
         if module.can_generate() and folder is not None:
             module.generation_config = _generation_config(folder, module)
             if self._trust:

@@ -10,14 +10,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from model_adapters.loading.checkpoint import Checkpoint, weight_files
 from model_adapters.loading.file_names import CONFIG
-from model_adapters.loading.formats.settings import QuantizationSettings, settings_in
-from model_adapters.loading.model_class import load_config, module_of, read_config_json
-from model_adapters.loading.model_source import ModelSource
-
 from model_adapters.loading.formats.gguf_checkpoint import GgufCheckpoint
 from model_adapters.loading.formats.gguf_file import GgufFile
 from model_adapters.loading.formats.gguf_model import config_of
 from model_adapters.loading.formats.quantized_checkpoint import QuantizedCheckpoint, require_plain
+from model_adapters.loading.formats.settings import QuantizationSettings, settings_in
+from model_adapters.loading.model_class import load_config, module_of, read_config_json
+from model_adapters.loading.model_source import ModelSource
 
 AnyCheckpoint = Checkpoint | QuantizedCheckpoint | GgufCheckpoint
 
@@ -69,9 +68,7 @@ class ModelFiles:
         if self.gguf is not None:
             return GgufCheckpoint(self.gguf, module_of(model_class, config, torch.float32))
         explicit, extra = getattr(config, "transformers_weights", None), getattr(type(config), "extra_files", ())
-        plain = Checkpoint.of(
-            weight_files(self.source.path, explicit=explicit, extra=extra, allow_pickle=allow_pickle)
-        )
+        plain = Checkpoint.of(weight_files(self.source.path, explicit=explicit, extra=extra, allow_pickle=allow_pickle))
         if self.settings is not None:
             return QuantizedCheckpoint(plain, self.settings)
         require_plain(plain.entries, self.source.path / CONFIG)

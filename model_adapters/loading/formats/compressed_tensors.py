@@ -99,7 +99,15 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
         parts = _read_int8(name, tensors, weights)
     act_dtype, act_scale = _activations(name, scheme, tensors)
     return QuantizedParts(
-        parts.values, parts.scale, parts.offset, parts.columns, parts.bits, parts.group, act_dtype, act_scale, source=_NAME
+        parts.values,
+        parts.scale,
+        parts.offset,
+        parts.columns,
+        parts.bits,
+        parts.group,
+        act_dtype,
+        act_scale,
+        source=_NAME,
     )
 
 

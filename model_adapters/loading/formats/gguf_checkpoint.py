@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -52,8 +53,8 @@ class GgufCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that the model computes in unless the caller says otherwise."""
-        return torch.bfloat16
+        """Dtype that the model computes in unless the caller says otherwise: on CPUs float32, as in llama.cpp."""
+        return torch.float32 if jax.default_backend() == "cpu" else torch.bfloat16
 
     def sizes_in(self, dtype: torch.dtype | None) -> dict[str, int]:
         """Returns bytes of each tensor as it is stored: quantized ones stay as they are."""
@@ -147,4 +148,6 @@ class GgufReader:
         found = self.processor.process(weights=numbers, name=name, tensor_key_mapping={}, parsed_parameters=store)
         values = found.weights if found.name is not None else next(iter(store["tensors"].values()))
         made = torch.as_tensor(np.ascontiguousarray(values))
-        return made if self.expected is None or made.numel() != int(np.prod(self.expected)) else made.view(self.expected)
+        return (
+            made if self.expected is None or made.numel() != int(np.prod(self.expected)) else made.view(self.expected)
+        )

@@ -131,7 +131,9 @@ class _Parser:
             )
         block, block_bytes = BLOCK_BYTES[type_name]
         if math.prod(shape) and shape[-1] % block:
-            raise CheckpointError(f"{self._path} is corrupt: {name} {list(shape)} does not divide into blocks of {block}")
+            raise CheckpointError(
+                f"{self._path} is corrupt: {name} {list(shape)} does not divide into blocks of {block}"
+            )
         return GgufTensor(name, type_name, shape, self._number("Q"), math.prod(shape) // block * block_bytes)
 
     def _placed(self, tensor: GgufTensor, start: int) -> GgufTensor:

@@ -46,9 +46,7 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
     if columns is not None:
         values = values[:, columns.long()]
     numbers, offset = centred(values, zeros.to(torch.uint8), scale, bits)
-    return QuantizedParts(
-        numbers, scale, offset, columns, bits=8 if bits == 8 else 4, group=group_size, source="gptq"
-    )
+    return QuantizedParts(numbers, scale, offset, columns, bits=8 if bits == 8 else 4, group=group_size, source="gptq")
 
 
 def _settings_of(module: str, settings: QuantizationSettings) -> tuple[int, int]:

@@ -61,9 +61,7 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
     if bits == 8:  # unsigned 8-bit numbers do not fit in int8
         numbers, offset = (numbers.to(torch.int16) - 128), (128 - zero) * scale
     size = num_columns // scale.shape[1]
-    return QuantizedParts(
-        numbers.to(torch.int8), scale, offset, bits=8 if bits == 8 else 4, group=size, source="hqq"
-    )
+    return QuantizedParts(numbers.to(torch.int8), scale, offset, bits=8 if bits == 8 else 4, group=size, source="hqq")
 
 
 def _unpacked(packed: torch.Tensor, bits: int, count: int, name: str) -> torch.Tensor:

@@ -20,9 +20,13 @@ def place_quantized(name: str, tensor: QuantizedTensor) -> QuantizedWeight:
         str(tensor.dtype).removeprefix("torch."),
         transposed=parts.transposed,
         source=parts.source,
+        act_group=None if parts.act_dtype == "none" else parts.values.shape[-1],  # one scale for each row
         act_scale=parts.act_scale,
+        table=parts.table,
     )
-    arrays = [None if part is None else _placed(part) for part in (parts.values, parts.scale, parts.offset, parts.columns)]
+    arrays = [
+        None if part is None else _placed(part) for part in (parts.values, parts.scale, parts.offset, parts.columns)
+    ]
     return make_quantized(name, *arrays, scheme=scheme)
 
 

@@ -131,7 +131,7 @@ class QuantizedReader:
 def require_plain(entries: Mapping[str, TensorEntry | torch.Tensor], file: Any) -> None:
     """Raises CheckpointError for quantized tensors of a checkpoint whose configuration states no quantization."""
     for name, entry in entries.items():
-        if name.endswith(_SIGNS) and entry.dtype != torch.bool or entry.dtype == torch.float8_e4m3fn:
+        if (name.endswith(_SIGNS) and entry.dtype != torch.bool) or entry.dtype == torch.float8_e4m3fn:
             raise CheckpointError(
                 f"{name} is part of a quantized weight, and {file} has no quantization_config: get config.json again"
             )

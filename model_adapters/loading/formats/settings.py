@@ -64,7 +64,9 @@ class QuantizationSettings:
 
     def refuse(self, what: str, remedy: str = _DENSE) -> UnsupportedModelError:
         """Returns the error for settings that are not read: `what` names them."""
-        return UnsupportedModelError(f"{self.file} has weights in {self.method} with {what}, which is not read: {remedy}")
+        return UnsupportedModelError(
+            f"{self.file} has weights in {self.method} with {what}, which is not read: {remedy}"
+        )
 
     def integer(self, key: str, choices: tuple[int, ...]) -> int:
         """Returns a number of the configuration that must be one of `choices`."""
@@ -90,7 +92,10 @@ def settings_in(content: Mapping[str, Any], file: Path) -> QuantizationSettings 
         UnsupportedModelError: a method that is not read.
         CheckpointError: no method, or two of them.
     """
-    places = [content, *(value for key, value in content.items() if key.endswith("_config") and isinstance(value, dict))]
+    places = [
+        content,
+        *(value for key, value in content.items() if key.endswith("_config") and isinstance(value, dict)),
+    ]
     found = [place[key] for place in places for key in _KEYS if place.get(key)]
     if not found:
         return None

@@ -70,7 +70,12 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
         offset = zero.T.contiguous() if bool(zero.any()) else None
         return QuantizedParts(values, scale.T.contiguous(), offset, bits=4, group=int(block[-1]), source=_NAME)
     rows = qdata.shape[0]
-    if block is None or scale.shape[0] not in (1, rows) or any(size != 1 for size in block[:-1]) and scale.shape[0] != 1:
+    if (
+        block is None
+        or scale.shape[0] not in (1, rows)
+        or (any(size != 1 for size in block[:-1])
+        and scale.shape[0] != 1)
+    ):
         raise settings.refuse(f"block_size {block} (expected one row)")
     scale = scale.reshape(scale.shape[0], -1).expand(rows, -1)
     zero = tensors.get("zero_point")

@@ -19,7 +19,11 @@ TOKENS_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tok
 TOKENS_FP8 = {**TOKENS_INT8, "type": "float"}
 CASES = {
     "w8a8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, TOKENS_INT8),
-    "w8a8-asymmetric": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}, None),
+    "w8a8-asymmetric": (
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
+        None,
+    ),
     "w8a8-tensor": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor"}, None),
     "fp8-channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, TOKENS_FP8),
     "fp8-tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, None),
@@ -126,7 +130,10 @@ def settings_of(**changes):
         ({"format": "marlin-24"}, r"format 'marlin-24' \(expected one of int-quantized"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format 'sparse-24-bitmask'"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
-        ({"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3}}}}, r"num_bits 3 \(expected 4 or 8\)"),
+        (
+            {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3}}}},
+            r"num_bits 3 \(expected 4 or 8\)",
+        ),
     ],
 )
 def test_settings_that_are_not_read_are_refused_by_name(changes, said, tmp_path):

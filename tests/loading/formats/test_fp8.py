@@ -130,7 +130,10 @@ def test_experts_that_transformers_stacks_and_joins_stay_in_8_bits(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda name, tensors: {f"{name}_scale_inv": torch.ones(3, 1)}, r"expected scales \[1, 1\] .*blocks of 128 x 128"),
+        (
+            lambda name, tensors: {f"{name}_scale_inv": torch.ones(3, 1)},
+            r"expected scales \[1, 1\] .*blocks of 128 x 128",
+        ),
         (lambda name, tensors: {f"{name}_scale_inv": torch.full((1, 1), torch.nan)}, "expected a finite scale"),
         (lambda name, tensors: {name: tensors[name].float()}, "expected float8_e4m3fn, got torch.float32"),
     ],
@@ -157,7 +160,9 @@ def test_8_bit_tensors_without_a_quantization_in_the_configuration(tmp_path):
     content = json.loads(config.read_text())
     settings = content.pop("quantization_config")
     config.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"is part of a quantized weight.*no quantization_config: get config.json"):
+    with pytest.raises(
+        CheckpointError, match=r"is part of a quantized weight.*no quantization_config: get config.json"
+    ):
         load_model(folder)
     write(folder, model, {name: tensor for name, tensor in model.state_dict().items()}, settings)
     with pytest.raises(CheckpointError, match="states a quantization .fp8., and the files hold no tensor of it"):

@@ -57,7 +57,9 @@ def test_blocks_have_every_number_of_the_tools_dequantization(kind):
 @pytest.mark.parametrize("kind", [*BY_TOOL, *DRAWN])
 def test_a_llama_in_each_type_has_transformers_numbers(kind, tmp_path):
     model = tiny_model("llama")
-    loaded, dense = check_same(write_gguf(tmp_path / "m.gguf", model, "llama", kind), by_transformers(tmp_path / "m.gguf"))
+    loaded, dense = check_same(
+        write_gguf(tmp_path / "m.gguf", model, "llama", kind), by_transformers(tmp_path / "m.gguf")
+    )
     assert dense == [] and not loaded.report.unused_tensors
     assert loaded.config.rope_parameters["rope_theta"] == 50000.0 and loaded.config.eos_token_id == 1
 
@@ -66,7 +68,9 @@ def test_a_llama_in_each_type_has_transformers_numbers(kind, tmp_path):
 def test_every_architecture_has_transformers_numbers(architecture, tmp_path):
     model = tiny_model(architecture)
     file = write_gguf(tmp_path / "m.gguf", model, architecture, "Q4_1")
-    loaded, dense = check_same(file, by_transformers(file) if architecture not in ("qwen3", "qwen3moe") else dequantized(model))
+    loaded, dense = check_same(
+        file, by_transformers(file) if architecture not in ("qwen3", "qwen3moe") else dequantized(model)
+    )
     assert dense == [], "matrices were made dense"
     ours, given = loaded.config.to_dict(), model.config.to_dict()
     said = ("hidden_size", "head_dim", "num_key_value_heads", "moe_intermediate_size", "sliding_window", "layer_types")
@@ -111,9 +115,9 @@ def test_tokenizer_and_chat_template_are_those_of_the_file(tmp_path):
     assert text == "<s>hi</s>" and tokenizer.eos_token_id == 1 and tokenizer.bos_token_id == 0
 
 
-def test_dtype_is_bfloat16_unless_another_is_asked_for(tmp_path):
+def test_dtype_on_a_cpu_is_float32_unless_another_is_asked_for(tmp_path):
     file = write_gguf(tmp_path / "m.gguf", tiny_model("llama", num_hidden_layers=1), "llama", "Q8_0")
-    assert load_model(file).dtype == "bfloat16" and load_model(file, dtype="float32").dtype == "float32"
+    assert load_model(file).dtype == "float32" and load_model(file, dtype="bfloat16").dtype == "bfloat16"
 
 
 def test_linear_and_yarn_scaling_of_positions(tmp_path):
@@ -188,7 +192,9 @@ def test_a_type_that_is_not_read_is_refused_by_name(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"attn_q.weight of .* is in Q2_K, which is not read: use a file in"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"attn_q.weight of .* is in Q2_K, which is not read: use a file in"
+    ):
         load_model(tmp_path / "m.gguf")
 
 
@@ -199,7 +205,9 @@ def test_an_architecture_that_is_not_read_is_refused_by_name(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"architecture 'rwkv6', which is not read \(expected one of .*llama"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"architecture 'rwkv6', which is not read \(expected one of .*llama"
+    ):
         load_model(tmp_path / "m.gguf")
 
 
@@ -210,7 +218,9 @@ def test_a_folder_with_one_file_is_that_model(good_file, tmp_path):
     assert source.gguf == tmp_path / "m.gguf" and source.folder is None
     assert load_model(tmp_path).report.quantization.startswith("9 weights int8")
     (tmp_path / "other.gguf").symlink_to(good_file)
-    with pytest.raises(ModelNotFoundError, match="holds several GGUF files: give the path of one; there are m.gguf, other"):
+    with pytest.raises(
+        ModelNotFoundError, match="holds several GGUF files: give the path of one; there are m.gguf, other"
+    ):
         parse_name(tmp_path)
 
 

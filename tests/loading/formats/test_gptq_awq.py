@@ -54,7 +54,13 @@ def gptq_folder(folder, model, *, bits=4, version="gptq", act_order=False, symme
             f"{module}.g_idx": group_of.int(),
         }
 
-    said = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": act_order, "checkpoint_format": version}
+    said = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": GROUP,
+        "desc_act": act_order,
+        "checkpoint_format": version,
+    }
     return write(folder, model, replaced(model, make), {**said, **settings}), expected
 
 
@@ -137,7 +143,11 @@ def test_awq_generates_the_tokens_of_its_dequantized_twin(tmp_path):
 @pytest.mark.parametrize(
     ("make", "changes", "said"),
     [
-        (awq_folder, {"version": "gemv"}, r"awq with version 'gemv' \(expected gemm\).*use a checkpoint of the version gemm"),
+        (
+            awq_folder,
+            {"version": "gemv"},
+            r"awq with version 'gemv' \(expected gemm\).*use a checkpoint of the version gemm",
+        ),
         (awq_folder, {"bits": 8}, r"awq with bits 8 \(expected 4\)"),
         (gptq_folder, {"bits": 3}, r"gptq with bits 3 \(expected 2, 4 or 8\).*use a checkpoint in 4 bits"),
     ],
@@ -157,9 +167,15 @@ NAME = "model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: {f"{NAME}.scales": t[f"{NAME}.scales"][:1]}, r"expected scales \[4, 128\], got \[1, 128\]: bits or group"),
+        (
+            lambda t: {f"{NAME}.scales": t[f"{NAME}.scales"][:1]},
+            r"expected scales \[4, 128\], got \[1, 128\]: bits or group",
+        ),
         (lambda t: {f"{NAME}.qzeros": t[f"{NAME}.qzeros"][:, :4]}, r"expected qzeros \[4, 16\], got \[4, 4\]"),
-        (lambda t: {f"{NAME}.g_idx": t[f"{NAME}.g_idx"] + 9}, "expected g_idx to give each group 32 columns, got others"),
+        (
+            lambda t: {f"{NAME}.g_idx": t[f"{NAME}.g_idx"] + 9},
+            "expected g_idx to give each group 32 columns, got others",
+        ),
         (lambda t: {f"{NAME}.scales": t[f"{NAME}.scales"] * torch.nan}, "expected a finite scale, got NaN or infinity"),
         (lambda t: {f"{NAME}.weight": torch.ones(128, 128)}, "is in the files both quantized and dense"),
     ],
@@ -170,5 +186,7 @@ def test_tensors_that_do_not_fit_are_one_line_that_names_the_weight(change, said
     tensors = load_file(folder / "model.safetensors")
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     write(folder, model, {**tensors, **change(tensors)}, settings)
-    with pytest.raises((CheckpointError, InvalidArgumentError), match=f"^{NAME}.weight:? .*{said}|^{NAME}.weight {said}"):
+    with pytest.raises(
+        (CheckpointError, InvalidArgumentError), match=f"^{NAME}.weight:? .*{said}|^{NAME}.weight {said}"
+    ):
         load_model(folder)
