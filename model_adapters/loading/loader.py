@@ -187,8 +187,7 @@ class _Builder:
         self._allow_pickle = allow_pickle
         checkpoint = self._files.checkpoint(self._class, self._config, allow_pickle=allow_pickle)
         dtype = self._checked(self._dtype or checkpoint.dtype or torch.float32)
-        sizes = checkpoint.sizes_in(dtype).values()
-        self._check_fits(list(sizes))
+        self._check_fits(list(checkpoint.sizes_in(dtype).values()), dtype)
         module, place, sink = self._read(checkpoint, dtype, strict, progress)
         weights = _harvest(module, place, sink)
         loaded = self._loaded(module, weights, dtype, checkpoint.num_bytes)
@@ -251,7 +250,7 @@ class _Builder:
             if init.has_recorded(module):
                 break
         sizes = [tensor.numel() * tensor.element_size() for tensor in set(named_tensors(module).values())]
-        self._check_fits(list(sizes))
+        self._check_fits(list(sizes), dtype)
         planned = random_init.planned_dtypes(module, dtype)
         std = getattr(self._config.get_text_config(), "initializer_range", None) or 0.02
         with progress.stage(f"drawing random weights for {self._source.name}", sum(sizes)) as advance:
@@ -269,10 +268,15 @@ class _Builder:
             weights = _harvest(module, place, sink, fill)
         return self._loaded(module, weights, dtype, None)
 
-    def _check_fits(self, sizes: list[int]) -> None:
+    def _check_fits(self, sizes: list[int], dtype: torch.dtype) -> None:
+        """Raises OutOfMemoryError if tensors of `sizes` bytes, those that are quantized with fewer, do not fit."""
+        total = sum(sizes)
+        if self._rules is not None:
+            empty = module_of(self._class, self._config, dtype)
+            total -= Selection.of(empty, self._rules).saved_bytes(empty)
         on_one_device = self._device_put is None and self._mesh is None
         check_fits(
-            sum(sizes), max(sizes), what=self._source.name, device=jax.local_devices()[0], on_one_device=on_one_device
+            total, max(sizes), what=self._source.name, device=jax.local_devices()[0], on_one_device=on_one_device
         )
 
     def _checked(self, dtype: torch.dtype) -> torch.dtype:

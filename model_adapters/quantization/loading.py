@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.quantization.cpu_layout import lay_out
 from model_adapters.quantization.quantize import quantize_weight
+from model_adapters.quantization.rules import QuantizationRules
 from model_adapters.quantization.selection import Selection
 
 
@@ -39,6 +42,26 @@ class WeightQuantizer:
         source = self.selection.rules.name
         made = quantize_weight(name, weight, rule, transposed=product.transposed, source=source)
         return jax.block_until_ready(lay_out(made))
+
+
+def quantize_weights(module: torch.nn.Module, weights: dict[str, Any], rules: QuantizationRules) -> None:
+    """Puts quantized weights in the place of those arrays in `weights` that `rules` choose.
+
+    Args:
+        module: The model.
+        weights: Dense arrays by name, tied names sharing one; changed in place.
+        rules: Which, and how.
+
+    Raises:
+        InvalidArgumentError: rules that do not fit `module`; a weight with NaN or infinity.
+    """
+    quantizer = WeightQuantizer(Selection.of(module, rules))
+    made: dict[int, tuple[jax.Array, QuantizedWeight]] = {}  # the array is held: its identity must stay unique
+    for name, array in list(weights.items()):
+        if quantizer.takes(name):
+            if id(array) not in made:
+                made[id(array)] = array, quantizer(name, array)
+            weights[name] = made[id(array)][1]
 
 
 def describe_weights(weights: Weights, num_dense: int | None = None) -> str:

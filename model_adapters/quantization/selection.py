@@ -7,12 +7,19 @@ import difflib
 import re
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import torch
 from transformers.pytorch_utils import Conv1D
 
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import registry
+from model_adapters.ops.cpu import ffi
+from model_adapters.quantization.quantize import scheme_of
 from model_adapters.quantization.rules import QuantizationRule, QuantizationRules
+
+MAX_FAULTS = 4
+"""Faults of rules that an error lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +45,7 @@ def products_of(module: torch.nn.Module) -> Iterator[Product]:
     """Yields the weights of linear layers, experts and embedding tables of `module`."""
     for path, child in module.named_modules():
         dot = f"{path}." if path else ""
-        if isinstance(child, torch.nn.Linear) and type(child).forward is torch.nn.Linear.forward:
+        if isinstance(child, torch.nn.Linear):
             yield Product(path, f"{dot}weight", "dot_general", child.in_features)
         elif isinstance(child, Conv1D):
             yield Product(path, f"{dot}weight", "dot_general", child.weight.shape[0], transposed=True)
@@ -82,9 +89,29 @@ class Selection:
         if not chosen and not faults:
             faults = [f"expected linear layers to quantize, got none in {type(module).__name__}; leave it out"]
         if faults:
-            raise InvalidArgumentError(f"quantization: {'; '.join(faults)}")
+            more = [f"and {len(faults) - MAX_FAULTS} more like these"] if len(faults) > MAX_FAULTS else []
+            raise InvalidArgumentError(f"quantization: {'; '.join(faults[:MAX_FAULTS] + more)}")
         num_dense = sum(each.op_name != "embedding" and each.name not in chosen for each in products)
         return cls(rules, _with_tied_names(module, chosen), num_dense)
+
+    def saved_bytes(self, module: torch.nn.Module) -> int:
+        """Returns how many bytes less the weights of `module` take than dense ones."""
+        tensors = {id(tensor): (tensor, self.chosen.get(name)) for name, tensor in named_tensors(module).items()}
+        saved = 0.0
+        for tensor, found in tensors.values():
+            if found is not None:
+                saved += tensor.numel() * tensor.element_size() - stored_bytes(tensor.numel(), *found)
+        return int(saved)
+
+
+def stored_bytes(num_elements: int, rule: QuantizationRule, product: Product) -> float:
+    """Returns the bytes of a quantized tensor: numbers, and a scale for each group."""
+    scheme = scheme_of(rule, product.num_columns, "bfloat16", transposed=product.transposed, source="")
+    scale_bytes = jnp.dtype(rule.scale_dtype).itemsize
+    if rule.weight_calibration_method.startswith("minmax"):
+        scale_bytes += 4
+    is_packed = registry.platform() != "cpu" or ffi.missing() is None
+    return num_elements * ((scheme.bits if is_packed else 8) / 8 + scale_bytes / scheme.group)
 
 
 def _with_tied_names(
