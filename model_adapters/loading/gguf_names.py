@@ -47,17 +47,21 @@ def pick(names: Iterable[str], tag: str | None, where: str, how: str) -> str:
         ModelNotFoundError: no such file, or several.
     """
     files = language_models(names)
-    whole = [name for name in files if not _PART.search(PurePosixPath(name).stem)]
+    complete = [name for name in files if not _PART.search(PurePosixPath(name).stem)]
     if tag is None:
-        found = whole if len(whole) == 1 else next((hits for kind in _PREFERRED if (hits := _of_type(whole, kind))), [])
+        found = (
+            complete
+            if len(complete) == 1
+            else next((hits for kind in _PREFERRED if (hits := _of_type(complete, kind))), [])
+        )
     elif tag.lower().endswith(SUFFIX):
         found = [name for name in files if name == tag]
     else:
-        found = _of_type(whole, tag)
+        found = _of_type(complete, tag)
     if len(found) == 1:
         return found[0]
     listed = ", ".join(files[:8]) + (" …" if len(files) > 8 else "")
-    if not found and files and not whole:
+    if not found and files and not complete:
         raise ModelNotFoundError(f"{where} holds GGUF files in parts alone ({listed}): merge them, or take another one")
     what = "several GGUF files" if tag is None or found else f"no GGUF file {tag!r}"
     raise ModelNotFoundError(f"{where} holds {what}: {how}; there are {listed or 'none'}")

@@ -163,7 +163,8 @@ def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | 
                 return ModelSource("folder", text, path.parent, gguf=path)
             if path.suffix != ".json":
                 raise ModelNotFoundError(
-                    f"{text} is a file, expected a folder, a .gguf file, or a .json configuration for random weights"
+                    f"{text} is a file, expected the folder around it, a .gguf file, or a .json configuration for "
+                    "random weights"
                 )
             return ModelSource("config", text, path)
     except OSError as error:  # such as a name too long for a file

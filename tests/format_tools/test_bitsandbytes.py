@@ -1,6 +1,5 @@
 """bitsandbytes: weights that it quantizes on a CPU, against its own dequantization."""
 
-
 import bitsandbytes as bnb
 import numpy as np
 import pytest

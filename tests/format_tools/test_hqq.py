@@ -1,6 +1,5 @@
 """HQQ: layers that it quantizes and saves on a CPU, against its own dequantization."""
 
-
 import pytest
 import torch
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear

@@ -1,6 +1,5 @@
 """torchao: weights that it quantizes on a CPU and lays out for safetensors, against its own dequantization."""
 
-
 import pytest
 import torch
 import transformers as tf

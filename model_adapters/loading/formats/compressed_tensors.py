@@ -139,7 +139,7 @@ def _scale_of(name: str, scale: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 def _group_size(name: str, weights: Mapping[str, Any], num_columns: int, num_groups: int) -> int:
     size = weights.get("group_size") if weights.get("strategy") in ("group", "tensor_group", None) else None
-    size = num_columns if size in (None, -1) else int(size)  # type: ignore[arg-type]
+    size = num_columns if size in (None, -1) else int(size)
     if -(-num_columns // size) != num_groups:
         raise CheckpointError(
             f"{name}: expected {-(-num_columns // size)} scales in a row of {num_columns} columns in groups of {size}, "

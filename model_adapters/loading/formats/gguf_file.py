@@ -94,7 +94,7 @@ class _Parser:
         for _ in range(num_values):
             key = self._string()
             metadata[key] = self._value(self._number("I"))
-        self._check_whole(metadata)
+        self._check_is_complete(metadata)
         table = [self._tensor() for _ in range(num_tensors)]
         alignment = int(metadata.get("general.alignment", 32))
         start = -(-self._at // alignment) * alignment
@@ -103,7 +103,7 @@ class _Parser:
             raise CheckpointError(f"{self._path} holds no model: expected general.architecture and tensors")
         return GgufFile(self._path, metadata, tensors)
 
-    def _check_whole(self, metadata: dict[str, Any]) -> None:
+    def _check_is_complete(self, metadata: dict[str, Any]) -> None:
         """Refuses a part of a model: one of several files, or the part for images."""
         parts = metadata.get("split.count", 1)
         if isinstance(parts, int) and parts > 1:

@@ -62,8 +62,8 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     if architecture in _INEXACT or architecture not in _known_architectures():
         known = ", ".join(sorted(_known_architectures() - set(_INEXACT)))
         raise UnsupportedModelError(
-            f"{file.path} is a GGUF file of architecture {architecture!r}, which is not read (expected one of {known}): "
-            "use the model's safetensors folder"
+            f"{file.path} is a GGUF file of architecture {architecture!r}, which is not read "
+            f"(expected one of {known}): use the model's safetensors folder"
         )
     try:
         with _header_for_transformers(file):
@@ -204,7 +204,8 @@ def unused_keys(file: GgufFile) -> list[str]:
     """Returns the keys of the header about the architecture that nothing reads."""
     architecture = file.architecture
     renamed = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}.get(architecture, architecture)
-    known = set(hf_gguf.GGUF_TO_TRANSFORMERS_MAPPING["config"].get(renamed, {})) | _IMPLIED_KEYS
+    table: Any = hf_gguf.GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    known = set(table.get(renamed, {})) | _IMPLIED_KEYS
     keys = [key.removeprefix(f"{architecture}.") for key in file.metadata if key.startswith(f"{architecture}.")]
     return sorted(key for key in keys if key not in known and not key.startswith("rope."))
 

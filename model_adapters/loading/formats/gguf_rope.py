@@ -30,7 +30,7 @@ def set_rope(file: GgufFile, config: PreTrainedConfig) -> None:
         _update(config, _llama3(file, config))
     elif kind == "linear" and factor:
         _update(config, {"rope_type": "linear", "factor": float(factor)})
-    elif kind == "yarn":
+    elif kind == "yarn" and factor:
         original = file.metadata.get(f"{prefix}original_context_length")
         _update(config, {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original})
     elif kind == "longrope":

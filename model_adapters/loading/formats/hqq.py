@@ -1,7 +1,8 @@
 """HQQ: integers with a float zero point in groups along the columns (``axis=1``).
 
 Tensors of a layer (github.com/mobiusml/hqq ``hqq/core/quantize.py``, state dict in safetensors' types): ``W_q`` uint8,
-``scale`` and ``zero`` [groups, 1], ``shape``, ``nbits``, ``group_size``, ``axis``, ``packing`` and more as small tensors.
+``scale`` and ``zero`` [groups, 1]; ``shape``, ``nbits``, ``group_size``, ``axis``, ``packing`` and more as small
+tensors.
 """
 
 from __future__ import annotations

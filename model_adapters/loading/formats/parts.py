@@ -73,10 +73,7 @@ class QuantizedParts:
         def spread(by_group: torch.Tensor) -> torch.Tensor:
             return by_group.float().repeat_interleave(self.group, -1)[..., :num_columns]
 
-        if self.table is None:
-            numbers = self.values.float()
-        else:
-            numbers = torch.tensor(self.table)[self.values.long()]
+        numbers = self.values.float() if self.table is None else torch.tensor(self.table)[self.values.long()]
         dense = numbers * spread(self.scale)
         if self.offset is not None:
             dense = dense + spread(self.offset)

@@ -28,8 +28,8 @@ class QuantizedTensor(torch.Tensor):
         cls: type[QuantizedTensor], parts: QuantizedParts, dtype: torch.dtype, name: str, made_dense: list[str]
     ) -> QuantizedTensor:
         """Makes a tensor of `parts`; `made_dense` gets `name` when an operation needs the dense weight."""
-        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, parts.shape, dtype=dtype, device="cpu", requires_grad=False
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, parts.shape, dtype=dtype, device=torch.device("cpu"), requires_grad=False
         )
         tensor.parts, tensor.label, tensor.made_dense = parts, name, made_dense
         return tensor
@@ -60,7 +60,9 @@ class QuantizedTensor(torch.Tensor):
             return func(*_dense_in(args), **{key: _dense_in(value) for key, value in kwargs.items()})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_dense_in(args), **{key: _dense_in(value) for key, value in (kwargs or {}).items()})
 

@@ -73,15 +73,13 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
     if (
         block is None
         or scale.shape[0] not in (1, rows)
-        or (any(size != 1 for size in block[:-1])
-        and scale.shape[0] != 1)
+        or (any(size != 1 for size in block[:-1]) and scale.shape[0] != 1)
     ):
         raise settings.refuse(f"block_size {block} (expected one row)")
     scale = scale.reshape(scale.shape[0], -1).expand(rows, -1)
-    zero = tensors.get("zero_point")
-    offset = None
-    if zero is not None and bool(zero.any()):
-        offset = -(zero.float().reshape(zero.shape[0], -1).expand(rows, -1) * scale)
+    zeros, offset = tensors.get("zero_point"), None
+    if zeros is not None and bool(zeros.any()):
+        offset = -(zeros.float().reshape(zeros.shape[0], -1).expand(rows, -1) * scale)
     four = str((data.get("target_dtype") or {}).get("_data", "")) in ("int4", "int3", "int2", "int1")
     return QuantizedParts(qdata, scale, offset, bits=4 if four else 8, group=int(block[-1]), source=_NAME)
 

@@ -64,7 +64,7 @@ def write_gguf(file, model, architecture, kind, *, tokenizer=True, **metadata):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         for target, numbers in _converted(name, tensor.numpy(), model.config, architecture):
-            stem, dot, suffix = target.rpartition(".")
+            stem, _, suffix = target.rpartition(".")
             is_plain = suffix in ("weight", "bias")
             found = table.get_name(stem if is_plain else target)
             assert found is not None, target

@@ -164,6 +164,6 @@ def test_8_bit_tensors_without_a_quantization_in_the_configuration(tmp_path):
         CheckpointError, match=r"is part of a quantized weight.*no quantization_config: get config.json"
     ):
         load_model(folder)
-    write(folder, model, {name: tensor for name, tensor in model.state_dict().items()}, settings)
-    with pytest.raises(CheckpointError, match="states a quantization .fp8., and the files hold no tensor of it"):
+    write(folder, model, dict(model.state_dict()), settings)
+    with pytest.raises(CheckpointError, match=r"states a quantization .fp8., and the files hold no tensor of it"):
         load_model(folder)
