@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.checkpoint import Checkpoint, weight_files
 from model_adapters.loading.file_names import CONFIG
 from model_adapters.loading.formats.gguf_checkpoint import GgufCheckpoint
@@ -53,6 +54,33 @@ class ModelFiles:
         """Dtype that the configuration states."""
         said: Any = self.config.dtype
         return said
+
+    def is_made_dense(self, quantization: Any, requantize: bool) -> bool:
+        """Returns whether weights that are quantized in the files are to be dense.
+
+        Args:
+            quantization: What the caller asks for: None leaves them as they are, "none" makes them dense.
+            requantize: Whether rules may put another grid on quantized weights.
+
+        Raises:
+            InvalidArgumentError: rules for weights that are quantized already, without `requantize`; or `requantize`
+                without rules or without quantized weights.
+        """
+        method = self.settings.method if self.settings is not None else "GGUF" if self.gguf is not None else None
+        asked = quantization is not None and quantization != "none"
+        if method is None or not asked:
+            if requantize:
+                raise InvalidArgumentError(
+                    f"requantize: expected quantization rules and quantized weights for {self.source.name}, got one of "
+                    "them at most; leave it out"
+                )
+            return quantization == "none"
+        if not requantize:
+            raise InvalidArgumentError(
+                f"quantization: {self.source.name} is quantized already ({method}), and another grid on top of it "
+                "loses accuracy; leave quantization out to keep its bits, or pass requantize=True"
+            )
+        return False
 
     def checkpoint(
         self, model_class: type[PreTrainedModel], config: PreTrainedConfig, *, allow_pickle: bool

@@ -49,16 +49,21 @@ class DevicePlacement:
     Args:
         device_put: Places each array; None is the default device.
         quantizer: Quantizes some of them, on the default device.
+        dense: Makes weights dense that are quantized in the checkpoint.
     """
 
-    def __init__(self, device_put: DevicePut | None, quantizer: WeightQuantizer | None = None) -> None:
-        self._device_put, self._quantizer = device_put, quantizer
+    def __init__(
+        self, device_put: DevicePut | None, quantizer: WeightQuantizer | None = None, *, dense: bool = False
+    ) -> None:
+        self._device_put, self._quantizer, self._dense = device_put, quantizer, dense
         self._in_flight: deque[jax.Array] = deque()
 
     def __call__(self, name: str, tensor: torch.Tensor) -> Weight:
         """The JAX array of a CPU tensor; on the CPU backend the very memory where that can be."""
         if isinstance(tensor, QuantizedTensor):
-            return self._quantized(name, tensor)
+            if not self._dense and (self._quantizer is None or not self._quantizer.takes(name)):
+                return self._as_stored(name, tensor)
+            tensor = tensor.parts.dense(tensor.dtype)
         if self._quantizer is not None and self._quantizer.takes(name):
             return self._quantizer(name, to_jax_array(tensor))
         if self._device_put is None and jax.default_backend() == "cpu":
@@ -72,10 +77,11 @@ class DevicePlacement:
             return self._quantizer(name, array)
         return array if self._device_put is None else self._bounded(self._device_put(name, array))
 
-    def _quantized(self, name: str, tensor: QuantizedTensor) -> Any:
+    def _as_stored(self, name: str, tensor: QuantizedTensor) -> Weight:
         if self._device_put is not None:
             raise UnsupportedArgumentError(
-                f"{name} is quantized in the checkpoint; expected one device, got a mesh or device_put: leave it out"
+                f"{name} is quantized in the checkpoint; expected one device, got a mesh or device_put: leave it out, "
+                "or pass quantization='none' for dense weights"
             )
         return place_quantized(name, tensor)
 

@@ -8,10 +8,11 @@ import torch
 from model_adapters.bridge.host_arrays import to_jax_zero_copy, to_numpy
 from model_adapters.loading.formats.quantized_tensor import QuantizedTensor
 from model_adapters.ops.quantized_weight import QuantizedWeight, Scheme, make_quantized
+from model_adapters.quantization.cpu_layout import lay_out
 
 
 def place_quantized(name: str, tensor: QuantizedTensor) -> QuantizedWeight:
-    """Returns the weight `name` on the default device, in the plain layout."""
+    """Returns the weight `name` on the default device, in the order of the kernels where these can read it."""
     parts = tensor.parts
     scheme = Scheme(
         parts.bits,
@@ -27,7 +28,7 @@ def place_quantized(name: str, tensor: QuantizedTensor) -> QuantizedWeight:
     arrays = [
         None if part is None else _placed(part) for part in (parts.values, parts.scale, parts.offset, parts.columns)
     ]
-    return make_quantized(name, *arrays, scheme=scheme)
+    return jax.block_until_ready(lay_out(make_quantized(name, *arrays, scheme=scheme)))
 
 
 def _placed(part: torch.Tensor) -> jax.Array:

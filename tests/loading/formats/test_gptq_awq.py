@@ -6,6 +6,8 @@ The layouts are those of AutoGPTQ (``auto_gptq/nn_modules/qlinear/qlinear_cuda.p
 
 import json
 
+import jax
+import numpy as np
 import pytest
 import torch
 from quantized_folders import check_generates, check_weights, dense_twin, pack_words, replaced, tiny_llama, write
@@ -190,3 +192,19 @@ def test_tensors_that_do_not_fit_are_one_line_that_names_the_weight(change, said
         (CheckpointError, InvalidArgumentError), match=f"^{NAME}.weight:? .*{said}|^{NAME}.weight {said}"
     ):
         load_model(folder)
+
+
+def test_a_quantized_checkpoint_is_made_dense_or_rounded_again_if_that_is_asked_for(tmp_path):
+    folder, expected = awq_folder(tmp_path / "model", tiny_llama(torch.float16, num_hidden_layers=1))
+    dense = load_model(folder, dtype="float32", quantization="none")
+    for name, tensor in expected.items():
+        assert isinstance(dense.weights[name], jax.Array)
+        np.testing.assert_array_equal(dense.weights[name], tensor)
+    with pytest.raises(InvalidArgumentError, match=r"is quantized already \(awq\), and another grid .*requantize=True"):
+        load_model(folder, quantization="int8")
+    again = load_model(folder, quantization="int8", requantize=True)
+    assert again.weights["model.layers.0.mlp.up_proj.weight"].scheme.bits == 8
+    model = tiny_llama(num_hidden_layers=1)
+    plain = write(tmp_path / "plain", model, model.state_dict(), None)
+    with pytest.raises(InvalidArgumentError, match="requantize: expected quantization rules and quantized weights"):
+        load_model(plain, quantization="int8", requantize=True)
