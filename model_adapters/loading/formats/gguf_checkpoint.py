@@ -137,7 +137,7 @@ class GgufReader:
         if (order[:, 0] == rows).all():
             return parts
         taken = torch.from_numpy(order[:, 0].copy())
-        return parts.by_row(lambda part: part[taken])
+        return parts.by_row(lambda part: part.index_select(0, taken))
 
     def _processed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a dense tensor as transformers has it."""
