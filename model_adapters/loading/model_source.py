@@ -80,7 +80,8 @@ def resolve(
     if isinstance(source, ModelSource):
         return source
     # What downloads and shows progress is imported where it is needed: names are checked before anything else.
-    from model_adapters.loading.hub import HubRequest, fetch
+    from model_adapters.loading.hub import fetch
+    from model_adapters.loading.hub_request import HubRequest
     from model_adapters.loading.progress import SilentProgress
 
     hub_id = source
