@@ -81,11 +81,13 @@ class QuantizationRules:
         name: Preset or file that they come from, for reports.
         is_preset: They are defaults: routers stay dense, a group may be cut at the end of a row, and a rule may match
             nothing.
+        for_files: They choose what a folder in the format compressed-tensors can hold: linear layers.
     """
 
     rules: tuple[QuantizationRule, ...]
     name: str
     is_preset: bool = False
+    for_files: bool = False
 
     def rule_for(self, path: str, op_name: str) -> QuantizationRule | None:
         """Returns the first rule that matches the module at `path`; None leaves its weight dense."""
@@ -134,6 +136,18 @@ def parse_rules(given: Any) -> QuantizationRules | None:
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         given = _rules_inside(given) if isinstance(given, Mapping) and "quantization" in given else [given]
     return QuantizationRules(_checked(list(given)), "rules")
+
+
+def rules_for_files(given: Any) -> QuantizationRules | None:
+    """Returns `parse_rules` of `given` for a folder that others read: presets do not depend on this platform.
+
+    Scales are bfloat16 and positive, and groups of int4 have 128 columns, as is usual there.
+    """
+    if isinstance(given, str) and given in PRESETS:
+        rule = dataclasses.replace(_presets("tpu")[given], weight_calibration_method="absmax", scale_dtype="bfloat16")
+        return QuantizationRules((rule,), given, is_preset=True, for_files=True)
+    rules = parse_rules(given)
+    return None if rules is None else dataclasses.replace(rules, for_files=True)
 
 
 def _read_file(name: str) -> list[Any]:

@@ -79,11 +79,13 @@ class Selection:
         Raises:
             InvalidArgumentError: rules that match nothing, or groups that do not divide a row; lists all of them.
         """
-        products = list(products_of(module))
+        products = [each for each in products_of(module) if not rules.for_files or _is_for_files(module, each, rules)]
         chosen: dict[str, tuple[QuantizationRule, Product]] = {}
         for product in products:
             rule = rules.rule_for(product.path, product.op_name)
             if rule is not None and rule.weight_qtype != "none":
+                if rules.for_files and rules.is_preset and rule.tile_size and product.num_columns % rule.tile_size:
+                    rule = dataclasses.replace(rule, tile_size=None)
                 chosen[product.name] = rule, product
         faults = [] if rules.is_preset else [*_unmatched(module, products, rules), *_uneven(chosen)]
         if not chosen and not faults:
@@ -102,6 +104,17 @@ class Selection:
             if found is not None:
                 saved += tensor.numel() * tensor.element_size() - stored_bytes(tensor.numel(), *found)
         return int(saved)
+
+
+def _is_for_files(module: torch.nn.Module, product: Product, rules: QuantizationRules) -> bool:
+    """Tells whether a folder in the format compressed-tensors may hold `product` quantized."""
+    if product.op_name != "dot_general" or product.transposed:
+        return False
+    tensors = named_tensors(module)
+    is_tied = any(tensor is tensors[product.name] for name, tensor in tensors.items() if name != product.name)
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    is_head = head is not None and module.get_submodule(product.path) is head
+    return not is_tied and not (is_head and rules.is_preset)
 
 
 def stored_bytes(num_elements: int, rule: QuantizationRule, product: Product) -> float:

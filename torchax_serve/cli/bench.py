@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torchax_serve.cli.shared.command import Command
+from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
 from torchax_serve.cli.shared.tables import console
@@ -100,6 +101,7 @@ def bench(
         from torchax_serve.bench.plot import plot as draw
 
         settings = measured.settings()
+        end_if_explained(model if random_weights is None else str(random_weights), load)
         load.show_details()
         if plot is not None:
             check_plot(plot)
