@@ -112,8 +112,7 @@ def bench(
         options |= {"random_weights": random_weights is not None, "note": print_note}
         options["command"] = shlex.join(["torchax-serve", *sys.argv[1:]])
         if load.quantization is not None and "," in load.quantization:
-            if plot is not None:
-                raise InvalidArgumentError("--plot: expected one --quantization, got several; leave --plot out")
+            _refuse_plot(plot)
             _quantizations(source, load.quantization.split(","), settings, options, as_json=as_json)
             return
         report = measure(source, settings, **options)
@@ -123,6 +122,11 @@ def bench(
         print(json.dumps(report.as_dict(), allow_nan=False))
     else:
         print_report(report)
+
+
+def _refuse_plot(plot: Path | None) -> None:
+    if plot is not None:
+        raise InvalidArgumentError("--plot: expected one --quantization, got several; leave --plot out")
 
 
 def _quantizations(
