@@ -114,10 +114,9 @@ def _rules_for(quantization: Any, mesh: Mesh | None, device_put: DevicePut | Non
     if mesh is not None and device_put is not None:
         raise InvalidArgumentError("mesh and device_put: expected one of them, got both; leave one out")
     rules = parse_rules(quantization)
-    if rules is not None and (mesh is not None or device_put is not None):
+    if rules is not None and device_put is not None:
         raise UnsupportedArgumentError(
-            "quantization: expected one device, got a mesh or device_put, for which weights cannot be quantized while "
-            "they are loaded; leave one of them out"
+            "quantization: expected a mesh or one device, got device_put, which places dense arrays; leave it out"
         )
     return rules
 
@@ -174,12 +173,11 @@ class _Builder:
         if self._mesh is None and self._rules is None:
             return DevicePlacement(self._device_put)
         empty = module_of(self._class, self._config, self._dtype or torch.float32)
-        if self._rules is not None:
-            self._selection = Selection.of(empty, self._rules)
-            return DevicePlacement(None, WeightQuantizer(self._selection))
-        assert self._mesh is not None
-        self._sharding = ModelSharding.of(empty, self._mesh, refuse_uneven=self._refuse_uneven)
-        return DevicePlacement(self._sharding.put)
+        if self._mesh is not None:
+            self._sharding = ModelSharding.of(empty, self._mesh, refuse_uneven=self._refuse_uneven)
+        self._selection = None if self._rules is None else Selection.of(empty, self._rules)
+        quantizer = None if self._selection is None else WeightQuantizer(self._selection, self._sharding)
+        return DevicePlacement(None if self._sharding is None else self._sharding.put, quantizer)
 
     def from_checkpoint(self, allow_pickle: bool, strict: bool, progress: Progress) -> LoadedModel:
         """Returns the model with the weights of the files."""
