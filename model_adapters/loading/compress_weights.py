@@ -12,7 +12,7 @@ import torch
 from model_adapters.loading.loaded_model import LoadedModel
 from model_adapters.loading.memory import give_back_freed
 from model_adapters.ops import compressed_weight
-from model_adapters.ops.compressed_weight import CompressedWeight, Weight, is_stored
+from model_adapters.ops.compressed_weight import CompressedWeight, Stored, Weight
 from model_adapters.ops.cpu import compress
 from model_adapters.ops.cpu.huge_pages import HugePages, in_huge_pages
 
@@ -58,7 +58,9 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
         names_of.setdefault(id(array), []).append(name)
 
     def is_packable(array: Weight) -> bool:
-        return not is_stored(array) and array.nbytes >= MIN_BYTES and compress.unsupported_reason(array) is None
+        return (
+            not isinstance(array, Stored) and array.nbytes >= MIN_BYTES and compress.unsupported_reason(array) is None
+        )
 
     # Roughly in the order in which layers run, so that weights read one after the other are adjacent in memory.
     arrays = {id(weights[name]): weights[name] for name in linear if name in weights}

@@ -26,10 +26,11 @@ from model_adapters.errors import (
 from model_adapters.loading import random_weights as random_init
 from model_adapters.loading.custom_generate import attach_own_generate
 from model_adapters.loading.file_names import CONFIG
+from model_adapters.loading.formats.placement import StoredWeights
 from model_adapters.loading.loaded_model import LoadedModel, numpy_dtype, report_of
 from model_adapters.loading.memory import PeakMemory, check_fits
 from model_adapters.loading.model_class import find_class, module_of, torch_dtype_of
-from model_adapters.loading.model_files import AnyCheckpoint, ModelFiles
+from model_adapters.loading.model_files import AnyCheckpoint, ModelFiles, dense_note
 from model_adapters.loading.model_source import ModelSource, resolve
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.shared_weights import share_weights, without_adapters
@@ -114,10 +115,9 @@ def _rules_for(quantization: Any, mesh: Mesh | None, device_put: DevicePut | Non
     if mesh is not None and device_put is not None:
         raise InvalidArgumentError("mesh and device_put: expected one of them, got both; leave one out")
     rules = parse_rules(quantization)
-    if rules is not None and (mesh is not None or device_put is not None):
+    if rules is not None and device_put is not None:
         raise UnsupportedArgumentError(
-            "quantization: expected one device, got a mesh or device_put, for which weights cannot be quantized while "
-            "they are loaded; leave one of them out"
+            "quantization: expected a mesh or one device, got device_put, which places dense arrays; leave it out"
         )
     return rules
 
@@ -172,14 +172,14 @@ class _Builder:
     def _placement(self) -> DevicePlacement:
         """Returns where the arrays go; lays the class out on the mesh, if there is one."""
         if self._mesh is None and self._rules is None:
-            return DevicePlacement(self._device_put, dense=self.makes_dense)
+            return DevicePlacement(self._device_put, stored=StoredWeights(None, self.makes_dense))
         empty = module_of(self._class, self._config, self._dtype or torch.float32)
-        if self._rules is not None:
-            self._selection = Selection.of(empty, self._rules)
-            return DevicePlacement(None, WeightQuantizer(self._selection))
-        assert self._mesh is not None
-        self._sharding = ModelSharding.of(empty, self._mesh, refuse_uneven=self._refuse_uneven)
-        return DevicePlacement(self._sharding.put, dense=self.makes_dense)
+        if self._mesh is not None:
+            self._sharding = ModelSharding.of(empty, self._mesh, refuse_uneven=self._refuse_uneven)
+        self._selection = None if self._rules is None else Selection.of(empty, self._rules)
+        quantizer = None if self._selection is None else WeightQuantizer(self._selection, self._sharding)
+        put = None if self._sharding is None else self._sharding.put
+        return DevicePlacement(put, quantizer, stored=StoredWeights(self._sharding, self.makes_dense))
 
     def from_checkpoint(self, allow_pickle: bool, strict: bool, progress: Progress) -> LoadedModel:
         """Returns the model with the weights of the files."""
@@ -195,6 +195,8 @@ class _Builder:
         if note := self._match.note(self._source.name, type(module).__name__):
             logger.warning("%s", note)
         self._match.log_names()
+        if note := dense_note(checkpoint):
+            logger.warning("%s: %s", self._source.name, note)
         return loaded
 
     def _read(

@@ -18,8 +18,19 @@ from model_adapters.loading.formats.quantized_checkpoint import QuantizedCheckpo
 from model_adapters.loading.formats.settings import QuantizationSettings, settings_in
 from model_adapters.loading.model_class import load_config, module_of, read_config_json
 from model_adapters.loading.model_source import ModelSource
+from model_adapters.loading.tensor_match import some
 
 AnyCheckpoint = Checkpoint | QuantizedCheckpoint | GgufCheckpoint
+
+
+def dense_note(checkpoint: AnyCheckpoint) -> str | None:
+    """Returns one line about quantized weights that had to be made dense; None if there are none."""
+    names = [] if isinstance(checkpoint, Checkpoint) else sorted(checkpoint.made_dense)
+    if not names:
+        return None
+    return (
+        f"{len(names)} quantized weights were made dense, because their parts do not fit the model's: {some(names, 3)}"
+    )
 
 
 @dataclass(frozen=True)

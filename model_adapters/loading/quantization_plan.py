@@ -42,7 +42,8 @@ def explain(
     file = source.path if source.kind == "config" else source.path / CONFIG
     config = load_config(file, trust_remote_code=trust_remote_code)
     model_class, config = find_class(config, folder=source.folder, trust_remote_code=trust_remote_code)
-    module = module_of(model_class, config, torch_dtype_of(dtype) or config.dtype or torch.bfloat16)
+    said: Any = config.dtype
+    module = module_of(model_class, config, torch_dtype_of(dtype) or said or torch.bfloat16)
     chosen = {} if rules is None else Selection.of(module, rules).chosen
     return _lines(module, chosen)
 

@@ -62,7 +62,7 @@ def share_weights(
         )
     check_floats(module)
     selection = None if rules is None else Selection.of(module, rules)
-    quantizer = None if selection is None else WeightQuantizer(selection)
+    quantizer = None if selection is None else WeightQuantizer(selection, sharding)
     place = DevicePlacement(device_put if sharding is None else sharding.put, quantizer)
     peak, start = PeakMemory(), time.perf_counter()
     module.eval()

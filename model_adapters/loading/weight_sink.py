@@ -29,7 +29,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from model_adapters.bridge.host_arrays import to_jax_zero_copy, to_numpy
 from model_adapters.bridge.views import to_jax_array
 from model_adapters.errors import UnsupportedArgumentError
-from model_adapters.loading.formats.placement import place_quantized
+from model_adapters.loading.formats.placement import StoredWeights
 from model_adapters.loading.formats.quantized_tensor import QuantizedTensor
 from model_adapters.loading.memory import PeakMemory, give_back_freed
 from model_adapters.ops.compressed_weight import Weight
@@ -49,19 +49,25 @@ class DevicePlacement:
     Args:
         device_put: Places each array; None is the default device.
         quantizer: Quantizes some of them, on the default device.
-        dense: Makes weights dense that are quantized in the checkpoint.
+        stored: Places weights that are quantized in the checkpoint.
     """
 
     def __init__(
-        self, device_put: DevicePut | None, quantizer: WeightQuantizer | None = None, *, dense: bool = False
+        self,
+        device_put: DevicePut | None,
+        quantizer: WeightQuantizer | None = None,
+        *,
+        stored: StoredWeights | None = None,
     ) -> None:
-        self._device_put, self._quantizer, self._dense = device_put, quantizer, dense
+        self._device_put, self._quantizer = device_put, quantizer
+        self._stored = StoredWeights() if stored is None else stored
         self._in_flight: deque[jax.Array] = deque()
 
     def __call__(self, name: str, tensor: torch.Tensor) -> Weight:
         """The JAX array of a CPU tensor; on the CPU backend the very memory where that can be."""
         if isinstance(tensor, QuantizedTensor):
-            if not self._dense and (self._quantizer is None or not self._quantizer.takes(name)):
+            requantized = self._quantizer is not None and self._quantizer.takes(name)
+            if not requantized and self._stored.takes(name, tensor):
                 return self._as_stored(name, tensor)
             tensor = tensor.parts.dense(tensor.dtype)
         if self._quantizer is not None and self._quantizer.takes(name):
@@ -78,12 +84,12 @@ class DevicePlacement:
         return array if self._device_put is None else self._bounded(self._device_put(name, array))
 
     def _as_stored(self, name: str, tensor: QuantizedTensor) -> Weight:
-        if self._device_put is not None:
+        if self._device_put is not None and self._stored.sharding is None:
             raise UnsupportedArgumentError(
-                f"{name} is quantized in the checkpoint; expected one device, got a mesh or device_put: leave it out, "
-                "or pass quantization='none' for dense weights"
+                f"{name} is quantized in the checkpoint; expected no device_put, got one: leave it out, or "
+                "pass quantization='none' for dense weights"
             )
-        return place_quantized(name, tensor)
+        return self._stored(name, tensor)
 
     def _bounded(self, array: jax.Array) -> jax.Array:
         self._in_flight.append(array)

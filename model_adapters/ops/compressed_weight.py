@@ -85,14 +85,9 @@ def compress_weight(
     return CompressedWeight(groups, index, weight if keeps_plain else None)
 
 
-def is_stored(weight: Weight) -> bool:
-    """Tells whether `weight` is stored in another form than an array."""
-    return isinstance(weight, (CompressedWeight, QuantizedWeight))
-
-
 def unpacked(weight: Weight) -> jax.Array:
     """Returns `weight` as an array."""
-    return weight.unpacked() if isinstance(weight, (CompressedWeight, QuantizedWeight)) else weight
+    return weight.unpacked() if isinstance(weight, Stored) else weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +117,7 @@ def substituted(weights: Weights) -> Iterator[dict[str, jax.Array]]:
     dense = {id(weight): unpacked(weight) for weight in weights.values()}
     arrays = {name: dense[id(weight)] for name, weight in weights.items()}
     known = {
-        id(arrays[name]): _Known(arrays[name], weight)
-        for name, weight in weights.items()
-        if isinstance(weight, (CompressedWeight, QuantizedWeight))
+        id(arrays[name]): _Known(arrays[name], weight) for name, weight in weights.items() if isinstance(weight, Stored)
     }
     before = _IN_TRACE.set(known)
     try:

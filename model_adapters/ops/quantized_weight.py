@@ -176,8 +176,8 @@ def make_quantized(
             raise InvalidArgumentError(f"{name}: expected a finite {part}, got NaN or infinity; get the files again")
     if columns is not None and sorted(np.asarray(columns).tolist()) != list(range(num_columns)):
         raise InvalidArgumentError(f"{name}: expected columns that order all {num_columns} columns, got others")
-    parts = (None if part is None else jnp.asarray(part) for part in (values, scale, offset, columns))
-    return QuantizedWeight(*parts, scheme=scheme)
+    shift, order = (None if part is None else jnp.asarray(part) for part in (offset, columns))
+    return QuantizedWeight(jnp.asarray(values), jnp.asarray(scale), shift, order, scheme)
 
 
 def _plain_scheme(scheme: Scheme) -> Scheme:

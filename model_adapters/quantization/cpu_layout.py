@@ -55,7 +55,8 @@ def lay_out(weight: QuantizedWeight) -> QuantizedWeight:
         if least < -zero or most > 15 - zero:
             scheme = dataclasses.replace(scheme, bits=8)  # such as the halves of fp4, which are -12 to 12
     dtype = _scale_dtype(weight)
-    scheme = dataclasses.replace(scheme, layout="cpu", matrix=weight.stored_shape[-2:], zero=zero)
+    rows, columns = weight.stored_shape[-2:]
+    scheme = dataclasses.replace(scheme, layout="cpu", matrix=(rows, columns), zero=zero)
     values, scale, offset = _in_order(weight.values, weight.scale, weight.offset, scheme, dtype)
     return QuantizedWeight(values, scale, offset, weight.columns, scheme)
 

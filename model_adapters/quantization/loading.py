@@ -16,6 +16,7 @@ from model_adapters.quantization.cpu_layout import lay_out
 from model_adapters.quantization.quantize import quantize_weight
 from model_adapters.quantization.rules import QuantizationRules
 from model_adapters.quantization.selection import Selection
+from model_adapters.sharding.model_sharding import ModelSharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +25,11 @@ class WeightQuantizer:
 
     Attributes:
         selection: What the rules choose.
+        sharding: How the weights lie on a mesh; None is one device.
     """
 
     selection: Selection
+    sharding: ModelSharding | None = None
 
     def takes(self, name: str) -> bool:
         """Tells whether the tensor `name` is to be quantized."""
@@ -39,9 +42,11 @@ class WeightQuantizer:
             InvalidArgumentError: it holds NaN or infinity.
         """
         rule, product = self.selection.chosen[name]
-        source = self.selection.rules.name
-        made = quantize_weight(name, weight, rule, transposed=product.transposed, source=source)
-        return jax.block_until_ready(lay_out(made))
+        rules, mesh = self.selection.rules, self.sharding
+        if mesh is not None and rules.is_preset and mesh.moves_columns(name, transposed=product.transposed):
+            rule = dataclasses.replace(rule, tile_size=None)
+        made = quantize_weight(name, weight, rule, transposed=product.transposed, source=rules.name)
+        return jax.block_until_ready(lay_out(made) if mesh is None else mesh.put_quantized(name, made))
 
 
 def quantize_weights(module: torch.nn.Module, weights: dict[str, Any], rules: QuantizationRules) -> None:

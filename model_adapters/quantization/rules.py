@@ -103,8 +103,9 @@ def _presets(platform: str) -> dict[str, QuantizationRule]:
     products are of bfloat16, and weights are converted on the way.
     """
     on_cpu = platform == "cpu"
-    grouped = {"tile_size": 32, "act_qtype": "int8", "scale_dtype": "float16"} if on_cpu else {}
-    int4 = grouped or {"tile_size": 128}
+    bytes_of_32: dict[str, Any] = {"tile_size": 32, "act_qtype": "int8", "scale_dtype": "float16"}
+    grouped = bytes_of_32 if on_cpu else {}
+    int4: dict[str, Any] = grouped or {"tile_size": 128}
     return {
         "int8": QuantizationRule(weight_qtype="int8", **grouped),
         "int4": QuantizationRule(weight_qtype="int4", weight_calibration_method="signed_absmax", **int4),
@@ -174,7 +175,7 @@ def _read_file(name: str) -> list[Any]:
 
 
 def _yaml(text: str) -> Any:
-    import yaml  # comes with transformers
+    import yaml  # type: ignore[import-untyped]  # comes with transformers
 
     try:
         return yaml.safe_load(text)

@@ -159,7 +159,7 @@ def test_wrong_rules_are_errors_before_weights_are_read(folders):
         serve("no/such-model", quantization="int9")
     with pytest.raises(InvalidArgumentError, match="matches no module of LlamaForCausalLM"):
         serve(folders("llama"), quantization={"module_path": "model.layer.0.q", "weight_qtype": "int8"})
-    with pytest.raises(UnsupportedArgumentError, match="quantization: expected one device, got a mesh"):
+    with pytest.raises(UnsupportedArgumentError, match="quantization: expected a mesh or one device, got device_put"):
         load_model(folders("llama"), quantization="int8", device_put=lambda name, array: array)
 
 

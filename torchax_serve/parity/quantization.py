@@ -15,7 +15,7 @@ import torch
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel, load_model, require_causal_lm
-from model_adapters.ops.compressed_weight import is_stored, unpacked
+from model_adapters.ops.compressed_weight import Stored, unpacked
 from model_adapters.program.position_limits import max_positions
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.generation.jax_model import run_on_jax
@@ -108,7 +108,7 @@ def measure_quality(
     require_causal_lm(quantized)
     if quantized.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{quantized.source.name} has an encoder; the comparison is of a single stack")
-    if not any(is_stored(weight) for weight in quantized.weights.values()):
+    if not any(isinstance(weight, Stored) for weight in quantized.weights.values()):
         raise InvalidArgumentError("quantization: expected a preset, a file or rules, got none; choose int8 or int4")
     ids = _token_ids(quantized, text)
     dense = _made_dense(quantized) if quantization is None else load_model(model, **load_options)

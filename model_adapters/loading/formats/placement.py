@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import torch
 
@@ -9,10 +11,43 @@ from model_adapters.bridge.host_arrays import to_jax_zero_copy, to_numpy
 from model_adapters.loading.formats.quantized_tensor import QuantizedTensor
 from model_adapters.ops.quantized_weight import QuantizedWeight, Scheme, make_quantized
 from model_adapters.quantization.cpu_layout import lay_out
+from model_adapters.sharding.model_sharding import ModelSharding
 
 
-def place_quantized(name: str, tensor: QuantizedTensor) -> QuantizedWeight:
-    """Returns the weight `name` on the default device, in the order of the kernels where these can read it."""
+@dataclasses.dataclass(frozen=True)
+class StoredWeights:
+    """Places weights that are quantized in a checkpoint.
+
+    Attributes:
+        sharding: How weights lie on a mesh; None is the default device.
+        makes_dense: Whether all of them become dense.
+    """
+
+    sharding: ModelSharding | None = None
+    makes_dense: bool = False
+
+    def takes(self, name: str, tensor: QuantizedTensor) -> bool:
+        """Tells whether the weight `name` stays as it is stored; notes on the tensor if only the mesh prevents it."""
+        if self.makes_dense:
+            return False
+        if self.sharding is None:
+            return True
+        parts = tensor.parts
+        is_grouped = parts.scale.shape[-1] > 1
+        moved = is_grouped and self.sharding.moves_columns(name, transposed=parts.transposed)
+        if parts.columns is None and not moved:
+            return True
+        tensor.note_dense()  # columns in an order of their own, or groups of columns that the mesh moves
+        return False
+
+    def __call__(self, name: str, tensor: QuantizedTensor) -> QuantizedWeight:
+        """Returns the weight `name`, in the order of the kernels where these can read it."""
+        weight = _plain_weight(name, tensor)
+        placed = lay_out(weight) if self.sharding is None else self.sharding.put_quantized(name, weight)
+        return jax.block_until_ready(placed)
+
+
+def _plain_weight(name: str, tensor: QuantizedTensor) -> QuantizedWeight:
     parts = tensor.parts
     scheme = Scheme(
         parts.bits,
@@ -28,7 +63,7 @@ def place_quantized(name: str, tensor: QuantizedTensor) -> QuantizedWeight:
     arrays = [
         None if part is None else _placed(part) for part in (parts.values, parts.scale, parts.offset, parts.columns)
     ]
-    return jax.block_until_ready(lay_out(make_quantized(name, *arrays, scheme=scheme)))
+    return make_quantized(name, *arrays, scheme=scheme)
 
 
 def _placed(part: torch.Tensor) -> jax.Array:

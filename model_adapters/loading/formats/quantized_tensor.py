@@ -40,9 +40,13 @@ class QuantizedTensor(torch.Tensor):
 
     def to_dense(self) -> torch.Tensor:  # type: ignore[override]
         """Returns the dense weight, and notes that it was made."""
+        self.note_dense()
+        return self.parts.dense(self.dtype)
+
+    def note_dense(self) -> None:
+        """Notes that the weight is dense in the model."""
         if self.label not in self.made_dense:
             self.made_dense.append(self.label)
-        return self.parts.dense(self.dtype)
 
     @classmethod
     def __torch_function__(
