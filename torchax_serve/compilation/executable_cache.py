@@ -58,7 +58,7 @@ def model_identity(model_class: type, config_json: str, weights: Weights) -> str
     Args:
         model_class: of the module, whose source is read.
         config_json: every attribute of its configuration.
-        weights: by name; their shapes and dtypes count.
+        weights: by name; their shapes, dtypes and quantization schemes count.
     """
     digest = hashlib.sha256(f"{model_class.__module__}.{model_class.__qualname__}\n{config_json}\n".encode())
     folder = Path(inspect.getfile(model_class)).parent
@@ -66,7 +66,8 @@ def model_identity(model_class: type, config_json: str, weights: Weights) -> str
         digest.update(file.read_bytes())
     for name in sorted(weights):
         parts = [f"{part.shape} {part.dtype}" for part in jax.tree.leaves(weights[name])]
-        digest.update(f"{name} {' '.join(parts)}\n".encode())
+        scheme = getattr(weights[name], "scheme", "")  # of a quantized weight, which decides how it is multiplied
+        digest.update(f"{name} {' '.join(parts)} {scheme}\n".encode())
     return digest.hexdigest()
 
 

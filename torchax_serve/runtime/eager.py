@@ -62,7 +62,8 @@ class EagerReference:
 
 def shared_tensors(module: torch.nn.Module, weights: Weights) -> dict[str, torch.Tensor]:
     """Every tensor of `module` by name, over the memory of its array in `weights`; tied ones are one tensor."""
-    arrays = {name: unpacked(weight) for name, weight in weights.items()}
+    dense = {id(weight): unpacked(weight) for weight in weights.values()}
+    arrays = {name: dense[id(weight)] for name, weight in weights.items()}
     tensors: dict[int, torch.Tensor] = {}  # by id of the array
     state = {}
     for name, template in named_tensors(module).items():

@@ -19,7 +19,7 @@ from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import named_tensors, to_torch_tensor
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.compressed_weight import CompressedWeight, Weights
+from model_adapters.ops.compressed_weight import Stored, Weights
 from model_adapters.program.embeddings import submodule_name
 from model_adapters.program.model_program import CHECKS, INDICES, CallSpec, MethodSpec, ModelProgram
 from model_adapters.program.module_watch import PREPARES, Change, ModuleWatch, Structure
@@ -368,6 +368,6 @@ def _conditions(result: tuple[dict[str, Any], Any]) -> jax.Array | None:
 
 def _sizes(weights: Weights) -> dict[str, int]:
     """The values of single whole numbers among `weights`, where they are on this host."""
-    arrays = {name: array for name, array in weights.items() if not isinstance(array, CompressedWeight)}
+    arrays = {name: array for name, array in weights.items() if not isinstance(array, Stored)}
     scalars = {name: array for name, array in arrays.items() if array.ndim == 0 and array.dtype.kind == "i"}
     return {name: int(array) for name, array in scalars.items() if getattr(array, "is_fully_addressable", False)}

@@ -10,6 +10,7 @@ from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import named_tensors, to_jax_array
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.program.model_program import ModelProgram
 from model_adapters.program.module_watch import Change
 
@@ -23,6 +24,7 @@ def check_can_follow(program: ModelProgram, weights: Weights, change: Change) ->
         )
     if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
         raise UnsupportedModelError("the model has been quantized, which is not supported here: serve it unquantized")
+    _check_quantized(named_tensors(module), weights, change)
     for name, tensor in named_tensors(module).items():
         if tensor.is_meta:
             _check_on_device(name, tensor, weights, change)
@@ -33,6 +35,18 @@ def check_can_follow(program: ModelProgram, weights: Weights, change: Change) ->
             )
     check_floats(module)
     _check_parts_evaluate(module)
+
+
+def _check_quantized(tensors: dict[str, torch.Tensor], weights: Weights, change: Change) -> None:
+    """Raises UnsupportedModelError if a tensor whose quantized form is in use has changed."""
+    for name, weight in weights.items():
+        if not isinstance(weight, QuantizedWeight) or (name in tensors and tensors[name].is_meta):
+            continue
+        if name in change.tensors or name not in tensors or not _fits(weight, tensors[name]):
+            raise UnsupportedModelError(
+                f"{name}: the model has changed ({change.what}), and its quantized weight is that of before; change it "
+                "first, then call to_jax or serve with quantization on a model loaded anew"
+            )
 
 
 def _check_on_device(name: str, tensor: torch.Tensor, weights: Weights, change: Change) -> None:
