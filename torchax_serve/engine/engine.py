@@ -17,6 +17,7 @@ from model_adapters.program.trace_context import programs_run
 from torchax_serve.engine.dispatch_queue import DispatchQueue
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
 from torchax_serve.engine.output_processor import OutputProcessor, describe
+from torchax_serve.engine.progress import ProgressClock
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
 from torchax_serve.outputs import EngineStats, FinishReason
@@ -41,6 +42,10 @@ class Engine:
         description: The executor and the sizes of the cache in one line.
         ids: Ids of the requests to come; 0, 1, ... by default.
         max_num_waiting: Maximum number of requests that wait for a slot.
+
+    Attributes:
+        max_model_len: Largest number of tokens of a request, prompt and answer.
+        progress: Called, returns `torchax_serve.engine.progress.EngineProgress`: whether the engine moves.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Engine:
     ) -> None:
         self.description = description
         self.max_num_waiting = max_num_waiting
+        self.max_model_len = scheduler.config.max_model_len
         self._num_entering = 0  # requests in commands
         self._process = OwnerProcess()
         self._scheduler, self._runner = scheduler, runner
@@ -66,7 +72,9 @@ class Engine:
         self._num_steps = 0
         self._wait_s = self._busy_s = 0.0
         self.check_integrity = False  # after every step: for tests
+        self.progress = ProgressClock(lambda: bool(self._commands or self._dispatched or len(self._scheduler)))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.progress.watch(self._thread)
         self._thread.start()
         # A thread that is inside XLA while the interpreter is taken down brings the process down with it.
         atexit.register(self.close, "the process ends")
@@ -126,7 +134,9 @@ class Engine:
             try:
                 parent = None if scheduled.fork_of is None else self._scheduler.find(scheduled.fork_of)
                 # A parent that has ended has left its prompt in the prefix cache.
-                self._scheduler.add(scheduled if parent else dataclasses.replace(scheduled, fork_of=None))
+                handle.state = self._scheduler.add(
+                    scheduled if parent else dataclasses.replace(scheduled, fork_of=None)
+                )
             except Exception as error:  # its reader's, not the engine's
                 handle.put(RequestOutput((), finish_reason="error", error=describe(error)))
             else:
@@ -244,6 +254,7 @@ class Engine:
             while not (self._closed or self._commands or len(self._scheduler) or self._dispatched):
                 self._wake.wait()
                 began = time.monotonic()
+            self.progress.moved()
             rest_s = self._dispatched.seconds_until_next()
             if rest_s > 0:
                 self._wake.wait_for(lambda: self._closed or self._commands, rest_s)
@@ -262,6 +273,7 @@ class Engine:
         plan = self._scheduler.schedule(began)
         if plan is not None:
             self._execute(plan)
+            self.progress.moved()
         self._output_processor.deliver(self._scheduler.pop_finished())
         if len(self._dispatched) >= MAX_IN_FLIGHT or (plan is None and self._dispatched):
             self._output_processor.notify_async_readers()  # of what has ended: the device may compute for a while

@@ -96,6 +96,7 @@ class RequestState:
     published_len: float = 0  # computed tokens with which the cache's allocator has something to note
     arrived_step: int = 0  # the plan that was to be made next when it arrived
     started_step: int | None = None  # the same when it was given its first token
+    num_cached: int | None = None  # tokens found in the prefix cache when it was first given a slot
 
     @property
     def slot(self) -> int | None:

@@ -305,6 +305,8 @@ class StepPlanner:
             pages = self._allocator.allocate_slot(match, salt, shares)
             num_computed = len(match.nodes) * self._config.page_size
         self._queues.start(state, pages, num_computed)
+        if state.num_cached is None:
+            state.num_cached = num_computed
         draft.fresh_slots.append(pages.slot)
         self.num_prompt_tokens += len(state.tokens)
         self.num_hit_tokens += num_computed
