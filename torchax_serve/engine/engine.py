@@ -265,6 +265,7 @@ class Engine:
             commands = _drained(self._commands)
         for command in commands:
             command()
+            self.progress.moved()
         return True
 
     def step(self) -> None:

@@ -147,7 +147,7 @@ class _Exchange:
                 *message.get("headers", ()),
                 (b"x-request-id", self._scope["state"]["request_id"].encode()),
             ]
-            if self._context.refuses_new:
+            if self._context.refuses_new and all(name != b"connection" for name, _ in message["headers"]):
                 message["headers"].append((b"connection", b"close"))
         await self._send(message)
 

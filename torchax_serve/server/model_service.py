@@ -8,6 +8,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from model_adapters.errors import UnsupportedModelError
@@ -45,7 +46,7 @@ class ModelService:
 
     def __init__(self, model: ServedModel, options: ServerOptions) -> None:
         self.model = model
-        self.names = options.served_model_names or (model.name,)
+        self.names = options.served_model_names or (_public_name(model.name),)
         self.created = int(time.time())
         self._options = options
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
@@ -168,3 +169,10 @@ def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
     if key_name is None and not salt:
         return None
     return hashlib.sha256(f"{key_name or ''}\0{salt or ''}".encode()).hexdigest()
+
+
+def _public_name(name: str) -> str:
+    """Returns the name that requests use: of a folder its last part, so that no path is shown."""
+    if name == EMBEDDED:
+        return "embedded"
+    return Path(name).name if Path(name).is_dir() else name
