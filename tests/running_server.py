@@ -1,5 +1,6 @@
 """A server of the embedded model, on a free port of this machine, for all tests of a folder."""
 
+import contextlib
 import threading
 import time
 
@@ -59,6 +60,17 @@ class RunningServer:
         return False
 
 
+@contextlib.contextmanager
+def serving(path, **options):
+    """A server of the model in a folder."""
+    with serve(path) as model:
+        running = RunningServer(model, **options)
+        try:
+            yield running, model
+        finally:
+            running.stop()
+
+
 class _Unclosed:
     """The model of all tests, which one server's end does not close."""
 
@@ -111,4 +123,4 @@ def client(server):
         yield found
 
 
-__all__ = ["ENGINE", "RunningServer", "client", "http", "model", "server", "start_server"]
+__all__ = ["ENGINE", "RunningServer", "client", "http", "model", "server", "serving", "start_server"]

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchax_serve.server import health
+from torchax_serve.server import audio, health, pooling, tokens
 from torchax_serve.server.chat import chat_completions
 from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
@@ -42,7 +42,20 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("GET", "/v1/models", health.models),
     ("GET", "/v1/models/{model:path}", health.model),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/chat/completions/render", tokens.render),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/embeddings", pooling.embeddings),
+    ("POST", "/v1/rerank", pooling.rerank),
+    ("POST", "/v2/rerank", pooling.rerank),
+    ("POST", "/rerank", pooling.rerank),
+    ("POST", "/v1/score", pooling.score),
+    ("POST", "/score", pooling.score),
+    ("POST", "/classify", pooling.classify),
+    ("POST", "/pooling", pooling.pooling),
+    ("POST", "/v1/audio/transcriptions", audio.transcriptions),
+    ("POST", "/v1/audio/translations", audio.translations),
+    ("POST", "/tokenize", tokens.tokenize),
+    ("POST", "/detokenize", tokens.detokenize),
 )
 """Method, path and function of each endpoint."""
 

@@ -21,6 +21,7 @@ from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions, prepare, submit
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.options import ServerOptions
+from torchax_serve.server.pooling_batches import PoolingBatches
 from torchax_serve.text.chat import chat_prompt_ids, has_chat_template
 from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.prompt import encode_prompt, position_limit
@@ -28,6 +29,8 @@ from torchax_serve.text.token_text import TokenBytes
 
 Result = TypeVar("Result")
 
+EMBEDDED_NAME = "the embedded model"
+"""Name of the model that comes with the package, which is no name for requests."""
 NUM_THREADS = 4
 """Threads that render, tokenize and submit; most of their work is outside of Python's lock."""
 
@@ -42,6 +45,7 @@ class ModelService:
     Attributes:
         names: Names that requests may use; the first one is shown.
         created: When it was ready, in seconds since 1970.
+        pooling: Queue of texts to embed, label or score.
     """
 
     def __init__(self, model: ServedModel, options: ServerOptions) -> None:
@@ -49,6 +53,7 @@ class ModelService:
         self.names = options.served_model_names or (_public_name(model.name),)
         self.created = int(time.time())
         self._options = options
+        self.pooling = PoolingBatches(self.run)
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
 
     async def run(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -67,15 +72,36 @@ class ModelService:
 
     @functools.cached_property
     def tasks(self) -> tuple[str, ...]:
-        """What the model can do: ``generate``, ``chat``, ``transcribe``, ``embed``."""
+        """What the model can do: ``generate``, ``chat``, ``transcribe``, ``embed``, ``classify``, ``rank`` ..."""
         if isinstance(self.model, EncoderModel):
-            return ("embed",)
+            return self._encoder_tasks(type(self.model.torch_model).__name__)
         found = ["generate", "embed"]
         if self.model.tokenizer is not None and has_chat_template(self.model):
             found.append("chat")
         if isinstance(self.model, SpeechModel):
             found.append("transcribe")
         return tuple(found)
+
+    def _encoder_tasks(self, class_name: str) -> tuple[str, ...]:
+        if class_name.endswith("ForSequenceClassification"):
+            return ("classify", "rank") if self.model.config.num_labels == 1 else ("classify",)
+        return ("label tokens",) if class_name.endswith("ForTokenClassification") else ("embed",)
+
+    @property
+    def encoder(self) -> EncoderModel:
+        """The model, for tasks that only encoders have."""
+        assert isinstance(self.model, EncoderModel)
+        return self.model
+
+    def num_tokens(self, texts: Sequence[Any]) -> int:
+        """Returns the number of tokens of texts and of token ids together, special tokens included."""
+        tokenizer: Any = self.model.tokenizer
+        given = [text for text in texts if not isinstance(text, str)]
+        written = [text for text in texts if isinstance(text, str)]
+        ids = tokenizer(written)["input_ids"] if written else []
+        limit = self.max_model_len
+        lens = [len(each) for each in (*given, *ids)]
+        return sum(lens if limit is None else [min(length, limit) for length in lens])
 
     def require(self, task: str, route: str) -> None:
         """Raises ApiError, 404, unless the model can do `task`."""
@@ -173,6 +199,6 @@ def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
 
 def _public_name(name: str) -> str:
     """Returns the name that requests use: of a folder its last part, so that no path is shown."""
-    if name == EMBEDDED:
+    if name == EMBEDDED_NAME:
         return "embedded"
     return Path(name).name if Path(name).is_dir() else name
