@@ -1,6 +1,7 @@
 """The executor protocol: the one interface between `ModelRunner` and the ways to run a model.
 
-`PackedExecutor` runs all rows of a step as one ragged batch, `PerSequenceExecutor` one forward per request.
+`PackedExecutor` runs all rows of a step as one ragged batch, `PerSequenceExecutor` one forward per request,
+`StaticBatchExecutor` one request at a time.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import jax
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.executors.encoder_inputs import EncoderInput
+from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler
-from torchax_serve.scheduler import PlanRow, StepPlan
+from torchax_serve.scheduler import PageCopy, PlanRow, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,29 +41,48 @@ class ExecutorLimits:
     fused_decode_steps: int = 0
 
 
+class ExecutorCache(Protocol):
+    """What `ModelRunner` does with the cache of an executor."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a failed step has deleted the donated arrays."""
+
+    def reset(self) -> None:
+        """Empties the cache."""
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copies pages."""
+
+
 class Executor(Protocol):
     """Runs step plans of one model on one cache. Used by the engine's thread only.
 
     Attributes:
         limits: What the executor can run.
         cache: Page pools and states by slot, replaced by each step.
+        runs_ahead: Whether a step may be dispatched before the tokens of the one before it have been read.
     """
 
     limits: ExecutorLimits
 
     @property
-    def cache(self) -> PagedCache:
+    def cache(self) -> ExecutorCache:
         """Page pools and states by slot."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be dispatched before the tokens of the last one are read."""
 
     @property
     def num_programs(self) -> int:
         """Number of compiled steps."""
 
-    def check(self, name: str, source: EncoderInput) -> None:
-        """Raises InvalidArgumentError, naming `name`, if the model cannot take `source` as encoder input."""
+    def check(self, name: str, source: RequestInput) -> None:
+        """Raises InvalidArgumentError, naming `name`, if the model cannot take `source`."""
 
-    def assign(self, slot: int, source: EncoderInput) -> None:
-        """Assigns `slot` to a request with this encoder input, before the first step with a row of it."""
+    def assign(self, slot: int, source: RequestInput) -> None:
+        """Assigns `slot` to a request with this input, before the first step with a row of it."""
 
     def run(
         self,
@@ -100,6 +120,14 @@ class Executor(Protocol):
         """Compiles every step that mixed traffic can meet, and the sampler's programs for their logits."""
 
 
+class PagedExecutor(Executor, Protocol):
+    """An executor whose requests share page pools."""
+
+    @property
+    def cache(self) -> PagedCache:
+        """Page pools and states by slot."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ExecutorChoice:
     """The executor of a model, and why it is this one.
@@ -110,7 +138,7 @@ class ExecutorChoice:
         sampler_table_bytes: Bytes of the sampler's tables, which are not part of the cache.
     """
 
-    executor: Executor
+    executor: PagedExecutor
     fallback_reason: str | None = None
     sampler_table_bytes: int = 0
 
@@ -140,9 +168,9 @@ class ExecutorChoice:
         return line if self.is_packed else f"{line}; gathered, not packed: {self.fallback_reason}"
 
 
-def refuse_encoder_input(name: str, source: EncoderInput) -> None:
+def refuse_encoder_input(name: str, source: RequestInput) -> None:
     """Raises InvalidArgumentError, naming `name`, for any encoder input: the model has no encoder."""
-    if len(source):
+    if not (isinstance(source, tuple) and not source):
         raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
 
 

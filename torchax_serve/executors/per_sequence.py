@@ -20,10 +20,11 @@ from model_adapters.bridge.host_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import ExecutorLimits, refuse_encoder_input, warm_up_sampler
-from torchax_serve.executors.encoder_inputs import EncoderInput, EncoderInputs
+from torchax_serve.executors.encoder_inputs import EncoderInputs
 from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
 from torchax_serve.executors.per_sequence_buckets import GatheredSpec, PerSequenceBuckets
 from torchax_serve.executors.per_sequence_forward import SequenceForward
+from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
 from torchax_serve.kv_cache.state_layout import UNBOUNDED, CacheLayout, Leaves
@@ -35,6 +36,9 @@ class PerSequenceExecutor:
     """The `Executor` of models that cannot run packed, on a `PagedCacheWithStates`.
 
     A step has decode rows and at most one prefill row.
+
+    Attributes:
+        runs_ahead: As `Executor.runs_ahead`.
 
     Args:
         forward: Forward of one request.
@@ -48,6 +52,8 @@ class PerSequenceExecutor:
         block_len: Maximum number of tokens of one forward; a longer chunk, which is exact, takes several.
         sources: Encoder inputs by slot; None for a model without an encoder.
     """
+
+    runs_ahead = True
 
     def __init__(
         self,
@@ -237,14 +243,14 @@ class PerSequenceExecutor:
     def _empty_encoder_input(self, spec: GatheredSpec) -> jax.Array | None:
         return self.sources.dummy(spec.source_len) if self.sources is not None and spec.kind == "begin" else None
 
-    def check(self, name: str, source: EncoderInput) -> None:
+    def check(self, name: str, source: RequestInput) -> None:
         """As `Executor.check`."""
         if self.sources is None:
             refuse_encoder_input(name, source)
         else:
             self.sources.check(name, source)
 
-    def assign(self, slot: int, source: EncoderInput) -> None:
+    def assign(self, slot: int, source: RequestInput) -> None:
         """As `Executor.assign`."""
         if self.sources is not None:
             self.sources.assign(slot, source)
