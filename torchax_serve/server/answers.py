@@ -1,18 +1,16 @@
-"""Answers to prompts, as steps in an event loop: from the engine, or from a thread for models that it cannot batch."""
+"""Answers to prompts, as steps in an event loop."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import dataclasses
 import secrets
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from torchax_serve.engine.request_handle import TokenStream
+from torchax_serve.engine.request_handle import RequestHandle, TokenStream
 from torchax_serve.outputs import FinishReason, TokenLogprobs
 from torchax_serve.sampling_params import MAX_SEED, SamplingParams
 from torchax_serve.text.detokenizer import Detokenizer, NoText
@@ -34,7 +32,7 @@ class Answer:
             step, of the one before the last and of the last; None before there is one.
     """
 
-    def __init__(self, index: int, prepared: PreparedPrompt, tokens: Iterator[int], decoder: StepDecoder) -> None:
+    def __init__(self, index: int, prepared: PreparedPrompt, handle: RequestHandle, decoder: StepDecoder) -> None:
         self.index = index
         self.prompt_ids = prepared.prompt_ids
         self.num_tokens = 0
@@ -44,54 +42,41 @@ class Answer:
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.previous_s: float | None = None
-        self._tokens, self._decoder = tokens, decoder
+        self._handle, self._decoder = handle, decoder
 
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt that were found in the prefix cache."""
-        return self._tokens.handle.num_cached_tokens if isinstance(self._tokens, TokenStream) else 0
+        return self._handle.num_cached_tokens
 
     def cancel(self) -> None:
         """Ends the request, whether or not it is being iterated over."""
-        close = getattr(self._tokens, "close", None)
-        if close is not None and isinstance(self._tokens, TokenStream):
-            close()
+        self._handle.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[AnswerStep]:
+    async def __aiter__(self) -> AsyncGenerator[AnswerStep]:
         """Yields the steps; the last one has a finish reason.
 
         Raises:
             RequestError: The request failed.
         """
-        steps = self._engine_steps(self._tokens) if isinstance(self._tokens, TokenStream) else self._thread_steps()
-        async with contextlib.aclosing(steps):
-            async for step in steps:
-                self.previous_s, self.last_s = self.last_s, time.perf_counter()
-                if self.first_s is None:
-                    self.first_s = self.last_s
-                self.num_tokens += len(step.token_ids)
-                self.finish_reason = step.finish_reason
-                yield step
-                if step.finish_reason is not None:
-                    return
-
-    async def _engine_steps(self, tokens: TokenStream) -> AsyncIterator[AnswerStep]:
-        handle = tokens.handle
-        outputs: Any = aiter(handle)
+        outputs: Any = aiter(self._handle)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
                 step = self._decoder.push(output.token_ids, output.logprobs, output.finish_reason)
                 if step.finish_reason == "stop" and output.finish_reason is None:
-                    handle.cancel("stop")  # at a stop string, which the engine does not see
+                    self._handle.cancel("stop")  # at a stop string, which the engine does not see
+                self._record(step)
                 yield step
+                if step.finish_reason is not None:
+                    return
 
-    async def _thread_steps(self) -> AsyncIterator[AnswerStep]:
-        async with contextlib.aclosing(_from_thread(self._tokens)) as tokens:
-            async for token_id in tokens:
-                yield self._decoder.push([token_id])
-        if self._decoder.finish_reason is None:
-            yield self._decoder.push([], finish_reason="length")
+    def _record(self, step: AnswerStep) -> None:
+        self.previous_s, self.last_s = self.last_s, time.perf_counter()
+        if self.first_s is None:
+            self.first_s = self.last_s
+        self.num_tokens += len(step.token_ids)
+        self.finish_reason = step.finish_reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +122,9 @@ def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: Answer
     answers: list[Answer] = []
     try:
         for index, request in enumerate(prepared):
-            answers.append(Answer(index, request, new_tokens(model, request), _decoder(model, request, options)))
+            tokens = new_tokens(model, request)
+            assert isinstance(tokens, TokenStream)
+            answers.append(Answer(index, request, tokens.handle, _decoder(model, request, options)))
     except BaseException:
         for answer in answers:
             answer.cancel()
@@ -158,41 +145,3 @@ def _decoder(model: TextModel, request: PreparedPrompt, options: AnswerOptions) 
         request.params.stop_token_ids or (),
         include_stop=options.include_stop,
     )
-
-
-async def _from_thread(tokens: Iterator[int]) -> AsyncIterator[int]:
-    """Yields from an iterator that blocks; leaving the loop closes the iterator at its next item."""
-    loop = asyncio.get_running_loop()
-    arrivals: asyncio.Queue[tuple[int | None, BaseException | None]] = asyncio.Queue()
-    is_left = threading.Event()
-
-    def put(token_id: int | None, error: BaseException | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(arrivals.put_nowait, (token_id, error))
-
-    def pump() -> None:
-        try:
-            for token_id in tokens:
-                if is_left.is_set():
-                    break
-                put(int(token_id), None)
-        except BaseException as error:
-            put(None, error)
-        else:
-            put(None, None)
-        finally:
-            close: Callable[[], None] | None = getattr(tokens, "close", None)
-            if close is not None:
-                close()
-
-    threading.Thread(target=pump, name="answer", daemon=True).start()
-    try:
-        while True:
-            token_id, error = await arrivals.get()
-            if error is not None:
-                raise error
-            if token_id is None:
-                return
-            yield token_id
-    finally:
-        is_left.set()

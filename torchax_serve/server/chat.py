@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request
@@ -123,7 +123,7 @@ class ChatCompletion:
     async def complete(self) -> dict[str, Any]:
         """Returns the body of the complete answer."""
         parts: list[list[AnswerStep]] = [[] for _ in self._answers]
-        async with contextlib.aclosing(merged_steps(self._answers)) as batches:  # type: ignore[type-var]
+        async with contextlib.aclosing(merged_steps(self._answers)) as batches:
             async for batch in batches:
                 for answer, step in batch:
                     parts[answer.index].append(step)
@@ -161,12 +161,12 @@ class ChatCompletion:
             fields["prompt_logprobs"] = self._format.prompt(self._answers[0].prompt_logprobs or ())
         return fields
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """Yields the events of a streamed answer; those of one step are one piece."""
         options = self._request.stream_options
         with_usage = bool(options and (options.include_usage or options.continuous_usage_stats))
         opened: set[int] = set()
-        async with contextlib.aclosing(merged_steps(self._answers)) as batches:  # type: ignore[type-var]
+        async with contextlib.aclosing(merged_steps(self._answers)) as batches:
             async for batch in batches:
                 pieces = []
                 for answer, step in batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -132,7 +132,7 @@ class TextCompletion:
     async def complete(self) -> dict[str, Any]:
         """Returns the body of the complete answer."""
         parts: list[list[AnswerStep]] = [[] for _ in self._answers]
-        async with contextlib.aclosing(merged_steps(self._answers)) as batches:  # type: ignore[type-var]
+        async with contextlib.aclosing(merged_steps(self._answers)) as batches:
             async for batch in batches:
                 for answer, step in batch:
                     parts[answer.index].append(step)
@@ -188,11 +188,11 @@ class TextCompletion:
         ids += [token_id for step in steps for token_id in step.token_ids]
         return self._format.completion(found, ids, num_top, self._offsets[answer.index])
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """Yields the events of a streamed answer; those of one step are one piece."""
         options = self._request.stream_options
         opened: set[int] = set()
-        async with contextlib.aclosing(merged_steps(self._answers)) as batches:  # type: ignore[type-var]
+        async with contextlib.aclosing(merged_steps(self._answers)) as batches:
             async for batch in batches:
                 pieces = []
                 for answer, step in batch:

@@ -170,17 +170,14 @@ class Server:
     def _dead_reason(self) -> str | None:
         """Returns why the engine will not answer any more; None as long as it does."""
         service = self.context.loaded
-        if service is None or self.context.stage is not Stage.READY or isinstance(service.model, EncoderModel):
+        if service is None or self.context.stage is not Stage.READY:
             return None
-        engine = service.loaded_engine
-        if engine is None:
-            return None
-        progress = engine.progress()
-        if not progress.is_alive:
-            return "the engine's thread has ended"
         limit_s = self._options.watchdog_s
-        if limit_s and progress.is_due and not progress.is_compiling and progress.still_s > limit_s:
-            return f"the engine has not moved for {progress.still_s:.0f} s"
+        for progress in service.progress():
+            if not progress.is_alive:
+                return "the engine's thread has ended"
+            if limit_s and progress.is_due and not progress.is_compiling and progress.still_s > limit_s:
+                return f"the engine has not moved for {progress.still_s:.0f} s"
         return None
 
     async def _die(self, reason: str) -> None:

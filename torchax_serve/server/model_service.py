@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
+from torchax_serve.engine.progress import EngineProgress
 from torchax_serve.entrypoints.encoder_model import EncoderModel
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.entrypoints.speech_model import SpeechModel
@@ -128,13 +129,10 @@ class ModelService:
         except UnsupportedModelError:
             return position_limit(self.model)
 
-    @property
-    def loaded_engine(self) -> Engine | DataParallelEngines | None:
-        """The engine, if requests of the model can be batched."""
-        try:
-            return self.model.engine
-        except UnsupportedModelError:
-            return None
+    def progress(self) -> list[EngineProgress]:
+        """Returns the progress of the engines that have been made."""
+        made = (vars(self.model).get(name) for name in ("_engine", "_static_engine"))
+        return [engine.progress() for engine in made if isinstance(engine, Engine | DataParallelEngines)]
 
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:

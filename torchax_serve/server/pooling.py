@@ -44,7 +44,7 @@ async def _results(
     request: Request,
     service: ModelService,
     key: Hashable,
-    call: Callable[[Sequence[Any]], Sequence[Any]],
+    call: Callable[..., Any],
     items: Sequence[Any],
     field: str,
 ) -> list[Any]:
@@ -77,13 +77,13 @@ async def embeddings(request: Request) -> Response:
     """Returns embeddings of texts."""
     service, body = await _read(request, EmbeddingRequest, "embed")
     texts = texts_of(body.input)
-    options = {
+    options: dict[str, Any] = {
         "truncate": body.truncate,
         "truncate_dim": body.dimensions,
         "normalize": body.normalize,
         "pooling": body.pooling,
     }
-    call = functools.partial(service.model.embed, **options)
+    call: Callable[..., Any] = functools.partial(service.model.embed, **options)
     key = ("embed", *options.values())
     found = await _results(request, service, key, call, texts, "input")
     usage = await service.run(_usage, service, texts)

@@ -15,7 +15,7 @@ MAX_BATCH_TEXTS = 256
 MAX_WAITING_TEXTS = 16384
 """Most texts that wait."""
 
-Call = Callable[[Sequence[Any]], Sequence[Any]]
+Call = Callable[..., Any]
 
 
 @dataclasses.dataclass(eq=False)

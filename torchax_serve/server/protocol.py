@@ -70,7 +70,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None  # of the head, the body, or the dropped rest
         self._write_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Counts the connection; refuses it where there are too many."""
         super().connection_made(transport)
         self._address = self.client[0] if self.client else "unix"
@@ -95,7 +95,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Feeds the parser, as long as the request is within the limits."""
         if self._is_refused:
-            self._drop(len(data))
+            self._num_dropped += len(data)
+            if self._num_dropped > LINGER_BYTES:
+                self.transport.abort()
             return
         if self._in_head:
             if not self._head_bytes and self._timer is None:
@@ -152,16 +154,13 @@ class GuardedProtocol(HttpToolsProtocol):
         if not length.isdigit() or len(length) > 18:
             self._refuse_in_parser(400, "expected a Content-Length in digits, got another")
         if int(length) > self._limits.max_body_bytes:
-            self._refuse_in_parser(413, self._body_message())
-
-    def _body_message(self) -> str:
-        return f"expected a body of at most {self._limits.max_body_bytes} bytes, got more; shorten it"
+            self._refuse_in_parser(413, _body_message(self._limits))
 
     def on_body(self, body: bytes) -> None:
         """Takes a part of the body."""
         self._body_bytes += len(body)
         if self._body_bytes > self._limits.max_body_bytes:
-            self._refuse_in_parser(413, self._body_message())
+            self._refuse_in_parser(413, _body_message(self._limits))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -235,7 +234,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
-    def _drop(self, num_bytes: int) -> None:
-        self._num_dropped += num_bytes
-        if self._num_dropped > LINGER_BYTES:
-            self.transport.abort()
+
+def _body_message(limits: ConnectionLimits) -> str:
+    return f"expected a body of at most {limits.max_body_bytes} bytes, got more; shorten it"

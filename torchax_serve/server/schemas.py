@@ -128,10 +128,10 @@ class CompletionRequest(TextRequest):
         """Number of likeliest tokens with log-probabilities; None without any log-probabilities."""
         return self.logprobs
 
-    def prompts(self) -> list[str] | list[Ids]:
+    def prompts(self) -> list[Any]:
         """Returns the prompts, one by one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+            return [self.prompt]
+        return self.prompt

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -41,7 +41,7 @@ class EventStream:
         keep_alive_s: Seconds of silence after which a comment is sent.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], keep_alive_s: float) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], keep_alive_s: float) -> None:
         self._events, self._keep_alive_s = events, keep_alive_s
         self._sent_s = 0.0
 
@@ -55,7 +55,7 @@ class EventStream:
         self._sent_s = time.monotonic()
         comments = asyncio.create_task(self._send_comments(send))
         try:
-            async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+            async with contextlib.aclosing(self._events) as events:
                 async for each in events:
                     self._sent_s = time.monotonic()
                     await send({"type": "http.response.body", "body": each, "more_body": True})

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from torchax_serve.server.answers import Answer
 from torchax_serve.text.step_decoder import AnswerStep
 
 
-async def merged_steps(answers: Sequence[Answer]) -> AsyncIterator[list[tuple[Answer, AnswerStep]]]:
+async def merged_steps(answers: Sequence[Answer]) -> AsyncGenerator[list[tuple[Answer, AnswerStep]]]:
     """Yields the steps that have come, those of different answers together; leaving the loop ends all requests.
 
     Raises:
         RequestError: One of the requests failed.
     """
     if len(answers) == 1:
-        async with contextlib.aclosing(aiter(answers[0])) as steps:  # type: ignore[type-var]
+        async with contextlib.aclosing(answers[0].__aiter__()) as steps:
             async for step in steps:
                 yield [(answers[0], step)]
         return
@@ -30,11 +30,11 @@ async def merged_steps(answers: Sequence[Answer]) -> AsyncIterator[list[tuple[An
             while not arrivals.empty():
                 batch.append(arrivals.get_nowait())
             steps_of_batch = []
-            for answer, step in batch:
-                if isinstance(step, BaseException):
-                    raise step
-                num_open -= step.finish_reason is not None
-                steps_of_batch.append((answer, step))
+            for answer, arrived in batch:
+                if isinstance(arrived, BaseException):
+                    raise arrived
+                num_open -= arrived.finish_reason is not None
+                steps_of_batch.append((answer, arrived))
             yield steps_of_batch
     finally:
         for task in tasks:
@@ -46,7 +46,7 @@ async def merged_steps(answers: Sequence[Answer]) -> AsyncIterator[list[tuple[An
 
 async def _pump(answer: Answer, arrivals: asyncio.Queue[tuple[Answer, AnswerStep | BaseException]]) -> None:
     try:
-        async with contextlib.aclosing(aiter(answer)) as steps:  # type: ignore[type-var]
+        async with contextlib.aclosing(answer.__aiter__()) as steps:
             async for step in steps:
                 arrivals.put_nowait((answer, step))
     except Exception as error:

@@ -25,7 +25,7 @@ class TokenBytes:
         decoders = _decoders(tokenizer)
         names = {decoder["type"] for decoder in decoders}
         self._is_byte_level = "ByteLevel" in names
-        self._spaces = tuple(_replaced_by_space(decoder) for decoder in decoders if _replaced_by_space(decoder))
+        self._spaces = tuple(space for decoder in decoders if (space := _replaced_by_space(decoder)) is not None)
         self._has_byte_tokens = "ByteFallback" in names
         self._added = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
         self._cache: dict[int, bytes] = {}
@@ -77,7 +77,8 @@ def _replaced_by_space(decoder: dict[str, Any]) -> str | None:
     if decoder["type"] == "Metaspace":
         return str(decoder["replacement"])
     if decoder["type"] == "Replace" and decoder["content"] == " ":
-        return decoder["pattern"].get("String")
+        found: str | None = decoder["pattern"].get("String")
+        return found
     return None
 
 
