@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from model_adapters.errors import QueueFullError, TorchaxServeError
 from model_adapters.program.trace_context import programs_run
 from torchax_serve.engine.dispatch_queue import DispatchQueue
+from torchax_serve.engine.masked_requests import MaskedRequests
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
 from torchax_serve.engine.output_processor import OutputProcessor, describe
 from torchax_serve.engine.progress import ProgressClock
@@ -64,6 +65,7 @@ class Engine:
         self._process = OwnerProcess()
         self._scheduler, self._runner = scheduler, runner
         self._output_processor = OutputProcessor(runner)
+        self._masked = MaskedRequests(runner.vocab_size)
         self._dispatched = DispatchQueue()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
@@ -147,6 +149,7 @@ class Engine:
                 handle.put(RequestOutput((), finish_reason="error", error=describe(error)))
             else:
                 self._output_processor.add(request_id, request, handle)
+                self._masked.add(request_id, request.masks)
 
         return enter, handle
 
@@ -302,7 +305,10 @@ class Engine:
                 if row.slot in plan.fresh_slots
             }
             outputs = {slot: [] if state is None else state.output_ids for slot, state in fresh.items()}
-            step = self._runner.execute(plan, requests, outputs)
+            failures: dict[int, Exception] = {}
+            masks = self._masked.words(plan, self._scheduler.find, failures)
+            step = self._runner.execute(plan, requests, outputs, masks)
+            step.failures |= failures
         except SequenceEnded as end:
             while self._dispatched:  # tokens that the request has got come first
                 self._retire_oldest()
