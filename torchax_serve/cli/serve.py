@@ -70,6 +70,10 @@ class AccessOptions:
     ] = None
     log_format: Annotated[str, _access("--log-format", help="text or json.")] = "text"
     no_access_log: Annotated[bool, _access("--no-access-log", help="No line for each request.")] = False
+    response_template: Annotated[
+        str | None,
+        _access("--response-template", help="Format of reasoning and tool calls: a family, a JSON file, or none."),
+    ] = None
     metrics_compat: Annotated[
         str | None, _access("--metrics-compat", help="vllm: vLLM's metric names next to our own.")
     ] = None
@@ -181,6 +185,7 @@ def _server_options(
         log_format=access.log_format,
         access_log=not access.no_access_log,
         metrics_compat=access.metrics_compat,
+        response_template=access.response_template,
         request_timeout_s=limits.request_timeout,
         keep_alive_s=limits.keep_alive,
         pre_stop_s=life.pre_stop,

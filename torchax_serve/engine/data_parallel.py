@@ -125,6 +125,11 @@ class DataParallelEngines:
         return self.engines[0].can_hold(length)
 
     @property
+    def vocab_size(self) -> int:
+        """As `Engine.vocab_size`."""
+        return self.engines[0].vocab_size
+
+    @property
     def max_model_len(self) -> int:
         """As `Engine.max_model_len`."""
         return self.engines[0].max_model_len

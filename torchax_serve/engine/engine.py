@@ -46,7 +46,7 @@ class Engine:
         max_num_waiting: Maximum number of requests that wait for a slot.
 
     Attributes:
-        max_model_len: Largest number of tokens of a request, prompt and answer.
+        max_model_len, vocab_size: Most tokens of a request, prompt and answer; number of columns of the logits.
         progress: Called, returns `torchax_serve.engine.progress.EngineProgress`: whether the engine moves.
     """
 
@@ -60,7 +60,7 @@ class Engine:
     ) -> None:
         self.description = description
         self.max_num_waiting = max_num_waiting
-        self.max_model_len = scheduler.config.max_model_len
+        self.max_model_len, self.vocab_size = scheduler.config.max_model_len, runner.vocab_size
         self._num_entering = 0  # requests in commands
         self._process = OwnerProcess()
         self._scheduler, self._runner = scheduler, runner

@@ -87,12 +87,14 @@ class AnswerOptions:
         num_answers: Answers to each prompt.
         skip_special_tokens: Whether texts leave special tokens out.
         include_stop: Whether texts have the stop string.
+        is_parsed: Whether texts are parsed: special tokens are part of them, those that end an answer are not.
         default_max_new_tokens: Most tokens where neither the request nor the model says.
     """
 
     num_answers: int = 1
     skip_special_tokens: bool = True
     include_stop: bool = False
+    is_parsed: bool = False
     default_max_new_tokens: int = 16
 
 
@@ -137,11 +139,13 @@ def _decoder(model: TextModel, request: PreparedPrompt, options: AnswerOptions) 
     if tokenizer is None:
         detokenizer: Detokenizer | NoText = NoText()
     else:
-        detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        skips = options.skip_special_tokens and not options.is_parsed
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skips)
     return StepDecoder(
         detokenizer,
         request.stop_strings,
         request.eos_token_ids,
         request.params.stop_token_ids or (),
         include_stop=options.include_stop,
+        silent_ids=request.eos_token_ids if options.is_parsed else (),
     )

@@ -23,6 +23,7 @@ from torchax_serve.server.sampling import renamed_error, sampling_params
 from torchax_serve.server.schemas import CompletionRequest
 from torchax_serve.server.sse import DONE, EventStream, event, until_disconnect
 from torchax_serve.server.streams import merged_steps
+from torchax_serve.server.structured import grammar_of, masks_of
 from torchax_serve.text.step_decoder import AnswerStep
 
 DEFAULT_MAX_TOKENS = 16
@@ -69,13 +70,14 @@ def _start(
         timeout_s=context.options.request_timeout_s,
     )
     prompts = [_prompt_ids(service, index, prompt) for index, prompt in enumerate(body.prompts())]
+    masks = masks_of(lambda: service.grammars, grammar_of(body, context.options.request))
     options = AnswerOptions(
         num_answers=body.n or 1,
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop=bool(body.include_stop_str_in_output),
         default_max_new_tokens=DEFAULT_MAX_TOKENS,
     )
-    return prompts, service.start(prompts, params, options)
+    return prompts, service.start(prompts, params, options, masks)
 
 
 def _prompt_ids(service: ModelService, index: int, prompt: str | Sequence[int]) -> list[int]:

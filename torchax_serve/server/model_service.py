@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import functools
 import hashlib
 import time
@@ -18,11 +19,13 @@ from torchax_serve.engine.progress import EngineProgress
 from torchax_serve.entrypoints.encoder_model import EncoderModel
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.entrypoints.speech_model import SpeechModel
+from torchax_serve.sampling.grammar import GrammarCompiler, GrammarMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions, prepare, submit
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.pooling_batches import PoolingBatches
+from torchax_serve.server.response_families import ResponseFamily, response_template_for
 from torchax_serve.text.chat import chat_prompt_ids, has_chat_template
 from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.prompt import encode_prompt, position_limit
@@ -139,6 +142,13 @@ class ModelService:
         """Bytes of the tokenizer's tokens."""
         return TokenBytes(self.model.tokenizer)
 
+    @functools.cached_property
+    def family(self) -> ResponseFamily | None:
+        """How answers spell reasoning and tool calls; None for plain text."""
+        if self.model.tokenizer is None:
+            return None
+        return response_template_for(self.model.tokenizer, self._options.response_template)
+
     @property
     def template(self) -> str:
         """Source of the chat template."""
@@ -156,7 +166,20 @@ class ModelService:
         """Returns the token ids of a plain prompt."""
         return encode_prompt(self.model, prompt)
 
-    def start(self, prompts: Sequence[Sequence[int]], params: SamplingParams, options: AnswerOptions) -> list[Answer]:
+    @functools.cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiler of grammars for the model's tokenizer."""
+        eos = self.model.generation_config.eos_token_id
+        eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        return GrammarCompiler(self.model.tokenizer, self.model.engine.vocab_size, eos_ids)
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        options: AnswerOptions,
+        masks: Callable[[], GrammarMasks] | None = None,
+    ) -> list[Answer]:
         """Submits the answers to `prompts`: all of them or, on an error, none.
 
         Raises:
@@ -172,6 +195,8 @@ class ModelService:
         for prompt in prompts:
             self._check_length(len(prompt), params.max_new_tokens)
         prepared = [request for prompt in prompts for request in prepare(self.model, prompt, params, options)]
+        if masks is not None:
+            prepared = [dataclasses.replace(request, masks=masks()) for request in prepared]
         return submit(self.model, prepared, options)
 
     def _check_length(self, prompt_len: int, max_new_tokens: int | None) -> None:

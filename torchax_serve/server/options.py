@@ -91,6 +91,8 @@ class ServerOptions:
         pre_stop_s: Seconds for which requests are still accepted after SIGTERM.
         drain_timeout_s: Seconds that requests have to finish after that.
         watchdog_s: Seconds without progress after which the process reports itself dead and ends; 0 switches it off.
+        response_template: Family or file that says how answers spell reasoning and tool calls, or ``none``; None: by
+            the checkpoint.
         metrics_compat: ``vllm`` for vLLM's metric names next to our own.
         log_format: ``text`` or ``json``.
         access_log: Whether each request is a line in the log.
@@ -115,6 +117,7 @@ class ServerOptions:
     pre_stop_s: float = 0.0
     drain_timeout_s: float = 30.0
     watchdog_s: float = 300.0
+    response_template: str | None = None
     metrics_compat: str | None = None
     log_format: str = "text"
     access_log: bool = True

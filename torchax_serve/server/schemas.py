@@ -65,6 +65,16 @@ class TextRequest(ApiRequest):
     service_tier: Annotated[str | None, no_effect(_TIER)] = None
     metadata: Annotated[dict[str, str] | None, no_effect(_STORE)] = None
     store: Annotated[bool | None, no_effect(_STORE)] = None
+    response_format: Annotated[
+        dict[str, Any] | None, honoured("`text`, `json_object`, `json_schema` or `structural_tag`")
+    ] = None
+    structured_outputs: Annotated[
+        dict[str, Any] | None, honoured("vLLM's: `json`, `regex`, `choice`, `grammar` (Lark or GBNF) ...")
+    ] = None
+    guided_json: Annotated[Any, honoured("as `structured_outputs.json`")] = None
+    guided_regex: Annotated[Any, honoured("as `structured_outputs.regex`")] = None
+    guided_choice: Annotated[Any, honoured("as `structured_outputs.choice`")] = None
+    guided_grammar: Annotated[Any, honoured("as `structured_outputs.grammar`")] = None
     moderation: Annotated[Any, refused("expected null; answers are not moderated here")] = None
     use_beam_search: Annotated[Any, refused("expected false; beam search is not served", False)] = None
     length_penalty: Annotated[Any, refused("expected 1; beam search is not served", 1)] = None
@@ -88,10 +98,14 @@ class ChatRequest(TextRequest):
         Any, refused("expected true, or false with continue_final_message", True, False)
     ] = None
     echo: Annotated[Any, refused("expected false; a chat's prompt is not repeated", False)] = None
-    tools: Annotated[Any, refused("expected none; tools are not supported yet", [])] = None
-    tool_choice: Annotated[Any, refused("expected none; tools are not supported yet", "none", "auto")] = None
-    parallel_tool_calls: Annotated[bool | None, no_effect("without tools there are no calls")] = None
-    response_format: Annotated[Any, refused("expected type text", {"type": "text"})] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, honoured("functions, at most 128; `strict` holds their arguments to the schema")
+    ] = None
+    tool_choice: Annotated[
+        Any, honoured("`none`, `auto`, `required`, a function or `allowed_tools`; forced calls follow the schema")
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, honoured("`false`: at most one call")] = None
+    include_reasoning: Annotated[bool | None, honoured("`false` leaves the reasoning out of the answer")] = None
     reasoning_effort: Annotated[
         Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
         honoured("the variable `reasoning_effort` of the chat template; no effect where it reads none"),
@@ -121,7 +135,6 @@ class CompletionRequest(TextRequest):
     echo: Annotated[bool | None, honoured("the prompt in front of the answer")] = None
     add_special_tokens: Annotated[Any, refused("expected true; give token ids for another prompt", True)] = None
     suffix: Annotated[Any, refused("expected null; texts are continued at their end")] = None
-    response_format: Annotated[Any, refused("expected type text", {"type": "text"})] = None
 
     @property
     def num_top(self) -> int | None:

@@ -16,6 +16,7 @@ from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.pooling_schemas import DetokenizeRequest, TokenizeRequest
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import until_disconnect
+from torchax_serve.server.tools import plan_tools
 from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.validation.argument_checks import short_repr
 
@@ -61,7 +62,8 @@ async def render(request: Request) -> Response:
     service.require("chat", "/v1/chat/completions/render")
     body = ChatRequest.parse(await read_json(request, context.options))
     service.check_name(body.model)
-    ids = await until_disconnect(request.receive, service.run(render_chat, service, body))
+    plan = plan_tools(body, service.family)
+    ids = await until_disconnect(request.receive, service.run(render_chat, service, body, plan))
     tokenizer: Any = service.model.tokenizer
     text = await service.run(tokenizer.decode, ids)
     return JSONResponse(

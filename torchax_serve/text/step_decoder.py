@@ -37,6 +37,7 @@ class StepDecoder:
         eos_token_ids: Tokens that end it.
         stop_token_ids: Those of them that the request named; they have no text.
         include_stop: Whether the text has the stop string or the stop token.
+        silent_ids: Further tokens without text.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class StepDecoder:
         stop_token_ids: Collection[int] = (),
         *,
         include_stop: bool = False,
+        silent_ids: Collection[int] = (),
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stop_strings)
         self._eos_token_ids, self._stop_token_ids = frozenset(eos_token_ids), frozenset(stop_token_ids)
-        self._include_stop = include_stop
+        self._include_stop, self._silent_ids = include_stop, frozenset(silent_ids)
         self.finish_reason: FinishReason | None = None
 
     def push(
@@ -70,7 +72,7 @@ class StepDecoder:
         for token_id in token_ids:
             num_taken += 1
             is_stop = token_id in self._stop_token_ids
-            silent = is_stop and not self._include_stop
+            silent = token_id in self._silent_ids or (is_stop and not self._include_stop)
             pieces.append(self._stops.push("" if silent else self._detokenizer.push(int(token_id))))
             if self._stops.found is not None:
                 break
