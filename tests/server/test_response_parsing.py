@@ -1,6 +1,6 @@
 """Reasoning and tool calls of each family, from transcripts cut anywhere; what does not parse is content."""
 
-# ruff: noqa: E501, RUF001
+# ruff: noqa: RUF001
 import json
 import random
 import time
@@ -218,13 +218,13 @@ def test_random_texts_raise_nothing_and_do_not_depend_on_cuts(family):
 
 def test_time_is_linear_in_the_length():
     def seconds(num_pieces):
-        began = time.perf_counter()
+        began = time.process_time()
         parsed("hermes", "", ["<think>", *["some words "] * num_pieces, "</think>", *["more words "] * num_pieces])
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     seconds(1000)
-    short, long = seconds(5_000), seconds(50_000)
-    assert long < 20 * short
+    short, long = seconds(10_000), seconds(80_000)
+    assert long < 24 * short
 
 
 def test_without_tools_a_call_is_content():

@@ -17,11 +17,11 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchax_serve.server import audio, health, pooling, tokens
+from torchax_serve.server import audio, health, openapi, pooling, tokens
 from torchax_serve.server.chat import chat_completions
 from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
-from torchax_serve.server.errors import ApiError, api_error_of
+from torchax_serve.server.errors import ApiError, api_error_of, where_of
 from torchax_serve.server.options import LOOPBACK
 
 logger = logging.getLogger("torchax_serve.server")
@@ -38,6 +38,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("GET", "/health", health.readyz),
     ("GET", "/ping", health.livez),
     ("GET", "/version", health.version),
+    ("GET", "/openapi.json", openapi.openapi),
     ("GET", "/metrics", health.metrics),
     ("GET", "/v1/models", health.models),
     ("GET", "/v1/models/{model:path}", health.model),
@@ -68,7 +69,7 @@ class Application:
     """
 
     def __init__(self, context: ServerContext) -> None:
-        self.context = context
+        self.context, self.routes = context, ROUTES
         routes = [Route(path, function, methods=[method]) for method, path, function in ROUTES]
         self._labels = {path for _, path, _ in ROUTES if "{" not in path}
         inner: ASGIApp = Router(routes, redirect_slashes=False)
@@ -138,6 +139,8 @@ class _Exchange:
         context.metrics.in_flight.set(context.num_in_flight)
         try:
             await self._app.dispatch(self._scope, self._receive, self._send_with_id)
+            if (error := self._scope["state"].pop("error", None)) is not None:
+                await self._fail(error)  # of a stream, which has sent it
         except ClientDisconnect:
             self._status = self._status or 499
         except asyncio.CancelledError:
@@ -168,7 +171,7 @@ class _Exchange:
         """Sends an error; one that comes when the answer has begun can only be logged."""
         answer = api_error_of(error)
         if answer.status >= 500 and not isinstance(error, ApiError):
-            logger.error("%s: the request failed", self._scope["state"]["request_id"], exc_info=error)
+            logger.error("%s: the request failed: %s", self._scope["state"]["request_id"], where_of(error))
         self._context.metrics.errors.labels(answer.type).inc()
         if self._status:
             return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from model_adapters.errors import (
@@ -110,3 +112,11 @@ def api_error_of(error: BaseException) -> ApiError:
             503, "expected a model that takes requests, got one that does not; send the request again later"
         )
     return ApiError(500, "the server failed to answer; the log has the reason under the request's id")
+
+
+def where_of(error: BaseException) -> str:
+    """Returns the type of an error and where it was raised, for the log; its message may have parts of a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else "no frame"
+    cause = "" if error.__cause__ is None else f", from {where_of(error.__cause__)}"
+    return f"{type(error).__name__} at {where}{cause}"

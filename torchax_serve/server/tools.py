@@ -98,6 +98,7 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
         if choice == "required" and not names:
             raise bad_request("tool_choice: expected tools with required, got none", "tool_choice", "invalid_value")
         return choice or "auto", names
+    mode: Any
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
         wanted, mode = [choice["function"].get("name")], "named"
     elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
