@@ -114,6 +114,7 @@ class Server:
             loop.call_soon_threadsafe(self._set_loaded, service)
             if self._options.warm_up:
                 warm_up(service.model)
+            service.prepare()
             gc_pause.freeze_for_serving()
             loop.call_soon_threadsafe(self._set_ready, time.monotonic() - began)
         except BaseException as error:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +31,7 @@ from torchax_serve.server.response_families import ResponseFamily, response_temp
 from torchax_serve.text.chat import chat_prompt_ids, has_chat_template
 from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.prompt import encode_prompt, position_limit
+from torchax_serve.text.template_renderer import shared_renderer
 from torchax_serve.text.token_text import TokenBytes
 
 Result = TypeVar("Result")
@@ -68,6 +71,17 @@ class ModelService:
         """Ends the threads and the model."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.model.close()
+
+    def prepare(self) -> None:
+        """Makes what the first requests would wait for: the process of chat templates, and tables of tokens."""
+        if "chat" in self.tasks:
+            shared_renderer().start()
+        if self.model.tokenizer is None or "generate" not in self.tasks:
+            return
+        assert self.token_bytes is not None
+        if importlib.util.find_spec("llguidance") is not None:
+            with contextlib.suppress(UnsupportedModelError):
+                assert self.grammars is not None
 
     @property
     def name(self) -> str:

@@ -76,9 +76,7 @@ def description(routes: Any) -> dict[str, Any]:
             },
         }
         if "{model}" in shown:
-            operation["parameters"] = [
-                {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-            ]
+            operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
         kind = by_route.get(path.removesuffix("/render"))
         if kind is not None and method == "POST":
             operation["requestBody"] = {

@@ -16,6 +16,7 @@ from torchax_serve.server.errors import api_error_of
 
 Result = TypeVar("Result")
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 _HEADERS = [
@@ -27,7 +28,7 @@ _HEADERS = [
 
 def event(content: Any) -> bytes:
     """Returns an event with `content` as JSON."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _ENCODER.encode(content).encode() + b"\n\n"
 
 
 class EventStream:
