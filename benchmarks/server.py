@@ -21,7 +21,8 @@ PROMPT = "Tell me a story about a fox and a crow."
 
 def percentiles(seconds):
     ordered = sorted(1000 * each for each in seconds)
-    return f"p50 {statistics.median(ordered):.1f} ms, p99 {ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]:.1f} ms"
+    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return f"p50 {statistics.median(ordered):.1f} ms, p99 {p99:.1f} ms"
 
 
 async def at_rate(ask, rate, num_requests):
@@ -67,7 +68,8 @@ class HttpClient:
         }
         self.port, self.max_tokens = port, max_tokens
         data = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+        lines = ["POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
+        head = "\r\n".join([*lines, f"Content-Length: {len(data)}", "Connection: close", "", ""])
         self.data = head.encode() + data
 
     async def __call__(self):

@@ -19,7 +19,7 @@ from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.server.app import Application
 from torchax_serve.server.context import ServerContext, Stage
 from torchax_serve.server.listening import HttpListener
-from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.model_service import ModelService, progress_of
 from torchax_serve.server.options import ServerOptions
 
 logger = logging.getLogger("torchax_serve.server")
@@ -174,7 +174,7 @@ class Server:
         if service is None or self.context.stage is not Stage.READY:
             return None
         limit_s = self._options.watchdog_s
-        for progress in service.progress():
+        for progress in progress_of(service):
             if not progress.is_alive:
                 return "the engine's thread has ended"
             if limit_s and progress.is_due and not progress.is_compiling and progress.still_s > limit_s:

@@ -146,11 +146,6 @@ class ModelService:
         except UnsupportedModelError:
             return position_limit(self.model)
 
-    def progress(self) -> list[EngineProgress]:
-        """Returns the progress of the engines that have been made."""
-        made = (vars(self.model).get(name) for name in ("_engine", "_static_engine"))
-        return [engine.progress() for engine in made if isinstance(engine, Engine | DataParallelEngines)]
-
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
         """Bytes of the tokenizer's tokens."""
@@ -207,24 +202,12 @@ class ModelService:
                 "invalid_value",
             )
         for prompt in prompts:
-            self._check_length(len(prompt), params.max_new_tokens)
+            if not self.model.config.is_encoder_decoder:
+                _check_length(len(prompt), params.max_new_tokens, self.max_model_len)
         prepared = [request for prompt in prompts for request in prepare(self.model, prompt, params, options)]
         if masks is not None:
             prepared = [dataclasses.replace(request, masks=masks()) for request in prepared]
         return submit(self.model, prepared, options)
-
-    def _check_length(self, prompt_len: int, max_new_tokens: int | None) -> None:
-        limit = self.max_model_len
-        if limit is None or self.model.config.is_encoder_decoder:
-            return
-        if prompt_len + (max_new_tokens or 1) > limit:
-            asked = "" if max_new_tokens is None else f" and {max_new_tokens} of the answer"
-            raise bad_request(
-                f"This model's maximum context length is {limit} tokens, and the request has {prompt_len} tokens of "
-                f"the prompt{asked}; shorten the prompt or lower max_tokens",
-                "messages",
-                "context_length_exceeded",
-            )
 
 
 def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
@@ -239,3 +222,20 @@ def _public_name(name: str) -> str:
     if name == EMBEDDED_NAME:
         return "embedded"
     return Path(name).name if Path(name).is_dir() else name
+
+
+def _check_length(prompt_len: int, max_new_tokens: int | None, limit: int | None) -> None:
+    if limit is not None and prompt_len + (max_new_tokens or 1) > limit:
+        asked = "" if max_new_tokens is None else f" and {max_new_tokens} of the answer"
+        raise bad_request(
+            f"This model's maximum context length is {limit} tokens, and the request has {prompt_len} tokens of "
+            f"the prompt{asked}; shorten the prompt or lower max_tokens",
+            "messages",
+            "context_length_exceeded",
+        )
+
+
+def progress_of(service: ModelService) -> list[EngineProgress]:
+    """Returns the progress of the engines that have been made."""
+    made = (vars(service.model).get(name) for name in ("_engine", "_static_engine"))
+    return [engine.progress() for engine in made if isinstance(engine, Engine | DataParallelEngines)]
