@@ -12,6 +12,7 @@ import numpy as np
 
 from torchax_serve.executors.request_input import RequestInput, SequenceSteps
 from torchax_serve.sampling.row_params import RowSamplingParams
+from torchax_serve.sampling.token_masks import TokenMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import RequestId, SchedulerRequest
 
@@ -33,6 +34,7 @@ class EngineRequest:
         encoder_ids: Token ids for the encoder of an encoder-decoder model.
         encoder_output: Output of the encoder, float[1, len, width] on the host, in place of `encoder_ids`.
         steps: All steps of a request that runs by itself, with its images or audio.
+        masks: Tokens that may be sampled, step by step; None: all.
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,6 +46,7 @@ class EngineRequest:
     encoder_ids: tuple[int, ...] = ()
     encoder_output: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     steps: SequenceSteps | None = dataclasses.field(default=None, repr=False, compare=False)
+    masks: TokenMasks | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def source(self) -> RequestInput:
@@ -135,4 +138,5 @@ class EngineRequest:
             salt=params.cache_salt or "",
             cache_prompt=params.prompt_logprobs is None,  # cached tokens have no logits
             fork_of=self.fork_of,
+            waits_for_tokens=self.masks is not None,
         )
