@@ -26,8 +26,8 @@ from torchax_serve.multimodal.decode_inputs import PreparedSteps
 from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.padding import Padding
-from torchax_serve.runtime.step_functions import BatchPosition, DecodeSpec, of_last_position, pick
-from torchax_serve.sampling import CALLER_OPTIONS, INVALID_TOKEN, GenerationSampling, SamplingHistory
+from torchax_serve.runtime.step_functions import BatchPosition, DecodeSpec, of_last_position
+from torchax_serve.sampling import CALLER_OPTIONS, INVALID_TOKEN, BatchSampler
 
 # Generation options that this loop honours itself, apart from those of sampling.
 HONOURED_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation", "max_time"}
@@ -138,8 +138,7 @@ class StaticBatchLoop:
         seed: of sampling; None takes one from torch's global generator.
     """
 
-    plan: GenerationSampling
-    state: SamplingHistory
+    sampler: BatchSampler
     spec: DecodeSpec
     carry: BatchPosition
     newest: jax.Array  # int32[batch]
@@ -215,7 +214,7 @@ class StaticBatchLoop:
                 return
             if following is None:
                 if not self.stops_on_device:
-                    self.state = dataclasses.replace(self.state, ended=to_device(unfinished.numpy() == 0, bool))
+                    self.sampler.set_ended(unfinished.numpy() == 0)
                 is_new = self.sequences.shape[1] - 1 == self.recompute_len
                 following = self._recompute() if is_new else self._decode()
             pending = following
@@ -260,20 +259,17 @@ class StaticBatchLoop:
             given[ENCODER_ARGUMENTS[0]] = self.start.encoder
             self.context = dict(self.start.encoder.arguments)
         self.last_logits = of_last_position(runtime.forward_arrays(given, CallSpec(), self.cache)["logits"])
-        self.plan = GenerationSampling.build(
-            self.config, prompt_len=self.prompt_len, vocab_size=self.last_logits.shape[-1]
-        )
         seed = self.seed
         if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
             seed = int(torch.randint(2**63 - 1, ())) if self.config.do_sample else 0
-        state = sampling.init_history(
-            self.plan,
+        self.sampler = BatchSampler(
+            self.config,
             request.input_ids.numpy(),
+            vocab_size=self.last_logits.shape[-1],
             seed=seed,
             attention_mask=None if mask is None else mask.numpy(),
-            capacity=self.cache.capacity,
+            sharding=self.last_logits.sharding,  # as after a step: one program, not two
         )
-        self.state = jax.device_put(state, self.last_logits.sharding)  # sharded as after a step: one program, not two
         self.spec = DecodeSpec(CallSpec(left_padded=starts is not None, static_args=constants), takes_positions)
         self.carry = BatchPosition(
             position=to_device(after.numpy(), np.int32),
@@ -305,7 +301,7 @@ class StaticBatchLoop:
         return self._pick()
 
     def _pick(self) -> StepOutput:
-        self.newest, self.state, scores = pick(self.plan, self.state, self.last_logits, keep_scores=self.keep_scores)
+        self.newest, scores = self.sampler.sample(self.last_logits, keep_scores=self.keep_scores)
         return StepOutput(self.newest, self.last_logits, scores)
 
 

@@ -1,10 +1,10 @@
-"""The pure step functions, jitted: the only code that runs on the device.
+"""The pure step functions of a model, jitted: the only code that runs on the device.
 
 A decode step is two programs. `StepFunctions.decode` is the model: weights and cache are arguments, the cache is
-donated, so it is updated in place. `pick` is the choice of the next token, the same program for every model with that
-vocabulary. So sampling options that come and go compile a small program anew and never the model. `num_traces` counts
-compilations of a model by function; tests hold it constant from token to token. A model's programs outlive the process
-where its identity is known (`torchax_serve/compilation/executable_cache.py`).
+donated, so it is updated in place. Sampling (`torchax_serve/sampling/batch_sampler.py`) is the other, the same program
+for every model with that vocabulary. `num_traces` counts compilations of a model by function; tests hold it constant
+from token to token. A model's programs are stored on disk if its identity is known
+(`torchax_serve/compilation/executable_cache.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ import jax.numpy as jnp
 from model_adapters.caches.device_cache import LayerStates
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import Arrays, CallSpec, MethodSpec, ModelProgram
-from model_adapters.program.trace_context import torch_promotion
-from torchax_serve import sampling
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.sampling import GenerationSampling, SamplingHistory
 
 
 @jax.tree_util.register_dataclass
@@ -114,13 +111,3 @@ class StepFunctions:
 def of_last_position(logits: jax.Array) -> jax.Array:
     """float32[batch, vocab] of logits [batch, len, vocab]."""
     return logits[:, -1].astype(jnp.float32)
-
-
-@partial(jax.jit, static_argnames="keep_scores", donate_argnames="state")
-def pick(
-    plan: GenerationSampling, state: SamplingHistory, logits: jax.Array, keep_scores: bool
-) -> tuple[jax.Array, SamplingHistory, jax.Array | None]:
-    """The next token int32[batch] from `logits` [batch, vocab], and the scores it was chosen by if they are kept."""
-    with torch_promotion():
-        token, state, scores = sampling.sample_step(plan, state, logits)
-    return token, state, scores if keep_scores else None

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax_serve.scheduler import INVALID_TOKEN
+
 MAX_PAIRWISE = 512  # columns up to which comparing all pairs is the faster way
 
 
@@ -98,10 +100,6 @@ def _largest_key(keys: jax.Array, weights: jax.Array, limit: jax.Array, *, stric
         return jnp.where(light, candidate, threshold)
 
     return lax.fori_loop(0, 32, set_bit, jnp.zeros(keys.shape[0], jnp.uint32))
-
-
-INVALID_TOKEN = -1
-"""What `select` answers for a row without a distribution to draw from (transformers raises there)."""
 
 
 def first_argmax(scores: jax.Array) -> jax.Array:
