@@ -23,7 +23,13 @@ from model_adapters.program.model_program import ModelProgram
 from model_adapters.program.packed_forward import forward_packed
 from torchax_serve.buckets import bucket_for, bucket_sizes, token_buckets
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import ExecutorLimits, refuse_encoder_input, warm_up_sampler
+from torchax_serve.executors.base import (
+    AbstractStep,
+    ExecutorLimits,
+    abstract_ints,
+    refuse_encoder_input,
+    warm_up_sampler,
+)
 from torchax_serve.executors.encoder_inputs import EncoderInput
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
@@ -60,12 +66,14 @@ class PackedExecutor:
         batch_invariant: bool = False,
     ) -> None:
         self._program, self._weights, self.cache = program, weights, cache
-        self.limits = ExecutorLimits(max_num_seqs=num_slots, fused_decode_steps=max_num_steps)
         self._max_num_steps = max_num_steps
         self._batch_invariant = batch_invariant
         self._decode_buckets = bucket_sizes(num_slots)
         self._row_buckets = bucket_sizes(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
         self._token_buckets = token_buckets(token_budget)
+        self.limits = ExecutorLimits(
+            max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=self._token_buckets
+        )
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
         self._known_specs: dict[tuple[int, int, bool, bool], PackedStepSpec] = {}
         self._programs: dict[PackedStepSpec | FusedDecodeSpec, Any] = {}
@@ -238,6 +246,25 @@ class PackedExecutor:
             np.zeros(spec.size, np.int32),
             spec=spec,
         )
+
+    def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
+        """As `Executor.abstract_steps`; a prefill step has the rows of the smallest bucket, and no padding."""
+        num_slots = self._decode_buckets[-1]
+        specs = [self._spec_of(num_slots, num_slots, True)]
+        specs += [self._spec_of(num_tokens, self._row_buckets[0], False) for num_tokens in prefill_lens]
+        for spec in specs:
+            is_decode = spec.layout.is_decode
+            ints = (abstract_ints(self._program.sharding, size) for size in (num_slots, spec.size))
+            yield AbstractStep(
+                name="decode" if is_decode else "prefill",
+                num_tokens=spec.num_tokens,
+                num_rows=spec.num_rows,
+                context_len=self.cache.plan.max_len if is_decode else spec.num_tokens,
+                num_prompts=0 if is_decode else 1,
+                function=functools.partial(self._run, spec=spec),
+                args=(self.cache.pools, *ints),
+                donated=(0,),
+            )
 
     def check(self, name: str, source: EncoderInput) -> None:
         """As `Executor.check`: a packed model has no encoder."""

@@ -19,7 +19,13 @@ import numpy as np
 from model_adapters.bridge.host_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import ExecutorLimits, refuse_encoder_input, warm_up_sampler
+from torchax_serve.executors.base import (
+    AbstractStep,
+    ExecutorLimits,
+    abstract_ints,
+    refuse_encoder_input,
+    warm_up_sampler,
+)
 from torchax_serve.executors.encoder_inputs import EncoderInput, EncoderInputs
 from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
 from torchax_serve.executors.per_sequence_buckets import GatheredSpec, PerSequenceBuckets
@@ -86,8 +92,8 @@ class PerSequenceExecutor:
         facts = forward.program
         self._step = CachedFunction(
             programs,
-            "gathered",
-            self.step_function,
+            "per_sequence",
+            self._run,
             donate=["pools", "states"],
             facts=facts.trace_facts,
             recall=facts.restore_facts,
@@ -98,7 +104,7 @@ class PerSequenceExecutor:
         """Compiled steps."""
         return self._step.num_programs + (0 if self.sources is None else self.sources.num_programs)
 
-    def step_function(
+    def _run(
         self,
         weights: Weights,
         pools: Leaves,
@@ -236,6 +242,23 @@ class PerSequenceExecutor:
 
     def _empty_encoder_input(self, spec: GatheredSpec) -> jax.Array | None:
         return self.sources.dummy(spec.source_len) if self.sources is not None and spec.kind == "begin" else None
+
+    def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
+        """As `Executor.abstract_steps`; a prefill step is the last chunk of its prompt."""
+        final_chunks = dict.fromkeys(self.shapes.final_chunk(length) for length in prefill_lens)
+        for spec in (self.shapes.largest_decode(), *final_chunks):
+            is_decode = spec.kind == "decode"
+            ints = (abstract_ints(self._forward.program.sharding, size) for size in (self._num_slots, sum(spec.sizes)))
+            yield AbstractStep(
+                name="decode" if is_decode else "prefill",
+                num_tokens=spec.num_rows * spec.num_tokens,
+                num_rows=spec.num_rows,
+                context_len=self.cache.plan.max_len,
+                num_prompts=0 if is_decode else 1,
+                function=partial(self._run, hidden=None, spec=spec),
+                args=(self.cache.pools, self.cache.states, *ints),
+                donated=(0, 1),
+            )
 
     def check(self, name: str, source: EncoderInput) -> None:
         """As `Executor.check`."""

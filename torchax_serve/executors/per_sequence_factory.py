@@ -44,7 +44,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
         )
     try:
         forward = SequenceForward(runtime)
-        layout = programs.memoize("gathered layout", "", forward.layout)
+        layout = programs.memoize("per-sequence layout", "", forward.layout)
         sources: EncoderInputs | None = None
         if sizes.source_len is not None:
             sources, layout = (
@@ -65,7 +65,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
         parts = PerSequenceFactory(runtime, forward, layout, sizes, sources)
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
-        block_len = programs.memoize("gathered trial", f"{sizes}", lambda: parts.block_len(cache, make))
+        block_len = programs.memoize("per-sequence trial", f"{sizes}", lambda: parts.block_len(cache, make))
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(
             f"requests of this model cannot be batched. Packed: {why_not_packed}. Each by itself: {reason}"
@@ -170,7 +170,7 @@ class PerSequenceFactory:
         def ask() -> int:
             return self.model(self._small_cache(), self.wanted_block_len).temporary_bytes()
 
-        return self.runtime.steps.executables.memoize("gathered temporary", f"{self.sizes}", ask)
+        return self.runtime.steps.executables.memoize("per-sequence temporary", f"{self.sizes}", ask)
 
     @property
     def wanted_block_len(self) -> int:

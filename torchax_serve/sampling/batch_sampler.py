@@ -17,7 +17,7 @@ from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import append, choose
 from torchax_serve.sampling.slot_params import SlotParams
 from torchax_serve.sampling.transformers_behaviour import installed_rules
-from torchax_serve.sampling.types import LEVELS, RowOptions, SamplerSpec, SamplerState
+from torchax_serve.sampling.types import LEVELS, Level, RowOptions, SamplerSpec, SamplerState
 from torchax_serve.sampling_params import NEVER_A_TOKEN, SamplingParams, invalid
 from torchax_serve.validation.argument_checks import MAX_INT
 
@@ -110,7 +110,8 @@ class BatchSampler:
             None if rows[0] is None else jax.tree.map(_stacked, *rows) for rows in zip(*written, strict=True)
         )
         rows = slots.batch_rows(np.arange(batch, dtype=np.int32), batch)
-        level = max(rows.level, "penalties" if rows.needs_tables else "greedy", key=LEVELS.index)
+        least: Level = "penalties" if rows.needs_tables else "greedy"
+        level = max(rows.level, least, key=LEVELS.index)
         self._spec = SamplerSpec(level, nan_is_invalid=False)
         eos = [token for token in id_list(config.eos_token_id) if token != NEVER_A_TOKEN]
         pad = None if not eos else eos[0] if config.pad_token_id is None else int(config.pad_token_id)
