@@ -6,6 +6,7 @@ A leaf: text, scheduler and engine share these types, and none of them is needed
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
@@ -109,6 +110,21 @@ class EngineStats:
     tokens_per_s: float  # new tokens over the last 10 seconds
     host_s: float  # total seconds of the engine's thread, not counting waits for the device
     busy_s: float  # total seconds with a step in flight
+
+    @classmethod
+    def sum_of(cls, each: Sequence[EngineStats]) -> EngineStats:
+        """Returns the sums over several engines that run at the same time, with the pages of all of them."""
+        counts = [stats.scheduler for stats in each]
+        fields = [field.name for field in dataclasses.fields(SchedulerStats) if field.name != "pages"]
+        sums = {name: sum(getattr(count, name) for count in counts) for name in fields}
+        return cls(
+            scheduler=SchedulerStats(**sums, pages=tuple(group for count in counts for group in count.pages)),
+            num_programs=sum(stats.num_programs for stats in each),
+            num_steps=sum(stats.num_steps for stats in each),
+            tokens_per_s=sum(stats.tokens_per_s for stats in each),
+            host_s=sum(stats.host_s for stats in each),
+            busy_s=max(stats.busy_s for stats in each),
+        )
 
     @property
     def prefix_hit_rate(self) -> float:

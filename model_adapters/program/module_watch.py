@@ -40,6 +40,8 @@ NOT_READ = frozenset(
     ]
 )
 """Attributes of a model that its forward does not read, or that ``generate`` itself writes."""
+TEMPORARY = "_torchax_serve_temporary"
+"""Attribute of functions that replace a method of a module for the time of a call; they are no change of the model."""
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs")
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _MODELING = ("transformers.models.", "transformers_modules.")
@@ -116,8 +118,8 @@ class Structure:
             if not _is_model(child):
                 pairs.append((attributes, dict(attributes), name))
             pairs += [(attributes[table], dict(attributes[table]), f"{name}.{table}") for table in _TABLES]
-            for key, value in attributes.items():
-                if key in _OF_EVERY_MODULE or key in NOT_READ:
+            for key, value in dict(attributes).items():
+                if key in _OF_EVERY_MODULE or key in NOT_READ or hasattr(value, TEMPORARY):
                     continue
                 if type(value) in (dict, list, set):
                     pairs.append((value, _copied(value), f"{name}.{key}"))
@@ -170,7 +172,8 @@ def _is_model(child: torch.nn.Module) -> bool:
 
 
 def _read(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if name not in NOT_READ}
+    items = dict(attributes).items()  # a copy: another thread may replace a method meanwhile
+    return {name: value for name, value in items if name not in NOT_READ and not hasattr(value, TEMPORARY)}
 
 
 def _copied(value: Any) -> Any:

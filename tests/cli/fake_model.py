@@ -40,7 +40,7 @@ class FakeModel:
         self.engine = types.SimpleNamespace(description="cache of 7 pages")
         self.closed = False
 
-    def iter_tokens(self, prompt_ids, generation_config, *, stop_strings=None, seed=None, params=None):
+    def iter_tokens(self, prompt_ids, generation_config, *, inputs=None, seed=None, params=None):
         self.requests.append((generation_config, seed))
         prompt = self.tokenizer.decode(prompt_ids)
         text = itertools.chain.from_iterable(f"{i} " for i in itertools.count()) if "slow" in prompt else prompt

@@ -15,9 +15,10 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 import model_adapters.errors
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import serve
-from torchax_serve.generation import static_batch
+from torchax_serve.generation import sample_call
 from torchax_serve.generation.routing import Path, Route
-from torchax_serve.generation.static_batch import HONOURED_OPTIONS, StaticBatchLoop
+from torchax_serve.generation.sample_call import HONOURED_OPTIONS
+from torchax_serve.generation.static_batch import StaticBatchLoop
 from torchax_serve.sampling import PLAN_OPTIONS
 
 TEXT = (ROOT / "docs" / "generate.md").read_text()
@@ -62,8 +63,8 @@ def routes(monkeypatch):
         found.append(route(model, call))
         return found[-1]
 
-    route = static_batch.route
-    monkeypatch.setattr(static_batch, "route", record)
+    route = sample_call.route
+    monkeypatch.setattr(sample_call, "route", record)
     return found
 
 

@@ -273,8 +273,6 @@ def test_a_model_without_a_tokenizer_takes_token_ids(llama):
     for call, argument in ((llama.stream, INNOCENT), (llama.generate_batch, [INNOCENT])):
         with pytest.raises(InvalidArgumentError, match=r"stop: expected no stop strings for .*, which has no token"):
             call(argument, SamplingParams(stop="x"))
-    with pytest.raises(InvalidArgumentError, match="no tokenizer"):
-        llama.iter_tokens(INNOCENT, stop_strings=["x"])
     with pytest.raises(InvalidArgumentError, match="has no tokenizer, and text needs one"):
         llama.stream("text")
 

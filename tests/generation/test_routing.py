@@ -129,11 +129,6 @@ def test_prepared_rows(model, call, reason):
         (SPEECH_TO_TEXT, PromptCall(5, never), Route(Path.PREPARED, "its encoder reads no tokens")),
         (
             DECODER,
-            PromptCall(5, never, has_stop_strings=True),
-            Route(Path.PREPARED, "it has stop strings that may begin in the prompt"),
-        ),
-        (
-            DECODER,
             PromptCall(5, never, unsupported_options=["guidance_scale", "num_beams"]),
             Route(Path.PREPARED, "guidance_scale, num_beams is set"),
         ),

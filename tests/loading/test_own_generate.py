@@ -18,6 +18,7 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from torchax_serve import EngineOptions, serve, to_jax
+from torchax_serve.engine.request_handle import RequestError
 from torchax_serve.parity.verify import verify
 
 NAME, RECIPE_NAME = "people/tiny", "people/recipe"
@@ -145,7 +146,7 @@ def test_one_that_returns_something_else_is_no_stream(folder):
     write_recipe(folder, "def generate(model, **kwargs):\n    return ['a', 'text']\n")
     with serve(folder, trust_remote_code=True) as model:
         assert model.generate(**CALL) == ["a", "text"]
-        with pytest.raises(UnsupportedModelError, match=r"expected token ids .* got list; call generate"):
+        with pytest.raises(RequestError, match=r"UnsupportedModelError.*expected token ids .* got list; call generate"):
             list(model.iter_tokens([3, 4]))
 
 

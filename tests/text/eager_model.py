@@ -25,8 +25,8 @@ class EagerModel:
         self.num_decoded = 0
         self.closed = False
 
-    def iter_tokens(self, prompt_ids, generation_config, *, stop_strings=None, seed=None, params=None):
-        assert stop_strings is None
+    def iter_tokens(self, prompt_ids, generation_config, *, inputs=None, seed=None, params=None):
+        assert inputs is None
         if seed is not None:
             torch.manual_seed(seed)
         self.max_new_tokens_seen.append(generation_config.max_new_tokens)

@@ -18,7 +18,7 @@ from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, cancel_on_error
-from torchax_serve.outputs import EngineStats, SchedulerStats
+from torchax_serve.outputs import EngineStats
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 if TYPE_CHECKING:
@@ -117,26 +117,7 @@ class DataParallelEngines:
 
     def stats(self) -> EngineStats:
         """Sums over the replicas; the pages of all of them."""
-        each = [engine.stats() for engine in self.engines]
-        counts = [stats.scheduler for stats in each]
-        names = (
-            "num_running",
-            "num_waiting",
-            "num_in_flight",
-            "num_preemptions",
-            "num_prompt_tokens",
-            "num_hit_tokens",
-            "num_new_tokens",
-        )
-        sums = {name: sum(getattr(count, name) for count in counts) for name in names}
-        return EngineStats(
-            scheduler=SchedulerStats(**sums, pages=tuple(group for count in counts for group in count.pages)),
-            num_programs=sum(stats.num_programs for stats in each),
-            num_steps=sum(stats.num_steps for stats in each),
-            tokens_per_s=sum(stats.tokens_per_s for stats in each),
-            host_s=sum(stats.host_s for stats in each),
-            busy_s=max(stats.busy_s for stats in each),
-        )
+        return EngineStats.sum_of([engine.stats() for engine in self.engines])
 
     def can_hold(self, length: int) -> bool:
         """As `Engine.can_hold`."""

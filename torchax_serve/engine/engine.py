@@ -19,6 +19,7 @@ from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
 from torchax_serve.engine.output_processor import OutputProcessor, describe
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
+from torchax_serve.executors.request_input import SequenceEnded
 from torchax_serve.outputs import EngineStats, FinishReason
 from torchax_serve.scheduler import RequestId, RowResult, Scheduler, StepPlan
 from torchax_serve.validation.owner_process import OwnerProcess
@@ -111,7 +112,12 @@ class Engine:
     def _make_entry(self, request: EngineRequest) -> tuple[Callable[[], None], RequestHandle]:
         """What takes a request in, to be called by the engine's thread, and its handle."""
         request_id = next(self._ids)
-        handle = RequestHandle(request_id, len(request.prompt_ids), lambda reason: self._cancel(request_id, reason))
+
+        def cancel(reason: FinishReason) -> None:
+            request.cancel()
+            self._cancel(request_id, reason)
+
+        handle = RequestHandle(request_id, len(request.prompt_ids), cancel)
         request = request.within(self._scheduler.config.max_model_len)
         scheduled = request.to_scheduler(request_id, time.monotonic())
         self._scheduler.config.check_prompt(f"request {request_id}", handle.prompt_len)
@@ -263,7 +269,8 @@ class Engine:
         if plan is not None:
             self._execute(plan)
         self._output_processor.deliver(self._scheduler.pop_finished())
-        if len(self._dispatched) >= MAX_IN_FLIGHT or (plan is None and self._dispatched):
+        most = MAX_IN_FLIGHT if self._runner.runs_ahead else 1
+        if len(self._dispatched) >= most or (plan is None and self._dispatched):
             self._output_processor.notify_async_readers()  # of what has ended: the device may compute for a while
             self._retire_oldest()
         for request_id in self._output_processor.take_failed():
@@ -283,6 +290,11 @@ class Engine:
             }
             outputs = {slot: [] if state is None else state.output_ids for slot, state in fresh.items()}
             step = self._runner.execute(plan, requests, outputs)
+        except SequenceEnded as end:
+            while self._dispatched:  # tokens that the request has got come first
+                self._retire_oldest()
+            self._output_processor.deliver(self._scheduler.fail(plan, end.reason))
+            return
         except Exception as error:
             self._fail(plan, error)
             return

@@ -11,10 +11,12 @@ from torchax_serve.engine.model_runner import ModelRunner
 from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.choice import choose_executor
+from torchax_serve.executors.static_batch import StaticBatchExecutor
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling.sampler import tables_bytes
 from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig
+from torchax_serve.validation.argument_checks import MAX_INT
 
 logger = logging.getLogger("torchax_serve")
 
@@ -55,6 +57,28 @@ def build_engine(
     return Engine(
         Scheduler(_scheduler_config(runtime, options, sizes, choice)), runner, str(choice), ids, options.max_num_waiting
     )
+
+
+def build_static_engine(runtime: ModelRuntime, options: EngineOptions | None = None) -> Engine:
+    """Builds an engine that runs one request at a time; requests bring their own steps and caches.
+
+    Args:
+        runtime: The model.
+        options: Of these, the limit of waiting requests.
+    """
+    options = options or EngineOptions()
+    config = SchedulerConfig(
+        groups=(),
+        page_size=options.page_size,
+        max_num_seqs=1,
+        max_model_len=MAX_INT,
+        max_num_batched_tokens=MAX_INT,
+        enable_prefix_caching=False,
+        batches_prefill=False,
+    )
+    runner = ModelRunner(StaticBatchExecutor(), vocab_size=runtime.limits.vocab_size)
+    description = "static batch: one request at a time, with a cache of its own"
+    return Engine(Scheduler(config), runner, description, max_num_waiting=options.max_num_waiting)
 
 
 def _scheduler_config(

@@ -42,6 +42,11 @@ class ModelRunner:
         return self._cache.is_lost or self._sampler.last_tokens.is_deleted()
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be dispatched before the tokens of the last one are read."""
+        return self._executor.runs_ahead
+
+    @property
     def num_programs(self) -> int:
         """Compiled steps of the model and of the sampler."""
         return self._executor.num_programs + self._sampler.num_traces

@@ -79,10 +79,15 @@ class OutputProcessor:
 
     def _failure(self, request_id: RequestId, error: Exception) -> RequestOutput:
         logger.error("request %s: its tokens could not be delivered", request_id, exc_info=error)
-        self._requests.pop(request_id, None)
+        self._remove(request_id)
         self._prompts.pop(request_id, None)
         self._failed.append(request_id)
         return RequestOutput((), finish_reason="error", error=f"its tokens could not be delivered ({describe(error)})")
+
+    def _remove(self, request_id: RequestId) -> None:
+        entry = self._requests.pop(request_id, None)
+        if entry is not None:
+            entry[0].close()
 
     def take_failed(self) -> list[RequestId]:
         """Returns, once each, the requests whose delivery failed: their readers know, and the caller ends them."""
@@ -109,7 +114,7 @@ class OutputProcessor:
         if result.finish_reason is None and step is None and not self._prompts:
             return result  # tokens, and nothing else: nearly always
         if result.finish_reason is not None:
-            del self._requests[result.request_id]
+            self._remove(result.request_id)
         logprobs = prompt = None
         if step is not None and request.params.logprobs is not None and result.row is not None:
             num_tokens = len(result.token_ids)

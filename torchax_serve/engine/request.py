@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from torchax_serve.executors.encoder_inputs import EncoderInput
+from torchax_serve.executors.request_input import RequestInput, SequenceSteps
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import RequestId, SchedulerRequest
@@ -31,6 +31,7 @@ class EngineRequest:
         fork_of: Id of a running request with the same prompt, whose pages are shared.
         encoder_ids: Token ids for the encoder of an encoder-decoder model.
         encoder_output: Output of the encoder, float[1, len, width] on the host, in place of `encoder_ids`.
+        steps: All steps of a request that runs by itself, with its images or audio.
     """
 
     prompt_ids: tuple[int, ...]
@@ -41,11 +42,24 @@ class EngineRequest:
     fork_of: RequestId | None = None
     encoder_ids: tuple[int, ...] = ()
     encoder_output: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
+    steps: SequenceSteps | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
-    def source(self) -> EncoderInput:
-        """Encoder input or output; no tokens for a model without an encoder."""
+    def source(self) -> RequestInput:
+        """Steps, encoder output or encoder input; no tokens for a model without an encoder."""
+        if self.steps is not None:
+            return self.steps
         return self.encoder_ids if self.encoder_output is None else self.encoder_output
+
+    def cancel(self) -> None:
+        """Ends a step of the request that blocks; called from any thread."""
+        if self.steps is not None:
+            self.steps.cancel()
+
+    def close(self) -> None:
+        """Frees what only this request uses on the device."""
+        if self.steps is not None:
+            self.steps.close()
 
     @classmethod
     def of(
@@ -59,6 +73,7 @@ class EngineRequest:
         fork_of: RequestId | None = None,
         source_ids: Sequence[int] = (),
         encoded: np.ndarray | None = None,
+        steps: SequenceSteps | None = None,
     ) -> Self:
         """Makes a request for a continuation of `prompt_ids`.
 
@@ -71,6 +86,7 @@ class EngineRequest:
             fork_of: As the attribute.
             source_ids: As `encoder_ids`.
             encoded: As `encoder_output`.
+            steps: As the attribute.
 
         Raises:
             InvalidArgumentError: a value is out of its range.
@@ -86,7 +102,7 @@ class EngineRequest:
             most = max(1, int(config.max_length or 0) - num_prompt)
         least = min(row.num_forced_tokens(num_prompt), most)
         row = dataclasses.replace(row, max_new_tokens=most)
-        return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids), encoded)
+        return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids), encoded, steps)
 
     def within(self, max_len: int) -> Self:
         """Returns the request limited to `max_len` tokens of prompt and answer, where the engine would end it anyway.

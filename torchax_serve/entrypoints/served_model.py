@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -23,15 +23,21 @@ from model_adapters.program.trace_context import programs_run
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
-from torchax_serve.engine.factory import build_engine
+from torchax_serve.engine.factory import build_engine, build_static_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request_handle import TokenStream
 from torchax_serve.entrypoints.base_model import BaseModel, programs_of
 from torchax_serve.generation.engine_rows import EngineRows, engine_request_for, prompt_call
 from torchax_serve.generation.jax_model import run_on_jax
-from torchax_serve.generation.media_answer import stream_about_media
-from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, Path, engine_unsupported_reason, route
-from torchax_serve.generation.threaded_generate import is_beam_search, iter_tokens_unbatched
+from torchax_serve.generation.routing import (
+    EngineFacts,
+    ModelCapabilities,
+    Path,
+    Route,
+    engine_unsupported_reason,
+    route,
+)
+from torchax_serve.generation.single_request import single_request
 from torchax_serve.multimodal.placeholders import check_has_media
 from torchax_serve.outputs import Completion, EngineStats
 from torchax_serve.runtime.model_generate import overrides_generate
@@ -39,8 +45,7 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text import TextStream, chat, generate_batch, stream
 from torchax_serve.text.call_hints import refuses_unknown_options
-from torchax_serve.text.chat_template import ChatOptions
-from torchax_serve.text.prompt import checked_ids, detokenizer_of, encode_prompt, given_or_default
+from torchax_serve.text.prompt import checked_ids, encode_prompt, given_or_default
 from torchax_serve.validation.argument_checks import short_repr
 
 
@@ -57,6 +62,7 @@ class ServedModel(BaseModel):
         self._engine: Engine | DataParallelEngines | UnsupportedModelError | None = None  # made at the first request
         # A signal handler may ask for the engine while the code that it interrupts has the lock.
         self._engine_lock = threading.RLock()
+        self._static_engine: Engine | None = None  # made at its first request
         self._is_building = False
         self._engine_changes = 0
         super().__init__(loaded, leader)
@@ -80,9 +86,7 @@ class ServedModel(BaseModel):
         if (head := vars(self).pop("_generates_with_head", None)) is not None:
             head._jax_runtime.weights.clear()
         with self._engine_lock:
-            if isinstance(self._engine, Engine | DataParallelEngines):
-                self._engine.close("the model was closed")
-            self._engine = None
+            self._close_engines("the model was closed")
         super().close()
 
     @property
@@ -108,6 +112,15 @@ class ServedModel(BaseModel):
                 )
             return self._engine
 
+    @property
+    def static_engine(self) -> Engine:
+        """Engine that runs, one at a time, the requests that `engine` does not take."""
+        self._followed()
+        with self._engine_lock:
+            if self._static_engine is None:
+                self._static_engine = build_static_engine(self._generator()._jax_runtime, self._engine_options)
+            return self._static_engine
+
     def _engine_or_reason(self) -> Engine | DataParallelEngines | UnsupportedModelError:
         if self._is_building:
             raise TorchaxServeError(
@@ -126,9 +139,7 @@ class ServedModel(BaseModel):
     def refresh(self) -> None:
         """Makes programs, arrays and the engine again after `torch_model` has changed. Ends running requests."""
         with self._engine_lock:
-            if isinstance(self._engine, Engine | DataParallelEngines):
-                self._engine.close("the model was refreshed")
-            self._engine = None
+            self._close_engines("the model was refreshed")
         super().refresh()
 
     def _build_engine(self) -> Engine | DataParallelEngines:
@@ -139,10 +150,18 @@ class ServedModel(BaseModel):
             return DataParallelEngines(self._runtimes, self._engine_options)
         return build_engine(model._jax_runtime, self._engine_options)
 
+    def _close_engines(self, why: str) -> None:
+        for engine in (self._engine, self._static_engine):
+            if isinstance(engine, Engine | DataParallelEngines):
+                engine.close(why)
+        self._engine = self._static_engine = None
+
     def stats(self) -> EngineStats | None:
         """Returns requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
         self._loaded_or_raise()
-        return self._engine.stats() if isinstance(self._engine, Engine | DataParallelEngines) else None
+        engines = (self._engine, self._static_engine)
+        each = [engine.stats() for engine in engines if isinstance(engine, Engine | DataParallelEngines)]
+        return EngineStats.sum_of(each) if each else None
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -176,60 +195,52 @@ class ServedModel(BaseModel):
         prompt_ids: Sequence[int],
         generation_config: GenerationConfig | None = None,
         *,
-        stop_strings: Sequence[str] | None = None,
+        inputs: Mapping[str, torch.Tensor] | None = None,
         seed: int | None = None,
         params: SamplingParams | None = None,
-    ) -> Iterator[int]:
+    ) -> TokenStream:
         """Yields the new token ids of one prompt as they come, the one that ends the answer included.
 
-        The request is submitted to the engine at once. A request that the engine does not take (stop strings that may
-        begin in the prompt, decoding methods other than greedy and sampling, models that cannot be batched) runs
-        without it and starts when the first token is read; see `torchax_serve.generation.routing`. Closing the iterator
-        stops decoding; the model stays usable. A `seed` makes sampling repeatable whatever else runs; without one, each
-        request takes a new seed from torch's global generator.
+        The request is submitted at once: to the engine, or to `static_engine` if the engine does not take it (images
+        and audio, decoding methods other than greedy and sampling, models that cannot be batched); see
+        `torchax_serve.generation.routing`. Closing the iterator ends the request. A `seed` makes sampling repeatable
+        whatever else runs; without one, each request takes a new seed from torch's global generator.
+
+        Args:
+            prompt_ids: Token ids of the prompt.
+            generation_config: Limits and options of decoding; None: the model's own.
+            inputs: All tensors of the prompt by argument of ``generate``, where it has more than token ids.
+            seed: Seed of sampling.
+            params: Sampling parameters, merged into `generation_config`.
 
         Raises:
-            InvalidArgumentError: token ids outside the vocabulary, or stop strings without a tokenizer.
-            UnsupportedArgumentError: `params` has options of the engine, and the request runs without it; or options
-                for text or several answers, which tokens of one answer do not have.
+            InvalidArgumentError: token ids outside the vocabulary.
+            UnsupportedArgumentError: stop strings, or several answers, which tokens of one answer do not have; or
+                `params` has options of the engine's sampler, and ``generate`` chooses the tokens of this request.
             QueueFullError: too many requests are waiting.
         """
         model = self._generator()
-        prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))
-        check_has_media(self.config, prompt_ids, ())
         config = model.generation_config if generation_config is None else generation_config
         _check_one_answer(config)
-        if stop_strings:
-            detokenizer_of(self, stop_strings)  # refuses them where there is no tokenizer
+        if inputs is None:
+            prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))
+            check_has_media(self.config, prompt_ids, ())
         if params is not None:
             config, seed = _merged(config, params), params.seed if seed is None else seed
             params = params.only_engine_options()
-        facts = ModelCapabilities.of(model._jax_runtime)
-        call = prompt_call(model, prompt_ids, config, self._engine_facts, has_stop_strings=bool(stop_strings))
-        chosen = route(facts, call)
-        if chosen.path is Path.ENGINE:
-            if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
-                seed = int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
-            request = engine_request_for(model, prompt_ids, config, params, seed)
-            if request is not None:
-                return TokenStream(self.engine.submit(request))
-            chosen = route(facts, dataclasses.replace(call, ends_in_loop=False))
-        if params is not None and (unknown := params.engine_only()):
-            raise UnsupportedArgumentError(
-                f"{', '.join(unknown)}: expected a request that the engine takes, and this one is not "
-                f"({chosen.reason}); leave the option out" + (", or set num_beams=1" if is_beam_search(config) else "")
-            )
-        kwargs: dict[str, Any] = {"generation_config": config}
-        if stop_strings:
-            kwargs |= {"stop_strings": list(stop_strings), "tokenizer": self.tokenizer}
-        input_ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
-        return iter_tokens_unbatched(model, chosen.path, input_ids, kwargs, seed)
-
-    def _engine_facts(self) -> EngineFacts:
-        try:
-            return EngineFacts.of(self.engine)
-        except UnsupportedModelError as error:
-            return EngineFacts(str(error))
+        chosen = Route(Path.PREPARED, "there is more than text")
+        if inputs is None:
+            facts = ModelCapabilities.of(model._jax_runtime)
+            call = prompt_call(model, prompt_ids, config, functools.partial(_engine_facts, self))
+            chosen = route(facts, call)
+            if chosen.path is Path.ENGINE:
+                if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
+                    seed = int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
+                if (request := engine_request_for(model, prompt_ids, config, params, seed)) is not None:
+                    return TokenStream(self.engine.submit(request))
+                chosen = route(facts, dataclasses.replace(call, ends_in_loop=False))
+            inputs = {"input_ids": torch.tensor([list(prompt_ids)], dtype=torch.long)}
+        return TokenStream(self.static_engine.submit(single_request(model, chosen, inputs, config, params, seed)))
 
     @overload
     def chat(
@@ -286,12 +297,6 @@ class ServedModel(BaseModel):
             return chat(self, messages, params, stream=True, **options)
         return chat(self, messages, params, **options)
 
-    def stream_media(
-        self, conversation: list[dict[str, Any]], params: SamplingParams | None, options: ChatOptions
-    ) -> TextStream:
-        """Streams the answer to a conversation with images or audio; `chat` calls it."""
-        return stream_about_media(self, conversation, params, options)
-
     @refuses_unknown_options
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:
         """Yields the text that follows `prompt`, piece by piece; see `torchax_serve.text.text_stream.stream`."""
@@ -305,6 +310,14 @@ class ServedModel(BaseModel):
     ) -> list[Completion]:
         """Returns completions of many prompts, in their order; see `torchax_serve.text.generate_batch`."""
         return generate_batch(self, prompts, params)
+
+
+def _engine_facts(model: ServedModel) -> EngineFacts:
+    """Returns the limits of the engine of `model`, which is made if there is none yet."""
+    try:
+        return EngineFacts.of(model.engine)
+    except UnsupportedModelError as error:
+        return EngineFacts(str(error))
 
 
 def _num_changes(runtimes: Sequence[ModelRuntime]) -> int:

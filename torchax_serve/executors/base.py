@@ -1,6 +1,7 @@
 """The executor protocol: the one interface between `ModelRunner` or a plan and the ways to run a model.
 
-`PackedExecutor` runs all rows of a step as one ragged batch, `PerSequenceExecutor` one forward per request.
+`PackedExecutor` runs all rows of a step as one ragged batch, `PerSequenceExecutor` one forward per request,
+`StaticBatchExecutor` one request at a time.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.sharding.model_sharding import ModelSharding
-from torchax_serve.executors.encoder_inputs import EncoderInput
+from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs, Sampled
-from torchax_serve.scheduler import PlanRow, StepPlan
+from torchax_serve.scheduler import PageCopy, PlanRow, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,29 +94,48 @@ class InFlightStep:
         return any(sampled.logprobs is not None for sampled in self.sampled)
 
 
+class ExecutorCache(Protocol):
+    """What `ModelRunner` does with the cache of an executor."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a failed step has deleted the donated arrays."""
+
+    def reset(self) -> None:
+        """Empties the cache."""
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copies pages."""
+
+
 class Executor(Protocol):
     """Runs step plans of one model on one cache. Used by the engine's thread only.
 
     Attributes:
         limits: What the executor can run.
         cache: Page pools and states by slot, replaced by each step.
+        runs_ahead: Whether a step may be dispatched before the tokens of the one before it have been read.
     """
 
     limits: ExecutorLimits
 
     @property
-    def cache(self) -> PagedCache:
+    def cache(self) -> ExecutorCache:
         """Page pools and states by slot."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be dispatched before the tokens of the last one are read."""
 
     @property
     def num_programs(self) -> int:
         """Number of compiled steps."""
 
-    def check(self, name: str, source: EncoderInput) -> None:
-        """Raises InvalidArgumentError, naming `name`, if the model cannot take `source` as encoder input."""
+    def check(self, name: str, source: RequestInput) -> None:
+        """Raises InvalidArgumentError, naming `name`, if the model cannot take `source`."""
 
-    def assign(self, slot: int, source: EncoderInput) -> None:
-        """Assigns `slot` to a request with this encoder input, before the first step with a row of it."""
+    def assign(self, slot: int, source: RequestInput) -> None:
+        """Assigns `slot` to a request with this input, before the first step with a row of it."""
 
     def run(
         self,
@@ -152,6 +172,14 @@ class Executor(Protocol):
     def warm_up(self, sampler: Sampler) -> None:
         """Compiles every step that mixed traffic can meet, and the sampler's programs for their logits."""
 
+
+class PagedExecutor(Executor, Protocol):
+    """An executor whose requests share page pools."""
+
+    @property
+    def cache(self) -> PagedCache:
+        """Page pools and states by slot."""
+
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Yields the largest decode step, then a prefill step for each of `prefill_lens`, in tokens.
 
@@ -169,7 +197,7 @@ class ExecutorChoice:
         sampler_table_bytes: Bytes of the sampler's tables, which are not part of the cache.
     """
 
-    executor: Executor
+    executor: PagedExecutor
     fallback_reason: str | None = None
     sampler_table_bytes: int = 0
 
@@ -204,9 +232,9 @@ def abstract_ints(sharding: ModelSharding | None, *shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, np.int32, sharding=None if sharding is None else sharding.replicated())
 
 
-def refuse_encoder_input(name: str, source: EncoderInput) -> None:
+def refuse_encoder_input(name: str, source: RequestInput) -> None:
     """Raises InvalidArgumentError, naming `name`, for any encoder input: the model has no encoder."""
-    if len(source):
+    if not (isinstance(source, tuple) and not source):
         raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
 
 

@@ -19,14 +19,12 @@ from model_adapters.bridge.host_arrays import to_device
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.buckets import bucket_sizes
+from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
-
-EncoderInput = tuple[int, ...] | np.ndarray
-"""Token ids for an encoder, or its output, float[1, len, width]."""
 
 SMALLEST_SOURCE_LEN = 32
 """Smallest bucket of encoder lengths, in tokens: fewer tokens cost the same time."""
@@ -41,17 +39,17 @@ class EncoderInputs(Protocol):
     buckets: tuple[int, ...]  # lengths that outputs are padded to, ascending
 
     @property
-    def probe_input(self) -> EncoderInput:
+    def probe_input(self) -> RequestInput:
         """An input for probes of the model."""
 
     @property
     def num_programs(self) -> int:
         """Compiled programs of the encoder."""
 
-    def check(self, name: str, source: EncoderInput) -> None:
+    def check(self, name: str, source: RequestInput) -> None:
         """Raises InvalidArgumentError, naming `name`, for an input that the model cannot take."""
 
-    def assign(self, slot: int, source: EncoderInput) -> None:
+    def assign(self, slot: int, source: RequestInput) -> None:
         """Assigns `slot` to a request with this input."""
 
     def length(self, slot: int) -> int:
@@ -90,9 +88,9 @@ class TokenEncoderInputs:
         """Compiled programs of the encoder."""
         return self._runtime.steps.forward.num_programs
 
-    def check(self, name: str, ids: EncoderInput) -> None:
+    def check(self, name: str, ids: RequestInput) -> None:
         """As `EncoderInputs.check`."""
-        if isinstance(ids, np.ndarray):
+        if not isinstance(ids, tuple):
             raise InvalidArgumentError(f"{name}: expected token ids for the encoder, got its output; give source_ids")
         if not 1 <= len(ids) <= self.max_len:
             raise InvalidArgumentError(
@@ -101,9 +99,10 @@ class TokenEncoderInputs:
             )
         self._runtime.limits.check_ids(torch.tensor(ids), name)
 
-    def assign(self, slot: int, ids: EncoderInput) -> None:
+    def assign(self, slot: int, ids: RequestInput) -> None:
         """As `EncoderInputs.assign`."""
-        self._ids[slot] = tuple(ids)
+        assert isinstance(ids, tuple)
+        self._ids[slot] = ids
 
     def length(self, slot: int) -> int:
         """As `EncoderInputs.length`."""
@@ -164,17 +163,17 @@ class PrecomputedEncoderOutputs:
         shape = (1, max(self._shortest, min(8, self.max_len)), self._width)
         return np.random.default_rng(1).standard_normal(shape).astype(self._dtype)
 
-    def check(self, name: str, source: EncoderInput) -> None:
+    def check(self, name: str, source: RequestInput) -> None:
         """Raises InvalidArgumentError, naming `name`, for anything but an output of the encoder."""
         lens = f"{self._shortest} to {self.max_len}" if self._shortest < self.max_len else f"{self.max_len}"
         wanted = f"{name}: expected the output [1, {lens}, {self._width}] of the encoder"
         if not isinstance(source, np.ndarray):
-            raise InvalidArgumentError(f"{wanted}, got {len(source)} token ids; call transcribe() or generate()")
+            raise InvalidArgumentError(f"{wanted}, got {type(source).__name__}; call transcribe() or generate()")
         fitting = min(max(source.shape[1], self._shortest), self.max_len) if source.ndim == 3 else 0
         if source.shape != (1, fitting, self._width):
             raise InvalidArgumentError(f"{wanted}, got {list(source.shape)}; call transcribe() or generate()")
 
-    def assign(self, slot: int, source: EncoderInput) -> None:
+    def assign(self, slot: int, source: RequestInput) -> None:
         """Gives `slot` to a request with this output."""
         assert isinstance(source, np.ndarray)
         self._outputs[slot] = source

@@ -30,7 +30,7 @@ from torchax_serve.executors.base import (
     refuse_encoder_input,
     warm_up_sampler,
 )
-from torchax_serve.executors.encoder_inputs import EncoderInput
+from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import sample
@@ -52,6 +52,8 @@ class PackedExecutor:
         max_num_steps: Maximum number of decode steps in one dispatch.
         batch_invariant: Whether matrix products sum in the same order for any number of rows.
     """
+
+    runs_ahead = True
 
     def __init__(
         self,
@@ -266,11 +268,11 @@ class PackedExecutor:
                 donated=(0,),
             )
 
-    def check(self, name: str, source: EncoderInput) -> None:
+    def check(self, name: str, source: RequestInput) -> None:
         """As `Executor.check`: a packed model has no encoder."""
         refuse_encoder_input(name, source)
 
-    def assign(self, slot: int, source: EncoderInput) -> None:
+    def assign(self, slot: int, source: RequestInput) -> None:
         """As `Executor.assign`: rows have no inputs of their own."""
 
     def warm_up(self, sampler: Sampler) -> None:

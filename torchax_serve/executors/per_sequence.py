@@ -26,10 +26,11 @@ from torchax_serve.executors.base import (
     refuse_encoder_input,
     warm_up_sampler,
 )
-from torchax_serve.executors.encoder_inputs import EncoderInput, EncoderInputs
+from torchax_serve.executors.encoder_inputs import EncoderInputs
 from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
 from torchax_serve.executors.per_sequence_buckets import GatheredSpec, PerSequenceBuckets
 from torchax_serve.executors.per_sequence_forward import SequenceForward
+from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
 from torchax_serve.kv_cache.state_layout import UNBOUNDED, CacheLayout, Leaves
@@ -41,6 +42,9 @@ class PerSequenceExecutor:
     """The `Executor` of models that cannot run packed, on a `PagedCacheWithStates`.
 
     A step has decode rows and at most one prefill row.
+
+    Attributes:
+        runs_ahead: As `Executor.runs_ahead`.
 
     Args:
         forward: Forward of one request.
@@ -54,6 +58,8 @@ class PerSequenceExecutor:
         block_len: Maximum number of tokens of one forward; a longer chunk, which is exact, takes several.
         sources: Encoder inputs by slot; None for a model without an encoder.
     """
+
+    runs_ahead = True
 
     def __init__(
         self,
@@ -260,14 +266,14 @@ class PerSequenceExecutor:
                 donated=(0, 1),
             )
 
-    def check(self, name: str, source: EncoderInput) -> None:
+    def check(self, name: str, source: RequestInput) -> None:
         """As `Executor.check`."""
         if self.sources is None:
             refuse_encoder_input(name, source)
         else:
             self.sources.check(name, source)
 
-    def assign(self, slot: int, source: EncoderInput) -> None:
+    def assign(self, slot: int, source: RequestInput) -> None:
         """As `Executor.assign`."""
         if self.sources is not None:
             self.sources.assign(slot, source)

@@ -21,13 +21,12 @@ from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import cancel_on_error
 from torchax_serve.executors.encoder_inputs import decoder_start_ids
 from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, Path, PromptCall, RowsCall, route
-from torchax_serve.generation.static_batch import SampleCall, StaticBatchStart
-from torchax_serve.generation.threaded_generate import prepared
+from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart, static_batch_start
+from torchax_serve.generation.single_request import loop_options, prepared_call
 from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
 from torchax_serve.runtime.model_generate import without_model_options
 from torchax_serve.runtime.padding import Padding
 from torchax_serve.sampling import unsupported_options
-from torchax_serve.sampling.config_options import PLAN_OPTIONS
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling_params import SamplingParams
 
@@ -150,12 +149,6 @@ def _is_plain_greedy(request: SampleCall) -> bool:
     )
 
 
-def loop_options(config: GenerationConfig, max_length: int, prompt_len: int) -> GenerationConfig:
-    """Returns the options of `config` that a loop over tokens honours, for an answer that ends at `max_length`."""
-    options = {name: getattr(config, name) for name in PLAN_OPTIONS}
-    return GenerationConfig(**options | {"max_length": max_length, "max_new_tokens": max_length - prompt_len})
-
-
 def _run(
     engine: Engine | DataParallelEngines,
     request: SampleCall,
@@ -184,8 +177,6 @@ def prompt_call(
     prompt_ids: Sequence[int],
     config: GenerationConfig,
     engine: Callable[[], EngineFacts],
-    *,
-    has_stop_strings: bool,
 ) -> PromptCall:
     """Returns the facts of a prompt for `torchax_serve.generation.routing.route`.
 
@@ -194,13 +185,12 @@ def prompt_call(
         prompt_ids: checked token ids.
         config: of ``generate``.
         engine: returns the limits of the model's engine.
-        has_stop_strings: whether stop strings may begin in the prompt.
     """
     encoder = model._jax_runtime.encoder
     if encoder is not None and encoder.runs_before_engine:
         config = without_model_options(model, config)  # the class's own generate reads the others
     options = unsupported_options(config, ENGINE_OPTIONS)
-    return PromptCall(len(prompt_ids), engine, has_stop_strings, options)
+    return PromptCall(len(prompt_ids), engine, options)
 
 
 def engine_request_for(
@@ -225,9 +215,12 @@ def engine_request_for(
     if runtime.encoder is None or not runtime.encoder.runs_before_engine:
         return EngineRequest.of(start_ids, config, params, source_ids=prompt_ids, **known)
     ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
-    request, start = prepared(model, ids, {"generation_config": config}) or (None, None)
-    outputs = None if start is None or start.encoder is None else encoder_outputs_by_row(runtime.encoder, start.encoder)
-    if request is None or outputs is None or request.stopping_criteria.max_length is None:
+    request = prepared_call(model, {"input_ids": ids}, config)
+    start = None if request is None else static_batch_start(runtime, request)
+    if request is None or not isinstance(start, StaticBatchStart) or start.encoder is None:
+        return None
+    outputs = encoder_outputs_by_row(runtime.encoder, start.encoder)
+    if outputs is None or request.stopping_criteria.max_length is None:
         return None
     start_ids = request.input_ids[0].tolist()
     config = loop_options(request.config, request.stopping_criteria.max_length, len(start_ids))

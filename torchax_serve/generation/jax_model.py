@@ -37,13 +37,8 @@ from model_adapters.program.call_signature import (
 from model_adapters.program.module_watch import PREPARES
 from torchax_serve.generation.jax_forward import call_forward, following
 from torchax_serve.generation.model_copies import state_to_copy, torch_state
-from torchax_serve.generation.static_batch import (
-    CUSTOM,
-    SampleCall,
-    StaticBatchLoop,
-    StaticBatchStart,
-    static_batch_start,
-)
+from torchax_serve.generation.sample_call import CUSTOM, SampleCall, StaticBatchStart, static_batch_start
+from torchax_serve.generation.static_batch import StaticBatchLoop
 from torchax_serve.generation.submodule_overrides import compile_submodules, reject_generators
 from torchax_serve.multimodal.encoder_programs import compiled_encoders
 from torchax_serve.multimodal.placeholders import check_has_media
@@ -257,7 +252,9 @@ class JaxModelMixin:
 
     def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         with compiled_encoders(self, self._jax_runtime.call_method):
-            return super()._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)  # type: ignore[misc]
+            kwargs = super()._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)  # type: ignore[misc]
+        # Without the outputs of encoders that did not run.
+        return {name: value for name, value in kwargs.items() if not (isinstance(value, dict) and not value)}
 
     def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         prompt_len = kwargs.get("input_ids_seq_length")
@@ -284,8 +281,6 @@ class JaxModelMixin:
             raise UnsupportedArgumentError("synced_gpus=True is not supported here: one process decodes by itself")
         model_kwargs.pop("tokenizer", None)  # generate has made the stop strings of it
         runtime = self._jax_runtime
-        for name in [name for name, value in model_kwargs.items() if isinstance(value, dict) and not value]:
-            del model_kwargs[name]  # such as outputs of a media encoder that did not run
         config = without_model_options(self, generation_config)
         request = SampleCall(input_ids, logits_processor, stopping_criteria, config, streamer, model_kwargs)
         if isinstance(start := static_batch_start(runtime, request), StaticBatchStart):

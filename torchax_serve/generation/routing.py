@@ -108,14 +108,12 @@ class PromptCall:
     Attributes:
         prompt_len: Number of tokens of the prompt.
         engine: Returns the engine's limits; builds the engine if there is none yet.
-        has_stop_strings: Whether stop strings may begin in the prompt.
         unsupported_options: Names of the generation options that the engine does not honour.
         ends_in_loop: Whether the class's ``generate`` prepares the prompt for one loop over tokens and does no more.
     """
 
     prompt_len: int
     engine: Callable[[], EngineFacts] = EngineFacts
-    has_stop_strings: bool = False
     unsupported_options: Sequence[str] = ()
     ends_in_loop: bool = True
 
@@ -203,8 +201,6 @@ def engine_unsupported_reason(model: ModelCapabilities) -> str | None:
 
 def _prompt_reason(model: ModelCapabilities, call: PromptCall) -> str | None:
     """Returns why the engine does not take a prompt."""
-    if call.has_stop_strings:
-        return "it has stop strings that may begin in the prompt"
     if call.unsupported_options:
         return f"{', '.join(call.unsupported_options)} is set"
     if model.has_encoder and not model.encoder_reads_tokens:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from model_adapters.bridge.views import is_view
+from model_adapters.program.module_watch import TEMPORARY
 
 MODALITIES = ("image", "video")
 _PATCHED = threading.RLock()
@@ -43,6 +44,7 @@ def compiled_encoders(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> 
                 return theirs(*args, **given)  # called by model code that is being traced, here or on another thread
             return run(path, {key: value for key, value in given.items() if value is not None})
 
+        setattr(encode, TEMPORARY, True)
         return encode
 
     with _PATCHED:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, overload
 
 from model_adapters.errors import ChatTemplateError
-from torchax_serve.multimodal.processor import has_media
+from torchax_serve.multimodal.processor import has_media, media_inputs
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.chat_template import ChatOptions, ChatTemplate, check_last_message
@@ -15,24 +15,16 @@ from torchax_serve.text.prompt import (
     DEFAULT_CHAT_MAX_NEW_TOKENS,
     TextModel,
     encode_rendered,
+    make_media_request,
     make_request,
     need_tokenizer,
 )
 from torchax_serve.text.text_stream import TextStream, start_stream
 
 
-class ChatModel(TextModel, Protocol):
-    """Protocol of the models that `chat` answers with."""
-
-    def stream_media(
-        self, conversation: list[dict[str, Any]], params: SamplingParams | None, options: ChatOptions
-    ) -> TextStream:
-        """Streams the answer to a conversation with images or audio."""
-
-
 @overload
 def chat(
-    model: ChatModel,
+    model: TextModel,
     messages: str | Sequence[Message],
     params: SamplingParams | None = None,
     *,
@@ -47,7 +39,7 @@ def chat(
 
 @overload
 def chat(
-    model: ChatModel,
+    model: TextModel,
     messages: str | Sequence[Message],
     params: SamplingParams | None = None,
     *,
@@ -62,7 +54,7 @@ def chat(
 
 @refuses_unknown_options
 def chat(
-    model: ChatModel,
+    model: TextModel,
     messages: str | Sequence[Message],
     params: SamplingParams | None = None,
     *,
@@ -94,19 +86,18 @@ def chat(
         InvalidArgumentError: no message, something else than a message, a second system prompt, a last message of the
             assistant, or a conversation longer than the model's positions.
         UnsupportedArgumentError: tools, documents, variables or message keys that the template does not read; an
-            unsupported kind of content; more than one answer (``n``); engine options with images or audio; an
-            unknown argument.
+            unsupported kind of content; more than one answer (``n``); an unknown argument.
         QueueFullError: too many requests are waiting.
     """
     options = ChatOptions.of(tools, documents, chat_template_kwargs, continue_final_message)
     conversation = checked_conversation(messages, system)
     if has_media(conversation):
         check_last_message(conversation, options)
-        answer = model.stream_media(conversation, params, options)
+        request = make_media_request(model, media_inputs(model, conversation, options), params)
     else:
         prompt_ids = _prompt_ids(model, conversation, options)
         request = make_request(model, prompt_ids, params, default_max_new_tokens=DEFAULT_CHAT_MAX_NEW_TOKENS)
-        answer = start_stream(model, request)
+    answer = start_stream(model, request)
     return answer if stream else "".join(answer)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,7 +49,7 @@ class TextModel(Protocol):
         prompt_ids: Sequence[int],
         generation_config: GenerationConfig,
         *,
-        stop_strings: Any = None,
+        inputs: Mapping[str, Any] | None = None,
         seed: int | None = None,
         params: SamplingParams | None = None,
     ) -> Iterator[int]:
@@ -66,6 +66,7 @@ class PreparedPrompt:
         stop_strings: Texts that end the answer; the text layer looks for them.
         seed: Seed of this request, or None.
         params: The caller's parameters, for options that a generation config does not have.
+        inputs: Tensors by argument of ``generate``, for a prompt with images or audio; None for text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -73,6 +74,7 @@ class PreparedPrompt:
     stop_strings: tuple[str, ...]
     seed: int | None
     params: SamplingParams = field(default_factory=SamplingParams)
+    inputs: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -107,6 +109,22 @@ def make_request(
         room = default_max_new_tokens if limit is None else max(1, limit - (1 if has_encoder else len(ids)))
         config.max_new_tokens = min(default_max_new_tokens, room)
     return PreparedPrompt(ids, config, stop_strings, params.seed, params)
+
+
+def make_media_request(model: TextModel, inputs: Mapping[str, Any], params: SamplingParams | None) -> PreparedPrompt:
+    """Merges `params` with the model's own generation config, for a conversation with images or audio.
+
+    Args:
+        model: The model.
+        inputs: Tensors by argument of ``generate``, as `torchax_serve.multimodal.processor.media_inputs` returns them.
+        params: Sampling parameters.
+    """
+    params = given_or_default(params)
+    config, stop_strings = merged(model, params)
+    if config.max_new_tokens is None and config.max_length is None:
+        config.max_new_tokens = DEFAULT_CHAT_MAX_NEW_TOKENS
+    prompt_ids = tuple(inputs["input_ids"][0].tolist())
+    return PreparedPrompt(prompt_ids, config, stop_strings, params.seed, params, inputs)
 
 
 def given_or_default(params: SamplingParams | None) -> SamplingParams:

@@ -173,9 +173,9 @@ class TextStream(Iterator[str]):
 def stream(model: TextModel, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:
     """Continues `prompt` and yields the text as it comes.
 
-    The prompt is checked at once; without the engine, decoding starts when the first piece is read. A piece never ends
-    inside a character and contains no part of a stop string. The joined pieces are the decoded new tokens without
-    special tokens, up to the first stop string.
+    The prompt is checked, and the request is submitted, at once. A piece never ends inside a character and contains no
+    part of a stop string. The joined pieces are the decoded new tokens without special tokens, up to the first stop
+    string.
 
     Args:
         model: the model.
@@ -194,9 +194,10 @@ def stream(model: TextModel, prompt: str | Sequence[int], params: SamplingParams
 
 def start_stream(model: TextModel, request: PreparedPrompt) -> TextStream:
     """Returns the `TextStream` of a checked request."""
-    if (request.generation_config.num_return_sequences or 1) > 1:
+    num_answers = request.generation_config.num_return_sequences or 1
+    if num_answers > 1:
         raise UnsupportedArgumentError(
-            f"n: a stream has one answer, got n={request.generation_config.num_return_sequences}; use generate_batch"
+            f"n: expected one answer, got n={num_answers}; call generate_batch, or ask again for another"
         )
     detokenizer = detokenizer_of(model, request.stop_strings)
     return TextStream(request, detokenizer, new_tokens(model, request))
@@ -204,8 +205,9 @@ def start_stream(model: TextModel, request: PreparedPrompt) -> TextStream:
 
 def new_tokens(model: TextModel, request: PreparedPrompt) -> Iterator[int]:
     """Returns the model's iterator over the new tokens of `request`."""
-    # `TextStream` looks for stop strings: ``generate`` would also find one that begins in the prompt.
     kwargs: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
+    if request.inputs is not None:
+        kwargs["inputs"] = request.inputs
     if request.params.engine_only():
         kwargs["params"] = request.params.only_engine_options()  # the config has the others
-    return model.iter_tokens(request.prompt_ids, request.generation_config, stop_strings=None, **kwargs)
+    return model.iter_tokens(request.prompt_ids, request.generation_config, **kwargs)

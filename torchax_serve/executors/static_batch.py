@@ -1,0 +1,85 @@
+"""Runs one request at a time, for requests that no other executor takes: images, audio, models that cannot be batched.
+
+The request brings a `SequenceSteps`, which knows how to compute its logits. So such requests have the engine's queue,
+sampler, deadlines and cancellation, and nothing here depends on how they are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.executors.base import ExecutorLimits
+from torchax_serve.executors.request_input import RequestInput, SequenceSteps
+from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.scheduler import PlanRow, StepPlan
+
+
+class NoPages:
+    """The cache of an executor whose requests bring their own."""
+
+    is_lost = False
+
+    def reset(self) -> None:
+        """Does nothing: requests close their caches."""
+
+    def copy(self, copies: Sequence[object]) -> None:
+        """Raises: there are no pages to copy."""
+        raise AssertionError(f"no pages to copy, got {copies}")
+
+
+class StaticBatchExecutor:
+    """The `Executor` of single requests: one slot, complete prompts, no pages."""
+
+    limits = ExecutorLimits(max_num_seqs=1, batches_prefill=False, shares_prefixes=False)
+    num_programs = 0  # those of the model's runtime; requests share them with `generate`
+
+    def __init__(self) -> None:
+        self.cache = NoPages()
+        self._steps: SequenceSteps | None = None
+
+    @property
+    def runs_ahead(self) -> bool:
+        """As `Executor.runs_ahead`."""
+        return self._steps is not None and self._steps.runs_ahead
+
+    def check(self, name: str, source: RequestInput) -> None:
+        """As `Executor.check`."""
+        if isinstance(source, tuple | np.ndarray):
+            raise InvalidArgumentError(f"{name}: expected the steps of one request, got {type(source).__name__}")
+
+    def assign(self, slot: int, source: RequestInput) -> None:
+        """As `Executor.assign`."""
+        assert slot == 0 and not isinstance(source, tuple | np.ndarray)
+        self._steps = source
+
+    def run(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        last_tokens: jax.Array,
+        *,
+        ahead: int = 0,
+        all_logits: bool = False,
+    ) -> jax.Array:
+        """As `Executor.run`."""
+        assert self._steps is not None and len(rows) == 1 and not all_logits
+        return self._steps.decode(last_tokens) if rows[0].is_decode else self._steps.prefill()
+
+    def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
+        """As `Executor.run_decode`: there is no such program."""
+        return None
+
+    def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
+        """As `Executor.padded_rows`."""
+        return numbers
+
+    def temporary_bytes(self) -> int:
+        """As `Executor.temporary_bytes`: known to the requests only."""
+        return 0
+
+    def warm_up(self, sampler: Sampler) -> None:
+        """Does nothing: what a request runs is known when it comes."""
