@@ -1,4 +1,4 @@
-"""The executor protocol: the one interface between `ModelRunner` or a plan and the ways to run a model.
+"""The executor protocol: the one interface to the ways to run a model.
 
 `PackedExecutor` runs all rows of a step as one ragged batch, `PerSequenceExecutor` one forward per request,
 `StaticBatchExecutor` one request at a time.
@@ -47,7 +47,7 @@ class ExecutorLimits:
 
 @dataclasses.dataclass(frozen=True)
 class AbstractStep:
-    """A step of an executor with abstract arguments, to be traced and compiled without its values.
+    """A step of an executor with abstract arguments, to be traced and compiled.
 
     Attributes:
         name: ``decode`` or ``prefill``.
@@ -167,10 +167,10 @@ class Executor(Protocol):
         """Pads `numbers` int[num_rows] with zeros to the bucket of a step with that many rows."""
 
     def temporary_bytes(self) -> int:
-        """Returns the temporary bytes of the largest step, by XLA's memory analysis: without weights and cache."""
+        """Returns the temporary bytes of the largest step, by XLA's memory analysis."""
 
     def warm_up(self, sampler: Sampler) -> None:
-        """Compiles every step that mixed traffic can meet, and the sampler's programs for their logits."""
+        """Compiles every step that mixed traffic can meet, and the sampler's programs."""
 
 
 class PagedExecutor(Executor, Protocol):
@@ -233,13 +233,13 @@ def abstract_ints(sharding: ModelSharding | None, *shape: int) -> Any:
 
 
 def refuse_encoder_input(name: str, source: RequestInput) -> None:
-    """Raises InvalidArgumentError, naming `name`, for any encoder input: the model has no encoder."""
+    """Raises InvalidArgumentError, naming `name`, for any input of an encoder."""
     if not (isinstance(source, tuple) and not source):
         raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
 
 
 def warm_up_sampler(sampler: Sampler, steps: Iterable[jax.Array]) -> None:
-    """Compiles the sampler's programs for every shape of the logits [S, vocab] that `steps` yields."""
+    """Compiles the sampler's programs for every shape [S, vocab] that `steps` yields."""
     seen: set[tuple[int, ...]] = set()
     for logits in steps:
         if logits.shape not in seen:

@@ -15,7 +15,7 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
 def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoice:
-    """Returns the first executor that supports the model, with a cache sized from the free memory.
+    """Returns the first executor that supports the model, with its cache.
 
     Raises:
         UnsupportedModelError: requests of this model cannot be batched; with the reasons.

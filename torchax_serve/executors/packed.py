@@ -1,4 +1,4 @@
-"""Runs the rows of a step as one ragged batch on the paged cache: one program per bucket of tokens and rows.
+"""Runs the rows of a step as one ragged batch on the paged cache.
 
 A decode step has a program of its own, with one token per row. Every other step, chunks of prompts with or without
 decode rows, is a packed batch of tokens.
@@ -96,7 +96,7 @@ class PackedExecutor:
         numbers: jax.Array,
         spec: PackedStepSpec,
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
-        """Logits [S, vocab] (or [T, vocab]) in the model's dtype, and the pools."""
+        """Computes logits [S, vocab] (or [T, vocab]) in the model's dtype, and the pools."""
         return self._forward(weights, pools, spec.unpack(numbers, last_tokens), spec)
 
     def _decode(
@@ -108,7 +108,7 @@ class PackedExecutor:
         numbers: jax.Array,
         spec: FusedDecodeSpec,
     ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState]:
-        """int32[max_num_steps, S] tokens, each step fed with those of the one before; pools; the sampler's state."""
+        """Computes tokens int32[max_num_steps, S] of decode steps, pools and the sampler's state."""
         batch, slots, num_steps, draws = spec.unpack(numbers)
         in_use = batch.kv_lens > 0
 
@@ -192,7 +192,7 @@ class PackedExecutor:
     def _program_of(
         self, function: CachedFunction, spec: PackedStepSpec | FusedDecodeSpec, args: tuple[Any, ...]
     ) -> Any:
-        """The shapes of all arguments follow from the spec, so it alone is looked up."""
+        """Returns the compiled step; the spec determines the shapes of all arguments."""
         program = self._programs.get(spec)
         if program is None:
             program = self._programs[spec] = function.compiled(*args, spec=spec)
@@ -286,7 +286,7 @@ class PackedExecutor:
             sampler.set_state(state)
 
     def _warm_up_steps(self, sampler: Sampler) -> Iterator[jax.Array]:
-        """Runs every step without rows; yields its logits. The sampler may replace its state between two steps."""
+        """Runs every step without rows and yields its logits; the sampler may run in between."""
         for spec in self._specs():
             numbers = np.zeros(spec.size, np.int32)
             args = (self._weights, self.cache.pools, sampler.last_tokens, numbers)

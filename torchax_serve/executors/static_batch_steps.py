@@ -1,4 +1,4 @@
-"""`StaticBatchSteps`: prefill and decode of a static batch as abstract steps, for models that no executor can batch."""
+"""`StaticBatchSteps`: prefill and decode of a static batch, as abstract steps."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StaticBatchSteps:
         return [pool for layer in layers for name in layer.POOLS if (pool := getattr(layer, name)) is not None]
 
     def prefill(self, weights: Any, ids: jax.Array, last: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns logits [rows, vocab] of the token at index `last` of a prompt, and the cache after it."""
+        """Computes logits [rows, vocab] of the token at index `last` of a prompt, and the cache."""
         runtime = self.runtime
         states, offset = None, None
         names = runtime.program.names
@@ -108,7 +108,7 @@ class StaticBatchSteps:
         return self.runtime.steps.decode_once(weights, states, token, carry, {}, spec)
 
     def abstract_steps(self, prefill_lens: Sequence[int], max_len: int) -> Iterator[AbstractStep]:
-        """Yields the decode step of rows with `max_len` tokens, then a prefill step for each of `prefill_lens`."""
+        """Yields the decode step at `max_len` tokens, then a prefill step for each of `prefill_lens`."""
         sharding, rows = self.runtime.program.sharding, self.num_rows
         one = abstract_ints(sharding)
 

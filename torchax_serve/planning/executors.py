@@ -1,4 +1,4 @@
-"""The executor of a model in a plan: its cache layout, and its steps on shapes without values."""
+"""Chooses the executor of a model in a plan: its cache layout and abstract steps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class AbstractPages(PoolAllocator):
 def planned_executor(
     runtime: ModelRuntime, sharding: ModelSharding, page_size: int, max_len: int, num_slots: int
 ) -> PlannedExecutor:
-    """Returns the first executor that supports the model, found by tracing: packed, per-sequence, static.
+    """Returns the first of packed, per-sequence and static that supports the model, by tracing.
 
     Raises:
         UnsupportedModelError: No executor supports the model; with the reasons.

@@ -26,7 +26,7 @@ from torchax_serve.compilation.executable_cache import CachedFunction, Executabl
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchPosition:
-    """Where a batch stands; stays on the device from step to step."""
+    """Positions of a static batch; stays on the device from step to step."""
 
     position: jax.Array  # int32[..., batch], position id of the newest token, on each axis that the model has
     offset: jax.Array  # int32[], tokens in the cache, padding included
@@ -77,11 +77,11 @@ class StepFunctions:
         inputs: Arrays,
         spec: CallSpec,
     ) -> tuple[Arrays, LayerStates | None]:
-        """Any forward: prefill, or a call from outside; see `ModelProgram.forward`."""
+        """Computes any forward, a prefill or a caller's; see `ModelProgram.forward`."""
         return self.program.forward(weights, states, offset, inputs, spec)
 
     def _method(self, weights: Weights, inputs: Arrays, spec: MethodSpec) -> Any:
-        """A method of a part of the model; see `ModelProgram.method`."""
+        """Computes a method of a submodule; see `ModelProgram.method`."""
         return self.program.method(weights, inputs, spec)
 
     def decode_once(
@@ -93,7 +93,7 @@ class StepFunctions:
         context: Arrays,
         spec: DecodeSpec,
     ) -> tuple[jax.Array, LayerStates, BatchPosition]:
-        """Feeds the newest token of every row, int32[batch]; returns float32 logits [batch, vocab] of the next.
+        """Computes float32 logits [batch, vocab] of the next token from the newest, int32[batch].
 
         `context` has further arguments of the forward, the same at each step: an encoder's output and its mask.
         """
@@ -109,5 +109,5 @@ class StepFunctions:
 
 @jax.jit
 def of_last_position(logits: jax.Array) -> jax.Array:
-    """float32[batch, vocab] of logits [batch, len, vocab]."""
+    """Returns float32[batch, vocab], the logits of the last position, of [batch, len, vocab]."""
     return logits[:, -1].astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""`BatchSampler`: samples for a static batch, whose rows share their options and start together."""
+"""`BatchSampler`: samples for a static batch, whose rows share options and start together."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class BatchSampler:
 def sample_batch(
     spec: SamplerSpec, options: BatchOptions, state: BatchState, logits: jax.Array
 ) -> tuple[jax.Array, BatchState, jax.Array | None]:
-    """Returns tokens int32[batch], the new state, and scores float32[batch, vocab] if `spec` asks for them."""
+    """Returns tokens int32[batch], the new state, and scores float32[batch, vocab] or None."""
     rows = options.rows.advanced(state.num_new)
     tokens, scores = choose(spec, rows, state.sampler, logits)
     if options.pad_id is not None:

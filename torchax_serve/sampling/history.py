@@ -1,4 +1,4 @@
-"""`HistoryOptions`: options of a request that depend on the order of its tokens, and their rows of `SamplerHistory`."""
+"""`HistoryOptions`: options that depend on the order of tokens, as rows of `SamplerHistory`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class HistoryOptions:
         return SamplerHistory(numbers, *arrays)
 
     def _decay_weights(self, max_new_tokens: int) -> np.ndarray:
-        """A table, because transformers raises the factor to its power in double precision."""
+        """Returns ``factor**i - 1`` as a table: transformers computes the power in double precision."""
         if self.decay is None:
             return np.zeros(0, np.float32)
         num_late = min(max(max_new_tokens - self.decay[0], 1), MAX_DECAY_STEPS)

@@ -26,7 +26,7 @@ from torchax_serve.sampling.types import (
 
 
 def process(options: RowOptions, state: SamplerState, scores: jax.Array) -> jax.Array:
-    """Returns float32[n, vocab]: `scores` after all processors that do not depend on random sampling.
+    """Applies all processors but those of random sampling to `scores`.
 
     They run in the order of transformers' ``GenerationMixin._get_logits_processor``. Biases of logits are a part of the
     sequence bias; presence and frequency penalties (OpenAI's: over outputs only) follow the repetition penalty
@@ -65,7 +65,7 @@ def _rows(table: jax.Array, slot: jax.Array) -> jax.Array:
 
 
 def penalize(options: RowOptions, counts: jax.Array, flags: jax.Array, scores: jax.Array) -> jax.Array:
-    """Applies repetition, frequency and presence penalties (Keskar et al. 2019, CTRL; OpenAI's interface).
+    """Applies repetition (Keskar et al. 2019), frequency and presence penalties (OpenAI).
 
     Args:
         options: Options of the n rows.
@@ -88,7 +88,7 @@ def penalize(options: RowOptions, counts: jax.Array, flags: jax.Array, scores: j
 
 
 def bias_sequences(history: SamplerHistory, num_new: jax.Array, bias: jax.Array) -> jax.Array:
-    """Adds to `bias` float32[n, vocab] that of each sequence whose first tokens are the newest of the row."""
+    """Adds to `bias` float32[n, vocab] that of sequences whose prefix ends the row."""
     if not history.sequences.shape[1]:
         return bias
 
@@ -131,7 +131,7 @@ def ban_repeated_ngrams(history: SamplerHistory, num_new: jax.Array, scores: jax
 
 
 def force(history: SamplerHistory, num_new: jax.Array, flags: jax.Array, scores: jax.Array) -> jax.Array:
-    """Leaves only the forced tokens, with a score of zero, where the first or last token of a row is forced."""
+    """Leaves only forced tokens, with a score of zero, in rows whose first or last is forced."""
     first = history.column("forced_first")
     is_first, is_last = (first > 0) & (num_new == 0), history.column("forced_last_at") == num_new + 1
     forced = jnp.where(jnp.arange(scores.shape[1]) == first[:, None] - 1, 0.0, -jnp.inf)
@@ -172,5 +172,5 @@ def _row_indices(scores: jax.Array) -> jax.Array:
 
 
 def _columns(tokens: jax.Array, scores: jax.Array) -> jax.Array:
-    """Returns `tokens` as column numbers; below zero, where an index would count from the end, none."""
+    """Returns column numbers of `tokens`; out of range for tokens below zero."""
     return jnp.where(tokens < 0, scores.shape[1], tokens)

@@ -1,4 +1,4 @@
-"""`RowSamplingParams`: sampling parameters of one request, merged with the model's defaults and checked."""
+"""`RowSamplingParams`: checked sampling options of one request, with the model's defaults."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SMALLEST_TEMPERATURE = 1e-30  # scores divided by less overflow float32
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenBias:
-    """What is added to the logits of some tokens; a request that waits does not hold a row of the vocabulary.
+    """Biases of logits by token; sparse, so that waiting requests take little memory.
 
     Attributes:
-        ids: int32[n], tokens, perhaps one several times.
-        added: float32[n], to the logits of `ids`.
-        banned: int32[m], tokens never to be chosen.
-        allowed: int32[k], the only tokens to be chosen; None: all.
+        ids: int32[n], tokens; one may occur several times.
+        added: float32[n], added to the logits of `ids`.
+        banned: int32[m], tokens that may never be sampled.
+        allowed: int32[k], the only tokens that may be sampled; None: all.
     """
 
     ids: np.ndarray
@@ -44,7 +44,7 @@ class TokenBias:
     allowed: np.ndarray | None
 
     def dense(self, vocab_size: int) -> np.ndarray:
-        """float32[vocab_size]."""
+        """Returns float32[vocab_size]: what is added to each logit, -inf at banned tokens."""
         bias = np.zeros(vocab_size, np.float32)
         np.add.at(bias, self.ids, self.added)
         if self.allowed is not None:
@@ -140,7 +140,7 @@ class RowSamplingParams:
         seed: int,
         stop_ids: Collection[int] | None = None,
     ) -> RowSamplingParams:
-        """As `of`, for a config whose options are in their ranges and supported; it may forbid all tokens."""
+        """As `of`, for a config with supported options in their ranges; it may forbid all tokens."""
         if seed not in ValueRange(0, MAX_SEED, is_integer=True):
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", seed, "draw one with secrets.randbits(63)")
         eos = [token_id for token_id in id_list(config.eos_token_id) if token_id != NEVER_A_TOKEN]
@@ -168,7 +168,7 @@ class RowSamplingParams:
 
     @property
     def bias(self) -> np.ndarray | None:
-        """float32[vocab], added to the logits, -inf at tokens never to be sampled; None: nothing is added."""
+        """float32[vocab], added to the logits, -inf at banned tokens; None: no bias."""
         return None if self.token_bias is None else self.token_bias.dense(self.vocab_size)
 
     @property
@@ -193,11 +193,11 @@ class RowSamplingParams:
         return "sampled" if self.floats["temperature"] > 0 else "greedy"
 
     def needs_tables(self, prompt_len: int) -> bool:
-        """Whether the request has rows in `SamplerTables`."""
+        """Returns whether the request has rows in `SamplerTables`."""
         return self.level in ("penalties", "history") or self.num_tokens_with_tables(prompt_len) > 0
 
     def num_tokens_with_tables(self, prompt_len: int) -> int:
-        """Returns the number of new tokens that need the level "penalties", whatever comes after them."""
+        """Returns the number of first new tokens that need the level "penalties" in any case."""
         return max(self.num_forced_tokens(prompt_len), 1 if self.forbidden_first else 0)
 
     def num_forced_tokens(self, prompt_len: int) -> int:
@@ -224,7 +224,7 @@ def _floats(params: SamplingParams, config: GenerationConfig) -> dict[str, float
 
 
 def _bias(params: SamplingParams, config: GenerationConfig, eos: list[int], vocab_size: int) -> TokenBias | None:
-    """Returns what is added to a logit whatever came before; None if that is zero for all tokens.
+    """Returns the biases that do not depend on earlier tokens; None if all are zero.
 
     Raises:
         InvalidArgumentError: a token is outside the vocabulary.

@@ -50,7 +50,7 @@ def sample(
 def choose(
     spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, mask: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns a token for each row, int32[n], and its scores float32[n, vocab] if `spec` asks for them.
+    """Returns tokens int32[n], and scores float32[n, vocab] if `spec` asks for them.
 
     Arguments are those of `sample`; the state does not change.
     """
@@ -92,7 +92,7 @@ def processed(
 
 
 def append(spec: SamplerSpec, options: RowOptions, state: SamplerState, tokens: jax.Array) -> SamplerState:
-    """Returns the state with `tokens` int32[n] as the newest of the rows. Other arguments are those of `sample`."""
+    """Returns the state after `tokens` int32[n]; other arguments are those of `sample`."""
     # The next step embeds the last token, so even a failed row's must be one.
     last_tokens = state.last_tokens.at[options.int_column("slot")].set(jnp.maximum(tokens, 0), mode="drop")
     state = dataclasses.replace(state, last_tokens=last_tokens)
@@ -110,7 +110,7 @@ def append(spec: SamplerSpec, options: RowOptions, state: SamplerState, tokens: 
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array, *, num_top: int) -> Logprobs:
-    """Returns log-probabilities of `tokens` int32[n] under `logits` [n, vocab], and of the `num_top` likeliest.
+    """Computes log-probabilities of `tokens` int32[n] and of the `num_top` likeliest, by `logits`.
 
     That of an invalid token is nan.
     """
@@ -125,7 +125,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array, *, num_top: int) -> Logpro
 
 
 def per_row(function: Callable[..., Any], *operands: Any) -> Any:
-    """Returns what `function` gives for pytrees of arrays [n, ...]; on a CPU, for one row at a time.
+    """Applies `function` to pytrees of arrays [n, ...]; on a CPU, to one row at a time.
 
     XLA's CPU backend adds up the numbers of a row in an order that depends on how many rows there are. Row by row the
     sums are the same in any company. It is no slower: a row fits into the cache, and takes only its own branches. An
@@ -143,7 +143,7 @@ def per_row(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def argmax_tokens(scores: jax.Array) -> jax.Array:
-    """Returns int32[n]: the first of each row's best; `INVALID_TOKEN` where a row has nan or nothing finite."""
+    """Returns int32[n]: the first best token; `INVALID_TOKEN` for nan or nothing finite."""
     tokens = first_argmax(scores)
     best = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0]
     # nan counts as a maximum, so a finite best says it all; only an infinite one has the row looked through.
@@ -153,7 +153,7 @@ def argmax_tokens(scores: jax.Array) -> jax.Array:
 
 
 def row_keys(options: RowOptions) -> jax.Array:
-    """Returns key[n], with which each row draws its next token: from its seed, its row and its number of tokens."""
+    """Returns key[n] of the next draws: from seed, row and number of new tokens."""
 
     def key_of(low: jax.Array, high: jax.Array, row: jax.Array, num_new: jax.Array) -> jax.Array:
         # The upper half of the seed is folded in: `jax.random.key` would drop it.

@@ -1,4 +1,4 @@
-"""`Sampler`: samples for the slots of an engine; host tables, device state and programs in one."""
+"""`Sampler`: samples for the slots of an engine, with state on the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchax_serve.scheduler import PlanRow
 
 
 def tables_bytes(num_slots: int, vocab_size: int) -> int:
-    """Returns the bytes of the tables of the level "penalties", which exist once a request needs them."""
+    """Returns the bytes of the sampler's tables, allocated once a request needs them."""
     return num_slots * vocab_size * sum(dtype.itemsize for dtype in _TABLE_DTYPES.values())
 
 
@@ -75,7 +75,7 @@ class Sampler:
 
     @property
     def last_tokens(self) -> jax.Array:
-        """int32[num_slots]: what each slot has chosen last. Given up at the next `sample`: ask again for each step."""
+        """int32[num_slots], token sampled last in each slot; donated by the next `sample`."""
         return self.state.last_tokens
 
     def assign_slot(
@@ -135,7 +135,7 @@ class Sampler:
         return failures
 
     def fused_options(self, plan_rows: Sequence[PlanRow], num_rows: int) -> tuple[RowOptions, bool] | None:
-        """Returns options for a program that samples itself, and whether any row has the level "sampled".
+        """Returns options for a program with sampling, and whether any row draws tokens.
 
         None if a row needs log-probabilities, tables or a history, which such a program does not have. The
         options are those of rows before their first token (`RowOptions.advanced` their length they are those of now),
@@ -148,7 +148,7 @@ class Sampler:
         return self._on_device(batch_rows), spec.level == "sampled"
 
     def idle_options(self, num_rows: int) -> tuple[SamplerState, RowOptions]:
-        """The state, to be given away, and options for `num_rows` idle rows, shaped as those of `fused_options`."""
+        """Returns the state, to be donated, and options of `num_rows` idle rows (`fused_options`)."""
         return self.take_state("sampled"), self._on_device(self.slots.level_of((), num_rows)[0])
 
     def _on_device(self, batch_rows: BatchRows) -> RowOptions:
@@ -171,15 +171,15 @@ class Sampler:
         )
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
-        """Log-probabilities of `tokens` int32[n] under `logits` [n, vocab], such as those of a prompt.
+        """Computes log-probabilities of `tokens` int32[n] by `logits` [n, vocab].
 
-        At least `num_top` of the likeliest tokens come along: a bucket of `NUM_TOP_BUCKETS`.
+        The result has at least `num_top` of the likeliest tokens: a bucket of `NUM_TOP_BUCKETS`.
         """
         bucket = next(bucket for bucket in NUM_TOP_BUCKETS if bucket >= num_top)
         return self._logprobs(logits, tokens, num_top=bucket)
 
     def warm_up(self, logits: jax.Array) -> None:
-        """Compiles every program for logits of this shape [n, vocab], dtype and sharding; no request notices.
+        """Compiles every program for logits of this shape [n, vocab], dtype and sharding.
 
         The tables of the level "penalties" exist meanwhile (`sampler_table_bytes`).
         """

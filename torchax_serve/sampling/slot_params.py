@@ -1,4 +1,4 @@
-"""`SlotParams`: options of the request in each slot on the host, and the rows of them that a step needs."""
+"""`SlotParams`: options of the request in each slot, on the host."""
 
 from __future__ import annotations
 
@@ -124,12 +124,12 @@ class SlotParams:
         return tables, None if history is None else history.row(prompt_ids, outputs, params.max_new_tokens)
 
     def rows(self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0) -> tuple[RowOptions, SamplerSpec]:
-        """The options of a step's rows, padded to `num_rows`, and the program that covers them all.
+        """Returns the options of a step's rows, padded, and the program that covers them.
 
         Args:
-            plan_rows: of the plan.
-            num_rows: rows of the logits, at least as many.
-            ahead: which of the plan's steps it is, from 0; above it all rows decode.
+            plan_rows: Rows of the plan.
+            num_rows: Number of rows of the logits, at least as many.
+            ahead: Number of steps since the first one of the plan; above 0 all rows decode.
         """
         batch_rows, spec = self.level_of(plan_rows, num_rows, ahead)
         ints = batch_rows.ints.copy()
@@ -137,7 +137,7 @@ class SlotParams:
         return RowOptions(ints, batch_rows.floats), spec
 
     def level_of(self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0) -> tuple[BatchRows, SamplerSpec]:
-        """The program that covers a step's rows, see `rows`, and what does not change while they are the same."""
+        """Returns the step-independent options of a step's rows, and the program that covers them."""
         if isinstance(plan_rows, DecodeBatch):
             slots = plan_rows.slots
         else:
@@ -156,7 +156,7 @@ class SlotParams:
         return np.where(batch_rows.is_sampled, ends + ahead - batch_rows.prompt_len, 0)
 
     def batch_rows(self, slots: np.ndarray, num_rows: int) -> BatchRows:
-        """Returns what does not change while the same requests are in `slots`; most steps have those of the last one.
+        """Returns the step-independent options of `slots`; memoized, as most steps repeat them.
 
         Args:
             slots: int32[at most num_rows]; num_slots for a row that does not sample.
@@ -185,11 +185,11 @@ class SlotParams:
         )
 
     def num_top(self, slot: int) -> int | None:
-        """How many top log-probabilities the request in `slot` asks for; None if it wants no log-probabilities."""
+        """Returns the number of top log-probabilities of the request in `slot`; None: none at all."""
         return None if self._num_top[slot] == _NO_LOGPROBS else int(self._num_top[slot])
 
     def _table_row(self, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> SamplerTables:
-        """Returns the slot's rows on the host. Token ids without a column, such as those of images, are left out."""
+        """Returns the slot's rows of the tables; ids without a column, such as images', are ignored."""
         flags = np.zeros(self.vocab_size, np.uint8)
         forced_last = () if params.history is None else params.history.forced_last
         for ids, bit in (

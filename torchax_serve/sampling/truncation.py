@@ -1,4 +1,4 @@
-"""Truncates distributions, each row by parameters of its own: temperature, top-h, top-k, top-p and the rest.
+"""Truncates distributions by row: temperature, top-h, top-k, top-p, min-p and the rest.
 
 A row whose top-k is small is truncated among its best columns; so is a row without top-k if its nucleus lies within
 them. Others take the whole vocabulary. Which it is depends on the row only, so that the other rows cannot change a bit
@@ -28,11 +28,11 @@ BLOCK_WIDTH = 32  # columns; of 16, 32 and 64 the fastest on a CPU for vocabular
 
 
 def truncate(options: RowOptions, scores: jax.Array, *, all_options: bool) -> jax.Array:
-    """float32[n, vocab]: `scores` over the temperature, -inf at the tokens that a row leaves out.
+    """Divides `scores` by the temperature and removes tokens, which get -inf.
 
     Args:
-        options: of the rows; a temperature of 0 counts as 1.
-        scores: float32[n, vocab], behind penalties and biases.
+        options: Options of the rows; a temperature of 0 counts as 1.
+        scores: float32[n, vocab], after penalties and biases.
         all_options: Whether rows may ask for more than temperature, top-k, top-p and min-p.
     """
     temperature, top_k = options.float_column("temperature"), options.int_column("top_k")
@@ -57,7 +57,7 @@ def truncate(options: RowOptions, scores: jax.Array, *, all_options: bool) -> ja
 def _truncate_candidates(
     options: RowOptions, scores: jax.Array, rows: jax.Array, num_candidates: int, *, all_options: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The scores with those `rows` cut that can be on their best columns; and which these were, bool[n]."""
+    """Truncates `rows` among their best columns if possible; also returns which, bool[n]."""
     tail, top_k = options.float_column("top_p_tail"), options.int_column("top_k")
     has_top_k = (top_k > 0)[:, None]
 
@@ -82,7 +82,7 @@ def _truncate_candidates(
 
 
 def _masses(scores: jax.Array, columns: jax.Array, *, is_nucleus: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Probabilities of `columns`, among themselves or (`is_nucleus`) among all `scores`; and the mass of the others."""
+    """Computes masses of `columns`, of all `scores` if `is_nucleus`, and that of the others."""
     among_columns = jax.nn.softmax(columns, axis=-1)
 
     def among_all() -> tuple[jax.Array, jax.Array]:
@@ -96,7 +96,9 @@ def _masses(scores: jax.Array, columns: jax.Array, *, is_nucleus: jax.Array) -> 
 
 
 def top_candidates(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The best of each row, of equals the first, [n, num_columns]: scores by ascending id, the ids, scores descending.
+    """Returns the best of each row: scores by ascending id, the ids, scores descending.
+
+    Each is [n, num_columns].
 
     In two levels: the best columns lie in the blocks of the best maxima. XLA's CPU backend looks at one number at a
     time for a top-k and at many for a maximum. Ids may exceed the vocabulary where the score is -inf.
@@ -132,7 +134,7 @@ def _truncate_vocabulary(options: RowOptions, scores: jax.Array, rows: jax.Array
 
 
 def _min_p_and_later(options: RowOptions, scores: jax.Array, *, all_options: bool) -> jax.Array:
-    """All that comes behind top-p, on any columns of the rows."""
+    """Applies what follows top-p to any columns of the rows."""
 
     def column(name: str) -> jax.Array:
         return options.float_column(name)[:, None]
@@ -152,12 +154,12 @@ def _is_on(options: RowOptions, name: str) -> jax.Array:
 
 
 def _map_rows(rows: jax.Array, change: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
-    """`scores` with those `rows` changed; nothing is computed where there are none."""
+    """Applies `change` to those `rows` of `scores`; computes nothing if there are none."""
     return lax.cond(rows.any(), lambda: jnp.where(rows[:, None], change(scores), scores), lambda: scores)
 
 
 def _limit(limit: jax.Array, num_columns: int) -> jax.Array:
-    """Limits of rows, [n], in the shape that `torchax_serve.sampling.selection` broadcasts for so many columns."""
+    """Reshapes limits of rows [n] to what `mask_below_mass` broadcasts for so many columns."""
     return limit[:, None] if num_columns <= MAX_PAIRWISE else limit
 
 
@@ -165,7 +167,7 @@ TOP_H_CANDIDATES = 100  # transformers looks at no more
 
 
 def top_columns(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Array]:
-    """The largest of each row, f32[batch, num_columns] in descending order, and their columns.
+    """Returns the largest of each row [batch, num_columns], descending, and their columns.
 
     Barriers keep XLA from merging later slices into this one: its CPU backend would no longer see a top-k there and
     sort whole rows, 100 times slower. One barrier for both would crash its compiler where a program runs on several
@@ -176,7 +178,7 @@ def top_columns(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Arr
 
 
 def keep_top_h(top_h: jax.Array, scores: jax.Array) -> jax.Array:
-    """Keeps the likeliest tokens as long as their entropy stays below a part of the whole (Top-H, arXiv:2509.02510)."""
+    """Keeps the likeliest tokens up to a fraction of the entropy (Top-H, arXiv:2509.02510)."""
     best, ids = top_columns(scores, min(TOP_H_CANDIDATES, scores.shape[-1]))
     log_probs = jax.nn.log_softmax(best, axis=-1)
     probs = jnp.exp(log_probs)
@@ -189,7 +191,7 @@ def keep_top_h(top_h: jax.Array, scores: jax.Array) -> jax.Array:
 
 
 def top_p(tail: jax.Array, scores: jax.Array) -> jax.Array:
-    """Removes the least likely tokens up to a mass of `tail` = 1 - top_p (nucleus sampling, Holtzman et al. 2019)."""
+    """Removes the least likely tokens up to a mass of `tail` = 1 - top_p (Holtzman et al. 2019)."""
     return jnp.where(mask_below_mass(scores, jax.nn.softmax(scores, axis=-1), tail), -jnp.inf, scores)
 
 
@@ -214,7 +216,7 @@ def epsilon_cutoff(epsilon: jax.Array, scores: jax.Array) -> jax.Array:
 
 
 def cut_eta(epsilon: jax.Array, scores: jax.Array) -> jax.Array:
-    """Like `epsilon_cutoff`, with a cut-off that falls with the entropy (eta sampling, Hewitt et al. 2022)."""
+    """Removes tokens below a cut-off that falls with the entropy (eta, Hewitt et al. 2022)."""
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     eta = jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-_entropy(log_probs, jnp.exp(log_probs))))
     return epsilon_cutoff(eta, scores)

@@ -112,7 +112,7 @@ class RowOptions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplerTables:
-    """What the level "penalties" knows of each slot's request; on the host also one slot's rows of it."""
+    """Tables of the level "penalties" by slot; on the host also the rows of one slot."""
 
     counts: jax.Array  # int32[num_slots, vocab], how often a token is among the outputs
     flags: jax.Array  # uint8[num_slots, vocab], bits such as `IN_PROMPT`
@@ -122,7 +122,7 @@ class SamplerTables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplerHistory:
-    """What the level "history" knows of each slot's request; on the host also one slot's rows of it.
+    """Arrays of the level "history" by slot; on the host also the rows of one slot.
 
     Sizes are those of the largest request so far. Zeros ask for nothing, so a smaller request is padded with them.
     Numbers for which zero has a meaning of its own are stored plus one: tokens of sequences, `forced_first`,
