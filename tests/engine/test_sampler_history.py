@@ -137,8 +137,9 @@ def test_no_option_compiles_a_program_but_larger_sizes(programs):
         return programs.num_traces - before
 
     words = {"bad_words_ids": [[index % 30 + 3, 5] for index in range(17)]}
-    num_compiled({**NGRAM, **words})
-    assert num_compiled({"no_repeat_ngram_size": 5, "temperature": 1.0, "top_h": 0.4}) == 0
+    assert num_compiled({**NGRAM, **words}) <= 1
+    assert num_compiled({"no_repeat_ngram_size": 5, "temperature": 1.0, "top_h": 0.4}) <= 1, "with draws"
+    assert num_compiled({"no_repeat_ngram_size": 4, "temperature": 0.5, "typical_p": 0.4, **words}) == 0
     assert num_compiled({"sequence_bias": [[[4, 5], 2.0]], "repetition_penalty": 1.2}) == 0
     assert num_compiled(NGRAM, prompt=(4, 5) * 16) == 0
     assert num_compiled({"bad_words_ids": [[4, 5, 6]]}) == 1, "longer sequences"

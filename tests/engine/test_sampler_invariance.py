@@ -27,6 +27,7 @@ OPTIONS = [
     {"allowed_token_ids": list(range(100, 300)), "temperature": 1.0},
     {"no_repeat_ngram_size": 1, "temperature": 1.1, "top_p": 0.9},
     {"bad_words_ids": [[5, 6], [7, 8, 9]], "top_h": 0.7},
+    {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "temperature": 0},
 ]
 
 

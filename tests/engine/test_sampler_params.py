@@ -129,7 +129,7 @@ def test_the_models_defaults_are_filled_in():
         ({"repetition_penalty": 1.1}, "penalties"),
         ({"repetition_penalty": 1.0, "presence_penalty": 0, "logit_bias": {3: 0}}, "greedy"),
         ({"sequence_bias": [[[3], 1.0]], "bad_words_ids": [[4]]}, "penalties"),
-        ({"top_h": 0.5}, "penalties"),
+        ({"top_h": 0.5}, "history"),
         ({"sequence_bias": [[[3, 4], 1.0]]}, "history"),
         ({"bad_words_ids": [[4, 3]]}, "history"),
         ({"no_repeat_ngram_size": 2}, "history"),
@@ -138,7 +138,7 @@ def test_the_models_defaults_are_filled_in():
 )
 def test_which_program_a_request_needs(options, level):
     params = params_of(**options)
-    assert (params.level, params.history is not None) == (level, level == "history")
+    assert (params.level, params.history is not None) == (level, level == "history" and "top_h" not in options)
     assert params.needs_tables(prompt_len=3) == (level in ("penalties", "history"))
 
 

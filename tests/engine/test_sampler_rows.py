@@ -87,7 +87,7 @@ def choose(sampler, plan_rows, logits, **kwargs):
 
 @jax.jit
 def all_scores(options, state, logits):
-    return truncate(options, process(options, state, logits), all_options=True)
+    return truncate(options, process(options, state, logits), level="history")
 
 
 def check_scores(cases, vocab_size, round_to=None):
@@ -352,11 +352,11 @@ def test_warm_up_compiles_all_that_traffic_needs(caplog):
     assert sampler.state.tables is None
     num_programs = sampler.num_traces
     assert num_programs == len(shapes) * (3 + len(NUM_TOP_BUCKETS))
-    rng = np.random.default_rng(0)
+    rng, cases = np.random.default_rng(0), [case for case in CASES if "top_h" not in case]
 
     def step():
         num_rows = int(rng.choice(shapes))
-        rows = [Row({**CASES[rng.integers(len(CASES))], "logprobs": int(rng.integers(21))}) for _ in range(num_rows)]
+        rows = [Row({**cases[rng.integers(len(cases))], "logprobs": int(rng.integers(21))}) for _ in range(num_rows)]
         for slot, row in enumerate(rows):
             sampler.assign_slot(slot, row.params(vocab_size), row.prompt)
         plan_rows = [row.plan_row(slot) for slot, row in enumerate(rows)]

@@ -121,7 +121,7 @@ def test_a_row_without_a_distribution_is_told():
     np.testing.assert_array_equal(greedy, torch.argmax(torch.as_tensor(scores), -1))
 
 
-def test_a_cold_row_takes_the_best_of_what_is_left():
+def test_a_tiny_temperature_draws_the_best_of_what_is_left():
     scores = np.random.default_rng(2).normal(size=(3, 300)).astype(np.float32)
     scores[0, :] = 0  # a nucleus keeps the last of equal scores
     batch = batch_of(300, np.zeros((3, 2), int), do_sample=True, temperature=1e-9, top_k=0, top_p=1e-6)

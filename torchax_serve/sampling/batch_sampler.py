@@ -87,46 +87,35 @@ class BatchSampler:
             InvalidArgumentError: an option is out of its range, is not supported or contradicts another; the arrays do
                 not fit each other.
         """
-        validate_options(config)
-        if unsupported := unsupported_options(config, _LOOP_OPTIONS):
-            remedy = "run transformers' own loop for these"
-            raise invalid("generation_config", "options that sampling on the device honours", unsupported, remedy)
-        prompt_ids = np.asarray(prompt_ids)
-        if prompt_ids.ndim != 2 or not np.issubdtype(prompt_ids.dtype, np.integer):
-            got = f"{prompt_ids.dtype}{list(prompt_ids.shape)}"
-            raise invalid("prompt_ids", "int[batch, prompt_len]", got, "reshape")
-        num_padding = _num_padding(prompt_ids, attention_mask)
-        batch, prompt_len = prompt_ids.shape
-        row = dataclasses.replace(
-            RowSamplingParams.of_checked(SamplingParams(), config, vocab_size=vocab_size, seed=seed),
-            max_new_tokens=_max_length(config, prompt_len) - prompt_len,
-        )
-        slots = SlotParams(batch, vocab_size)
+        row, num_padding = _checked(config, prompt_ids, attention_mask, vocab_size, seed)
+        slots = SlotParams(len(prompt_ids), vocab_size)
         written = [
             slots.set(index, row, ids, num_padding=padding, seed_row=index)
-            for index, (ids, padding) in enumerate(zip(prompt_ids.tolist(), num_padding, strict=True))
+            for index, (ids, padding) in enumerate(zip(np.asarray(prompt_ids).tolist(), num_padding, strict=True))
         ]
         tables, history = (
             None if rows[0] is None else jax.tree.map(_stacked, *rows) for rows in zip(*written, strict=True)
         )
-        rows = slots.batch_rows(np.arange(batch, dtype=np.int32), batch)
+        rows = slots.batch_rows(np.arange(len(prompt_ids), dtype=np.int32), len(prompt_ids))
         least: Level = "penalties" if rows.needs_tables else "greedy"
         level = max(rows.level, least, key=LEVELS.index)
-        self._spec = SamplerSpec(level, nan_is_invalid=False)
+        self._spec = SamplerSpec(level, draws=bool(config.do_sample), nan_is_invalid=False)
         eos = [token for token in id_list(config.eos_token_id) if token != NEVER_A_TOKEN]
         pad = None if not eos else eos[0] if config.pad_token_id is None else int(config.pad_token_id)
-        options = BatchOptions(
-            RowOptions(rows.ints, rows.floats),
+        arrays: Any = (
             _int32(row.max_new_tokens),
-            np.array(eos, np.int32) if eos else None,  # type: ignore[arg-type]
+            np.array(eos, np.int32) if eos else None,
             None if pad is None else _int32(pad),
         )
-        state = BatchState(
-            SamplerState(np.zeros(batch, np.int32), tables, history),  # type: ignore[arg-type]
-            _int32(0),
-            np.zeros(batch, bool),  # type: ignore[arg-type]
+        state: Any = (np.zeros(len(prompt_ids), np.int32), tables, history)
+        ended: Any = np.zeros(len(prompt_ids), bool)
+        self._options, self.state = jax.device_put(
+            (
+                BatchOptions(RowOptions(rows.ints, rows.floats), *arrays),
+                BatchState(SamplerState(*state), _int32(0), ended),
+            ),
+            sharding,
         )
-        self._options, self.state = jax.device_put((options, state), sharding)
 
     def sample(self, logits: jax.Array, *, keep_scores: bool = False) -> tuple[jax.Array, jax.Array | None]:
         """Dispatches the sampling of a token for each row and returns at once.
@@ -167,16 +156,27 @@ def sample_batch(
     return tokens, BatchState(append(spec, rows, state.sampler, tokens), num_new, ended), scores
 
 
-def _num_padding(prompt_ids: np.ndarray, attention_mask: np.ndarray | None) -> list[int]:
-    """Returns the number of tokens of each row that no penalty counts."""
-    if attention_mask is None:
-        return [0] * len(prompt_ids)
-    if np.shape(attention_mask) != prompt_ids.shape:
-        remedy = "give the mask of these very prompts"
-        raise invalid("attention_mask", f"shape {prompt_ids.shape}", np.shape(attention_mask), remedy)
-    if not installed_rules().penalty_skips_padding:
-        return [0] * len(prompt_ids)
-    return (np.asarray(attention_mask) != 0).argmax(axis=1).tolist()  # 0 in a row that is all padding
+def _checked(
+    config: GenerationConfig, prompt_ids: np.ndarray, attention_mask: np.ndarray | None, vocab_size: int, seed: int
+) -> tuple[RowSamplingParams, list[int]]:
+    """Checks the arguments of a `BatchSampler`; returns options of its rows, and padding not to be penalized."""
+    validate_options(config)
+    if unsupported := unsupported_options(config, _LOOP_OPTIONS):
+        remedy = "run transformers' own loop for these"
+        raise invalid("generation_config", "options that sampling on the device honours", unsupported, remedy)
+    if np.ndim(prompt_ids) != 2 or not np.issubdtype(prompt_ids.dtype, np.integer):
+        got = f"{prompt_ids.dtype}{list(prompt_ids.shape)}"
+        raise invalid("prompt_ids", "int[batch, prompt_len]", got, "reshape")
+    num_padding = [0] * len(prompt_ids)
+    if attention_mask is not None:
+        if np.shape(attention_mask) != prompt_ids.shape:
+            remedy = "give the mask of these very prompts"
+            raise invalid("attention_mask", f"shape {prompt_ids.shape}", np.shape(attention_mask), remedy)
+        if installed_rules().penalty_skips_padding:
+            num_padding = (np.asarray(attention_mask) != 0).argmax(axis=1).tolist()  # 0 for a row that is all padding
+    prompt_len = prompt_ids.shape[1]
+    row = RowSamplingParams.of_checked(SamplingParams(), config, vocab_size=vocab_size, seed=seed)
+    return dataclasses.replace(row, max_new_tokens=_max_length(config, prompt_len) - prompt_len), num_padding
 
 
 def _max_length(config: GenerationConfig, prompt_len: int) -> int:

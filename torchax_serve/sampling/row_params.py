@@ -25,6 +25,8 @@ NEUTRAL: Mapping[str, float] = {**dict.fromkeys(FLOAT_COLUMNS, 0.0), "typical_p"
 """Each column's value that asks for nothing. A temperature of 0 is greedy decoding."""
 
 SMALLEST_TEMPERATURE = 1e-30  # scores divided by less overflow float32
+COLDEST = 1e-5
+"""Temperature below which requests of the engine are greedy, as in vLLM: equal scores do not make them random."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,6 +125,8 @@ class RowSamplingParams:
                 f"{ {name: getattr(config, name) for name in unsupported} }; leave them out, or call generate()"
             )
         row = cls.of_checked(params, config, vocab_size=vocab_size, seed=seed, stop_ids=stop_ids)
+        if row.floats["temperature"] < COLDEST:
+            row = dataclasses.replace(row, floats={**row.floats, "temperature": 0.0})
         if row.forbids_all:
             raise InvalidArgumentError(
                 f"expected at least one token of {vocab_size} that may be chosen, got options that forbid all; look at "
@@ -185,7 +189,7 @@ class RowSamplingParams:
     @property
     def level(self) -> Level:
         """The lowest level that covers the request once it may end."""
-        if self.history is not None:
+        if self.history is not None or self.floats["top_h"] > 0:
             return "history"
         given = {name for name in FLOAT_COLUMNS if self.floats[name] != NEUTRAL[name]}
         if self.token_bias is not None or self.suppressed or given - {"temperature", "top_p_tail", "min_p"}:

@@ -20,9 +20,6 @@ from torchax_serve.sampling.selection import INVALID_TOKEN, draw, first_argmax
 from torchax_serve.sampling.truncation import truncate
 from torchax_serve.sampling.types import Logprobs, RowOptions, Sampled, SamplerSpec, SamplerState
 
-COLDEST = 1e-5
-"""Temperature below which the best token is taken: float32 scores divided by less are too coarse to draw from."""
-
 MASK_BITS = 32  # tokens of a word of a mask
 
 
@@ -61,23 +58,25 @@ def choose(
     def of_rows(options: RowOptions, logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, ...]:
         scores = processed(spec, options, state, logits, mask)
         best = _best_tokens(spec, _renormalized(spec, options, state, scores))
-        is_random = options.float_column("temperature") > 0
-        is_random &= best != INVALID_TOKEN
 
         def drawn() -> tuple[jax.Array, ...]:
-            kept = truncate(options, scores, all_options=spec.level != "sampled")
-            kept = _renormalized(spec, options, state, jnp.where(is_random[:, None], kept, scores))
-            is_cold = is_random & (options.float_column("temperature") < COLDEST)
-            tokens = draw(row_keys(options), kept)
-            tokens = lax.cond(is_cold.any(), lambda: jnp.where(is_cold, first_argmax(kept), tokens), lambda: tokens)
-            return jnp.where(is_random, tokens, best), *([kept] if spec.scores else [])
+            kept = truncate(options, scores, level=spec.level)
+            kept = jnp.where(is_random[:, None], kept, scores) if spec.scores else kept
+            kept = _renormalized(spec, options, state, kept)
+            return jnp.where(is_random, draw(row_keys(options), kept), best), *([kept] if spec.scores else [])
 
         def greedy() -> tuple[jax.Array, ...]:
             return best, *([_renormalized(spec, options, state, scores)] if spec.scores else [])
 
+        if not spec.draws:
+            return greedy()
+        is_random = (options.float_column("temperature") > 0) & (best != INVALID_TOKEN)
         return lax.cond(is_random.any(), drawn, greedy)
 
-    tokens, *scores = per_row(of_rows, options, logits, mask)
+    if spec.level == "penalties" and not spec.draws:  # no sums, so rows cannot change each other
+        tokens, *scores = of_rows(options, logits, mask)
+    else:
+        tokens, *scores = per_row(of_rows, options, logits, mask)
     return tokens, scores[0] if scores else None
 
 

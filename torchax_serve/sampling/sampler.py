@@ -45,8 +45,8 @@ class Sampler:
     """Samples the tokens of each step.
 
     For each shape of the logits there is one sampling program for each level, and three for log-probabilities. No
-    option compiles another, but for the sizes of a history (`SamplerHistory`) and a mask, which the first row with one
-    compiles.
+    option compiles another, with two exceptions: the level "history", whose programs with and without draws are
+    compiled by the first step at their sizes (`SamplerHistory`), and a mask.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None) -> None:
@@ -124,7 +124,7 @@ class Sampler:
         if mask is not None:
             words = np.full((len(logits), mask.shape[1]), -1, np.int32)
             words[: len(mask)] = mask
-        sampled = self._run(SamplerSpec(spec.level), options, logits, words)
+        sampled = self._run(SamplerSpec(spec.level, spec.draws), options, logits, words)
         if spec.logprobs:
             sampled = dataclasses.replace(sampled, logprobs=self.logprobs(logits, sampled.tokens, spec.num_top))
         return sampled

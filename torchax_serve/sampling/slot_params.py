@@ -27,6 +27,7 @@ from torchax_serve.sampling.types import (
 )
 from torchax_serve.scheduler import DecodeBatch, PlanRow
 
+TEMPERATURE = FLOAT_COLUMNS.index("temperature")
 _NO_LOGPROBS = -1
 
 
@@ -147,7 +148,9 @@ class SlotParams:
         if batch_rows.needs_tables and LEVELS.index(level) < LEVELS.index("penalties"):
             is_early = self._num_new(batch_rows, plan_rows, ahead) < batch_rows.num_tokens_with_tables
             level = "penalties" if is_early.any() else level
-        return batch_rows, SamplerSpec(level, batch_rows.num_top or 0, batch_rows.num_top is not None)
+        # The programs of other levels are compiled by warm-up, with draws.
+        draws = level != "history" or bool((batch_rows.floats[:, TEMPERATURE] > 0).any())
+        return batch_rows, SamplerSpec(level, draws, batch_rows.num_top or 0, batch_rows.num_top is not None)
 
     @staticmethod
     def _num_new(batch_rows: BatchRows, plan_rows: Sequence[PlanRow], ahead: int) -> np.ndarray:

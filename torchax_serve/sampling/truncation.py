@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax_serve.sampling.selection import MAX_PAIRWISE, mask_below_mass, threshold_for_mass
-from torchax_serve.sampling.types import RowOptions
+from torchax_serve.sampling.types import Level, RowOptions
 
 NUM_CANDIDATES = 128
 
@@ -27,18 +27,19 @@ stay; rows with more of them than that take the whole vocabulary."""
 BLOCK_WIDTH = 32  # columns; of 16, 32 and 64 the fastest on a CPU for vocabularies of 32,000 and 150,000
 
 
-def truncate(options: RowOptions, scores: jax.Array, *, all_options: bool) -> jax.Array:
+def truncate(options: RowOptions, scores: jax.Array, *, level: Level) -> jax.Array:
     """Divides `scores` by the temperature and removes tokens, which get -inf.
 
     Args:
         options: Options of the rows; a temperature of 0 counts as 1.
         scores: float32[n, vocab], after penalties and biases.
-        all_options: Whether rows may ask for more than temperature, top-k, top-p and min-p.
+        level: Level that covers the rows.
     """
     temperature, top_k = options.float_column("temperature"), options.int_column("top_k")
     has_top_p = options.float_column("top_p_tail") > 0
     scores = scores / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    if all_options:
+    all_options = level in ("penalties", "history")
+    if level == "history":
         top_h = options.float_column("top_h")
         scores = _map_rows(top_h > 0, lambda scores: keep_top_h(top_h[:, None], scores), scores)
     pending = has_top_p | (top_k > 0) | (options.float_column("min_p") > 0)

@@ -15,7 +15,8 @@ LEVELS: tuple[Level, ...] = ("greedy", "sampled", "penalties", "history")
 """Sampling programs, each of which covers the options of those before it.
 
 `greedy` takes the best token; `sampled` adds temperature, top-k, top-p and min-p; `penalties` what depends on token
-counts and on tables of the vocabulary, and the rarer truncations; `history` what depends on the order of tokens.
+counts and on tables of the vocabulary, and the rarer truncations; `history` what depends on the order of tokens, and
+top-h, which takes long to compile.
 """
 
 NUM_TOP_BUCKETS = (0, 5, 20)
@@ -70,6 +71,7 @@ class SamplerSpec:
 
     Attributes:
         level: Lowest level that covers every row.
+        draws: Whether any row draws tokens; a program without draws is compiled much faster.
         num_top: Number of top log-probabilities to return, a bucket of `NUM_TOP_BUCKETS`.
         logprobs: Whether to return log-probabilities.
         scores: Whether to return the processed scores.
@@ -77,6 +79,7 @@ class SamplerSpec:
     """
 
     level: Level
+    draws: bool = True
     num_top: int = 0
     logprobs: bool = False
     scores: bool = False
