@@ -95,9 +95,12 @@ def test_options_compile_levels_and_sizes_and_nothing_else():
     history = {"repetition_penalty": 1.1, "bad_words_ids": [[4, 5]]}
     assert run(4, do_sample=True, temperature=0.5, top_k=20, top_p=0.5, eos_token_id=3, **history) == 1
     assert run(9, do_sample=True, temperature=0.9, top_k=33, eos_token_id=8, bad_words_ids=[[6, 7]]) == 0
-    assert run(9, no_repeat_ngram_size=2, eos_token_id=8, bad_words_ids=[[6, 7]], renormalize_logits=True) == 0
+    others = {"no_repeat_ngram_size": 2, "bad_words_ids": [[6, 7]], "renormalize_logits": True, "eos_token_id": 8}
+    assert [run(9, do_sample=True, **others), run(9, **others), run(4, eos_token_id=3, **history)] == [0, 1, 0], (
+        "and without draws"
+    )
     assert [run(4, do_sample=True, temperature=0.5, top_p=0.9), run(4, do_sample=True, min_p=0.1)] == [1, 0]
-    assert [run(4, repetition_penalty=1.1), run(4, suppress_tokens=[3], min_new_tokens=2, do_sample=True)] == [1, 0]
+    assert [run(4, repetition_penalty=1.1), run(4, suppress_tokens=[3], min_new_tokens=2)] == [1, 0]
     assert [run(4), run(7)] == [1, 0]
 
 
