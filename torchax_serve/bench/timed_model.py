@@ -65,7 +65,7 @@ class TorchMemory:
 def _reset_high_water() -> None:
     """Resets the high-water mark of resident memory to its current value.
 
-    Linux only: proc(5), clear_refs.
+    This works on Linux only (proc(5), clear_refs).
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -83,8 +83,6 @@ class Call:
 
 class TimedModel:
     """Transformers model, on JAX or not, that decodes greedily without end-of-text.
-
-    Its generation settings are set so.
 
     Args:
         name: Short name, for tables.
@@ -163,9 +161,9 @@ class _Clock(BaseStreamer):
 
 @contextlib.contextmanager
 def count_programs() -> Iterator[list[int]]:
-    """Yields a list that receives the numbers of programs requested from XLA and cached.
+    """Yields a list for the numbers of programs requested from XLA and read from the cache.
 
-    It receives them on exit; cached programs are those read from the cache.
+    The list is filled on exit.
     """
     found = [0, 0]
 

@@ -1,7 +1,4 @@
-"""Traces of the engine's steps on abstract arrays, compiled for absent devices.
-
-The devices need not be present.
-"""
+"""Traces of the engine's steps on abstract arrays, compiled for absent devices."""
 
 from __future__ import annotations
 
@@ -129,9 +126,9 @@ def _report(step: AbstractStep, compiled: Any, trace_s: float, compile_s: float)
 
 
 def estimate(seconds: float | None) -> tuple[float | None, int]:
-    """Splits the compiler's seconds into the time of known operations and unknown calls.
+    """Returns the time of known operations and the number of unknown calls.
 
-    Those calls are returned by their number. XLA's `HloCostAnalysis` adds up the least time of each operation, and -1
+    Both come from the compiler's sum of seconds. XLA's `HloCostAnalysis` adds up the least time of each operation, and -1
     for each unknown one. So the time of the known operations can be recovered if it is less than a second.
 
     Args:

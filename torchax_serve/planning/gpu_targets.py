@@ -1,6 +1,6 @@
 """Descriptions of NVIDIA GPUs for XLA's CUDA plug-in.
 
-With them it compiles for a GPU that is not present. The numbers are those that the device's driver reports
+With them XLA compiles for a GPU that is not present. The numbers are those that the device's driver reports
 (multiprocessors, clock, cache, memory) and those of its compute capability in NVIDIA's programming guide (threads,
 registers, shared memory).
 """

@@ -1,7 +1,7 @@
 """Lower bounds on the time of a step.
 
-Weights and pages are read once, and products run at the chip's peak rate. The roofline (Williams et al. 2009) of one
-device: the larger of bytes over bandwidth and operations over rate. Exchange between devices is not in it, so the true
+Weights and pages are read once, and products run at the chip's peak rate. The bound is
+the roofline (Williams et al. 2009) of one device: the larger of bytes over bandwidth and operations over rate. Exchange between devices is not in it, so the true
 time is above.
 """
 
@@ -104,7 +104,7 @@ def prefill_bound(
 def _pairs(num_new: int, context: int, window: int | None) -> float:
     """Returns the number of pairs of a new token and a token that it attends to.
 
-    A token attends to itself, too. New are the last `num_new` of `context` tokens.
+    The new tokens are the last `num_new` of `context`; each attends to itself, too.
     """
     before = context - num_new
     num_growing = (

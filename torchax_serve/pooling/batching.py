@@ -94,7 +94,7 @@ def rows_of(
 ) -> tuple[list[Row], list[int]]:
     """Returns the rows of texts, or of pairs of texts, and the indices of those cut.
 
-    Rows are token ids, cut to `max_len` tokens.
+    Texts that are too long are cut to `max_len` tokens.
 
     Raises:
         InvalidArgumentError: an empty text, text for a model without a tokenizer; without `truncate`, more than

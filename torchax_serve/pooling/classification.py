@@ -171,7 +171,7 @@ def _tokenizer(loaded: LoadedModel) -> TextTokenizer:
 def _scores_of_pairs(loaded: LoadedModel, runtime: ModelRuntime, logits: np.ndarray) -> np.ndarray:
     """Returns scores as cross-encoders of sentence-transformers do.
 
-    They are sigmoids, unless the checkpoint has no activation.
+    They are sigmoids, unless the checkpoint turns the activation off.
     """
     settings = getattr(runtime.config, "sentence_transformers", None) or {}
     name = settings.get("activation_fn") or getattr(runtime.config, "sbert_ce_default_activation_function", None)

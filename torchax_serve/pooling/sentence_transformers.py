@@ -1,4 +1,4 @@
-"""Pooling layers of a checkpoint, read from its files of sentence-transformers.
+"""Pooling layers of a checkpoint, read from files of sentence-transformers.
 
 The format is that of sentence-transformers (Reimers and Gurevych, 2019). ``modules.json`` lists the layers in order,
 each layer has a folder with a configuration, and two files next to the model configure how texts are tokenized.

@@ -40,7 +40,7 @@ class TextTokenizer:
     def rows_of(self, text: str, pair: str | None, max_len: int | None) -> tuple[Row, int]:
         """Returns the row of a text or a pair, and its length before it was cut.
 
-        It is cut to `max_len` tokens.
+        The row is cut to `max_len` tokens.
 
         Raises:
             InvalidArgumentError: the model has no tokenizer.
