@@ -128,8 +128,8 @@ def _report(step: AbstractStep, compiled: Any, trace_s: float, compile_s: float)
 def estimate(seconds: float | None) -> tuple[float | None, int]:
     """Returns the time of known operations and the number of unknown calls.
 
-    Both come from the compiler's sum of seconds. XLA's `HloCostAnalysis` adds up the least time of each operation, and -1
-    for each unknown one. So the time of the known operations can be recovered if it is less than a second.
+    Both come from the compiler's sum of seconds. XLA's `HloCostAnalysis` adds up the least time of each operation, and
+    -1 for each unknown one. So the time of the known operations can be recovered if it is less than a second.
 
     Args:
         seconds: Sum of the compiler; None if it has none.
