@@ -188,7 +188,7 @@ class _Placement:
         return layout
 
     def heads(self, shards: int) -> tuple[AxisLayout, AxisLayout] | str:
-        """Query heads and heads of keys and values, divided together or not at all."""
+        """Returns query heads and KV heads, divided together or not at all."""
         heads, kv_heads = self.units.heads, self.units.kv_heads or self.units.heads
         if not heads or not kv_heads or heads % kv_heads:
             return f"{heads} query heads over {kv_heads} heads of keys and values are not known to divide"
@@ -198,7 +198,10 @@ class _Placement:
         return layouts
 
     def dim(self, axis: str | None, size: int) -> DimLayout:
-        """Returns the layout of a dimension of `size`; undivided if its axis is, or cannot be divided."""
+        """Returns the layout of a dimension of `size`.
+
+        It is undivided if its axis is, or cannot be divided.
+        """
         undivided = DimLayout(size, size, None, None)
         if axis is None:
             return undivided
