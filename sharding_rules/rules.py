@@ -1,4 +1,4 @@
-"""Which dimension of which tensor lies on which axis of the device mesh: rules as data.
+"""Rules, as data, for the placement of the dimensions of tensors on axes of a device mesh.
 
 Two steps, as in JAX's larger language-model codebases. A *rule* names the dimensions of the tensors whose full name
 its pattern matches, by *logical axes* (``("heads", "embed")``). One small map then sends logical axes to *mesh axes*:
@@ -138,7 +138,7 @@ class TensorPlacement:
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """What a configuration counts: heads of a layer. Other axes are counted in single elements.
+    """Numbers of heads of a layer, by the configuration; other axes count single elements.
 
     Attributes:
         heads: query heads.
