@@ -97,7 +97,7 @@ def position_error(values: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _gaps(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[float, float]:
-    """`Difference.largest` and `Difference.relative`."""
+    """Returns `Difference.largest` and `Difference.relative`."""
     a, b = ours.detach().double().numpy(), theirs.detach().double().numpy()
     if a.shape != b.shape:
         return math.inf, math.inf

@@ -217,7 +217,7 @@ def _load_again(loaded: LoadedModel) -> PreTrainedModel:
 
 
 def _prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int] | None) -> torch.Tensor:
-    """int64[1, len]."""
+    """Returns the prompt, int64[1, len]."""
     embedding: Any = loaded.module.get_input_embeddings()
     vocab_size: int = embedding.num_embeddings
     tokenizer = loaded.tokenizer() if prompt is None or isinstance(prompt, str) else None

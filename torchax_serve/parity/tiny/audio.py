@@ -188,7 +188,7 @@ def audio_inputs(model_type: str, model: PreTrainedModel) -> dict[str, Inputs]:
 
 
 def is_audio_type(model_type: str) -> bool:
-    """Whether the decoder of `model_type` reads audio, in its prompt or while it generates."""
+    """Returns whether the decoder reads audio, in its prompt or while it generates."""
     return model_type in IN_PROMPT or model_type in STREAMED
 
 
