@@ -1,4 +1,7 @@
-"""`run_on_queue`: a call of ``generate`` that waits for its turn on the static engine and runs there to its end."""
+"""`run_on_queue`: a ``generate`` call that waits in the queue of the static engine.
+
+When its turn has come, it runs there to its end.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def run_on_queue(engine: Engine, call: Callable[[GenerateWatch], T], params: Sam
 
 
 def check_deadline(handle: RequestHandle) -> None:
-    """Raises RequestError if a request of a call without partial results has passed its time limit."""
+    """Raises RequestError if a request without partial results has passed its time limit."""
     if handle.finish_reason == "deadline":
         raise RequestError(f"request {handle.request_id}: expected its end within timeout_s, which has passed")
 

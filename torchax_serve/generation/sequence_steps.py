@@ -1,6 +1,6 @@
-"""How a single request computes its tokens: a row of the compiled forward, or a ``generate`` call token by token.
+"""Steps of a single request: a row of the compiled forward, or a ``generate`` call.
 
-Both are `SequenceSteps` of `torchax_serve.executors.request_input`.
+Both yield one token at a time, as `SequenceSteps` of `torchax_serve.executors.request_input`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ForwardSteps:
 
 
 class GenerateSteps:
-    """Steps of a ``generate`` call that runs in its own thread; each step waits for the next token.
+    """Steps of a ``generate`` call in its own thread; each step waits for the next token.
 
     A call that knows its tokens at its end only, such as beam search, has them all in its first step. The logits of a
     step select the token that ``generate`` has chosen.
