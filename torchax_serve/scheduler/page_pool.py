@@ -1,4 +1,4 @@
-"""The pages of one group: which are in use and by how many, which are idle but remember a prefix, which are free."""
+"""Pages of one cache group: used with a reference count, idle with a cached prefix, or free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ NULL_PAGE = 0
 
 
 def check_equal(what: str, expected: object, got: object) -> None:
-    """Raises `AssertionError` with both sides unless they are equal: the check of our own invariants."""
+    """Raises `AssertionError` with both values unless they are equal.
+
+    The function checks invariants of this project.
+    """
     if expected != got:
         raise AssertionError(f"{what}: expected {expected}, got {got}")
 
@@ -36,7 +39,7 @@ class PagePool:
 
     @property
     def num_usable(self) -> int:
-        """Pages that can be handed out at all."""
+        """Number of pages that can be allocated at all."""
         return self.num_pages - 1
 
     @property
@@ -54,7 +57,9 @@ class PagePool:
         return self._num_refs[page]
 
     def allocate(self) -> int:
-        """A page with one reference that remembers nothing; evicts the page longest idle if none is free.
+        """Allocates a page with one reference and no prefix.
+
+        If no page is free, the page that has been idle for longest is evicted.
 
         Raises:
             OutOfMemoryError: every page is in use.
@@ -96,7 +101,9 @@ class PagePool:
         self._num_refs[page] += 1
 
     def free(self, page: int) -> None:
-        """Takes a reference away; with the last one the page is idle if it remembers a prefix, else free.
+        """Drops one reference of a page.
+
+        With the last reference the page becomes idle if it has a prefix, else free.
 
         Raises:
             InvalidArgumentError: the page has no reference, or is no page of this pool.
@@ -111,7 +118,7 @@ class PagePool:
                 self._free.append(page)
 
     def set_prefix(self, page: int, prefix: Any) -> None:
-        """Lets a used page remember `prefix`, which `on_evict` gets back when the page is given to another.
+        """Assigns `prefix` to a used page; `on_evict` receives the prefix when the page is reused.
 
         Raises:
             InvalidArgumentError: the page is not in use, or remembers a prefix already.
@@ -129,11 +136,13 @@ class PagePool:
         self._idle.clear()
 
     def prefixes(self) -> dict[int, Any]:
-        """What each page remembers, by page (a copy)."""
+        """Returns a copy of the prefixes, by page."""
         return dict(self._prefix_of)
 
     def check_integrity(self, references: Iterable[int]) -> None:
-        """Checks the pool against all `references` that its users hold (a page as often as it is referred to).
+        """Checks the pool against all `references` that its users hold.
+
+        A page occurs in them as often as it is referred to.
 
         Raises:
             AssertionError: they differ, or the three states do not partition the pages.
