@@ -1,4 +1,4 @@
-"""Python's cycle collector, kept out of the way of moments that only build.
+"""Pause of Python's cycle collector while models are loaded and traced.
 
 A full collection walks every object that torch, jax and transformers brought along, for about a quarter of a second,
 and what starts it is that many objects are made: loading a model and tracing it.
