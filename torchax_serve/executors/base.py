@@ -24,7 +24,7 @@ from torchax_serve.scheduler import PageCopy, PlanRow, StepPlan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutorLimits:
-    """What an executor can run; the scheduler's configuration follows from it.
+    """Limits of an executor; the scheduler's configuration follows from them.
 
     Attributes:
         max_num_seqs: Number of slots; may be less than `EngineOptions.max_num_seqs`.
@@ -95,7 +95,7 @@ class InFlightStep:
 
 
 class ExecutorCache(Protocol):
-    """What `ModelRunner` does with the cache of an executor."""
+    """Interface of an executor's cache for `ModelRunner`."""
 
     @property
     def is_lost(self) -> bool:
@@ -146,7 +146,9 @@ class Executor(Protocol):
         ahead: int = 0,
         all_logits: bool = False,
     ) -> jax.Array:
-        """Dispatches one step and returns its logits [S, vocab], S >= len(rows), without waiting for them.
+        """Dispatches one step and returns its logits [S, vocab], S >= len(rows).
+
+        The method does not wait for them.
 
         Args:
             rows: Rows of a plan.
@@ -157,10 +159,11 @@ class Executor(Protocol):
         """
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
-        """Dispatches all steps of a decode plan with sampling; returns tokens int32[>= num_steps, S].
+        """Dispatches all steps of a decode plan with sampling.
 
-        None: nothing was dispatched, because a row needs more than tokens (log-probabilities, penalties), or because
-        the executor has no such program (`ExecutorLimits.fused_decode_steps` is 0).
+        Returns tokens int32[>= num_steps, S]. None: nothing was dispatched, because a row needs more than tokens
+        (log-probabilities, penalties), or because the executor has no such program (`ExecutorLimits.fused_decode_steps`
+        is 0).
         """
 
     def padded_rows(self, numbers: np.ndarray) -> np.ndarray:

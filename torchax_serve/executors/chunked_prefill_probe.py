@@ -65,7 +65,10 @@ def find_chunk_len(
 
 
 class ChunkedPrefillProbe:
-    """Prefills one random prompt in chunks of a given length, for comparison with a single forward."""
+    """Probe that prefills one random prompt in chunks of a given length.
+
+    The result is compared with a single forward.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, tolerance: float) -> None:
         self._num_slots, self._tolerance = num_slots, tolerance

@@ -219,5 +219,8 @@ def decoder_start_ids(config: GenerationConfig, params: SamplingParams | None) -
 
 
 def context(hidden: Any, mask: Any) -> dict[str, Any]:
-    """Returns the encoder arguments of a decoder: output ``[1, len, width]``, mask int32[1, len]."""
+    """Returns the encoder arguments of a decoder.
+
+    They are the output ``[1, len, width]`` and the mask int32[1, len].
+    """
     return {HIDDEN: MoEModelOutput(last_hidden_state=hidden), MASK: mask}

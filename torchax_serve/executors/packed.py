@@ -250,7 +250,10 @@ class PackedExecutor:
         )
 
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
-        """As `Executor.abstract_steps`; a prefill step has the rows of the smallest bucket, and no padding."""
+        """Yields the steps of `Executor.abstract_steps`.
+
+        A prefill step has the rows of the smallest bucket, and no padding.
+        """
         num_slots = self._decode_buckets[-1]
         specs = [self._spec_of(num_slots, num_slots, True)]
         specs += [self._spec_of(num_tokens, self._row_buckets[0], False) for num_tokens in prefill_lens]

@@ -178,7 +178,10 @@ class PerSequenceExecutor:
         ahead: int = 0,
         all_logits: bool = False,
     ) -> jax.Array:
-        """As `Executor.run`; logits are float32, the prefill row is the last one, and there is at most one group."""
+        """Runs one step as `Executor.run`, with float32 logits.
+
+        The prefill row is the last one, and there is at most one group.
+        """
         jobs = self._jobs.of(rows, ahead, all_logits)
         parts = []
         for job in jobs:

@@ -66,7 +66,7 @@ class SequenceForward:
 
     @functools.cached_property
     def _first(self) -> tuple[LayerStates, Any]:
-        """What a first forward leaves, as shapes, and its structure."""
+        """Shapes of the cache after a first forward, and their structure."""
         states, _ = self._after_first(PROBE_LEN)
         return states, _structure(states)
 

@@ -1,7 +1,8 @@
-"""Runs one request at a time, for requests that no other executor takes: images, audio, models that cannot be batched.
+"""Static batch executor: runs one request at a time.
 
-The request brings a `SequenceSteps`, which knows how to compute its logits. So such requests have the engine's queue,
-sampler, deadlines and cancellation, and nothing here depends on how they are computed.
+It serves requests that no other executor takes: images, audio, models that cannot be batched. The request brings a
+`SequenceSteps`, which knows how to compute its logits. So such requests have the engine's queue, sampler, deadlines and
+cancellation, and nothing here depends on how they are computed.
 """
 
 from __future__ import annotations
