@@ -29,7 +29,7 @@ class SlotStateSpec:
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """What a request stores, by leaf of its cache: keys and values by token, or a state."""
+    """Layout of a request's cache by leaf: keys and values by token, or a state."""
 
     leaves: tuple[PagedLayerSpec | SlotStateSpec, ...]
     is_vectorised: bool = False  # rows run side by side under vmap; else one after the other in one program
