@@ -72,7 +72,9 @@ def check_surroundings() -> None:
 
 
 def check_positions_kept(keep: Any, length: int) -> Any:
-    """Returns ``logits_to_keep`` for `length` tokens: a number, or positions int64[n] counted from 0.
+    """Returns ``logits_to_keep`` for `length` tokens.
+
+    It is a number, or positions int64[n] counted from 0.
 
     Raises:
         InvalidArgumentError: positions are out of range, or there are none.
