@@ -190,8 +190,8 @@ class CachedFunction:
         cache: where programs are kept.
         name: of the function in files, counters and profiles.
         function: traced with `spec` as a static keyword argument.
-        donate: names of the arguments whose buffers are given away.
-        facts: called after a trace; what it answers is kept beside the program.
+        donate: names of the arguments whose buffers are donated.
+        facts: called after a trace; its result is stored with the program.
         restore_facts: gets those facts when a program is read from the folder.
         is_uncompiled: whether calls run operator by operator now, for hooks that a script has set.
     """
