@@ -21,7 +21,7 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
 class Follower:
-    """Runs the commands of the leader.
+    """Receiver of the leader's commands, which runs them.
 
     Args:
         runtime: Runtime of the model on the mesh of all hosts.

@@ -1,7 +1,7 @@
 """Handshake: two hosts prove that they have the same secret, before either reads a message.
 
 Both send a number that was never used before (a nonce). Each then proves the secret by an HMAC-SHA256 over both numbers
-and its own role, the follower first: a leader that anybody can call reveals nothing that a guess could be checked
+and its own role, the follower first: a leader that any process can call reveals nothing that a guess could be checked
 against. A recorded handshake is useless for another one, since the other side's number differs; a proof sent back to
 its maker is refused, since the role differs. Keys for the frames of both directions come from the same numbers.
 

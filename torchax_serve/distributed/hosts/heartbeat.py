@@ -37,7 +37,7 @@ def end_process(message: str) -> None:
 
 
 class Heartbeat:
-    """Keeps a connection alive and listens on it.
+    """Heartbeat of a connection: keeps it alive and listens on it.
 
     Args:
         wire: Connection to the other host.

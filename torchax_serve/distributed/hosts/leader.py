@@ -64,7 +64,7 @@ class _RemoteArray:
 
 
 class Leader:
-    """Sends the leader's programs to the followers.
+    """Leader's side of the channel: sends programs to the followers.
 
     Args:
         mesh: Mesh of all hosts' devices.

@@ -15,7 +15,7 @@ MOST_KNOWN = 1 << 16
 
 
 def prefix_key(request: Mapping[str, Any]) -> str:
-    """Returns the text by which requests share prefixes: equal messages give equal beginnings."""
+    """Returns the text by which requests share prefixes: equal messages have equal beginnings."""
     prompt = request.get("prompt")
     return prompt if isinstance(prompt, str) else json.dumps(request.get("messages"), ensure_ascii=False)
 
