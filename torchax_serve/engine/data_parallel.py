@@ -93,11 +93,11 @@ class DataParallelEngines:
         return f"{len(self.engines)} replicas, each: {self.engines[0].description}"
 
     def submit(self, request: EngineRequest) -> RequestHandle:
-        """As `Engine.submit`."""
+        """Works as `Engine.submit`."""
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
-        """As `Engine.submit_all`; those of one engine enter together."""
+        """Works as `Engine.submit_all`; those of one engine enter together."""
         by_engine: dict[int, list[int]] = {}
         handles: dict[int, RequestHandle] = {}
         with self._lock:
@@ -123,7 +123,7 @@ class DataParallelEngines:
         return scheduler.num_running + scheduler.num_waiting
 
     def warm_up(self) -> None:
-        """As `Engine.warm_up`, one replica after the other."""
+        """Works as `Engine.warm_up`, one replica after the other."""
         for engine in self.engines:
             engine.warm_up()
 
@@ -132,7 +132,7 @@ class DataParallelEngines:
         return EngineStats.sum_of([engine.stats() for engine in self.engines])
 
     def can_hold(self, length: int) -> bool:
-        """As `Engine.can_hold`."""
+        """Works as `Engine.can_hold`."""
         return self.engines[0].can_hold(length)
 
     @property
@@ -164,6 +164,6 @@ class DataParallelEngines:
         return next((engine.close_reason for engine in self.engines if engine.close_reason is not None), None)
 
     def close(self, why: str = "close() was called") -> None:
-        """As `Engine.close`, for all."""
+        """Works as `Engine.close`, for all."""
         for engine in self.engines:
             engine.close(why)

@@ -221,7 +221,7 @@ class Engine:
 
     @property
     def max_encoder_len(self) -> int | None:
-        """Tokens that a request may give an encoder; None where the model has none."""
+        """Number of tokens that a request may send to an encoder; None if the model has none."""
         return self._runner.max_encoder_len
 
     @property

@@ -1,4 +1,4 @@
-"""Runs step plans on the device: page copies, the model, sampling; and reads their results."""
+"""Execution of step plans on the device: page copies, the model, sampling, result reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchax_serve.scheduler import PlanRow, StepPlan
 
 
 class ModelRunner:
-    """Runs plans with the executor of a model and a sampler.
+    """Runner of plans with the executor of a model and a sampler.
 
     `execute` returns at once with arrays that the device is still computing; `read` waits for them.
 
@@ -55,7 +55,7 @@ class ModelRunner:
 
     @property
     def max_encoder_len(self) -> int | None:
-        """Tokens that a request may give an encoder; None where the model has none."""
+        """Number of tokens that a request may send to an encoder; None if the model has none."""
         return self._executor.limits.max_encoder_len
 
     def validate(self, name: str, request: EngineRequest) -> None:
@@ -123,7 +123,7 @@ class ModelRunner:
         return jnp.take(logits, to_device(self._executor.padded_rows(ends - 1), np.int32), axis=0)
 
     def read(self, step: InFlightStep) -> np.ndarray:
-        """int[num_rows, num_steps], once the device has them."""
+        """Returns the sampled tokens, int[num_rows, num_steps], once the device has them."""
         if step.tokens is not None:
             return np.asarray(step.tokens)[: step.plan.num_steps, : len(step.plan.rows)].T
         columns = [np.asarray(sampled.tokens)[: len(step.plan.rows)] for sampled in step.sampled]

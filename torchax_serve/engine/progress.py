@@ -45,7 +45,7 @@ class ProgressClock:
         self._thread: threading.Thread | None = None
 
     def watch(self, thread: threading.Thread) -> None:
-        """Sets the thread whose life `is_alive` tells."""
+        """Sets the thread that `is_alive` observes."""
         self._thread = thread
 
     def moved(self) -> None:

@@ -69,7 +69,7 @@ class RequestHandle:
             return
 
     def put(self, new: RequestOutput | RowResult) -> None:
-        """Called by the engine's thread, which then has `wake` called in `loop`, if there is one.
+        """Stores an output on the engine's thread, which then has `loop` call `wake`, if set.
 
         An outcome stands for its tokens: most arrivals are nothing more, and it is the reader who makes them of it.
         """
@@ -109,7 +109,7 @@ class RequestHandle:
             yield self._take(self._arrivals.get())
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """As iteration, without blocking the event loop; leaving the loop early cancels the request."""
+        """Yields outputs without blocking the event loop; leaving early cancels the request."""
         self._process.check("a request")
         self.loop = loop = asyncio.get_running_loop()
         try:
