@@ -197,7 +197,7 @@ class ServedModel(BaseModel):
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' ``generate``: the same arguments, defaults and return types.
+        """Runs transformers' ``generate``: the same arguments, defaults and return types.
 
         The rows that an encoder-decoder class with its own ``generate`` prepares, such as Whisper's, run on the engine
         if they can, in a batch with requests of other threads; see `torchax_serve.generation.engine_rows`.
