@@ -78,7 +78,7 @@ class InFlightStep:
         plan: The step plan.
         sampled: Results of each step of the plan.
         tokens: int32[>= num_steps, S] of fused decode steps, in place of `sampled`.
-        prompt: Log-probabilities of all prompt tokens of the step; None if nobody asked.
+        prompt: Log-probabilities of all prompt tokens of the step; None if not requested.
         failures: Errors by slot, each of one request.
     """
 
@@ -90,7 +90,7 @@ class InFlightStep:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether any row's log-probabilities were asked for."""
+        """Whether log-probabilities of any row were requested."""
         return any(sampled.logprobs is not None for sampled in self.sampled)
 
 
