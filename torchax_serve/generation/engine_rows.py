@@ -152,7 +152,7 @@ class _RowOutputs:
         return None if self._output is None else encoder_outputs_by_row(self._encoder, self._output)
 
     def lens(self) -> list[int] | None:
-        """Number of positions of each row's output."""
+        """Returns the number of positions of each row's output."""
         return None if self.rows is None else [row.shape[1] for row in self.rows]
 
 

@@ -76,7 +76,7 @@ class CallSteps(Generic[T]):
         self.error: BaseException | None = None
 
     def prefill(self) -> jax.Array:
-        """As `SequenceSteps.prefill`; always raises SequenceEnded, or what the call raises."""
+        """Implements `SequenceSteps.prefill`; always raises SequenceEnded, or what the call raises."""
         try:
             self.results.append(self._call(self._watch))
         except SequenceEnded:
@@ -87,11 +87,11 @@ class CallSteps(Generic[T]):
         raise SequenceEnded("stop")
 
     def decode(self, last_tokens: jax.Array) -> jax.Array:
-        """As `SequenceSteps.decode`: there is no second step."""
+        """Implements `SequenceSteps.decode`: there is no second step."""
         raise SequenceEnded("stop")
 
     def cancel(self) -> None:
-        """As `SequenceSteps.cancel`."""
+        """Implements `SequenceSteps.cancel`."""
         self._watch.cancelled.set()
 
     def close(self) -> None:

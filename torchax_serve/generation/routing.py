@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Path(enum.Enum):
-    """How a call runs."""
+    """Execution path of a call."""
 
     ENGINE = "engine"
     """On the engine, in a batch with requests of other callers."""
@@ -50,7 +50,7 @@ class Route:
 
 @dataclasses.dataclass(frozen=True)
 class ModelCapabilities:
-    """What a model can do, as far as it decides how its calls run.
+    """Capabilities of a model that decide how its calls run.
 
     Attributes:
         unbatchable_reason: Why each token must come from a call of the model object itself, such as a forward hook.
@@ -83,7 +83,7 @@ class ModelCapabilities:
 
 @dataclasses.dataclass(frozen=True)
 class EngineFacts:
-    """What an engine has room for.
+    """Limits of an engine.
 
     Attributes:
         unsupported_reason: Why the model has no engine; None if it has one.

@@ -168,7 +168,7 @@ def _as_tensors(arrays: list[jax.Array]) -> tuple[torch.Tensor, ...]:
 
 
 def _on_host(token: jax.Array) -> torch.Tensor:
-    """int64[batch]; waits for the step that made it."""
+    """Returns int64[batch]; waits for the step that made it."""
     values = np.asarray(token).astype(np.int64)
     if (values == INVALID_TOKEN).any():
         row = int((values == INVALID_TOKEN).argmax())
