@@ -37,12 +37,12 @@ class CacheLayout:
 
     @property
     def pages(self) -> tuple[PagedLayerSpec, ...]:
-        """The leaves that are kept in pages."""
+        """Leaves that are stored in pages."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, PagedLayerSpec))
 
     @property
     def rows(self) -> tuple[SlotStateSpec, ...]:
-        """The leaves that are kept by slot."""
+        """Leaves that are stored by slot."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, SlotStateSpec))
 
     def merge(self, pages: Leaves, rows: Leaves) -> Leaves:
