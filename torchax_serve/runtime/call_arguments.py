@@ -53,7 +53,7 @@ def on_host(name: str, value: Any) -> Any:
 
 
 def all_on_host(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, each as `on_host` gives it."""
+    """Returns arguments by name, each as `on_host` converts it."""
     return {name: on_host(name, value) for name, value in given.items()}
 
 

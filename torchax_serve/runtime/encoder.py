@@ -35,7 +35,7 @@ Runtime = TypeVar("Runtime", bound=SubmoduleRuntime)
 
 
 class EncoderRuntime(Generic[Runtime]):
-    """The encoder beside a decoder.
+    """Encoder of an encoder-decoder model.
 
     Args:
         program: program of the model that has both.

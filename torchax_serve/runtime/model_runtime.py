@@ -154,7 +154,7 @@ class ModelRuntime:
 
     @functools.cached_property
     def encoder(self) -> EncoderRuntime[ModelRuntime] | None:
-        """The encoder beside the decoder; None where there is none among the model's parts."""
+        """Encoder among the model's parts, next to the decoder; None if there is none."""
         return None if self._encoder is None else EncoderRuntime(self.program, self.submodule(self._encoder))
 
     def submodule(self, name: str) -> ModelRuntime:
