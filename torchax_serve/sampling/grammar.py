@@ -79,7 +79,7 @@ class GrammarMasks:
         self._num_consumed = 0
 
     def fill(self, words: np.ndarray, output_ids: Sequence[int]) -> None:
-        """As `TokenMasks.fill`.
+        """Implements `TokenMasks.fill`.
 
         Raises:
             ValueError: The grammar allows no token, or takes too much work.
