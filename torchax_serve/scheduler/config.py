@@ -37,13 +37,13 @@ class CacheGroup:
         check_int(f"group {self.name!r}: num_pages", self.num_pages, 2, "page 0 is the null page and holds no tokens")
 
     def first_live_page(self, num_computed: int, page_size: int) -> int:
-        """Index of the first page that a query at position `num_computed` or later can still see."""
+        """Returns the index of the first page that a query at `num_computed` or later can see."""
         if self.window is None:
             return 0
         return max(0, num_computed - self.window + 1) // page_size
 
     def last_use(self, page: int, page_size: int) -> float:
-        """Computed tokens with which no later query sees the page of that index any more."""
+        """Returns the number of computed tokens from which on no query sees the page `index`."""
         return math.inf if self.window is None else (page + 1) * page_size + self.window - 1
 
     def most_pages(self, length: int, page_size: int) -> int:

@@ -34,7 +34,7 @@ class SequencePages:
     node: PrefixNode | None = None  # the last of those; None: the sequence shares nothing
 
     def pages_missing(self, config: SchedulerConfig, length: int) -> list[int]:
-        """By group, pages still needed to come to `length` tokens one by one."""
+        """Returns, by group, the pages still needed to reach `length` tokens one by one."""
         grown = -(-length // config.page_size) - self.num_pages
         return [
             min(grown, max(1, group.most_pages(length, config.page_size) - self.num_pages + first))
@@ -70,12 +70,12 @@ class PageAllocator:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that `allocate_slot` and `fork` can give."""
+        """Number of slots that `allocate_slot` and `fork` can allocate."""
         return len(self._free_slots)
 
     @property
     def num_available(self) -> float:
-        """Pages that every group can give; without end where there is no group."""
+        """Number of pages that every group can allocate; infinite if there is no group."""
         return min((pool.num_available for pool in self._pools), default=math.inf)
 
     def match_prefix(self, tokens: list[int], salt: str, shares: bool) -> PrefixMatch:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError
 
 NULL_PAGE = 0
-"""Where padding rows write. Never handed out."""
+"""Where padding rows write. Never allocated."""
 
 
 def check_equal(what: str, expected: object, got: object) -> None:
@@ -24,8 +24,8 @@ def check_equal(what: str, expected: object, got: object) -> None:
 class PagePool:
     """Reference counts over pages ``1 .. num_pages - 1``, with least-recently-used eviction.
 
-    A page is in one of three states: *used* (one reference or more), *idle* (no reference, but it remembers a prefix
-    and may be used again), *free*. `allocate` takes free pages first, then the page that has been idle longest.
+    A page is in one of three states: *used* (one reference or more), *idle* (no reference, but a prefix that
+    may be used again), *free*. `allocate` takes free pages first, then the page that has been idle longest.
     As in vLLM, pages of a finished sequence are given back last page first, so that of a chain the end goes first.
     """
 
@@ -44,12 +44,12 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can give: free and idle ones."""
+        """Number of pages that `allocate` can return: free and idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_cached(self) -> int:
-        """Pages with no reference that remember a prefix."""
+        """Number of pages with a prefix and no reference."""
         return len(self._idle)
 
     def num_refs(self, page: int) -> int:
@@ -75,7 +75,7 @@ class PagePool:
         return page
 
     def allocate_all(self, num_pages: int) -> list[int]:
-        """So many pages, as `allocate` gives them one by one.
+        """Allocates `num_pages` pages, as `allocate` does one by one.
 
         Raises:
             OutOfMemoryError: there are fewer; none is taken.
@@ -121,14 +121,14 @@ class PagePool:
         """Assigns `prefix` to a used page; `on_evict` receives the prefix when the page is reused.
 
         Raises:
-            InvalidArgumentError: the page is not in use, or remembers a prefix already.
+            InvalidArgumentError: the page is not in use, or has a prefix already.
         """
         if not self._num_refs[page] or page in self._prefix_of:
             raise InvalidArgumentError(f"expected a used page without a prefix, got page {page}; allocate another")
         self._prefix_of[page] = prefix
 
     def forget_all(self) -> None:
-        """Evicts every idle page and lets used ones forget their prefix."""
+        """Evicts every idle page and removes the prefixes of used ones."""
         for page, prefix in self._prefix_of.items():
             self._on_evict(page, prefix)
         self._prefix_of.clear()

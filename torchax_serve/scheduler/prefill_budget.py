@@ -18,7 +18,7 @@ class PrefillBudget:
     """A budget of seconds that prefill may take from running requests.
 
     A step without prefill takes ``d`` seconds (a running median for each power of two of decode rows, as steps are
-    padded); a prompt token beside decode rows takes ``c`` more (a running median). Every step with decode rows earns
+    padded); a prompt token in a step with decode rows takes ``c`` more (a running median). Every step with decode rows earns
     nearly ``(max_slowdown - 1) * d`` seconds of credit, prefill spends ``c`` a token, and what a step really took is
     charged when it is known. So the mean time per token stays within `max_slowdown` times ``d`` even where the shortest
     chunk takes longer than ``d``: it waits for a few steps, and then always comes. Credit is capped at what a step
@@ -41,7 +41,7 @@ class PrefillBudget:
         return (num_decode - 1).bit_length()
 
     def decode_step_s(self, num_decode: int) -> float | None:
-        """Expected seconds of a step of `num_decode` decode rows only; None before any was seen.
+        """Returns the expected seconds of a step of `num_decode` decode rows only; None if unknown.
 
         Where steps of this size have not been seen, those of the next smaller size stand in, else the next larger.
         """

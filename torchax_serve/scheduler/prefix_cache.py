@@ -14,7 +14,10 @@ PageHash = Callable[[int, tuple[int, ...], str], int]
 
 
 def page_hash(parent_hash: int, tokens: tuple[int, ...], salt: str) -> int:
-    """Hash of a chain of pages: of the chain before, the last page's tokens, and the salt."""
+    """Returns the hash of a chain of pages.
+
+    It covers the chain before, the last page's tokens, and the salt.
+    """
     return hash((parent_hash, tokens, salt))
 
 

@@ -175,7 +175,7 @@ class RequestQueues:
                 self.finish_outside_step(state, "deadline")
 
     def finish_outside_step(self, state: RequestState, reason: FinishReason) -> None:
-        """Ends a live request outside of a commit and keeps its outcome until it is asked for."""
+        """Ends a live request outside of a commit; its result is stored for `pop_finished`."""
         self.finish(state, reason)
         self.ended.append(RowResult(state.request.request_id, None, (), reason))
 

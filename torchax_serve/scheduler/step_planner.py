@@ -292,7 +292,10 @@ class StepPlanner:
         return parent if can_share else None
 
     def _open(self, draft: _PlanBuilder, state: RequestState, parent: RequestState | None) -> SequencePages | None:
-        """Allocates a slot and pages for `state` if enough remain for the prompts of running requests."""
+        """Allocates a slot and pages for `state`, or None.
+
+        Enough pages must remain for the prompts of running requests.
+        """
         num_running = len(self._queues.running)
         spare = [num + num_running for num in draft.outstanding]  # a page for each, or the next step would preempt
         if not self._allocator.has_pages(spare):
