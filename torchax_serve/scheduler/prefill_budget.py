@@ -18,11 +18,11 @@ class PrefillBudget:
     """A budget of seconds that prefill may take from running requests.
 
     A step without prefill takes ``d`` seconds (a running median for each power of two of decode rows, as steps are
-    padded); a prompt token in a step with decode rows takes ``c`` more (a running median). Every step with decode rows earns
-    nearly ``(max_slowdown - 1) * d`` seconds of credit, prefill spends ``c`` a token, and what a step really took is
-    charged when it is known. So the mean time per token stays within `max_slowdown` times ``d`` even where the shortest
-    chunk takes longer than ``d``: it waits for a few steps, and then always comes. Credit is capped at what a step
-    earns, or what the shortest chunk costs if that is more, so that a quiet time buys no burst.
+    padded); a prompt token in a step with decode rows takes ``c`` more (a running median). Every step with decode
+    rows earns nearly ``(max_slowdown - 1) * d`` seconds of credit, prefill spends ``c`` a token, and what a step really
+    took is charged when it is known. So the mean time per token stays within `max_slowdown` times ``d`` even where the
+    shortest chunk takes longer than ``d``: it waits for a few steps, and then always comes. Credit is capped at what a
+    step earns, or what the shortest chunk costs if that is more, so that an idle time buys no burst.
 
     The budget is a token bucket; limiting prefill in steps with decode rows is Sarathi-Serve's (Agrawal et al., 2024).
     """
