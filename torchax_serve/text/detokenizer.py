@@ -160,7 +160,7 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
 def _decoder_types(tokenizer: Any) -> frozenset[str]:
     """Returns the names of the `tokenizers` decoders of `tokenizer`.
 
-    None for a tokenizer written in Python. A ``Strip`` that strips the end counts as ``StripEnd``.
+    The set is empty for a tokenizer written in Python. A ``Strip`` that strips the end counts as ``StripEnd``.
     """
     if not getattr(tokenizer, "is_fast", False) or tokenizer.backend_tokenizer.decoder is None:
         return frozenset()
