@@ -22,6 +22,8 @@ from transformers import (
 )
 
 from model_adapters.errors import CheckpointError, UnsupportedModelError
+from model_adapters.loading.formats.gguf_file import GgufFile
+from model_adapters.loading.formats.gguf_model import tokenizer_of
 from model_adapters.loading.memory import PeakMemory
 from model_adapters.loading.model_class import require_causal_module
 from model_adapters.loading.model_source import ModelSource
@@ -142,6 +144,8 @@ class LoadedModel:
             ) from error
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        if self.source.gguf is not None:
+            return tokenizer_of(GgufFile.read(self.source.gguf))
         folder = self.files_folder
         if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             return None

@@ -24,12 +24,13 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.loading import random_weights as random_init
-from model_adapters.loading.checkpoint import Checkpoint, weight_files
 from model_adapters.loading.custom_generate import attach_own_generate
 from model_adapters.loading.file_names import CONFIG
+from model_adapters.loading.formats.placement import StoredWeights
 from model_adapters.loading.loaded_model import LoadedModel, numpy_dtype, report_of
 from model_adapters.loading.memory import PeakMemory, check_fits
-from model_adapters.loading.model_class import find_class, load_config, module_of, torch_dtype_of
+from model_adapters.loading.model_class import find_class, module_of, torch_dtype_of
+from model_adapters.loading.model_files import AnyCheckpoint, ModelFiles, dense_note
 from model_adapters.loading.model_source import ModelSource, resolve
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.shared_weights import share_weights, without_adapters
@@ -60,26 +61,25 @@ def load_model(
     mesh: Mesh | None = None,
     refuse_uneven: bool = False,
     quantization: Any = None,
+    requantize: bool = False,
 ) -> LoadedModel:
     """Loads a model of any architecture that transformers has: module on the meta device, weights as JAX arrays.
 
     Args:
-        model: What `resolve` accepts, or a `PreTrainedModel` in main memory, which is put into eval mode and shares its
-            tensors. A ``PeftModel`` with adapters means the model inside.
+        model: What `resolve` accepts, or a `PreTrainedModel` in main memory (also in a ``PeftModel``), to share.
         revision, token, local_files_only, cache_dir: See `resolve`.
-        dtype: Of floating-point weights; "auto": as the configuration says, else as the files. Buffers, and weights
-            that the architecture keeps in float32, keep theirs.
+        dtype: Of floating-point weights; "auto": as the configuration or the files. What the architecture keeps in
+            float32 stays so.
         trust_remote_code: Run the Python code of the repository.
         allow_pickle: Load tensors (nothing else) from pickle files where there is no safetensors file.
         strict: Raise for tensors that the class has no place for, and for a missing head; else one line is logged.
         progress: Shown for download and load.
-        random_weights, seed: Read no checkpoint: take the configuration (folder, hub id or JSON file) and draw the
-            weights from the architecture's own initial distributions.
-        device_put: Places each array, e.g. ``lambda name, x: jax.device_put(x, sharding_of(name))``; gets a numpy array
-            (a jax.Array for random weights). Default: the default device, on the CPU without a copy.
+        random_weights, seed: Read the configuration alone; draw weights from the architecture's own distributions.
+        device_put: Places each array, a numpy array or a jax.Array: ``lambda name, x: jax.device_put(x, place(name))``.
         mesh: Devices that share the weights by the model's sharding rules. Not together with `device_put`.
         refuse_uneven: With `mesh`, raise for sizes that would have to be padded with zeros.
-        quantization: Which weights are quantized while they are read: what `parse_rules` accepts.
+        quantization: What `parse_rules` accepts: weights that become so; "none": those of quantized files become dense.
+        requantize: Let `quantization` round weights again that are quantized in the files.
 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError, InvalidArgumentError, OutOfMemoryError: in one line.
@@ -99,6 +99,7 @@ def load_model(
         )
     with _memory_running_out(source.name):
         builder = _Builder(source, torch_dtype, trust_remote_code, device_put, mesh, refuse_uneven, rules)
+        builder.makes_dense = builder.files.is_made_dense(quantization, requantize)
         if random_weights:
             return builder.with_random_weights(seed, shown)
         return builder.from_checkpoint(allow_pickle, strict, shown)
@@ -157,13 +158,13 @@ class _Builder:
         self._source, self._trust = source, trust_remote_code
         self._device_put, self._mesh, self._refuse_uneven = device_put, mesh, refuse_uneven
         self._sharding: ModelSharding | None = None
-        self._rules = rules
+        self._rules, self.makes_dense = rules, False
         self._selection: Selection | None = None
         self._allow_pickle = False
         self._match: TensorMatch | None = None
         self._peak, self._start = PeakMemory(), time.perf_counter()
-        file = source.path if source.kind == "config" else source.path / CONFIG
-        config = load_config(file, trust_remote_code=trust_remote_code)
+        self.files = ModelFiles.of(source, trust_remote_code=trust_remote_code)
+        config = self.files.config
         self._class, self._config = find_class(config, folder=source.folder, trust_remote_code=trust_remote_code)
         said: Any = config.dtype or self._config.dtype
         self._dtype: torch.dtype | None = dtype if dtype is not None else said
@@ -171,26 +172,20 @@ class _Builder:
     def _placement(self) -> DevicePlacement:
         """Returns where the arrays go; lays the class out on the mesh, if there is one."""
         if self._mesh is None and self._rules is None:
-            return DevicePlacement(self._device_put)
+            return DevicePlacement(self._device_put, stored=StoredWeights(None, self.makes_dense))
         empty = module_of(self._class, self._config, self._dtype or torch.float32)
         if self._mesh is not None:
             self._sharding = ModelSharding.of(empty, self._mesh, refuse_uneven=self._refuse_uneven)
         self._selection = None if self._rules is None else Selection.of(empty, self._rules)
         quantizer = None if self._selection is None else WeightQuantizer(self._selection, self._sharding)
-        return DevicePlacement(None if self._sharding is None else self._sharding.put, quantizer)
+        put = None if self._sharding is None else self._sharding.put
+        return DevicePlacement(put, quantizer, stored=StoredWeights(self._sharding, self.makes_dense))
 
     def from_checkpoint(self, allow_pickle: bool, strict: bool, progress: Progress) -> LoadedModel:
         """Returns the model with the weights of the files."""
         assert self._source.path is not None
         self._allow_pickle = allow_pickle
-        checkpoint = Checkpoint.of(
-            weight_files(
-                self._source.path,
-                explicit=getattr(self._config, "transformers_weights", None),
-                extra=getattr(type(self._config), "extra_files", ()),
-                allow_pickle=allow_pickle,
-            )
-        )
+        checkpoint = self.files.checkpoint(self._class, self._config, allow_pickle=allow_pickle)
         dtype = self._checked(self._dtype or checkpoint.dtype or torch.float32)
         self._check_fits(list(checkpoint.sizes_in(dtype).values()), dtype)
         module, place, sink = self._read(checkpoint, dtype, strict, progress)
@@ -200,10 +195,12 @@ class _Builder:
         if note := self._match.note(self._source.name, type(module).__name__):
             logger.warning("%s", note)
         self._match.log_names()
+        if note := dense_note(checkpoint):
+            logger.warning("%s: %s", self._source.name, note)
         return loaded
 
     def _read(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, strict: bool, progress: Progress
+        self, checkpoint: AnyCheckpoint, dtype: torch.dtype, strict: bool, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         """Returns the largest module whose tensors are all in the files: that of the class, or a part of it.
 
@@ -232,7 +229,7 @@ class _Builder:
         raise first.error(self._source.name)
 
     def _read_class(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
+        self, checkpoint: AnyCheckpoint, dtype: torch.dtype, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         place = self._placement()
         sink = WeightSink(place, self._peak)
@@ -309,7 +306,9 @@ class _Builder:
         self, module: PreTrainedModel, weights: dict[str, Weight], dtype: torch.dtype, checkpoint_bytes: int | None
     ) -> LoadedModel:
         folder = self._source.folder
-        module.config.name_or_path = module.name_or_path = str(self._source.hub_id or self._source.path)
+        module.config.name_or_path = module.name_or_path = str(
+            self._source.hub_id or self._source.gguf or self._source.path
+        )
         if module.can_generate() and folder is not None:
             module.generation_config = _generation_config(folder, module)
             if self._trust:

@@ -28,6 +28,9 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from model_adapters.bridge.host_arrays import to_jax_zero_copy, to_numpy
 from model_adapters.bridge.views import to_jax_array
+from model_adapters.errors import UnsupportedArgumentError
+from model_adapters.loading.formats.placement import StoredWeights
+from model_adapters.loading.formats.quantized_tensor import QuantizedTensor
 from model_adapters.loading.memory import PeakMemory, give_back_freed
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.quantization.loading import WeightQuantizer
@@ -46,14 +49,27 @@ class DevicePlacement:
     Args:
         device_put: Places each array; None is the default device.
         quantizer: Quantizes some of them, on the default device.
+        stored: Places weights that are quantized in the checkpoint.
     """
 
-    def __init__(self, device_put: DevicePut | None, quantizer: WeightQuantizer | None = None) -> None:
+    def __init__(
+        self,
+        device_put: DevicePut | None,
+        quantizer: WeightQuantizer | None = None,
+        *,
+        stored: StoredWeights | None = None,
+    ) -> None:
         self._device_put, self._quantizer = device_put, quantizer
+        self._stored = StoredWeights() if stored is None else stored
         self._in_flight: deque[jax.Array] = deque()
 
     def __call__(self, name: str, tensor: torch.Tensor) -> Weight:
         """The JAX array of a CPU tensor; on the CPU backend the very memory where that can be."""
+        if isinstance(tensor, QuantizedTensor):
+            requantized = self._quantizer is not None and self._quantizer.takes(name)
+            if not requantized and self._stored.takes(name, tensor):
+                return self._as_stored(name, tensor)
+            tensor = tensor.parts.dense(tensor.dtype)
         if self._quantizer is not None and self._quantizer.takes(name):
             return self._quantizer(name, to_jax_array(tensor))
         if self._device_put is None and jax.default_backend() == "cpu":
@@ -66,6 +82,14 @@ class DevicePlacement:
         if self._quantizer is not None and self._quantizer.takes(name):
             return self._quantizer(name, array)
         return array if self._device_put is None else self._bounded(self._device_put(name, array))
+
+    def _as_stored(self, name: str, tensor: QuantizedTensor) -> Weight:
+        if self._device_put is not None and self._stored.sharding is None:
+            raise UnsupportedArgumentError(
+                f"{name} is quantized in the checkpoint; expected no device_put, got one: leave it out, or "
+                "pass quantization='none' for dense weights"
+            )
+        return self._stored(name, tensor)
 
     def _bounded(self, array: jax.Array) -> jax.Array:
         self._in_flight.append(array)

@@ -42,6 +42,7 @@ class Scheme:
         matrix: Sizes ``(out, in)``, where the layout pads them; None in the plain layout.
         zero: What the "cpu" layout has added to numbers of 4 bits.
         act_scale: Scale of the activations if a checkpoint fixes it; None computes one for each row.
+        table: The 16 numbers that values of 4 bits are indices of (nf4, fp4); None: values are numbers.
     """
 
     bits: int
@@ -55,6 +56,7 @@ class Scheme:
     matrix: tuple[int, int] | None = None
     zero: int = 8
     act_scale: float | None = None
+    table: tuple[float, ...] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -189,6 +191,10 @@ def _over_columns(by_group: jax.Array, group: int, num_columns: int) -> jax.Arra
     return jnp.repeat(by_group, group, axis=-1, total_repeat_length=by_group.shape[-1] * group)[..., :num_columns]
 
 
+def _looked_up(values: jax.Array, scheme: Scheme) -> jax.Array:
+    return values if scheme.table is None else jnp.asarray(scheme.table, jnp.float32)[values.astype(jnp.int32)]
+
+
 def _rows_of(values: jax.Array, scale: jax.Array, offset: jax.Array | None, group: int) -> jax.Array:
     """Returns float32[..., in] of stored rows, their columns in the stored order."""
     num_columns = values.shape[-1]
@@ -203,14 +209,14 @@ def _in_model_order(rows: jax.Array, columns: jax.Array | None) -> jax.Array:
 def dequantize(weight: QuantizedWeight, dtype: Any = None) -> jax.Array:
     """Returns the dense matrix ``[..., out, in]`` in `dtype`, by default that of the weight; computed in float32."""
     weight = weight.plain()
-    dense = _rows_of(weight.values, weight.scale, weight.offset, weight.scheme.group)
+    dense = _rows_of(_looked_up(weight.values, weight.scheme), weight.scale, weight.offset, weight.scheme.group)
     return _in_model_order(dense, weight.columns).astype(weight.dtype if dtype is None else dtype)
 
 
 def take_rows(weight: QuantizedWeight, indices: jax.Array, dtype: Any = None) -> jax.Array:
     """Returns rows int[...] -> ``[..., in]`` of a matrix [out, in], as a lookup in an embedding table reads them."""
     values, scale, offset = _parts_of_rows(weight, indices)
-    rows = _rows_of(values, scale, offset, weight.scheme.group)
+    rows = _rows_of(_looked_up(values, weight.scheme), scale, offset, weight.scheme.group)
     return _in_model_order(rows, weight.columns).astype(weight.dtype if dtype is None else dtype)
 
 

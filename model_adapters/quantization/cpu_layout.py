@@ -24,6 +24,8 @@ def unsupported_reason(weight: QuantizedWeight) -> str | None:
         return "it is not in the plain layout, for a CPU"
     if not jnp.issubdtype(weight.values.dtype, jnp.integer):
         return f"its values are {weight.values.dtype}; the kernel has integers"
+    if scheme.table is not None:
+        return "its values are indices of a table"
     if scheme.act_dtype not in ("none", "int8") or scheme.act_scale is not None:
         return "its activations are rounded in a way that the kernel has not"
     for group in (scheme.group, scheme.act_group or scheme.group):
