@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torchax_serve.cli.shared.command import Command
+from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 
@@ -138,6 +139,7 @@ def serve(
     """
     from torchax_serve.server import require_packages
 
+    end_if_explained(model, load)
     require_packages()
     check_model(model, load.revision)
     options = _server_options(address, access, limits, life)
