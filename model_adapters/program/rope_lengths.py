@@ -24,7 +24,10 @@ class RopeLengths:
     recompute_len: int | None = None
 
     def regime(self, length: int) -> str:
-        """Returns a name for the frequencies of a prompt of `length` tokens; prompts with one name may share keys."""
+        """Returns a name for the frequencies of a prompt of `length` tokens.
+
+        Prompts with the same name may share keys.
+        """
         if length <= self.border:
             return ""
         return "long" if self.has_one_long else str(length)
