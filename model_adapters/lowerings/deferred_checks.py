@@ -1,4 +1,6 @@
-"""What model code checks of its inputs' values: in a trace there are none, so the program answers afterwards.
+"""Checks by model code of its inputs' values, deferred to the end of the program.
+
+In a trace there are no values, so the program returns the results of the checks.
 
 Models for images check that a prompt has a placeholder token for every feature of its images. transformers writes such
 checks as ``torch._check_tensor_all``, and counts by ``embeddings[mask].numel()``, whose shape a trace cannot know.
@@ -42,7 +44,10 @@ def _is_all_true(x: jax.Array) -> jax.Array:
 
 
 class TracedAssertValue:
-    """A number of unknown value in an ``assert`` of model code: what it is compared with becomes a condition."""
+    """A number of unknown value in an ``assert`` of model code.
+
+    Its comparison with another number becomes a condition.
+    """
 
     def __init__(self, value: jax.Array) -> None:
         self._value = value
@@ -79,10 +84,11 @@ def _item(theirs: Any) -> Any:
 
 
 class TracedMaskSelection(TorchTensor):
-    """``tensor[mask]`` with a mask of unknown values: it can be counted, and computed with if it turns out to be all.
+    """``tensor[mask]`` with a mask of unknown values.
 
+    Its elements can be counted. It can also be computed with, on the condition that the mask selects all elements.
     Models that leave out images of nothing but padding select so; a program of fixed shapes is made for images that all
-    count, and answers whether they did.
+    count, and returns whether they did.
     """
 
     @staticmethod

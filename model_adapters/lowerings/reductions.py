@@ -19,7 +19,10 @@ def _jax_dtype(dtype: Any) -> Any:
 
 
 def _is_last(dim: Any, x: jax.Array) -> bool:
-    """Tells whether `dim`, a number or a sequence, is only the last of two or more dimensions of floats."""
+    """Tells whether `dim` is only the last of two or more dimensions of a float array.
+
+    `dim` is a number or a sequence.
+    """
     dims = dim if isinstance(dim, Sequence) else (dim,)
     return x.ndim > 1 and len(dims) == 1 and dims[0] in (-1, x.ndim - 1) and jnp.issubdtype(x.dtype, jnp.floating)
 
@@ -52,7 +55,10 @@ def _with_kept_dim(x: jax.Array, keepdim: bool) -> jax.Array:
 
 
 def _softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
-    """``torch.softmax``; the third argument is a dtype, or for the inner operator whether half becomes float."""
+    """Computes ``torch.softmax``.
+
+    The third argument is a dtype; for the inner operator it is a bool: whether half becomes float.
+    """
     if dtype is True:
         x = x.astype(jnp.float32)
     elif dtype is not None and dtype is not False:

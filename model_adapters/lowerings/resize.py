@@ -1,4 +1,4 @@
-"""Resampling of images, which models do to the positions that they have learned for another size.
+"""Resampling of images, which models apply to positions learned for another size.
 
 Each method is linear in the pixels and works on rows and columns separately, so it is two products with matrices. The
 matrices are what torch makes of the unit vectors.

@@ -22,7 +22,10 @@ from model_adapters.lowerings import constant_folding
 
 
 def _mend_copy() -> None:
-    """``tensor.copy_(view)``: torchax 0.0.13 reads the view's array under a name that only tensors have."""
+    """Fixes ``tensor.copy_(view)``.
+
+    torchax 0.0.13 reads the array of the view under an attribute that only tensors have.
+    """
     theirs = get_lowering(torch.ops.aten.copy_)
 
     def copy(x: torch.Tensor, y: torch.Tensor, memory_format: Any = None, env: Any = None) -> torch.Tensor:
@@ -54,7 +57,10 @@ def _stay_on_device() -> None:
 
 
 def _write_through_views() -> None:
-    """``x[1:].masked_fill_(…)``: what torchax 0.0.13 decomposes writes into a copy of the view, and is lost."""
+    """Fixes in-place operators on views, such as ``x[1:].masked_fill_(…)``.
+
+    If torchax 0.0.13 decomposes such an operator, it writes into a copy of the view, and the result is lost.
+    """
     env = default_env()
     theirs = env.dispatch
 
