@@ -1,4 +1,7 @@
-"""Where the hub's downloads lie, and which models have a folder there; found without importing huggingface_hub."""
+"""The location of the hub's downloads, and the models that have a folder there.
+
+It is determined without importing huggingface_hub.
+"""
 
 from __future__ import annotations
 

@@ -39,14 +39,20 @@ def _cgroup_free_bytes(root: Path) -> int | None:
 
 
 def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns free bytes of main memory for this process: of the machine, or of its container if less."""
+    """Returns the free bytes of main memory for this process.
+
+    They are those of the machine, or of its container if less.
+    """
     free = psutil.virtual_memory().available
     allowed = _cgroup_free_bytes(cgroup_root)
     return free if allowed is None else min(free, allowed)
 
 
 def free_device_bytes(device: jax.Device) -> int | None:
-    """Returns bytes free on an accelerator; None where its runtime does not tell (and on the CPU)."""
+    """Returns the free bytes of an accelerator.
+
+    None if its runtime does not report them, and for the CPU.
+    """
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return None
@@ -78,7 +84,10 @@ def check_fits(weights_bytes: int, largest_bytes: int, *, what: str, device: jax
 
 
 class PeakMemory:
-    """Growth of this process's resident memory since it was made; `sample()` where it is likely to be high."""
+    """Growth of this process's resident memory since construction.
+
+    `sample()` is to be called where memory is likely to be high.
+    """
 
     def __init__(self) -> None:
         self._process = psutil.Process()

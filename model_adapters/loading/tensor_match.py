@@ -1,4 +1,6 @@
-"""Compares the tensors of a checkpoint with those of its class, by transformers' own report of a load.
+"""Comparison of a checkpoint's tensors with those of its class.
+
+It uses transformers' own report of a load.
 
 transformers loads what fits, draws at random what is missing and logs both. Here nothing is drawn: what is missing is
 an error, or belongs to a part that the model can be without. What the class has no place for is left unused, as there;
@@ -89,7 +91,7 @@ class TensorMatch:
 
 
 def without_missing_parts(module: PreTrainedModel, missing: tuple[str, ...]) -> PreTrainedModel | None:
-    """Returns `module`, or what lies under its head, without the parts whose tensors are missing.
+    """Returns `module` or its base model, without the parts whose tensors are missing.
 
     Hidden states of tokens need neither a head nor a pooler after the last layer. None if more is missing.
     """
@@ -106,7 +108,10 @@ def without_missing_parts(module: PreTrainedModel, missing: tuple[str, ...]) -> 
 
 
 def smaller_classes(model_class: type[PreTrainedModel], model_type: str) -> list[type[PreTrainedModel]]:
-    """Yields classes of the same architecture with fewer tensors: without the head, and the encoder only."""
+    """Returns classes of the same architecture with fewer tensors.
+
+    They are the one without the head, and the one with the encoder only.
+    """
     base = modeling_auto.MODEL_MAPPING_NAMES.get(model_type)
     names = [base if isinstance(base, str) else None]
     names += [f"{names[0].removesuffix('Model')}EncoderModel"] if names[0] else []
