@@ -1,4 +1,4 @@
-"""The experts of a layer on a mesh: each device computes its share, and one sum adds the results.
+"""The experts of a layer on a mesh: each device computes a share, and one sum adds them.
 
 transformers' own function runs on each device (`grouped_mm_experts_forward`), with the module holding that device's
 part of its tensors: complete experts, or some hidden units of every expert, or both. Tokens of experts on other devices
