@@ -42,14 +42,16 @@ ENCODER_DECODER = CallSignature(
 
 
 def signature_of(config: Any, parameters: Collection[str]) -> CallSignature:
-    """Returns the names that a forward with `parameters` has for what it decodes."""
+    """Returns the names that a forward with `parameters` has for the decoder's tokens."""
     has_encoder = bool(getattr(config, "is_encoder_decoder", False)) and ENCODER_DECODER.ids in parameters
     return ENCODER_DECODER if has_encoder else DECODER_ONLY
 
 
 OLDER_CACHE_NAMES = ("past_key_values", "cache_params")
 CACHE_NAMES = ("cache", *OLDER_CACHE_NAMES) if "cache" in ALL_CACHE_NAMES else OLDER_CACHE_NAMES
-"""What forwards and outputs call the cache; where transformers calls it ``cache``, code of others may not yet."""
+"""Names of the cache in forwards and outputs.
+
+Where transformers has the name ``cache``, code of others may still have an older one."""
 
 
 def cache_name_of(names: Collection[str]) -> str | None:
@@ -80,8 +82,8 @@ def generate_cache_name(cache_name: str | None) -> str | None:
 def with_cache_named(given: dict[str, Any], cache_name: str | None) -> dict[str, Any]:
     """Returns `given`, arguments of a forward by name, with the cache under `cache_name`.
 
-    Where transformers still takes the names that it has given up, they are taken here, too, with its FutureWarning.
-    Where both are given the new one counts, as there.
+    Where transformers still accepts deprecated names, they are accepted here, too, with its FutureWarning. If both
+    are given, the new one counts, as in transformers.
     """
     other = cache_name_of([name for name in given if name != cache_name])
     if cache_name is None or other is None or "cache" not in CACHE_NAMES:

@@ -141,7 +141,7 @@ class ModelProgram:
             states: Cache layers (`DeviceCache.states`), or None for a forward without a cache.
             offset: int32[], number of tokens already stored in the cache.
             inputs: Arrays by the forward's argument names. ``starts`` int32[batch] is the number of tokens of left
-                padding, of which the attention mask is made. With ``last`` int32[], only the logits of that position
+                padding, from which the attention mask is made. With ``last`` int32[], only the logits of that position
                 are returned. ``rope_lens``, int32[] or int32[len], are the sequence lengths for which rotary
                 frequencies are computed; without it, the positions say the length.
             spec: The static arguments.

@@ -2,14 +2,14 @@
 
 A change is one of parts, tensors, hooks, attributes or configuration.
 
-Programs and arrays are made of a module as it is at some time. `ModuleWatch` keeps what the module's forward depends
-on and compares it with the module as it is now, in less than a millisecond for a model of some hundred tensors: dicts
-of attributes by Python's own comparison, tensors by identity, address and version, and by a few of their values, since
-an edit through ``tensor.data`` leaves no other trace.
+Programs and arrays are made from a module in its state at some time. `ModuleWatch` records the state that the module's
+forward depends on and compares it with the current one, in less than a millisecond for a model of some hundred tensors:
+dicts of attributes by Python's own comparison, tensors by identity, address and version, and by a few of their values,
+since an edit through ``tensor.data`` leaves no other trace.
 
-What is looked at: which modules there are, and their classes; attributes, and what lies in those that are containers;
-hooks; functions in place of methods, with the values that they close over; the classes and functions of the
-modeling files; configurations. What is not: state that Python code reads from elsewhere.
+Compared are the modules and their classes; attributes, and the contents of those that are containers; hooks; functions
+in place of methods, with the values that they close over; the classes and functions of the modeling files; and
+configurations. State that Python code reads from elsewhere is not compared.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How many tokens a configuration's positions are for; plain Python."""
+"""The number of tokens that a configuration's positions are for; plain Python."""
 
 from __future__ import annotations
 
 from typing import Any
 
 BEYOND = frozenset({"linear", "dynamic", "yarn", "longrope", "llama3"})
-"""Types of rotary embeddings that are there for sequences longer than those that a model was first trained on."""
+"""Types of rotary embeddings for sequences longer than those of a model's first training."""
 
 
 def max_positions(config: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""What a model's configuration says for the time of a trace."""
+"""The settings of a model's configuration, its module, torch and JAX during a trace."""
 
 from __future__ import annotations
 
