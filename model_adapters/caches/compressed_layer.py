@@ -140,7 +140,7 @@ class CompressedLayer(AttentionLayer):
         return torch_view(pool[:, 0, self.rate - 1 :: self.rate])
 
     def mask_of_open(self, num_entries: int, dtype: torch.dtype) -> torch.Tensor:
-        """[num_entries], 0 for an entry of a full block and -inf for the others."""
+        """Returns a mask [num_entries]: 0 for an entry of a full block and -inf for the others."""
         closed = (jax_view(self.offset) + self.num_new) // self.rate
         return torch_view(jnp.where(jnp.arange(num_entries) < closed, 0.0, -jnp.inf)).to(dtype)
 

@@ -1,6 +1,6 @@
 """The layers of a device cache as model code sees them in a trace.
 
-An attention layer stores K and V side by side in one array ``pool[batch, kv_heads, capacity, k_dim + v_dim]``. Sliding
+An attention layer stores K and V together in one array ``pool[batch, kv_heads, capacity, k_dim + v_dim]``. Sliding
 layers store the full length too: the window is applied by the attention mask or the kernel.
 """
 
@@ -21,7 +21,7 @@ from model_adapters.errors import UnsupportedModelError
 
 @dataclasses.dataclass(frozen=True)
 class KVWrite:
-    """What one call of ``cache.update`` wrote; attached to the keys it returned.
+    """Record of one call of ``cache.update``, attached to the keys that the call returned.
 
     An attention function that receives these keys unchanged may write and attend in one pass, from the pool before the
     write; the write that ``update`` has traced is then dead code. Model code that changes the keys in between loses the

@@ -1,7 +1,7 @@
 """The models that keep transformers' own cache: the general rules and the quirks.
 
-Their results depend on that cache. Transformers' cache goes in and out of the programs and grows, with one program per
-length.
+Their results depend on that cache. Transformers' cache is an argument and a result of the programs and grows, with
+one program per length.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ Pool = jax.Array | Int8Pool
 
 
 def pages_of(pool: Pool) -> jax.Array:
-    """Returns the array of a pool that pages lie in."""
+    """Returns the array with the pages of a pool."""
     return pool.pages if isinstance(pool, Int8Pool) else pool
 
 
@@ -86,7 +86,7 @@ def with_pages(pool: Pool, pages: jax.Array) -> Pool:
 def laid_out(
     pool: Pool, sharding: Callable[[int], NamedSharding], place: Callable[[Any, NamedSharding], jax.Array]
 ) -> Pool:
-    """Returns `pool` with each array as `place` puts it.
+    """Returns `pool` with each array placed by `place`.
 
     `sharding` returns the sharding of pages for a number of heads.
     """
@@ -143,7 +143,7 @@ class PagedLayer(CacheLayerMixin):
         return True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -156,15 +156,15 @@ class PagedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As if all positions were there: what matters of a mask here is its window."""
+        """Returns sizes as if all positions were stored: only the window of a mask matters here."""
         return self.layout.max_len, 0
 
     def get_seq_length(self) -> int:
-        """0: sequences of different lengths have no common one, and positions are given."""
+        """Returns 0: the sequences have no common length, and positions are given."""
         return 0
 
     def get_max_length(self) -> int:
-        """Tokens that a sequence can have."""
+        """Returns the number of tokens that a sequence can have."""
         return int(self.layout.max_len)
 
 
