@@ -20,7 +20,7 @@ from model_adapters.bridge.views import TorchTensor, TorchView, as_views, defaul
 from model_adapters.errors import UnsupportedModelError
 
 LARGEST_BYTES = 1 << 22
-"""Of a result that becomes a constant of the program."""
+"""The largest size of a result that becomes a constant of the program."""
 _OPERATORS = ("add", "sub", "mul", "truediv", "and", "or", "xor")
 _ASSIGNMENTS = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
 _OF_SHAPES = frozenset(name for kind in ("zeros", "ones", "full", "empty") for name in (f"{kind}_like", f"new_{kind}"))
@@ -60,7 +60,7 @@ def install() -> None:
 
 
 def _assignment(theirs: Callable[..., None]) -> Callable[..., None]:
-    """``tensor[key] = value``, which reaches torchax past its table of operators."""
+    """Returns a function for ``tensor[key] = value``, which bypasses torchax's operator table."""
 
     def assign(self: torch.Tensor, key: Any, value: Any) -> None:
         tensors = [x for x in torch.utils._pytree.tree_leaves((self, key, value)) if isinstance(x, torch.Tensor)]

@@ -23,11 +23,14 @@ from model_adapters.lowerings.traced_conditions import TracedConditions
 
 _CONDITIONS = TracedConditions()
 collect = _CONDITIONS.collect
-"""Conditions bool[] of unknown value that model code makes inside are taken for met, and yielded."""
+"""Yields the conditions bool[] of unknown value that model code makes inside.
+
+The conditions are assumed to be met.
+"""
 
 
 def install() -> None:
-    """Puts our lowering into torchax's table."""
+    """Registers the lowering in torchax's table."""
     set_lowering(torch.ops.aten._is_all_true, _is_all_true)
     for kind in (TorchTensor, TorchView):
         kind.item = _item(kind.item)
@@ -93,7 +96,7 @@ class TracedMaskSelection(TorchTensor):
 
     @staticmethod
     def __new__(cls: Any, source: torch.Tensor, mask: torch.Tensor) -> Any:
-        """`source` [*dims, *rest] where `mask` bool[*dims] is set."""
+        """Makes the selection of `source` [*dims, *rest] by `mask` bool[*dims]."""
         return TorchTensor.__new__(cls, jax_view(source), default_env())
 
     def __init__(self, source: torch.Tensor, mask: torch.Tensor) -> None:
@@ -112,9 +115,9 @@ class TracedMaskSelection(TorchTensor):
         return self._source.reshape(-1, *self._source.shape[self._chosen.ndim :])
 
     def size(self, dim: int | None = None) -> Any:
-        """Of all there is to select from."""
+        """Returns the size of the tensor from which the mask selects."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> Any:
-        """Its elements, int32[], a traced number."""
+        """Returns the number of selected elements, int32[], a traced number."""
         return torch_view(jnp.sum(self._chosen) * (self._source.size // max(self._chosen.size, 1)))

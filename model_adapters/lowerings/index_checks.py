@@ -30,7 +30,7 @@ collect = _CONDITIONS.collect
 
 @contextlib.contextmanager
 def named(arrays: Mapping[str, jax.Array]) -> Iterator[None]:
-    """Inside, tables among `arrays` have these names in errors."""
+    """Gives tables among `arrays` their names in errors, inside the context."""
     before, _STATE.arrays = getattr(_STATE, "arrays", None), arrays
     try:
         yield

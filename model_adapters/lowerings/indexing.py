@@ -155,7 +155,7 @@ def _embedding_bag(
 
 
 def _pad_by_known_widths() -> None:
-    """Padding by numbers that model code keeps in tensors, where they are known."""
+    """Lets model code pad by numbers in tensors, if their values are known."""
     theirs = get_lowering(torch.nn.functional.pad)
 
     def number(width: Any) -> Any:

@@ -22,7 +22,7 @@ SMOOTHED = (torch.ops.aten._upsample_bicubic2d_aa, torch.ops.aten._upsample_bili
 
 
 def install() -> None:
-    """Puts our lowerings into torchax's table."""
+    """Registers the lowerings in torchax's table."""
     for operator in SMOOTHED:
         set_lowering(operator, functools.partial(_resampled, operator.default))
         set_lowering(operator.default, functools.partial(_resampled, operator.default))

@@ -35,7 +35,10 @@ def _mend_copy() -> None:
 
 
 def _mend_type_as() -> None:
-    """``tensor.type_as(other)``: torchax 0.0.13 changes the tensor itself, and fails for a view."""
+    """Fixes ``tensor.type_as(other)``.
+
+    torchax 0.0.13 changes the tensor itself, and fails for a view.
+    """
 
     def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return self.to(other.dtype)
@@ -45,7 +48,7 @@ def _mend_type_as() -> None:
 
 
 def _stay_on_device() -> None:
-    """``tensor.to("cpu")`` of a traced tensor: there is no other device inside a program."""
+    """Ignores the device in ``tensor.to("cpu")`` of a traced tensor: a program has only one."""
     env = default_env()
     theirs = env._to_copy
 
