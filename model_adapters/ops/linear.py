@@ -134,7 +134,7 @@ _differentiable = ffi.differentiable(lambda x, weight, bias: ffi.linear(x, weigh
 
 
 def not_invariant_reason() -> str | None:
-    """Returns why `ffi.batch_invariant` cannot be kept here, or None."""
+    """Returns why `ffi.batch_invariant` cannot be guaranteed here, or None."""
     if registry.platform() != "cpu":
         return f"products on a {registry.platform()} are its compiler's"
     if (reason := ffi.missing()) is not None:

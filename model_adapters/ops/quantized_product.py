@@ -22,7 +22,10 @@ from model_adapters.ops.linear import OP, finish, product_sums
 from model_adapters.ops.quantized_weight import QuantizedWeight, dequantize
 
 LARGEST_INT8 = 127.0
-"""What the largest number of a group becomes. -128 is not used: the CPU kernel takes a sign off."""
+"""The rounded value of a group's largest number.
+
+-128 is not used: the CPU kernel takes a sign off.
+"""
 
 
 def round_rows(x: jax.Array, group: int, act_dtype: str) -> tuple[jax.Array, jax.Array]:
