@@ -83,8 +83,8 @@ def to_jax_zero_copy(tensor: torch.Tensor) -> jax.Array:
     """Returns the JAX array of a CPU tensor, on the CPU.
 
     It is a view if the tensor is in C order and 64-byte aligned, else a copy. Without 64-bit types in JAX (its default)
-    int64 becomes int32 and float64 becomes float32. The tensor must not be written to afterwards, since JAX takes its
-    arrays for constant.
+    int64 becomes int32 and float64 becomes float32. The tensor must not be written to afterwards, since JAX
+    assumes that arrays are constant.
     """
     tensor = _plain(tensor)
     if tensor.data_ptr() % XLA_CPU_ALIGNMENT:
