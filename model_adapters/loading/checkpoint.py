@@ -142,7 +142,7 @@ def weight_files(folder: Path, *, explicit: str | None, extra: tuple[str, ...], 
     Raises `CheckpointError` if some are missing.
 
     Args:
-        folder: where the model lies.
+        folder: the model's folder.
         explicit: the file that ``config.transformers_weights`` names in place of the usual ones.
         extra: further files of the model's class, taken where present.
         allow_pickle: whether files that ``torch.load`` unpickles (tensors only) are accepted where there is no
@@ -369,7 +369,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the first floating-point tensor (transformers' rule for a config that names no dtype)."""
+        """The dtype of the first floating-point tensor: transformers' rule if the config names none."""
         return next((entry.dtype for entry in self.entries.values() if entry.dtype.is_floating_point), None)
 
     @contextlib.contextmanager

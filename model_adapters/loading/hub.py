@@ -111,7 +111,7 @@ def _cached_gguf(request: HubRequest) -> Path | None:
 
 
 def _download(request: HubRequest, names: list[str], commit: str | None, advance: Advance) -> None:
-    """Fetches files side by side; the first error, or Ctrl-C, ends those that are under way."""
+    """Fetches files concurrently; the first error, or Ctrl-C, stops all downloads."""
     lock, stopped = threading.Lock(), threading.Event()
 
     def counted(amount: int) -> None:
@@ -163,10 +163,10 @@ def _cached(request: HubRequest) -> Path:
 
 
 def _info(request: HubRequest, revision: str | None) -> ModelInfo | None:
-    """Returns the hub's description of the repository; None if a cached copy has to do.
+    """Returns the hub's description of the repository; None if a cached copy is used.
 
-    That is so if the hub does not answer. This request is the first because it fails at once: a download without a
-    network is tried again for half a minute.
+    The cached copy is used if the hub does not answer. This request is the first because it fails at once: a
+    download without a network is tried again for half a minute.
     """
     try:
         return huggingface_hub.HfApi(token=request.token).model_info(

@@ -1,4 +1,4 @@
-"""What loading gives back: the module without weights, the weights, and what it took."""
+"""The results of loading: the module without weights, the weights, and a report."""
 
 from __future__ import annotations
 

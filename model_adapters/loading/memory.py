@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of it loading took."""
+"""The amount of memory, and the part of it that loading took."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from model_adapters.errors import OutOfMemoryError
 
 
 def gigabytes(num_bytes: float) -> str:
-    """``"1.23 GB"`` (10^9 bytes); small amounts in MB or kB."""
+    """Returns ``"1.23 GB"`` (10^9 bytes); small amounts are in MB or kB."""
     for size, unit in ((1e9, "GB"), (1e6, "MB")):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
@@ -129,7 +129,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def give_back_freed() -> None:
-    """Hands free pages within the heap back to the system, where the C library can (glibc).
+    """Returns free pages within the heap to the system, if the C library can (glibc).
 
     Merging experts frees thousands of tensors of a few hundred kilobytes each; glibc keeps them, and aligned requests
     do not fit their holes, so that resident memory grew to 1.6 times the checkpoint without this.

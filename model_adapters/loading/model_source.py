@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 EMBEDDED = Path(__file__).parents[2] / "torchax_serve" / "embedded"
-"""Where the distribution carries its own small model: an ordinary model folder."""
+"""The folder of the distribution's own small model, an ordinary model folder."""
 
 Kind = Literal["embedded", "hub", "folder", "object", "config"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -31,7 +31,7 @@ _FORMS = "a short name, a hub id (organisation/name), a folder, a GGUF file, or 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from."""
+    """The source of a model."""
 
     kind: Kind
     name: str  # as to be shown to people

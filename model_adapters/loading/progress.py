@@ -29,7 +29,7 @@ Advance = Callable[[int], None]
 
 
 class Progress(Protocol):
-    """What loading tells about itself. Stages follow each other; they do not nest."""
+    """Receiver of the progress of loading. Stages follow each other; they do not nest."""
 
     def stage(self, name: str, total: int | None, unit: Unit = "bytes") -> AbstractContextManager[Advance]:
         """Opens the stage `name` of `total` units; the stage ends when it is closed.
@@ -56,7 +56,7 @@ class RichProgress:
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int | None, unit: Unit = "bytes") -> Iterator[Advance]:
-        """A bar that is taken away when the stage ends, also by an exception or Ctrl-C."""
+        """Shows a bar until the stage ends, also by an exception or Ctrl-C."""
         if not self._console.is_terminal:
             yield lambda amount: None
             return

@@ -4,8 +4,8 @@ They are made tensor by tensor.
 
 transformers initialises "missing" weights: an empty checkpoint makes all of them missing. Small tensors (norms, biases,
 state-space parameters) and buffers are then made by transformers as always. For a large parameter nothing is allocated:
-it stays on the meta device, the call of an init function on it is written down instead of run, and its values are made
-when its turn comes: by torch where arrays live on the CPU, else on the device they are for. A seed gives the same
+it stays on the meta device, the call of an init function on it is recorded instead of run, and its values are made
+later: by torch where arrays live on the CPU, else on the device they are for. A seed gives the same
 values of a parameter whatever else the model holds (other ones on another kind of device).
 """
 
@@ -62,7 +62,7 @@ class RandomInit:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """While this is open, transformers' initialisation of large parameters is written down."""
+        """Records transformers' initialisation of large parameters inside the context."""
         load_parameter = modeling_utils._load_parameter_into_model
 
         def load_small(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ logger = logging.getLogger("torchax_serve")
 
 @dataclass(frozen=True)
 class TensorMatch:
-    """How the tensors of the files and those of a class correspond.
+    """The correspondence of the tensors in the files and those of a class.
 
     Attributes:
         class_name: of the class that the configuration asks for.
@@ -42,7 +42,7 @@ class TensorMatch:
 
     @classmethod
     def of(cls, module: PreTrainedModel, info: LoadStateDictInfo) -> TensorMatch:
-        """Returns the account that transformers has given of loading `module`."""
+        """Returns the match according to transformers' report `info` of loading `module`."""
         shapes = [f"{name} {list(got)}, expected {list(want)}" for name, got, want in info.mismatched_keys]
         found = {"not convertible": list(info.conversion_errors), "of another shape": shapes}
         faults = tuple(f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names)
@@ -74,7 +74,7 @@ class TensorMatch:
         )
 
     def note(self, model_name: str, loaded_class: str) -> str | None:
-        """One line about what was left out; None where everything corresponds."""
+        """Returns one line about tensors that were left out; None if everything corresponds."""
         parts = []
         if self.missing:
             what = f"{loaded_class} alone is loaded" if loaded_class != self.class_name else "they are left out"
@@ -84,7 +84,7 @@ class TensorMatch:
         return f"{model_name}: {'; '.join(parts)}" if parts else None
 
     def log_names(self) -> None:
-        """Returns every name that was left out, a line each, for who asked for details."""
+        """Logs every name that was left out, a line each, for users who asked for details."""
         for what, names in {"missing": self.missing, "unused": self.unused}.items():
             for name in names:
                 logger.info("%s: %s", what, name)
