@@ -2,10 +2,10 @@
 
 Each file is checked before it is used.
 
-What lies there is run: machine code, shared libraries, pickles. Two things must never reach a caller: bytes that
-another user could have put there, and bytes that are not the ones that were written. So a folder and its files must
-belong to the user and be writable by no one else (they are made so, 0700 and 0600), and each file ends with a seal:
-an HMAC-SHA256 of its name and content under a key in the same folder, readable only by the user. A
+The content of these files is run: machine code, shared libraries, pickles. Two things must never reach a caller: bytes
+that another user could have put there, and bytes that are not the ones that were written. So a folder and its files
+must belong to the user and be writable by no one else (they are made so, 0700 and 0600), and each file ends with a
+seal: an HMAC-SHA256 of its name and content under a key in the same folder, readable only by the user. A
 checksum would find flipped bits as well; the key also finds files that were copied in from another folder or under
 another name.
 
@@ -68,7 +68,7 @@ class SealedFolder:
 
     Args:
         path: of the folder, made at the first write.
-        content: what lies there, in words, for the one warning when the folder cannot be trusted.
+        content: a description of the files, for the one warning when the folder cannot be trusted.
     """
 
     def __init__(self, path: Path, content: str = "compiled programs") -> None:
@@ -139,7 +139,7 @@ class SealedFolder:
         return self.read(name) is not None
 
     def write(self, name: str, content: bytes) -> None:
-        """Puts a file in place in one step: no reader sees a part of it, and the last writer wins.
+        """Writes a file in one step: no reader sees a part of it, and the last writer wins.
 
         Raises:
             OSError: the folder cannot be made or written, or is not to be trusted.
@@ -149,7 +149,7 @@ class SealedFolder:
         self._replace(name, sealed)
 
     def remove(self, name: str) -> None:
-        """Removes a file; one that is not there, or cannot be removed, is let be."""
+        """Removes a file; ignores one that is missing or cannot be removed."""
         with contextlib.suppress(OSError):
             os.unlink(self.path / name)
 
