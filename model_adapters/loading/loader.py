@@ -66,9 +66,7 @@ def load_model(
     quantization: Any = None,
     requantize: bool = False,
 ) -> LoadedModel:
-    """Loads a model of any architecture of transformers, with weights as JAX arrays.
-
-    The module is on the meta device.
+    """Loads a transformers model: weights as JAX arrays, the module on the meta device.
 
     Args:
         model: What `resolve` accepts, or a `PreTrainedModel` in main memory (also in a ``PeftModel``), to share.
