@@ -37,7 +37,7 @@ struct QuantizedMatrix {
   int64_t block_bytes() const { return padded_k * kBlockRows * bits / 8; }
   int64_t num_groups() const { return (k + group - 1) / group; }
   int unit() const { return group % 32 == 0 || group >= k ? 32 : 16; }  // columns that share all scales
-  int64_t num_units() const { return padded_k / unit(); }
+  int64_t num_units() const { return (k + unit() - 1) / unit(); }  // with scales: of 16 columns one may lie behind them
 };
 
 // kLanes scales or offsets of group g, from row `row` of block b on.
