@@ -1,4 +1,4 @@
-"""The tensor that transformers' loader handles for a quantized weight, against the same operation on the dense weight."""
+"""The tensor that transformers handles for a quantized weight, against the same operation on the dense weight."""
 
 import pytest
 import torch
